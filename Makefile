@@ -1,0 +1,52 @@
+# Every target sets itself up: a virtual environment in .venv with the pinned packages.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+TRAIN_ENV ?= HalfCheetah-v5
+TRAIN_FRAMES ?= 2000000
+SEED ?= 0
+RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: install train test test-all lint type format bench bench-weights bench-env clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: install
+	$(BIN)/torchrl-unilab train appo --env $(TRAIN_ENV) --frames $(TRAIN_FRAMES) --seed $(SEED) --run-dir $(RUN_DIR)
+
+test: install
+	$(BIN)/python -m pytest
+
+test-all: install
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+type: install
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: bench-weights bench-env
+
+bench-weights: install
+	$(BIN)/python tests/benchmarks/bench_weights.py
+
+bench-env: install
+	$(BIN)/python tests/benchmarks/bench_env.py
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

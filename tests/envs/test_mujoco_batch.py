@@ -1,0 +1,458 @@
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mujoco.batch import SimulationError
+from tensordict import TensorDict, TensorDictBase
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.transforms import Compose, RewardSum, StepCounter, VecNormV2
+from torchrl.envs.utils import check_env_specs
+
+from torchrl_unilab.envs import TASKS, MujocoBatchEnv
+
+
+def act(env: MujocoBatchEnv, seed: int) -> torch.Tensor:
+    low, high = env.action_spec.space.low, env.action_spec.space.high
+    generator = torch.Generator().manual_seed(seed)
+    return low + (high - low) * torch.rand(low.shape, generator=generator)
+
+
+def play(env: MujocoBatchEnv, steps: int) -> list[TensorDictBase]:
+    root = env.reset()
+    out = []
+    for i in range(steps):
+        data, root = env.step_and_maybe_reset(root.set("action", act(env, i)))
+        out.append(data)
+    return out
+
+
+def assert_same(one: TensorDictBase, other: TensorDictBase) -> None:
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    assert one.batch_size == other.batch_size
+    assert one.device == other.device
+    for key in one.keys(True, True):
+        assert one[key].dtype == other[key].dtype, key
+        assert torch.equal(one[key], other[key]), key
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_specs_hold_for_every_task(name: str, dtype: torch.dtype) -> None:
+    env = MujocoBatchEnv(name, 3, dtype=dtype, seed=0)
+    check_env_specs(env)
+    data = env.rollout(10)
+    for key in ("observation", "reward"):
+        assert data["next", key].dtype == dtype
+    assert data["next", "reward"].shape[-1:] == (1,)
+    env.close()
+
+
+def test_specs_hold_with_one_environment() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 1, seed=0)
+    check_env_specs(env)
+    env.close()
+
+
+def test_run_type_checks_accepts_the_outputs() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
+    env.run_type_checks = True
+    env.rollout(3, break_when_any_done=False)
+    env.close()
+
+
+def test_truncation_comes_at_max_episode_steps_and_restarts_the_count() -> None:
+    env = MujocoBatchEnv("HalfCheetah-v5", 2, seed=0, max_episode_steps=5)
+    data = torch.stack(play(env, 12), 1)["next"]
+    expected = torch.tensor([(i + 1) % 5 == 0 for i in range(12)])
+    assert torch.equal(data["truncated"], expected.expand(2, 12)[..., None])
+    assert torch.equal(data["done"], data["truncated"])
+    assert not data["terminated"].any()
+    env.close()
+
+
+def test_an_episode_can_be_terminated_and_truncated_at_once() -> None:
+    env = MujocoBatchEnv("InvertedPendulum-v5", 2, seed=0, max_episode_steps=1)
+    root = env.set_state([[0.0, 0.5], [0.0, 0.0]], np.zeros((2, 2)))
+    after = env.step(root.set("action", torch.zeros(2, 1)))["next"]
+    assert after["terminated"].flatten().tolist() == [True, False]
+    assert after["truncated"].flatten().tolist() == [True, True]
+    assert after["done"].flatten().tolist() == [True, True]
+    env.close()
+
+
+def test_next_keeps_the_final_observation_while_the_root_starts_anew() -> None:
+    env = MujocoBatchEnv("InvertedPendulum-v5", 3, seed=0)
+    qpos = np.zeros((3, 2))
+    qpos[1, 1] = 0.5
+    root = env.set_state(qpos, np.zeros((3, 2))).set("action", torch.zeros(3, 1))
+    data, root = env.step_and_maybe_reset(root)
+    after = data["next"]
+    assert after["done"].flatten().tolist() == [False, True, False]
+    assert after["observation"][1, 1] > 0.4
+    assert root["observation"][1].abs().max() <= 0.01
+    assert torch.equal(root["observation"][::2], after["observation"][::2])
+    assert not root["done"].any()
+    env.close()
+
+
+@pytest.mark.parametrize("name", ["Hopper-v5", "HalfCheetah-v5"])
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_step_and_maybe_reset_equals_the_base_class(name: str, device: str | None) -> None:
+    def policy(root: TensorDictBase, i: int) -> TensorDictBase:
+        action = act(lean, i)
+        root["action"] = action
+        root["flag"] = action[:, :1] > 0
+        root["collector", "traj_ids"] = torch.arange(8) + 1
+        return root if device else root.clear_device_()
+
+    make = partial(MujocoBatchEnv, name, 8, seed=3, max_episode_steps=30)
+    lean, plain = make(), make()
+    plain.run_type_checks = True
+    lean_root, plain_root = lean.reset(), plain.reset()
+    ends = set()
+    for i in range(100):
+        lean_data, lean_root = lean.step_and_maybe_reset(policy(lean_root, i))
+        plain_data, plain_root = EnvBase._step_and_maybe_reset(plain, policy(plain_root, i))
+        assert_same(lean_data, plain_data)
+        assert_same(lean_root, plain_root)
+        ends.add(int(lean_data["next", "done"].sum()))
+    assert ends == {0, 8} if name == "HalfCheetah-v5" else {0, 1} <= ends
+    lean.close()
+    plain.close()
+
+
+def test_later_steps_and_resets_leave_returned_tensors_alone() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 4, seed=0, max_episode_steps=3)
+    root = env.reset()
+    returned, copies = [root], [root.clone()]
+    for i in range(8):
+        data, root = env.step_and_maybe_reset(root.copy().set("action", act(env, i)))
+        returned += [data, root]
+        copies += [data.clone(), root.clone()]
+    env.reset()
+    for one, other in zip(returned, copies, strict=True):
+        assert_same(one, other)
+    env.close()
+
+
+def test_writing_to_returned_tensors_leaves_the_environment_alone() -> None:
+    env, twin = (MujocoBatchEnv("Hopper-v5", 4, seed=0) for _ in range(2))
+    root, twin_root = env.reset(), twin.reset()
+    for i in range(30):
+        data, root = env.step_and_maybe_reset(root.copy().set("action", act(env, i)))
+        expected, twin_root = twin.step_and_maybe_reset(twin_root.copy().set("action", act(env, i)))
+        assert_same(data["next"], expected["next"])
+        data["next"].zero_()
+        root = root.clone()
+    env.close()
+    twin.close()
+
+
+def test_partial_reset_leaves_the_other_rows_bit_identical() -> None:
+    env, twin = (MujocoBatchEnv("Walker2d-v5", 4, seed=0, dtype=torch.float64) for _ in range(2))
+    root, twin_root = env.reset(), twin.reset()
+    for i in range(4):
+        root = env.step_mdp(env.step(root.set("action", act(env, i))))
+        twin_root = twin.step_mdp(twin.step(twin_root.set("action", act(env, i))))
+    mask = torch.tensor([[False], [True], [False], [True]])
+    before = root["observation"].clone()
+    root = env.reset(root.set("_reset", mask))
+    kept = ~mask.flatten()
+    assert torch.equal(root["observation"][kept], before[kept])
+    assert (root["observation"][~kept] != before[~kept]).any(-1).all()
+    for i in range(5):
+        after = env.step(root.set("action", act(env, i)))["next"]
+        expected = twin.step(twin_root.set("action", act(env, i)))["next"]
+        assert_same(after[kept], expected[kept])
+        root, twin_root = env.step_mdp(root), twin.step_mdp(twin_root)
+    env.close()
+    twin.close()
+
+
+def test_a_reset_mask_without_rows_changes_nothing() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
+    root = env.reset()
+    copy = root.clone()
+    root = env.reset(root.set("_reset", torch.zeros(2, 1, dtype=torch.bool)))
+    assert_same(root, copy)
+    env.close()
+
+
+def test_step_mask_steps_the_selected_rows_only() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 3, seed=0, max_episode_steps=1)
+    root = env.reset()
+    qpos, qvel = env.get_state()
+    mask = torch.tensor([[True], [False], [True]])
+    root = root.set("action", act(env, 0)).set("_step", mask)
+    after = env.step(root)["next"]
+    new_qpos, new_qvel = env.get_state()
+    np.testing.assert_array_equal(new_qpos[1], qpos[1])
+    np.testing.assert_array_equal(new_qvel[1], qvel[1])
+    assert (new_qpos[::2] != qpos[::2]).any(axis=1).all()
+    assert after["done"].flatten().tolist() == [True, False, True]
+    assert after["reward"][1] == 0
+    assert torch.equal(after["observation"][1], root["observation"][1])
+    env.close()
+
+
+def test_rollout_until_all_are_done_ends() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 3, seed=0)
+    data = env.rollout(300, break_when_any_done=False, break_when_all_done=True)
+    assert data.shape[1] < 300
+    assert data[:, -1]["next", "done"].all()
+    env.close()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_seed_gives_the_same_steps_at_any_number_of_threads(name: str) -> None:
+    runs = []
+    for threads in (1, 2, 5):
+        env = MujocoBatchEnv(name, 7, num_threads=threads, max_episode_steps=20)
+        env.set_seed(11)
+        runs.append(torch.stack(play(env, 60)))
+        env.close()
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+
+
+def test_seeds_make_a_difference_and_none_is_random() -> None:
+    observations = []
+    for seed in (0, 1, None, None):
+        env = MujocoBatchEnv("Hopper-v5", 1, seed=seed)
+        observations.append(env.reset()["observation"])
+        env.close()
+    assert len({tuple(obs.flatten().tolist()) for obs in observations}) == 4
+
+
+def test_a_set_state_is_the_state_and_starts_an_episode() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 4, seed=0, max_episode_steps=5, num_threads=2)
+    root = env.reset()
+    for i in range(3):
+        root = env.step_mdp(env.step(root.set("action", act(env, i))))
+    before_qpos, before_qvel = env.get_state()
+    rng = np.random.default_rng(0)
+    new_qpos, new_qvel = rng.uniform(0.0, 0.1, (2, 2, 6))
+    root = env.set_state(new_qpos, new_qvel, ids=[3, 1])
+    qpos, qvel = env.get_state()
+    np.testing.assert_array_equal(qpos[[3, 1]], new_qpos)
+    np.testing.assert_array_equal(qvel[[3, 1]], new_qvel)
+    np.testing.assert_array_equal(qpos[::2], before_qpos[::2])
+    np.testing.assert_array_equal(qvel[::2], before_qvel[::2])
+    np.testing.assert_array_equal(
+        root["observation"][3].numpy(),
+        np.concatenate((new_qpos[0, 1:], new_qvel[0])).astype(np.float32),
+    )
+    for i in range(2):
+        root = env.step_mdp(env.step(root.set("action", act(env, i))))
+    assert root["truncated"].flatten().tolist() == [True, False, True, False]
+    env.close()
+
+
+def test_a_diverging_simulation_is_terminated_and_leaves_the_others_alone() -> None:
+    env, twin = (MujocoBatchEnv("Hopper-v5", 3, seed=0) for _ in range(2))
+    root, twin_root = env.reset(), twin.reset()
+    qpos, _ = env.get_state()
+    env.set_state(qpos[1:2], np.full((1, 6), 1e11), ids=[1])
+    for i in range(10):
+        data, root = env.step_and_maybe_reset(root.set("action", act(env, i)))
+        expected, twin_root = twin.step_and_maybe_reset(twin_root.set("action", act(env, i)))
+        if i == 0:
+            assert data["next", "terminated"].flatten().tolist() == [False, True, False]
+            assert data["next", "reward"][1] == 0
+        assert data["next", "observation"].isfinite().all()
+        assert_same(data["next"][::2], expected["next"][::2])
+    assert (env.num_diverged, twin.num_diverged) == (1, 0)
+    env.close()
+    twin.close()
+
+
+def test_a_simulation_error_terminates_its_simulation_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env, twin = (MujocoBatchEnv("HalfCheetah-v5", 3, seed=0) for _ in range(2))
+    root, twin_root = env.reset(), twin.reset()
+    step = env._batch.step
+
+    def failing(ids: Any = None, nstep: int = 1) -> None:
+        step(ids, nstep)
+        raise SimulationError(np.array([2]), "stack overflow")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(env._batch, "step", failing)
+        data, root = env.step_and_maybe_reset(root.set("action", act(env, 0)))
+    expected, _ = twin.step_and_maybe_reset(twin_root.set("action", act(env, 0)))
+    assert data["next", "terminated"].flatten().tolist() == [False, False, True]
+    assert data["next", "reward"][2] == 0
+    assert_same(data["next"][:2], expected["next"][:2])
+    assert env.num_diverged == 1
+    after = env.step(root.set("action", act(env, 1)))["next"]
+    assert not after["terminated"].any()
+    env.close()
+    twin.close()
+
+
+@pytest.mark.filterwarnings("ignore:Support of VecNormV2 for containers with:UserWarning")
+def test_transforms_apply() -> None:
+    env = TransformedEnv(
+        MujocoBatchEnv("Hopper-v5", 4, seed=0, max_episode_steps=7),
+        Compose(RewardSum(), StepCounter(), VecNormV2(in_keys=["observation"])),
+    )
+    check_env_specs(env)
+    data = env.rollout(20, break_when_any_done=False)
+    count, done = data["next", "step_count"], data["next", "done"]
+    assert count.max() == 7
+    assert (count[:, 1:][done[:, :-1]] == 1).all()
+    reward, total = data["next", "reward"], data["next", "episode_reward"]
+    assert torch.equal(total[:, 0], reward[:, 0])
+    assert torch.equal(total[:, 1:][done[:, :-1]], reward[:, 1:][done[:, :-1]])
+    env.close()
+
+
+# raised by TorchRL's own classes when its collectors are first imported
+@pytest.mark.filterwarnings("ignore:Creating .* inherits from WeightUpdaterBase:DeprecationWarning")
+@pytest.mark.parametrize("transformed", [False, True])
+def test_collector_collects_whole_batches_over_episode_ends(transformed: bool) -> None:
+    from torchrl.collectors import Collector
+
+    base = MujocoBatchEnv("Hopper-v5", 4, seed=0)
+    env = TransformedEnv(base, StepCounter()) if transformed else base
+    collector = Collector(env, None, frames_per_batch=160, total_frames=480)
+    batches = [data.clone() for data in collector]
+    collector.shutdown()
+    data = torch.cat(batches, 1)
+    assert data.shape == (4, 120)
+    done = data["next", "done"][:, :-1, 0]
+    assert done.any()
+    here, there = data["observation"][:, 1:], data["next", "observation"][:, :-1]
+    assert torch.equal(here[~done], there[~done])
+    assert (here[done] != there[done]).any(-1).all()
+    ids = data["collector", "traj_ids"]
+    assert (ids[:, 1:][done] != ids[:, :-1][done]).all()
+
+
+def test_actions_of_other_precisions_and_with_gradients_are_accepted() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        action = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
+        after = env.step(env.reset().set("action", action))["next"]
+        assert after["observation"].dtype == torch.float32
+    env.close()
+
+
+def test_a_transposed_action_has_the_cost_of_a_contiguous_one() -> None:
+    env = MujocoBatchEnv("HalfCheetah-v5", 5, seed=0)
+    action = act(env, 0)
+    rewards = []
+    for value in (action, action.T.contiguous().T):
+        env.set_seed(0)
+        after = env.step(env.reset().set("action", value))["next"]
+        rewards.append(after["reward"])
+    assert torch.equal(*rewards)
+    env.close()
+
+
+def test_a_partial_of_the_class_can_be_pickled() -> None:
+    make = partial(MujocoBatchEnv, "HalfCheetah-v5", num_envs=4)
+    env = pickle.loads(pickle.dumps(make))()
+    assert env.batch_size == (4,)
+    env.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs sched_getaffinity")
+def test_threads_default_to_the_cpus_of_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
+    env = MujocoBatchEnv("InvertedPendulum-v5", 4)
+    assert env._batch.nthread == 3
+    env.close()
+
+
+@pytest.mark.parametrize("name", ["num_envs", "num_threads", "max_episode_steps"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_numbers_below_one_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{name} is {value} \(expected at least 1\)"):
+        MujocoBatchEnv("Hopper-v5", **{name: value})
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"dtype is torch.float16 \(expected torch.f"):
+        MujocoBatchEnv("Hopper-v5", 2, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (torch.zeros(2, 4), r"action has shape \(2, 4\) \(expected \(2, 3\)\)"),
+        (torch.zeros(2), r"action has shape \(2,\) \(expected \(2, 3\)\)"),
+        (torch.full((2, 3), torch.nan), r"has 6 non-finite values \(expected none\)"),
+    ],
+)
+def test_a_malformed_action_is_refused_and_changes_nothing(
+    action: torch.Tensor, message: str
+) -> None:
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0, max_episode_steps=1)
+    root = env.reset()
+    state = env._batch.state.copy()
+    with pytest.raises(ValueError, match=message):
+        env.step(root.set("action", action))
+    np.testing.assert_array_equal(env._batch.state, state)
+    root = root.exclude("next")
+    assert env.step(root.set("action", act(env, 0)))["next", "truncated"].all()
+    env.close()
+
+
+@pytest.mark.parametrize(
+    ("qpos", "ids", "message"),
+    [
+        (np.zeros((1, 2)), [2], r"ids is \[2\] \(expected distinct integers from 0 to"),
+        (np.zeros((1, 2)), [-1], r"ids is \[-1\]"),
+        (np.zeros((2, 2)), [1, 1], r"ids is \[1, 1\]"),
+        (np.zeros((1, 2)), [0.0], r"ids is \[0.0\]"),
+        (np.zeros((1, 3)), [0], r"qpos has shape \(1, 3\) .*\(expected \(1, 2\)"),
+        (np.zeros((1, 2)), None, r"qpos has shape \(1, 2\) .*\(expected \(2, 2\)"),
+        (np.full((1, 2), np.inf), [0], "and 2 non-finite values"),
+    ],
+)
+def test_a_malformed_state_is_refused_and_changes_nothing(
+    qpos: np.ndarray, ids: Any, message: str
+) -> None:
+    env = MujocoBatchEnv("InvertedPendulum-v5", 2, seed=0)
+    env.reset()
+    state = env._batch.state.copy()
+    with pytest.raises(ValueError, match=message):
+        env.set_state(qpos, np.zeros(qpos.shape), ids=ids)
+    np.testing.assert_array_equal(env._batch.state, state)
+    env.close()
+
+
+def test_closing_again_does_nothing_and_use_after_it_is_refused() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
+    td = env.rand_action(env.reset())
+    env.close()
+    env.close()
+    assert env.is_closed
+    uses = (
+        env.reset,
+        env.get_state,
+        lambda: env.step(td),
+        lambda: env.step_and_maybe_reset(td),
+        lambda: env.set_state(np.zeros((2, 6)), np.zeros((2, 6))),
+    )
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"is closed \(expected an open one\)"):
+            use()
+
+
+def test_a_missing_action_is_a_key_error() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
+    with pytest.raises(KeyError, match="action"):
+        env.step(TensorDict({}, [2]))
+    env.close()

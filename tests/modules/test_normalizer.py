@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_unilab.modules import ObservationNormalizer
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 100))
+def test_moments_do_not_depend_on_how_the_data_was_cut(sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randn(sum(sizes) + 1, 2, generator=generator, dtype=torch.float64) * 3 + 100
+    normalizer = ObservationNormalizer(2)
+    for part in data.split([*sizes, 1]):
+        normalizer.update(part)
+    assert normalizer.count.item() == len(data)
+    torch.testing.assert_close(normalizer.mean, data.mean(0))
+    torch.testing.assert_close(normalizer.variance, data.var(0, correction=0))
+
+
+def test_it_scales_to_zero_mean_and_unit_variance_and_clips():
+    normalizer = ObservationNormalizer(1, clip=2.0)
+    normalizer.update(torch.tensor([[1.0], [3.0]]))
+    observation = torch.tensor([[1.0], [2.0], [3.0], [100.0]])
+    assert normalizer(observation).flatten().tolist() == pytest.approx([-1.0, 0.0, 1.0, 2.0])
+
+
+def test_statistics_are_buffers_and_nothing_learns():
+    normalizer = ObservationNormalizer(2)
+    assert set(normalizer.state_dict()) == {"mean", "variance", "count"}
+    assert list(normalizer.parameters()) == []

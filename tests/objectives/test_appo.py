@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
+from torchrl_unilab.objectives import APPOLoss, kl_adapted_lr
+
+OBS, ACT = 3, 2
+
+
+def _loss(**kwargs) -> APPOLoss:
+    torch.manual_seed(0)
+    normalizer = ObservationNormalizer(OBS)
+    networks = {"normalizer": normalizer, "hidden": (8,)}
+    return APPOLoss(make_actor(OBS, ACT, **networks), make_critic(OBS, **networks), **kwargs)
+
+
+def _rollout(loss: APPOLoss, batch: int = 4, time: int = 6) -> TensorDict:
+    observation = torch.randn(batch, time, OBS)
+    with torch.no_grad():
+        acted = loss.actor_network(TensorDict(observation=observation, batch_size=[batch, time]))
+    done = torch.rand(batch, time, 1) < 0.2
+    acted["next"] = TensorDict(
+        observation=torch.randn(batch, time, OBS),
+        reward=torch.randn(batch, time, 1),
+        done=done,
+        terminated=done & (torch.rand(batch, time, 1) < 0.5),
+        batch_size=[batch, time],
+    )
+    return acted
+
+
+def _minibatch(loss: APPOLoss, *, p_over_b: float, t_over_b: float, **values: float) -> TensorDict:
+    """One row whose ratios are as given, whatever the networks say."""
+    observation = torch.zeros(1, OBS)
+    row = loss.actor_network(TensorDict(observation=observation, batch_size=[1])).detach()
+    log_p = row["action_log_prob"]
+    log_b = log_p - math.log(p_over_b)
+    row["action_log_prob"] = log_b
+    row["target_log_prob"] = log_b + math.log(t_over_b)
+    row["target"] = TensorDict(loc=row["loc"], scale=row["scale"], batch_size=[1])
+    for key, value in {"advantage": 1.0, "value_target": 0.0, "state_value": 0.0, **values}.items():
+        row[key] = torch.tensor([value])
+    return row
+
+
+@pytest.mark.parametrize(
+    ("p_over_b", "t_over_b", "advantage", "objective"),
+    [
+        # ratio = min(b/t, 1) * p/b, clipped to [0.8, 1.2]
+        (1.0, 1.0, 2.0, 2.0),
+        (1.1, 1.0, 2.0, 2.2),
+        (1.5, 1.0, 2.0, 2.4),  # clipped from above
+        (1.5, 1.0, -2.0, -3.0),  # a loss is never clipped away
+        (0.5, 1.0, -2.0, -1.6),  # clipped from below
+        (2.2, 2.0, 2.0, 2.2),  # b/t = 1/2
+        (1.1, 0.5, 2.0, 2.2),  # b/t = 2 is bounded by 1
+    ],
+)
+def test_the_surrogate_against_numbers_computed_by_hand(p_over_b, t_over_b, advantage, objective):
+    loss = _loss()
+    row = _minibatch(loss, p_over_b=p_over_b, t_over_b=t_over_b, advantage=advantage)
+    assert loss(row)["loss_objective"].item() == pytest.approx(-objective, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("value_clip", "value", "old", "target", "expected"),
+    [
+        (None, 2.0, 0.0, 1.0, 0.5),
+        (0.25, 2.0, 0.0, 1.0, 0.5),  # max((2-1)^2, (0.25-1)^2)
+        (0.25, 2.0, 0.0, 3.0, 0.5 * 2.75**2),  # max((2-3)^2, (0.25-3)^2)
+    ],
+)
+def test_the_value_loss_against_numbers_computed_by_hand(value_clip, value, old, target, expected):
+    loss = _loss(value_clip=value_clip)
+    with torch.no_grad():
+        for parameter in loss.critic_network.net.parameters():
+            parameter.zero_()
+        loss.critic_network.net[-1].bias.fill_(value)
+    row = _minibatch(loss, p_over_b=1.0, t_over_b=1.0, value_target=target, state_value=old)
+    assert loss(row)["loss_critic"].item() == pytest.approx(expected)
+
+
+def test_right_after_a_target_update_the_policies_agree():
+    loss = _loss()
+    losses = loss(loss.estimate(_rollout(loss)).reshape(-1))
+    assert losses["kl"].item() == pytest.approx(0.0, abs=1e-6)
+    assert losses["clip_fraction"].item() == 0.0
+
+
+def test_advantages_are_normalised_over_the_pool_and_estimates_carry_no_gradient():
+    loss = _loss()
+    estimated = loss.estimate(_rollout(loss))
+    assert estimated["advantage"].mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert estimated["advantage"].std().item() == pytest.approx(1.0, abs=1e-5)
+    assert not any(value.requires_grad for value in estimated.values(True, True))
+
+
+def test_only_actor_and_critic_learn():
+    loss = _loss()
+    losses = loss(loss.estimate(_rollout(loss)).reshape(-1))
+    (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
+    learned = {name for name, p in loss.named_parameters() if p.grad is not None}
+    assert learned == {n for n, p in loss.named_parameters() if not n.startswith("target_")}
+    assert {n.split(".")[0] for n in learned} == {"actor_network", "critic_network"}
+
+
+@pytest.mark.parametrize(("tau", "expected"), [(1.0, 1.0), (0.25, 0.25)])
+def test_the_target_follows_every_nth_step_by_tau(tau, expected):
+    loss = _loss(tau=tau, target_update_freq=3)
+    with torch.no_grad():
+        for parameter in loss.target_actor_network.parameters():
+            parameter.fill_(0.0)
+        for parameter in loss.actor_network.parameters():
+            parameter.fill_(1.0)
+    seen = []
+    for _ in range(3):
+        loss.step_target()
+        seen.append(loss.target_actor_network[0].log_std[0].item())
+    assert seen == [0.0, 0.0, expected]
+
+
+def test_the_target_normalises_by_the_same_statistics():
+    loss = _loss()
+    loss.actor_network[0].normalizer.update(torch.randn(50, OBS) * 3 + 1)
+    loss.sync_target_buffers()
+    target = loss.target_actor_network[0].normalizer
+    assert torch.equal(target.mean, loss.actor_network[0].normalizer.mean)
+    assert target is not loss.actor_network[0].normalizer
+
+
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [(0.0121, 1e-3 / 1.1), (0.0119, 1e-3), (0.0084, 1e-3), (0.0083, 1.1e-3)],
+)
+def test_the_learning_rate_steps_by_a_tenth_outside_the_band(kl, expected):
+    lr = kl_adapted_lr(torch.tensor(1e-3), torch.tensor(kl), desired_kl=0.01)
+    assert lr.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_learning_rate_stays_within_its_bounds():
+    assert kl_adapted_lr(torch.tensor(1e-2), torch.tensor(0.0), 0.01).item() == pytest.approx(1e-2)
+    assert kl_adapted_lr(torch.tensor(1e-5), torch.tensor(9.0), 0.01).item() == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"gamma": 1.1}, {"tau": -0.1}, {"lambda_": 2.0}, {"target_update_freq": 0}]
+)
+def test_coefficients_out_of_range_are_refused(kwargs):
+    with pytest.raises(ConfigError):
+        _loss(**kwargs)

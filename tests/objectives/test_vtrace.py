@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrl.objectives.value.functional import (
+    generalized_advantage_estimate,
+    vtrace_advantage_estimate,
+)
+
+from torchrl_unilab.objectives import vtrace
+
+
+def _inputs(seed: int, off_policy: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    batch, time = 3, 7
+
+    def normal() -> torch.Tensor:
+        return torch.randn(batch, time, generator=generator, dtype=torch.float64)
+
+    done = torch.rand(batch, time, generator=generator) < 0.3
+    v_tm1 = normal()
+    v_t = torch.cat([v_tm1[:, 1:], normal()[:, :1]], 1)
+    return {
+        "log_rho": off_policy * normal(),
+        "v_tm1": v_tm1,
+        "v_t": torch.where(done, normal(), v_t),
+        "r_t": normal(),
+        "done_t": done,
+        "terminated_t": done & (torch.rand(batch, time, generator=generator) < 0.5),
+    }
+
+
+def test_two_steps_computed_by_hand():
+    row = torch.tensor
+    targets, advantages = vtrace(
+        row([[math.log(2.0), math.log(0.5)]]),
+        v_tm1=row([[1.0, 2.0]]),
+        v_t=row([[2.0, 4.0]]),
+        r_t=row([[1.0, 1.0]]),
+        done_t=row([[False, False]]),
+        terminated_t=row([[False, False]]),
+        gamma=0.5,
+    )
+    # delta_1 = 0.5 (1 + 0.5*4 - 2) = 0.5       v_1 = 2.5
+    # delta_0 = 1.0 (1 + 0.5*2 - 1) = 1.0       v_0 = 1 + 1 + 0.5*1*0.5 = 2.25
+    # A_1 = 0.5 (1 + 0.5*4 - 2) = 0.5           A_0 = 1.0 (1 + 0.5*2.5 - 1) = 1.25
+    assert targets.tolist() == [[2.25, 2.5]]
+    assert advantages.tolist() == [[1.25, 0.5]]
+
+
+@pytest.mark.parametrize(("terminated", "target"), [(True, 1.0), (False, 1.0 + 0.5 * 4.0)])
+def test_a_time_limit_bootstraps_from_the_final_observation_and_a_terminal_state_never(
+    terminated, target
+):
+    one = torch.ones(1, 1)
+    targets, _ = vtrace(
+        0 * one, one, 4 * one, one, one.bool(), torch.full((1, 1), terminated), gamma=0.5
+    )
+    assert targets.item() == target
+
+
+@given(st.integers(0, 1000), st.floats(0.5, 1.0), st.floats(0.5, 2.0))
+def test_it_equals_torchrls_estimate_without_decay(seed, gamma, rho_bar):
+    x = _inputs(seed, off_policy=0.5)
+    targets, advantages = vtrace(**x, gamma=gamma, rho_bar=rho_bar)
+    column = {key: value.unsqueeze(-1) for key, value in x.items()}
+    expected_advantages, expected_targets = vtrace_advantage_estimate(
+        gamma,
+        column["log_rho"],
+        torch.zeros_like(column["log_rho"]),
+        column["v_tm1"],
+        column["v_t"],
+        column["r_t"],
+        column["done_t"],
+        column["terminated_t"],
+        rho_thresh=torch.tensor(rho_bar, dtype=torch.float64),
+    )
+    torch.testing.assert_close(targets, expected_targets.squeeze(-1))
+    torch.testing.assert_close(advantages, expected_advantages.squeeze(-1))
+
+
+@given(st.integers(0, 1000), st.floats(0.5, 1.0), st.floats(0.0, 1.0))
+def test_on_policy_it_is_generalised_advantage_estimation(seed, gamma, lambda_):
+    x = _inputs(seed, off_policy=0.0)
+    targets, advantages = vtrace(**x, gamma=gamma, lambda_=lambda_)
+    column = {key: value.unsqueeze(-1) for key, value in x.items()}
+    expected_advantages, expected_targets = generalized_advantage_estimate(
+        gamma,
+        lambda_,
+        column["v_tm1"],
+        column["v_t"],
+        column["r_t"],
+        column["done_t"],
+        column["terminated_t"],
+    )
+    near = {"rtol": 1e-4, "atol": 1e-5}  # TorchRL holds gamma * lambda in float32
+    torch.testing.assert_close(advantages, expected_advantages.squeeze(-1), **near)
+    torch.testing.assert_close(targets, expected_targets.squeeze(-1), **near)
+
+
+def test_tensors_of_another_shape_are_refused_by_name():
+    x = _inputs(0, 0.0)
+    with pytest.raises(ValueError, match=r"r_t has shape \(3, 7, 1\) \(expected \(3, 7\)\)"):
+        vtrace(**{**x, "r_t": x["r_t"].unsqueeze(-1)}, gamma=0.9)

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import pytest
+
+from tests.support.processes import DEADLINE, receive, spawned
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
+from torchrl_unilab.shm import segment as segment_module
+from torchrl_unilab.shm.segment import SharedSegment, default_kind, named_directory
+
+KINDS = ["anonymous", "named"]
+
+
+def _add_one(pipe: Connection, segment: SharedSegment) -> None:
+    segment.buffer[:] += 1
+    pipe.send((segment.is_owner, segment.nbytes))
+    segment.close()
+
+
+def _create_and_wait(pipe: Connection) -> None:
+    segment = SharedSegment(4096, kind="anonymous")
+    pipe.send(segment.nbytes)
+    threading.Event().wait()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_segment_is_zero_filled_and_owned(kind):
+    with SharedSegment(1000, kind=kind) as segment:
+        assert segment.buffer.nbytes == segment.nbytes == 1000
+        assert not segment.buffer.any()
+        assert segment.is_owner
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_spawned_process_shares_the_bytes_but_does_not_own_them(kind):
+    with SharedSegment(64, kind=kind) as segment:
+        with spawned(_add_one, segment) as (_, pipe):
+            assert receive(pipe) == (False, 64)
+        assert segment.buffer.tolist() == [1] * 64
+
+
+def test_a_named_segment_is_attached_by_name_and_unlinked_by_its_creator_alone(tmp_path):
+    segment = SharedSegment(64, name=f"unilab-test-{os.getpid()}")
+    path = named_directory() / segment.name
+    attached = SharedSegment.attach(segment.name)
+    attached.buffer[3] = 9
+    assert segment.buffer[3] == 9
+    attached.close()
+    assert path.exists()
+    segment.close()
+    assert not path.exists()
+
+
+def test_attaching_an_unknown_name_says_so():
+    with pytest.raises(SegmentError, match="no segment 'unilab-nobody'"):
+        SharedSegment.attach("unilab-nobody")
+
+
+def test_a_taken_name_is_refused():
+    name = f"unilab-test-{os.getpid()}"
+    with SharedSegment(64, name=name), pytest.raises(SegmentError, match="is taken"):
+        SharedSegment(64, name=name)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../x"])
+def test_a_name_with_separators_is_refused(name):
+    with pytest.raises(ConfigError, match="plain file name"):
+        SharedSegment.attach(name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_use_after_close_is_an_error_and_a_borrowed_view_stays_readable(kind):
+    segment = SharedSegment(64, kind=kind)
+    view = segment.buffer
+    view[0] = 5
+    segment.close()
+    segment.close()
+    assert segment.closed
+    with pytest.raises(SegmentClosedError):
+        _ = segment.buffer
+    assert view[0] == 5
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_a_size_below_one_is_refused(nbytes):
+    with pytest.raises(ConfigError, match="expected at least 1"):
+        SharedSegment(nbytes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_segment_that_does_not_fit_is_refused_before_allocation(kind, monkeypatch):
+    monkeypatch.setattr(segment_module, "free_bytes", lambda kind: 1023)
+    monkeypatch.setattr(segment_module, "_create_named", pytest.fail)
+    monkeypatch.setattr(segment_module, "_create_anonymous", pytest.fail)
+    with pytest.raises(SegmentSpaceError, match=r"1024 bytes do not fit .*at most 1023"):
+        SharedSegment(1024, kind=kind)
+
+
+def test_the_room_of_a_named_segment_is_that_of_its_mount(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
+    stat = os.statvfs(tmp_path)
+    free = segment_module.free_bytes("named")
+    assert free == pytest.approx(stat.f_bavail * stat.f_frsize, rel=0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are reserved on Linux")
+def test_a_mount_that_fills_up_meanwhile_leaves_nothing(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(SegmentSpaceError):
+        SharedSegment(1024, kind="named")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_creator_leaves_no_segment():
+    before = set(os.listdir(named_directory()))
+    with spawned(_create_and_wait) as (process, pipe):
+        assert receive(pipe) == 4096
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(DEADLINE)
+        assert process.exitcode == -signal.SIGKILL
+    assert set(os.listdir(named_directory())) <= before
+
+
+@pytest.mark.parametrize(
+    ("platform", "setting", "kind"),
+    [
+        ("linux", None, "anonymous"),
+        ("darwin", None, "named"),
+        ("win32", None, "named"),
+        ("linux", "named", "named"),
+        ("darwin", "anonymous", "anonymous"),
+    ],
+)
+def test_the_kind_is_chosen_by_platform_unless_set(platform, setting, kind, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.delenv("TORCHRL_UNILAB_SEGMENT", raising=False)
+    if setting:
+        monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", setting)
+    assert default_kind() == kind
+
+
+def test_an_unknown_kind_setting_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", "posix")
+    with pytest.raises(ConfigError, match="'posix'"):
+        default_kind()
+
+
+def test_an_unlinked_file_serves_as_anonymous_segment_off_linux(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with SharedSegment(64, kind="anonymous") as segment:
+        segment.buffer[0] = 1
+        assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,58 @@
+"""A policy whose action shows its weights, and an environment that hands it through."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import EnvBase
+
+
+class StillEnv(EnvBase):
+    """Observes zeros for ever and takes any action."""
+
+    def __init__(self) -> None:
+        super().__init__(batch_size=[])
+        self.observation_spec = Composite(observation=Unbounded((3,)))
+        self.action_spec = Unbounded((1,))
+        self.reward_spec = Unbounded((1,))
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
+        return TensorDict(observation=torch.zeros(3))
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return TensorDict(
+            observation=torch.zeros(3), reward=torch.zeros(1), done=torch.zeros(1, dtype=torch.bool)
+        )
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+def make_policy(value: float = 0.0, hidden: int = 8) -> TensorDictModule:
+    """A policy whose every action is `value` until its weights change."""
+    net = nn.Sequential(nn.Linear(3, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, 1))
+    net.register_buffer("counted", torch.tensor(2**53 + 1))
+    policy = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+    set_action(policy, value)
+    return policy
+
+
+def set_action(policy: nn.Module, value: float) -> None:
+    """Give the policy weights under which every action is `value`."""
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+        list(policy.parameters())[-1].fill_(value)
+
+
+def make_policy_at_half() -> TensorDictModule:
+    """A policy factory: every action is 0.5."""
+    return make_policy(0.5)
+
+
+def actions(batch: TensorDictBase) -> set[float]:
+    """The distinct actions of a batch."""
+    return set(batch["action"].unique().tolist())

@@ -1,0 +1,61 @@
+"""A writer that publishes without a pause, and readers that look for mixed versions.
+
+Version ``v`` fills every element with ``v``, so a copy with two values is torn.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+
+from torchrl_unilab.shm import SnapshotCell
+
+ELEMENTS = 16_384
+
+
+def make_cell(*, slots: int, checksum: bool = False, elements: int = ELEMENTS) -> SnapshotCell:
+    """A cell of two equal halves in two dtypes, whose version 0 is zero everywhere."""
+    initial = {
+        "half": torch.zeros(elements // 2),
+        "other": torch.zeros(elements // 2, dtype=torch.int32),
+    }
+    return SnapshotCell(initial, slots=slots, checksum=checksum)
+
+
+def publish_until_told(pipe: Connection, cell: SnapshotCell) -> None:
+    """Publish version after version until the other end says something."""
+    torch.set_num_threads(1)
+    half, other = (torch.zeros(f.shape, dtype=f.dtype) for f in cell.layout.fields)
+    pipe.send("ready")
+    version = cell.version
+    while not pipe.poll():
+        for _ in range(100):
+            version += 1
+            half.fill_(version % 65_536)
+            other.fill_(version % 65_536)
+            cell.publish_ordered([half, other])
+    pipe.send(version)
+
+
+def count_torn(cell: SnapshotCell, reads: int, *, checked: bool) -> tuple[int, int]:
+    """Read `reads` times; return how many copies mixed versions, and how many retries.
+
+    With ``checked=False`` the reader skips the sequence check: what it then finds shows
+    that the harness can find a tear.
+    """
+    lock = cell._lock
+    out = np.empty_like(lock.payloads[0])
+    half, other = cell.layout.views(torch.from_numpy(out))
+    torn = retries = 0
+    for _ in range(reads):
+        if checked:
+            _, overtaken = lock.read(out, retries=1_000_000)
+            retries += overtaken
+        else:
+            np.copyto(out, lock.payloads[lock.version % cell.slots])
+        expected = half[0].item()
+        mixed = (half != expected).any() or (other != int(expected)).any()
+        torn += bool(mixed)
+    return torn, retries

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from torchrl.envs import GymEnv, TransformedEnv
+
+from torchrl_unilab.cli import main
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
+
+QUICK = {"num_envs": 8, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
+DEADLINE = 60.0
+
+
+def _train(run_dir, **kwargs):
+    settings = {
+        "env": "InvertedPendulum-v5",
+        "frames": 1024,
+        "config": APPOConfig(**QUICK),
+        "progress_bar": False,
+        "eval_episodes": 2,
+    }
+    return train_appo(run_dir=run_dir, **{**settings, **kwargs})
+
+
+def _pendulum() -> TransformedEnv:
+    return TransformedEnv(GymEnv("Pendulum-v1"))
+
+
+@pytest.mark.learning
+def test_appo_balances_the_inverted_pendulum(tmp_path):
+    summary = train_appo(
+        "InvertedPendulum-v5", frames=120_000, run_dir=tmp_path, progress_bar=False
+    )
+    assert summary["eval_return"] > 800
+
+
+def test_a_run_leaves_summary_picture_logs_and_a_checkpoint_that_evaluates(tmp_path):
+    summary = _train(tmp_path, seed=3)
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["frames"] == summary["frames"] == 1024
+    assert {"env", "algo", "seed", "seconds", "final_return", "eval_return"} <= set(written)
+    assert set(written["versions"]) >= {"torch", "torchrl", "tensordict", "mujoco"}
+    assert all(len(point) == 3 for point in written["curve"])
+    assert written["curve"]
+    assert (tmp_path / "returns.png").stat().st_size > 1000
+    assert list((tmp_path / "logs").rglob("*.csv"))
+    assert list((tmp_path / "tensorboard").rglob("events.*"))
+    result = evaluate_run(tmp_path, episodes=2, seed=3)
+    assert result["mean"] == pytest.approx(summary["eval_return"])
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_any_torchrl_environment_serves(tmp_path):
+    summary = _train(tmp_path, env="Pendulum-v1", create_env=_pendulum, frames=512)
+    assert summary["frames"] >= 512
+
+
+def test_several_collectors_feed_one_learner(tmp_path):
+    config = APPOConfig(**QUICK, num_collectors=2, pool=2)
+    summary = _train(tmp_path, config=config, frames=2048)
+    assert len(summary["busy"]["collectors"]) == 2
+
+
+def test_a_run_directory_that_is_not_empty_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not empty"):
+        _train(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--env", "Nothing-v5", "--frames", "10"],
+        ["--env", "Hopper-v5", "--frames", "0"],
+        ["--env", "Hopper-v5", "--frames", "-5"],
+        ["--env", "Hopper-v5", "--frames", "10", "--num-envs", "0"],
+        ["--env", "Hopper-v5", "--frames", "10", "--num-steps", "-1"],
+        ["--env", "Hopper-v5", "--frames", "10", "--gamma", "2"],
+        ["--env", "Hopper-v5", "--frames", "10", "--eval-episodes", "0"],
+        ["--env", "Hopper-v5", "--frames", "10", "--lr", "-1"],
+    ],
+)
+def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert main(["train", "appo", *arguments, "--run-dir", str(run_dir)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not run_dir.exists()
+
+
+def test_an_unknown_algorithm_or_task_lists_what_exists(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["train", "ppo9", "--env", "Hopper-v5", "--frames", "1", "--run-dir", str(tmp_path)])
+    assert exit_info.value.code == 2
+    assert "appo" in capsys.readouterr().err
+    main(["train", "appo", "--env", "Nix", "--frames", "1", "--run-dir", str(tmp_path / "r")])
+    assert "HalfCheetah-v5" in capsys.readouterr().err
+
+
+def test_evaluating_nothing_is_refused(tmp_path, capsys):
+    assert main(["eval", "--run-dir", str(tmp_path)]) == 2
+    assert "Train first" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_with_a_checkpoint_and_no_child(tmp_path):
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "torchrl_unilab", "train", "appo", "--env", "Hopper-v5"]
+    command += ["--frames", "100000000", "--run-dir", str(run_dir), "--num-envs", "8"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stderr is not None
+        _wait_for_progress(process, run_dir)
+        children = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "wrote" in out
+    assert json.loads((run_dir / "summary.json").read_text())["interrupted"] is True
+    assert evaluate_run(run_dir, episodes=1)["episodes"] == 1
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE)
+    assert alive == []
+
+
+def _wait_for_progress(process: subprocess.Popen[str], run_dir: Path) -> None:
+    """Wait until frames are logged, by the bar that the run shows."""
+    assert process.stderr is not None
+    for line in iter(partial(process.stderr.read, 64), ""):
+        if "fps" in line:
+            return
+    pytest.fail("the run ended before it made progress")

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.weight_update.module_tensors import ModuleTensors
+
+
+def _tied() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    net[2].weight = net[0].weight
+    return net
+
+
+def test_parameters_and_buffers_come_under_their_dotted_names():
+    net = _tied()
+    assert set(ModuleTensors(net).keys) == set(net.state_dict())
+
+
+def test_a_replaced_parameter_is_seen():
+    net = _tied()
+    tensors = ModuleTensors(net)
+    net[0].bias = nn.Parameter(torch.full((3,), 9.0))
+    assert tensors.as_dict()["0.bias"].tolist() == [9.0] * 3
+
+
+def test_private_tensors_leave_shared_memory_and_keep_value_kind_and_ties():
+    net = _tied().share_memory()
+    net[0].bias.requires_grad_(False)
+    shared = {k: v.clone() for k, v in net.state_dict().items()}
+    kinds = {k: (type(v), v.requires_grad) for k, v in net.named_parameters()}
+    ModuleTensors(net).make_private()
+    assert not any(t.is_shared() for t in net.state_dict().values())
+    assert net[2].weight is net[0].weight
+    assert {k: (type(v), v.requires_grad) for k, v in net.named_parameters()} == kinds
+    for key, value in net.state_dict().items():
+        assert torch.equal(value, shared[key])
+
+
+def test_meta_tensors_get_memory():
+    net = _tied().to("meta")
+    ModuleTensors(net).make_private()
+    assert {t.device.type for t in net.state_dict().values()} == {"cpu"}
+
+
+def test_a_lazy_module_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"'0.weight' is lazy"):
+        ModuleTensors(nn.Sequential(nn.LazyLinear(2)))

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.weight_update import WeightSyncScheme
+
+from tests.support.acting import StillEnv, actions, make_policy, make_policy_at_half, set_action
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutDtypeError,
+    LayoutKeyError,
+    LayoutShapeError,
+    WorkersBehindError,
+)
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+NEVER_ENDING = {"frames_per_batch": 8, "total_frames": -1}
+
+
+def _multi(cls, *, policy=None, scheme=None, workers=2, **kwargs):
+    return cls(
+        [StillEnv] * workers,
+        policy,
+        weight_sync_schemes={"policy": scheme or UniLabShmScheme()},
+        **(NEVER_ENDING | kwargs),
+    )
+
+
+def _pair(model: nn.Module, **kwargs) -> tuple[UniLabShmScheme, UniLabShmScheme, nn.Module]:
+    """A connected sender and receiver in one process, without a collector."""
+    sender = UniLabShmScheme(**kwargs)
+    sender.init_on_sender(model_id="policy", model=model, devices=[torch.device("cpu")])
+    sender.connect()
+    receiver = UniLabShmScheme()
+    receiver.__setstate__(sender.__getstate__())
+    acting = make_policy(-1.0)
+    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
+    receiver.connect()
+    return sender, receiver, acting
+
+
+def test_it_is_registered_as_a_torchrl_backend():
+    scheme = WeightSyncScheme.from_backend("unilab_shm", pull="manual")
+    assert isinstance(scheme, UniLabShmScheme)
+    assert scheme.pull_at == "manual"
+
+
+@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
+def test_rollouts_after_a_publish_act_with_it_and_carry_its_version(cls):
+    policy = make_policy(0.25)
+    scheme = UniLabShmScheme()
+    collector = _multi(cls, policy=policy, scheme=scheme, track_policy_version=True)
+    try:
+        batches = iter(collector)
+        batch = next(batches)
+        assert actions(batch) == {0.25}
+        assert batch["next", "policy_version"].unique().tolist() == [0]
+        set_action(policy, 0.75)
+        unpublished = [actions(next(batches)) for _ in range(3)]
+        assert unpublished == [{0.25}] * 3
+        collector.update_policy_weights_()
+        assert scheme.version == 1
+        for _ in range(3):  # an asynchronous worker may have rollouts under way
+            batch = next(batches)
+        assert actions(batch) == {0.75}
+        assert batch["next", "policy_version"].unique().tolist() == [1]
+        scheme.wait_applied(1, timeout=20)
+        assert scheme.applied_versions == {0: 1, 1: 1}
+    finally:
+        collector.shutdown()
+
+
+def test_a_free_running_collector_fills_its_buffer_with_the_published_weights():
+    policy = make_policy(0.25)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(64, shared_init=True), batch_size=8, shared=True
+    )
+    scheme = UniLabShmScheme()
+    collector = _multi(MultiAsyncCollector, policy=policy, scheme=scheme, replay_buffer=buffer)
+    try:
+        collector.start()
+        set_action(policy, 0.75)
+        collector.update_policy_weights_()
+        scheme.wait_applied(1, timeout=30)
+        seen = buffer.write_count
+        for _ in range(100_000):
+            if buffer.write_count > seen + 128:
+                break
+        else:
+            pytest.fail("the collector does not write")
+        assert actions(buffer[:]) == {0.75}
+    finally:
+        collector.async_shutdown()
+
+
+def test_the_collectors_behind_num_collectors_pull_too():
+    policy = make_policy(0.25)
+    collector = Collector(
+        StillEnv,
+        policy,
+        num_collectors=2,
+        sync=True,
+        weight_sync_schemes={"policy": UniLabShmScheme()},
+        **NEVER_ENDING,
+    )
+    try:
+        batches = iter(collector)
+        assert actions(next(batches)) == {0.25}
+        set_action(policy, 0.75)
+        collector.update_policy_weights_(policy)
+        assert actions(next(batches)) == {0.75}
+    finally:
+        collector.shutdown()
+
+
+def test_a_uniform_policy_factory_is_served_and_a_hook_of_the_user_still_runs():
+    calls: list[int] = []
+    collector = _multi(
+        MultiSyncCollector,
+        policy_factory=make_policy_at_half,
+        pre_collect_hook=partial(calls.append, 1),
+        workers=1,
+    )
+    try:
+        batches = iter(collector)
+        assert actions(next(batches)) == {0.5}
+        collector.update_policy_weights_(make_policy(0.75))
+        assert actions(next(batches)) == {0.75}
+        collector.pre_collect_hook = None
+        collector.update_policy_weights_(TensorDict.from_module(make_policy(0.125)))
+        assert actions(next(batches)) == {0.125}
+        state = make_policy(1.5).state_dict()
+        collector.update_policy_weights_(state)
+        assert actions(next(batches)) == {1.5}
+    finally:
+        collector.shutdown()
+
+
+def test_an_idle_worker_answers_with_what_was_published():
+    policy = make_policy(0.25)
+    collector = _multi(MultiSyncCollector, policy=policy, workers=1)
+    try:
+        next(iter(collector))
+        set_action(policy, 0.75)
+        collector.update_policy_weights_()
+        state = collector.state_dict()["worker0"]["policy_state_dict"]
+        assert state["module.2.bias"].item() == 0.75
+    finally:
+        collector.shutdown()
+
+
+def test_publishing_waits_for_nobody():
+    policy = make_policy()
+    scheme = UniLabShmScheme()
+    scheme.init_on_sender(model=policy, devices=[torch.device("cpu")] * 3)
+    scheme.connect()
+    for _ in range(1000):
+        scheme.send()
+    assert scheme.version == 1000
+    assert scheme.applied_versions == {0: None, 1: None, 2: None}
+    with pytest.raises(WorkersBehindError, match="worker 0 never connected"):
+        scheme.wait_applied(timeout=0.01)
+    scheme.shutdown()
+
+
+def test_a_receiver_has_tensors_of_its_own():
+    policy = make_policy(0.25)
+    sender, receiver, acting = _pair(policy)
+    set_action(policy, 0.75)
+    assert acting(TensorDict(observation=torch.zeros(1, 3)))["action"].item() == 0.25
+    assert receiver.pull() is False
+    sender.send()
+    assert receiver.pull() is True
+    assert acting(TensorDict(observation=torch.zeros(1, 3)))["action"].item() == 0.75
+    sender.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda state: state.pop("module.0.bias"), LayoutKeyError, r"missing \['module.0.bias'\]"),
+        (
+            lambda state: state.update({"module.0.bias": torch.zeros(3)}),
+            LayoutShapeError,
+            r"'module.0.bias': \(3,\) \(expected \(8,\)\)",
+        ),
+        (
+            lambda state: state.update({"module.0.bias": torch.zeros(8).double()}),
+            LayoutDtypeError,
+            "'module.0.bias': torch.float64",
+        ),
+    ],
+)
+def test_weights_that_do_not_match_are_refused_before_anything_changes(change, error, message):
+    sender, receiver, _ = _pair(make_policy(0.25))
+    state = make_policy(0.75).state_dict()
+    change(state)
+    with pytest.raises(error, match=message):
+        sender.send(state)
+    assert sender.version == 0
+    assert receiver.pull() is False
+    sender.shutdown()
+
+
+@pytest.mark.parametrize("kwargs", [{"pull": "sometimes"}, {"slots": 1}])
+def test_settings_that_cannot_work_are_refused(kwargs):
+    with pytest.raises(ConfigError):
+        UniLabShmScheme(**kwargs)
+
+
+def test_misuse_raises_what_the_stock_scheme_raises():
+    scheme = UniLabShmScheme()
+    with pytest.raises(RuntimeError, match="initialized on sender before"):
+        scheme.send()
+    with pytest.raises(ValueError, match="must be provided"):
+        scheme.init_on_sender(model_id="policy")
+    scheme.init_on_sender(model=make_policy(), devices=[torch.device("cpu")])
+    with pytest.raises(RuntimeError, match="synchronized on sender before"):
+        scheme.send()
+    scheme.connect()
+    with pytest.raises(RuntimeError, match="twice"):
+        scheme.connect()
+    with pytest.raises(ValueError, match="Worker 7 not registered"):
+        scheme.send(worker_ids=7)
+    scheme.shutdown()
+    scheme.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        scheme.send()

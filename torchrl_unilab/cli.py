@@ -1,0 +1,111 @@
+"""The command line: ``torchrl-unilab train`` and ``torchrl-unilab eval``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+import typing
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+__all__ = ["main"]
+
+ALGORITHMS = ("appo",)
+_HIDDEN_SETTINGS = ("hidden", "critic_coeff", "rho_bar", "c_bar")  # for Python callers
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    options = _parser().parse_args(arguments)
+    # The collectors that TorchRL builds on import classes that it has deprecated itself.
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
+    signal.signal(signal.SIGTERM, _interrupt)
+    from torchrl_unilab.errors import UniLabError
+
+    try:
+        return int(options.run(options))
+    except (UniLabError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrl-unilab", description="Asynchronous training for TorchRL on batched MuJoCo."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a policy")
+    train.add_argument("algorithm", choices=ALGORITHMS, help="what to train with")
+    train.add_argument("--env", required=True, help="task, for example HalfCheetah-v5")
+    train.add_argument("--frames", type=int, required=True, help="frames to collect")
+    train.add_argument("--seed", type=int, default=0, help="seed of the whole run")
+    train.add_argument("--run-dir", required=True, help="new directory for everything written")
+    train.add_argument("--eval-episodes", type=int, default=16, help="of the final evaluation")
+    train.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    _add_settings(train.add_argument_group("settings, instead of the task's own"))
+    train.set_defaults(run=_train)
+
+    evaluation = commands.add_parser("eval", help="evaluate a run's checkpoint")
+    evaluation.add_argument("--run-dir", required=True, help="directory of a run")
+    evaluation.add_argument("--episodes", type=int, default=16, help="how many")
+    evaluation.add_argument("--seed", type=int, default=0, help="seed of the episodes")
+    evaluation.set_defaults(run=_evaluate)
+    return parser
+
+
+def _settings() -> dict[str, Any]:
+    """The settings that are options too, with their types."""
+    from torchrl_unilab.trainers.configs import APPOConfig
+
+    types = typing.get_type_hints(APPOConfig)
+    names = [field.name for field in dataclasses.fields(APPOConfig)]
+    return {name: types[name] for name in names if name not in _HIDDEN_SETTINGS}
+
+
+def _add_settings(group: Any) -> None:
+    for name, kind in _settings().items():
+        value_type = kind if kind in (int, float) else typing.get_args(kind)[0]
+        flag = "--" + name.rstrip("_").replace("_", "-")
+        group.add_argument(flag, dest=name, type=value_type, default=None)
+
+
+def _train(options: argparse.Namespace) -> int:
+    from torchrl_unilab.trainers import APPOConfig, train_appo
+
+    overrides = {n: v for n in _settings() if (v := getattr(options, n)) is not None}
+    summary = train_appo(
+        options.env,
+        frames=options.frames,
+        seed=options.seed,
+        run_dir=options.run_dir,
+        config=APPOConfig.for_task(options.env, **overrides),
+        progress_bar=not options.no_progress,
+        eval_episodes=options.eval_episodes,
+        announce=print,
+    )
+    busy = summary["busy"]
+    collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"])
+    print(
+        f"{summary['env']}: final return {summary['final_return']:.1f}, deterministic "
+        f"{summary['eval_return']:.1f}, {summary['frames']} frames in {summary['seconds']:.1f} s; "
+        f"learner {busy['learner']:.0%} busy, collectors {collectors}"
+    )
+    print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs")
+    return 130 if summary["interrupted"] else 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from torchrl_unilab.trainers import evaluate_run
+
+    result = evaluate_run(options.run_dir, episodes=options.episodes, seed=options.seed)
+    print(json.dumps(result))
+    return 0

@@ -1,0 +1,66 @@
+"""Running observation statistics that travel with the policy as buffers."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["ObservationNormalizer"]
+
+
+class ObservationNormalizer(nn.Module):
+    """Scales observations to zero mean and unit variance by running statistics.
+
+    The statistics are float64 buffers, so a published policy carries them and every
+    worker normalises as the learner does. They change through `update` alone, which the
+    learner calls once per rollout.
+
+    Args:
+        size: Length of the observation vector.
+        epsilon: Added to the variance.
+        clip: Bound of the normalised values.
+
+    Example:
+        >>> normalizer = ObservationNormalizer(2)
+        >>> normalizer.update(torch.tensor([[0.0, 0.0], [2.0, 4.0]]))
+        >>> normalizer.mean.tolist()
+        [1.0, 2.0]
+    """
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    count: torch.Tensor
+
+    def __init__(self, size: int, *, epsilon: float = 1e-8, clip: float = 10.0) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.clip = clip
+        self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
+        self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    @torch.no_grad()
+    def update(self, observation: torch.Tensor) -> None:
+        """Take a batch, [..., size], into the statistics.
+
+        Merges the batch's moments with the running ones (Chan, Golub and LeVeque 1979,
+        eq. 2.1), so that the result does not depend on how the data was cut.
+        """
+        batch = observation.reshape(-1, self.mean.shape[0]).double()
+        n = batch.shape[0]
+        if n == 0:
+            return
+        variance, mean = torch.var_mean(batch, dim=0, correction=0)
+        total = self.count + n
+        delta = mean - self.mean
+        squares = self.variance * self.count + variance * n
+        squares += delta.square() * (self.count * n / total)
+        self.mean.add_(delta * (n / total))
+        self.variance.copy_(squares / total)
+        self.count.copy_(total)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        """Normalise observations, [..., size], in their own dtype."""
+        mean = self.mean.to(observation.dtype)
+        scale = (self.variance + self.epsilon).rsqrt().to(observation.dtype)
+        return ((observation - mean) * scale).clamp(-self.clip, self.clip)

@@ -1,0 +1,285 @@
+"""APPO: IMPACT's surrogate with V-trace targets, as a TorchRL loss."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torchrl.objectives import LossModule
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.objectives.vtrace import vtrace
+
+__all__ = ["APPOLoss", "kl_adapted_lr"]
+
+MIN_LR, MAX_LR = 1e-5, 1e-2
+
+
+def kl_adapted_lr(lr: torch.Tensor, kl: torch.Tensor, desired_kl: float) -> torch.Tensor:
+    """Return the learning rate after one observation of the KL divergence.
+
+    Divided by 1.1 above ``1.2 * desired_kl``, multiplied by 1.1 below
+    ``desired_kl / 1.2``, and kept within [1e-5, 1e-2]. Stays on the tensors' device.
+
+    Example:
+        >>> kl_adapted_lr(torch.tensor(1e-3), torch.tensor(0.5), desired_kl=0.01).item()
+        0.000909...
+    """
+    factor = torch.ones_like(lr)
+    factor = torch.where(kl > desired_kl * 1.2, factor / 1.1, factor)
+    factor = torch.where(kl < desired_kl / 1.2, factor * 1.1, factor)
+    return (lr * factor).clamp(MIN_LR, MAX_LR)
+
+
+class APPOLoss(LossModule):
+    """Clipped surrogate against a slowly moving target policy, with V-trace.
+
+    With behaviour policy ``b``, target policy ``t`` and current policy ``p``
+    (Luo et al. 2019, IMPACT, arXiv 1912.00167, eq. 4; Espeholt et al. 2018, V-trace,
+    arXiv 1802.01561; Schulman et al. 2017, PPO, arXiv 1707.06347)::
+
+        ratio   = min(b / t, 1) * p / b
+        policy  = -min(ratio * A, clip(ratio, 1 - eps, 1 + eps) * A)
+        value   = 0.5 * max((V - v)^2, (V_old + clip(V - V_old, -eps_v, eps_v) - v)^2)
+
+    `estimate` computes ``v`` and ``A`` by V-trace with ``rho = t / b`` once per pool of
+    rollouts; `forward` gives the losses of a minibatch of it.
+
+    Args:
+        actor_network: Probabilistic actor that returns its log probability.
+        critic_network: Writes the state value, [..., 1].
+        clip_epsilon: Bound of the surrogate's ratio.
+        value_clip: Bound of a value's move from its old estimate, in units of the value
+            targets; None leaves it free.
+        entropy_coeff: Weight of the entropy bonus.
+        critic_coeff: Weight of the value loss.
+        gamma: Discount.
+        lambda_: Decay of V-trace's traces.
+        rho_bar: V-trace's bound of the ratio in temporal differences.
+        c_bar: V-trace's bound of the ratio in traces.
+        tau: Share of the current policy that each target update takes over.
+        target_update_freq: Optimiser steps between target updates.
+
+    Raises:
+        ConfigError: A coefficient is out of its range.
+
+    Example:
+        >>> from torchrl_unilab.modules import make_actor, make_critic
+        >>> loss = APPOLoss(make_actor(3, 1), make_critic(3))
+        >>> policy_output = loss.actor_network(TensorDict(observation=torch.zeros(4, 8, 3)))
+        >>> flag = torch.zeros(4, 8, 1, dtype=torch.bool)
+        >>> rollout = TensorDict(policy_output, batch_size=[4, 8]).update(
+        ...     {"next": {"observation": torch.zeros(4, 8, 3), "reward": torch.ones(4, 8, 1),
+        ...               "done": flag, "terminated": flag}})
+        >>> losses = loss(loss.estimate(rollout).reshape(-1))
+        >>> sorted(key for key in losses.keys() if key.startswith("loss_"))
+        ['loss_critic', 'loss_entropy', 'loss_objective']
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        """Keys of the input, settable by ``set_keys``.
+
+        ``sample_log_prob`` is the behaviour policy's; ``target_log_prob``, ``advantage``,
+        ``value_target`` and ``state_value`` are what `estimate` writes; ``target`` nests
+        the target policy's distribution parameters.
+        """
+
+        action: NestedKey = "action"
+        sample_log_prob: NestedKey = "action_log_prob"
+        target_log_prob: NestedKey = "target_log_prob"
+        target: NestedKey = "target"
+        advantage: NestedKey = "advantage"
+        value_target: NestedKey = "value_target"
+        state_value: NestedKey = "state_value"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+
+    tensor_keys: _AcceptedKeys
+    default_keys = _AcceptedKeys
+
+    def __init__(
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        critic_network: TensorDictModuleBase,
+        *,
+        clip_epsilon: float = 0.2,
+        value_clip: float | None = 0.2,
+        entropy_coeff: float = 0.0,
+        critic_coeff: float = 1.0,
+        gamma: float = 0.99,
+        lambda_: float = 0.95,
+        rho_bar: float = 1.0,
+        c_bar: float = 1.0,
+        tau: float = 1.0,
+        target_update_freq: int = 64,
+    ) -> None:
+        _check_range("clip_epsilon", clip_epsilon, 0.0, float("inf"))
+        _check_range("gamma", gamma, 0.0, 1.0)
+        _check_range("lambda_", lambda_, 0.0, 1.0)
+        _check_range("tau", tau, 0.0, 1.0)
+        if target_update_freq < 1:
+            raise ConfigError(
+                f"target_update_freq: {target_update_freq} (expected at least 1). "
+                "It counts optimiser steps."
+            )
+        super().__init__()
+        self.actor_network = actor_network
+        self.critic_network = critic_network
+        self.target_actor_network = deepcopy(actor_network).requires_grad_(False)
+        self.clip_epsilon = clip_epsilon
+        self.value_clip = value_clip
+        self.entropy_coeff = entropy_coeff
+        self.critic_coeff = critic_coeff
+        self.gamma = gamma
+        self.lambda_ = lambda_
+        self.rho_bar = rho_bar
+        self.c_bar = c_bar
+        self.tau = tau
+        self.target_update_freq = target_update_freq
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self._current = list(actor_network.parameters())
+        self._target = list(self.target_actor_network.parameters())
+
+    @property
+    def functional(self) -> bool:
+        """False: the networks hold their own parameters, which spares a swap per call."""
+        return False
+
+    def _forward_value_estimator_keys(self, **_: NestedKey) -> None:
+        """Do nothing: V-trace is part of this loss, not a module of its own."""
+
+    @torch.no_grad()
+    def estimate(self, rollouts: TensorDictBase) -> TensorDictBase:
+        """Add V-trace targets, advantages and the target policy's outputs to rollouts.
+
+        Args:
+            rollouts: Batch [B, T], time last, with the true next observations under
+                ``next``.
+
+        Returns:
+            A shallow copy with the keys that `forward` reads beside the rollouts' own.
+            Advantages have zero mean and unit variance over the batch.
+        """
+        keys = self.tensor_keys
+        critic_in = self.critic_network.in_keys
+        value_key = self.critic_network.out_keys[0]
+        # One call for the values on both sides of each step.
+        both = torch.stack([rollouts.select(*critic_in), rollouts.get("next").select(*critic_in)])
+        v_tm1, v_t = self.critic_network(both).get(value_key).squeeze(-1).unbind(0)
+        policy = self.target_actor_network
+        dist_params = _dist_params(policy, rollouts)
+        target_log_prob = _build(policy, dist_params).log_prob(rollouts.get(keys.action))
+        log_rho = target_log_prob - rollouts.get(keys.sample_log_prob)
+        after = rollouts.get("next")
+        value_target, advantage = vtrace(
+            log_rho,
+            v_tm1,
+            v_t,
+            after.get(keys.reward).squeeze(-1),
+            after.get(keys.done).squeeze(-1),
+            after.get(keys.terminated).squeeze(-1),
+            gamma=self.gamma,
+            lambda_=self.lambda_,
+            rho_bar=self.rho_bar,
+            c_bar=self.c_bar,
+        )
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        out = rollouts.copy()
+        out.set(keys.target, dist_params)
+        out.set(keys.target_log_prob, target_log_prob)
+        out.set(keys.advantage, advantage)
+        out.set(keys.value_target, value_target)
+        out.set(keys.state_value, v_tm1)
+        return out
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Return the losses of a minibatch that `estimate` prepared.
+
+        Args:
+            tensordict: Batch [N].
+
+        Returns:
+            Scalars ``loss_objective``, ``loss_critic``, ``loss_entropy`` with gradients,
+            and ``kl`` (target to current policy), ``entropy``, ``clip_fraction``,
+            ``rho_clip_fraction`` without.
+        """
+        keys = self.tensor_keys
+        dist = _build(self.actor_network, _dist_params(self.actor_network, tensordict))
+        log_p = dist.log_prob(tensordict.get(keys.action))
+        log_b = tensordict.get(keys.sample_log_prob)
+        log_t = tensordict.get(keys.target_log_prob)
+        advantage = tensordict.get(keys.advantage)
+        # min(b/t, 1) * p/b in logarithms; the minimum has no gradient as b and t have none.
+        log_ratio = (log_b - log_t).clamp(max=0.0) + log_p - log_b
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1.0 - self.clip_epsilon, 1.0 + self.clip_epsilon)
+        objective = torch.min(ratio * advantage, clipped * advantage)
+
+        value = self.critic_network(tensordict.select(*self.critic_network.in_keys))
+        value = value.get(self.critic_network.out_keys[0]).squeeze(-1)
+        target = tensordict.get(keys.value_target)
+        error = (value - target).square()
+        if self.value_clip is not None:
+            old = tensordict.get(keys.state_value)
+            near = old + (value - old).clamp(-self.value_clip, self.value_clip)
+            error = torch.max(error, (near - target).square())
+
+        entropy = dist.entropy().mean()
+        with torch.no_grad():
+            target_dist = _build(self.target_actor_network, tensordict.get(keys.target))
+            kl = torch.distributions.kl_divergence(target_dist, dist).mean()
+            clip_fraction = (ratio != clipped).float().mean()
+            rho_clip_fraction = ((log_t - log_b).exp() > self.rho_bar).float().mean()
+        return TensorDict(
+            loss_objective=-objective.mean(),
+            loss_critic=self.critic_coeff * 0.5 * error.mean(),
+            loss_entropy=-self.entropy_coeff * entropy,
+            entropy=entropy.detach(),
+            kl=kl,
+            clip_fraction=clip_fraction,
+            rho_clip_fraction=rho_clip_fraction,
+        )
+
+    @torch.no_grad()
+    def step_target(self) -> None:
+        """Count an optimiser step; move the target policy every `target_update_freq`."""
+        self.steps += 1
+        if int(self.steps) % self.target_update_freq:
+            return
+        torch._foreach_lerp_(self._target, self._current, self.tau)
+        self.sync_target_buffers()
+
+    @torch.no_grad()
+    def sync_target_buffers(self) -> None:
+        """Copy the actor's buffers (observation statistics) to the target policy."""
+        pairs = zip(self.target_actor_network.buffers(), self.actor_network.buffers(), strict=True)
+        for target, buffer in pairs:
+            target.copy_(buffer)
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(
+            f"{name}: {value} (expected within [{low}, {high}]). Leave it out for the default."
+        )
+
+
+def _dist_params(
+    policy: ProbabilisticTensorDictSequential, tensordict: TensorDictBase
+) -> TensorDictBase:
+    """Run a policy up to its distribution's parameters."""
+    selected = tensordict.select(*policy.in_keys)
+    return policy.get_dist_params(selected).select(*policy.dist_params_keys)
+
+
+def _build(
+    policy: ProbabilisticTensorDictSequential, dist_params: TensorDictBase
+) -> torch.distributions.Distribution:
+    dist: torch.distributions.Distribution = policy.build_dist_from_params(dist_params)
+    return dist

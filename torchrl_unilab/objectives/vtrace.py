@@ -1,0 +1,78 @@
+"""V-trace targets with a trace decay, which TorchRL's estimator lacks."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["vtrace"]
+
+
+def vtrace(
+    log_rho: torch.Tensor,
+    v_tm1: torch.Tensor,
+    v_t: torch.Tensor,
+    r_t: torch.Tensor,
+    done_t: torch.Tensor,
+    terminated_t: torch.Tensor,
+    *,
+    gamma: float,
+    lambda_: float = 1.0,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """V-trace value targets and policy-gradient advantages.
+
+    Espeholt et al. 2018 (arXiv 1802.01561), eq. 1 and section 4.2, with
+    ``c = lambda_ * min(rho, c_bar)`` (remark 2). With ``lambda_ = 1`` it equals
+    `torchrl.objectives.value.functional.vtrace_advantage_estimate`.
+
+    The value after a step is that of the true next observation, so a truncated step
+    bootstraps from its final observation and a terminated one from nothing.
+
+    Args:
+        log_rho: Log ratio of target to behaviour policy, [B, T].
+        v_tm1: Value of the observation acted on, [B, T].
+        v_t: Value of the true next observation, [B, T].
+        r_t: Reward, [B, T].
+        done_t: Episode ended with this step, bool [B, T].
+        terminated_t: It ended in a terminal state, bool [B, T].
+        gamma: Discount.
+        lambda_: Decay of the traces.
+        rho_bar: Bound of the importance ratio in the temporal differences.
+        c_bar: Bound of the importance ratio in the traces.
+
+    Returns:
+        Value targets [B, T] and advantages [B, T], neither with a gradient.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> no = torch.zeros(1, 1, dtype=torch.bool)
+        >>> targets, _ = vtrace(0 * one, 2 * one, 4 * one, one, no, no, gamma=0.5)
+        >>> targets.item()
+        3.0
+    """
+    shape = log_rho.shape
+    for name, tensor in (("v_tm1", v_tm1), ("v_t", v_t), ("r_t", r_t), ("done_t", done_t)):
+        if tensor.shape != shape:
+            raise ValueError(
+                f"vtrace: {name} has shape {tuple(tensor.shape)} (expected {tuple(shape)}). "
+                "Give all tensors as [batch, time]."
+            )
+    with torch.no_grad():
+        rho = log_rho.exp()
+        clipped_rho = rho.clamp(max=rho_bar)
+        discount_t = gamma * ~terminated_t
+        delta_t = clipped_rho * (r_t + discount_t * v_t - v_tm1)
+        trace_t = gamma * ~done_t * lambda_ * rho.clamp(max=c_bar)
+        correction = torch.zeros_like(delta_t[:, 0])
+        corrections = []
+        for delta, trace in zip(delta_t.unbind(1)[::-1], trace_t.unbind(1)[::-1], strict=True):
+            correction = torch.addcmul(delta, trace, correction)
+            corrections.append(correction)
+        target_tm1 = torch.stack(corrections[::-1], dim=1) + v_tm1
+        # Past the end of an episode or of the rollout only the next value is known.
+        target_t = torch.cat([target_tm1[:, 1:], v_t[:, -1:]], dim=1)
+        target_t = torch.where(done_t, v_t, target_t)
+        if lambda_ < 1.0:
+            target_t = lambda_ * target_t + (1.0 - lambda_) * v_t
+        return target_tm1, clipped_rho * (r_t + discount_t * target_t - v_tm1)

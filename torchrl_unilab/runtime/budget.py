@@ -1,0 +1,56 @@
+"""How the machine's cores are shared out, computed before anything starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import psutil
+
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["ThreadPlan", "available_cores", "plan_threads"]
+
+
+@dataclass(frozen=True)
+class ThreadPlan:
+    """Threads of each process: the learner's torch threads, each collector's physics threads."""
+
+    cores: int
+    collectors: int
+    learner_threads: int
+    physics_threads: int
+
+    def __str__(self) -> str:
+        """Return the plan as one line for a person."""
+        return (
+            f"{self.cores} cores: {self.learner_threads} learner thread(s), "
+            f"{self.collectors} collector(s) with {self.physics_threads} physics thread(s) each"
+        )
+
+
+def available_cores() -> int:
+    """Return the cores this process may run on, by its affinity where there is one."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else psutil.cpu_count() or 1
+
+
+def plan_threads(cores: int, collectors: int = 1) -> ThreadPlan:
+    """Share `cores` out: one for the learner, the others for physics.
+
+    The learner's networks are small and run fastest on one thread; physics scales with
+    cores. On one core the two take turns.
+
+    Raises:
+        ConfigError: A count is not positive.
+
+    Example:
+        >>> print(plan_threads(8, collectors=2))
+        8 cores: 1 learner thread(s), 2 collector(s) with 3 physics thread(s) each
+    """
+    if cores < 1 or collectors < 1:
+        raise ConfigError(
+            f"thread plan: {cores} cores, {collectors} collectors (expected at least 1 each). "
+            "Check the affinity of the process and num_collectors."
+        )
+    return ThreadPlan(cores, collectors, 1, max(1, (cores - 1) // collectors))

@@ -1,0 +1,16 @@
+"""Shared memory: segments, words, layouts and the seqlock. Imports no torchrl."""
+
+from torchrl_unilab.shm.counters import SharedWords, is_weakly_ordered
+from torchrl_unilab.shm.layout import BlockLayout, Field
+from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.seqlock import SeqLock, SnapshotCell
+
+__all__ = [
+    "BlockLayout",
+    "Field",
+    "SeqLock",
+    "SharedSegment",
+    "SharedWords",
+    "SnapshotCell",
+    "is_weakly_ordered",
+]

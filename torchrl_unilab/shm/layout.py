@@ -1,0 +1,154 @@
+"""How named tensors lie in one flat run of bytes. Pure arithmetic, no memory of its own.
+
+Keys are dotted names: the nested key ``("actor", "0", "weight")`` of a TensorDict and the
+entry ``"actor.0.weight"`` of a state dict are the same field.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchrl_unilab.errors import LayoutDtypeError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.shm.counters import LINE
+
+__all__ = ["BlockLayout", "Field", "align", "dotted"]
+
+
+def align(offset: int, alignment: int = LINE) -> int:
+    """Return the first multiple of `alignment` that is not below `offset`."""
+    return -(-offset // alignment) * alignment
+
+
+def dotted(key: str | tuple[str, ...]) -> str:
+    """Return a TensorDict key as a dotted name.
+
+    Example:
+        >>> dotted(("actor", "0", "weight"))
+        'actor.0.weight'
+    """
+    return key if isinstance(key, str) else ".".join(key)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor of a layout: dotted key, shape, dtype and its offset in bytes."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """The fields of one block of bytes, each aligned to a cache line.
+
+    Attributes:
+        fields: The tensors, in order.
+        nbytes: Size of the block, a multiple of 64 and at least 64.
+
+    Example:
+        >>> layout = BlockLayout.of({"w": torch.zeros(2, 3), "n": torch.tensor(0)})
+        >>> [field.offset for field in layout.fields], layout.nbytes
+        ([0, 64], 128)
+    """
+
+    fields: tuple[Field, ...]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> BlockLayout:
+        """Lay out `tensors` (dotted key to tensor) in their own order and dtypes."""
+        return cls.of_specs((key, tuple(t.shape), t.dtype) for key, t in tensors.items())
+
+    @classmethod
+    def of_specs(cls, specs: Iterable[tuple[str, tuple[int, ...], torch.dtype]]) -> BlockLayout:
+        """Lay out (key, shape, dtype) triples in order.
+
+        Raises:
+            LayoutKeyError: A key comes twice.
+        """
+        fields: list[Field] = []
+        seen: set[str] = set()
+        end = 0
+        for key, shape, dtype in specs:
+            if key in seen:
+                raise LayoutKeyError(
+                    f"cannot lay out tensors: key {key!r} comes twice (expected once). "
+                    "Rename one; nested and dotted keys share one namespace."
+                )
+            seen.add(key)
+            field = Field(key, tuple(shape), dtype, align(end))
+            fields.append(field)
+            end = field.offset + field.nbytes
+        return cls(tuple(fields), max(align(end), LINE))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The dotted keys, in order."""
+        return tuple(field.key for field in self.fields)
+
+    @property
+    def digest(self) -> int:
+        """64-bit hash of keys, shapes, dtypes and offsets: equal layouts, equal digests."""
+        text = repr([(f.key, f.shape, str(f.dtype), f.offset) for f in self.fields])
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def views(self, block: torch.Tensor) -> list[torch.Tensor]:
+        """Return one typed view per field into `block`, uint8 of at least [nbytes]."""
+        return [
+            block[f.offset : f.offset + f.nbytes].view(f.dtype).view(f.shape) for f in self.fields
+        ]
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Check tensors given in the layout's order, before anything is written.
+
+        Raises:
+            LayoutShapeError: A tensor has another shape.
+            LayoutDtypeError: A tensor has another dtype.
+        """
+        for field, tensor in zip(self.fields, tensors, strict=True):
+            if tensor.shape != field.shape:
+                raise LayoutShapeError(
+                    f"shape of {field.key!r}: {tuple(tensor.shape)} (expected {field.shape}). "
+                    "Publish the model the layout was made from, or build a new scheme."
+                )
+            if tensor.dtype is not field.dtype:
+                raise LayoutDtypeError(
+                    f"dtype of {field.key!r}: {tensor.dtype} (expected {field.dtype}). "
+                    "Cast it, or build a new scheme from the new dtype."
+                )
+
+    def select(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors of a mapping in the layout's order, checked.
+
+        Raises:
+            LayoutKeyError: A key is missing or unknown.
+            LayoutShapeError: A tensor has another shape.
+            LayoutDtypeError: A tensor has another dtype.
+        """
+        if tensors.keys() != set(self.keys):
+            missing = sorted(set(self.keys) - tensors.keys())
+            unknown = sorted(tensors.keys() - set(self.keys))
+            raise LayoutKeyError(
+                f"keys of the tensors: missing {missing}, unknown {unknown} "
+                f"(expected {len(self.fields)} keys: {_some(self.keys)}). "
+                "Publish the model the layout was made from."
+            )
+        ordered = [tensors[key] for key in self.keys]
+        self.check(ordered)
+        return ordered
+
+
+def _some(keys: Sequence[str], shown: int = 8) -> str:
+    return ", ".join(keys[:shown]) + (", ..." if len(keys) > shown else "")

@@ -1,0 +1,260 @@
+"""A segment of shared memory: created by one owner, attached by others.
+
+Anonymous segments (the default where descriptors can be passed to a spawned process)
+have no name, so the kernel frees them with the last process that maps them, however
+that process ends. Named segments are files on the shared-memory mount, for platforms
+without descriptor passing and for unrelated processes that attach by name; their
+creator unlinks them.
+
+The kind is chosen in one place, `default_kind`; the environment variable
+``TORCHRL_UNILAB_SEGMENT`` (``anonymous`` or ``named``) overrides it, and
+``TORCHRL_UNILAB_SHM_DIR`` moves the named segments to another directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+
+from torchrl_unilab.errors import (
+    ConfigError,
+    SegmentClosedError,
+    SegmentError,
+    SegmentSpaceError,
+)
+
+SegmentKind = Literal["anonymous", "named"]
+
+__all__ = ["SegmentKind", "SharedSegment", "default_kind", "free_bytes", "named_directory"]
+
+
+def default_kind() -> SegmentKind:
+    """Return the kind of segment this platform (or the environment) asks for."""
+    kind = os.environ.get("TORCHRL_UNILAB_SEGMENT")
+    if kind is None:
+        return "anonymous" if sys.platform == "linux" else "named"
+    if kind not in ("anonymous", "named"):
+        raise ConfigError(
+            f"TORCHRL_UNILAB_SEGMENT: {kind!r} (expected 'anonymous' or 'named'). "
+            "Unset it to use this platform's default."
+        )
+    return kind  # type: ignore[return-value]
+
+
+def named_directory() -> Path:
+    """Return the directory that holds named segments: the shared-memory mount if any."""
+    if configured := os.environ.get("TORCHRL_UNILAB_SHM_DIR"):
+        return Path(configured)
+    mount = Path("/dev/shm")
+    return mount if mount.is_dir() else Path(tempfile.gettempdir())
+
+
+def free_bytes(kind: SegmentKind) -> int:
+    """Return how many bytes a new segment of `kind` may take now.
+
+    A named segment is bounded by its mount. An anonymous one lies on a mount of the
+    kernel's own, which has no size limit but memory.
+    """
+    if kind == "named":
+        return shutil.disk_usage(named_directory()).free
+    return int(psutil.virtual_memory().available)
+
+
+class SharedSegment:
+    """Zero-filled shared bytes, created by one process and attached by others.
+
+    Pickling a segment to a spawned process (as an argument of the process) attaches it
+    there. Whoever created the segment unlinks it; whoever attached only closes. Memory
+    stays mapped while arrays borrowed from `buffer` are alive, so a late access reads
+    stale bytes and never crashes.
+
+    Args:
+        nbytes: Size in bytes, at least 1.
+        kind: ``"anonymous"`` or ``"named"``; `default_kind` if not given.
+        name: Name of a named segment (implies ``kind="named"``); generated if not given.
+
+    Raises:
+        ConfigError: `nbytes` is not positive, or an anonymous segment is given a name.
+        SegmentSpaceError: It does not fit the memory that is free. Nothing was allocated.
+        SegmentError: The name is taken.
+
+    Example:
+        >>> with SharedSegment(128) as segment:
+        ...     segment.buffer[:4] = 7
+        ...     int(segment.buffer.sum())
+        28
+    """
+
+    def __init__(
+        self, nbytes: int, *, kind: SegmentKind | None = None, name: str | None = None
+    ) -> None:
+        if nbytes < 1:
+            raise ConfigError(
+                f"cannot create a shared segment: {nbytes} bytes (expected at least 1). "
+                "Check the sizes it was computed from."
+            )
+        if kind is None:
+            kind = "named" if name is not None else default_kind()
+        if kind == "anonymous" and name is not None:
+            raise ConfigError(
+                f"cannot create a shared segment: name {name!r} for an anonymous segment "
+                "(expected none). Use kind='named'."
+            )
+        free = free_bytes(kind)
+        if nbytes > free:
+            raise SegmentSpaceError(_no_room(nbytes, free, kind))
+        if kind == "named":
+            name = name or f"unilab-{os.getpid()}-{secrets.token_hex(6)}"
+            descriptor = _create_named(name)
+        else:
+            descriptor = _create_anonymous()
+        try:
+            _reserve(descriptor, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            if name is not None:
+                _path(name).unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise SegmentSpaceError(_no_room(nbytes, free_bytes(kind), kind)) from error
+            raise
+        self._open(descriptor, nbytes, name, owner_pid=os.getpid())
+
+    @classmethod
+    def attach(cls, name: str) -> SharedSegment:
+        """Attach the named segment `name`, of this or an unrelated process.
+
+        Raises:
+            SegmentError: There is no such segment.
+        """
+        try:
+            descriptor = os.open(_path(name), os.O_RDWR | _OPEN_FLAGS)
+        except FileNotFoundError:
+            raise SegmentError(
+                f"cannot attach segment: no segment {name!r} in {named_directory()} "
+                "(expected one its creator has not closed). Start the creator first."
+            ) from None
+        return cls._attach_descriptor(descriptor, os.fstat(descriptor).st_size, name)
+
+    @classmethod
+    def _attach_descriptor(cls, descriptor: int, nbytes: int, name: str | None) -> SharedSegment:
+        segment = cls.__new__(cls)
+        segment._open(descriptor, nbytes, name, owner_pid=None)
+        return segment
+
+    def _open(self, descriptor: int, nbytes: int, name: str | None, owner_pid: int | None) -> None:
+        self.nbytes = nbytes
+        self.name = name
+        self._owner_pid = owner_pid
+        self._descriptor = descriptor
+        # The array exports the map's buffer, so the map outlives every borrowed view.
+        self._buffer: npt.NDArray[np.uint8] | None = np.frombuffer(
+            mmap.mmap(descriptor, nbytes), dtype=np.uint8
+        )
+
+    @property
+    def buffer(self) -> npt.NDArray[np.uint8]:
+        """The bytes, uint8 of shape [nbytes], shared and writable."""
+        if self._buffer is None:
+            raise SegmentClosedError(
+                "cannot use shared segment: it is closed (expected an open one). "
+                "Create or attach it again."
+            )
+        return self._buffer
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed the segment."""
+        return self._buffer is None
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process created the segment, and so unlinks it."""
+        return self._owner_pid == os.getpid()
+
+    def close(self) -> None:
+        """Give up the segment; its creator also unlinks its name. Idempotent."""
+        if self._buffer is None:
+            return
+        self._buffer = None
+        os.close(self._descriptor)
+        if self.is_owner and self.name is not None:
+            _path(self.name).unlink(missing_ok=True)
+
+    def __enter__(self) -> SharedSegment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Absent if __init__ refused its arguments.
+        if self.__dict__.get("_buffer") is not None:
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _ = self.buffer  # refuse a closed segment
+        if self.name is not None:
+            return SharedSegment.attach, (self.name,)
+        return _attach_pickled, (reduction.DupFd(self._descriptor), self.nbytes)
+
+
+def _attach_pickled(descriptor: Any, nbytes: int) -> SharedSegment:
+    return SharedSegment._attach_descriptor(descriptor.detach(), nbytes, None)
+
+
+# Windows keeps an open file in being; with O_TEMPORARY it goes with its last handle.
+_OPEN_FLAGS: int = getattr(os, "O_TEMPORARY", 0) | getattr(os, "O_BINARY", 0)
+
+
+def _create_anonymous() -> int:
+    if sys.platform == "linux":
+        return os.memfd_create("unilab")
+    descriptor, path = tempfile.mkstemp(prefix="unilab-", dir=named_directory())
+    os.unlink(path)
+    return descriptor
+
+
+def _create_named(name: str) -> int:
+    try:
+        return os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o600)
+    except FileExistsError:
+        raise SegmentError(
+            f"cannot create segment: name {name!r} is taken in {named_directory()} "
+            "(expected a new name). Choose another, or attach it."
+        ) from None
+
+
+def _path(name: str) -> Path:
+    if not name or Path(name).name != name:
+        raise ConfigError(
+            f"segment name: {name!r} (expected a plain file name). Leave out separators."
+        )
+    return named_directory() / name
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Size the file and take its pages now: a page that cannot be had later is a SIGBUS."""
+    os.ftruncate(descriptor, nbytes)
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, 0, nbytes)
+
+
+def _no_room(nbytes: int, free: int, kind: SegmentKind) -> str:
+    where = f"shared-memory mount {named_directory()}" if kind == "named" else "memory"
+    return (
+        f"cannot create a shared segment: {nbytes} bytes do not fit "
+        f"(expected at most {free} bytes, free in {where}). "
+        "Lower the sizes it was computed from, or enlarge the mount."
+    )

@@ -1,0 +1,371 @@
+"""Versioned snapshots in shared memory: one writer, any number of readers, nobody waits.
+
+`SeqLock` is the protocol over words and slots, `SnapshotCell` a segment that holds a
+tensor layout under it. Version 0 is the initial content; each publish makes the next.
+
+Version ``v`` lives in slot ``v % slots``. The writer sets the slot's word to ``2v - 1``,
+copies the payload, sets it to ``2v`` and then announces ``v`` in one word. A reader takes
+the announced version, checks that the slot's word is ``2v``, copies the payload out, and
+checks the word again. A changed word means that the writer has lapped it: it retries with
+the newer version, a bounded number of times. The order of memory this needs is argued in
+`torchrl_unilab.shm.counters`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchrl_unilab.errors import ConfigError, LayoutDigestError, SnapshotContendedError
+from torchrl_unilab.shm.counters import LINE, SharedWords, is_weakly_ordered
+from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
+
+__all__ = ["SeqLock", "SnapshotCell"]
+
+DEFAULT_SLOTS = 3
+DEFAULT_RETRIES = 1000
+_YIELD_AFTER = 8  # retries without giving the core to a writer that may need it
+
+
+class SeqLock:
+    """The protocol: an announced version and one sequence word and payload per slot.
+
+    Args:
+        buffer: Shared bytes, zero-filled when created, `nbytes` of them from `offset`.
+        offset: First byte, a multiple of 64.
+        payload_nbytes: Bytes of one snapshot, a multiple of 64.
+        slots: How many snapshots rotate, at least 2.
+        checksum: Guard each snapshot by a CRC-32, for weakly ordered machines.
+
+    Raises:
+        ConfigError: Fewer than two slots.
+    """
+
+    def __init__(
+        self,
+        buffer: npt.NDArray[np.uint8],
+        offset: int,
+        payload_nbytes: int,
+        *,
+        slots: int = DEFAULT_SLOTS,
+        checksum: bool,
+    ) -> None:
+        if slots < 2:
+            raise ConfigError(
+                f"seqlock slots: {slots} (expected at least 2). "
+                "With one slot a reader could find no whole version while it is written."
+            )
+        words = SharedWords.nbytes(1 + 2 * slots)
+        self._slots = slots
+        self._checksum = checksum
+        self._announced = SharedWords(buffer, offset, 1)
+        self._sequence = SharedWords(buffer, offset + LINE, slots)
+        self._crc = SharedWords(buffer, offset + LINE * (1 + slots), slots)
+        start = offset + words
+        self.payloads: list[npt.NDArray[np.uint8]] = [
+            buffer[start + i * payload_nbytes : start + (i + 1) * payload_nbytes]
+            for i in range(slots)
+        ]
+
+    @staticmethod
+    def nbytes(payload_nbytes: int, slots: int) -> int:
+        """Return the bytes that the words and `slots` payloads take."""
+        return SharedWords.nbytes(1 + 2 * slots) + slots * payload_nbytes
+
+    @property
+    def version(self) -> int:
+        """The newest published version: one word."""
+        return self._announced[0]
+
+    def seal_initial(self) -> None:
+        """Declare slot 0's content to be version 0; call before any reader attaches."""
+        if self._checksum:
+            self._crc[0] = _crc(self.payloads[0], 0)
+
+    def begin(self) -> int:
+        """Open the next version for writing and return its slot.
+
+        If the write fails, or its process dies, readers keep the previous version, and
+        the next `begin` opens the same slot again.
+        """
+        version = self._announced[0] + 1
+        slot = version % self._slots
+        self._sequence[slot] = 2 * version - 1
+        return slot
+
+    def commit(self) -> int:
+        """Announce the version that `begin` opened and return it."""
+        version = self._announced[0] + 1
+        slot = version % self._slots
+        if self._checksum:
+            self._crc[slot] = _crc(self.payloads[slot], version)
+        self._sequence[slot] = 2 * version
+        self._announced[0] = version
+        return version
+
+    def try_read(self, out: npt.NDArray[np.uint8]) -> int | None:
+        """Copy the newest version to `out` and return it, or None if overtaken."""
+        version = self._announced[0]
+        slot = version % self._slots
+        if self._sequence[slot] != 2 * version:
+            return None
+        np.copyto(out, self.payloads[slot])
+        if self._checksum and _crc(out, version) != self._crc[slot]:
+            return None
+        return version if self._sequence[slot] == 2 * version else None
+
+    def read(
+        self, out: npt.NDArray[np.uint8], *, retries: int = DEFAULT_RETRIES
+    ) -> tuple[int, int]:
+        """Copy the newest version to `out`; return it and how many tries were overtaken.
+
+        Raises:
+            SnapshotContendedError: Overtaken on every try. `out` holds no whole version.
+        """
+        for attempt in range(retries + 1):
+            version = self.try_read(out)
+            if version is not None:
+                return version, attempt
+            if attempt >= _YIELD_AFTER:
+                time.sleep(0)
+        raise SnapshotContendedError(
+            f"cannot read a snapshot: overtaken on {retries + 1} tries, last at version "
+            f"{self.version} (expected one whole copy). Publish less often or add slots."
+        )
+
+
+def _crc(payload: npt.NDArray[np.uint8], version: int) -> int:
+    return zlib.crc32(payload.data, version & 0xFFFFFFFF)
+
+
+# Words ahead of the seqlock: what a process that attaches by name checks and reads.
+_MAGIC = 0x554E494C_41420001
+_MAGIC_WORD, _DIGEST, _SLOTS, _READERS, _CHECKSUM, _READY = range(6)
+_HEADER_WORDS = 6
+# Words of each reader: the version it applied plus one, its pid, its overtaken tries.
+_APPLIED, _PID, _OVERTAKEN = range(3)
+_READER_WORDS = 3
+
+
+class SnapshotCell:
+    """A shared segment that holds versioned snapshots of one set of tensors.
+
+    The creator publishes; processes that unpickle or `attach` it read. Each of `readers`
+    readers has words of its own for the version that it applied.
+
+    Args:
+        initial: Dotted key to tensor: the layout, and the content of version 0.
+        slots: How many snapshots rotate, at least 2.
+        readers: How many readers report what they applied.
+        name: Name to attach by from an unrelated process; anonymous if not given.
+        kind: Kind of segment; the platform's default if not given.
+        checksum: Guard each snapshot by a CRC-32; by default where the machine's memory
+            order is weak.
+
+    Raises:
+        SegmentSpaceError: It does not fit shared memory; nothing was allocated.
+
+    Example:
+        >>> cell = SnapshotCell({"w": torch.zeros(3)})
+        >>> cell.publish({"w": torch.ones(3)})
+        1
+        >>> version, values = cell.read()
+        >>> version, values["w"].tolist()
+        (1, [1.0, 1.0, 1.0])
+        >>> cell.close()
+    """
+
+    def __init__(
+        self,
+        initial: Mapping[str, torch.Tensor],
+        *,
+        slots: int = DEFAULT_SLOTS,
+        readers: int = 0,
+        name: str | None = None,
+        kind: SegmentKind | None = None,
+        checksum: bool | None = None,
+    ) -> None:
+        if slots < 2:  # before any memory is taken
+            raise ConfigError(f"seqlock slots: {slots} (expected at least 2). Use the default.")
+        layout = BlockLayout.of(initial)
+        checksum = is_weakly_ordered() if checksum is None else checksum
+        nbytes = _cell_nbytes(layout, slots, readers)
+        self._open(SharedSegment(nbytes, name=name, kind=kind), layout, slots, readers, checksum)
+        header = SharedWords(self._segment.buffer, 0, _HEADER_WORDS)
+        header[_MAGIC_WORD] = _MAGIC
+        header[_DIGEST] = layout.digest
+        header[_SLOTS] = slots
+        header[_READERS] = readers
+        header[_CHECKSUM] = int(checksum)
+        with torch.no_grad():
+            torch._foreach_copy_(self._views[0], list(initial.values()))
+        self._lock.seal_initial()
+        header[_READY] = 1
+
+    @classmethod
+    def attach(cls, name: str, layout: BlockLayout) -> SnapshotCell:
+        """Attach the named cell of an unrelated process.
+
+        Raises:
+            SegmentError: There is no segment of that name.
+            LayoutDigestError: It is not a snapshot cell, or holds another layout.
+        """
+        segment = SharedSegment.attach(name)
+        header = SharedWords(segment.buffer, 0, _HEADER_WORDS) if segment.nbytes > 512 else None
+        if header is None or header[_MAGIC_WORD] != _MAGIC or not header[_READY]:
+            segment.close()
+            raise LayoutDigestError(
+                f"cannot attach {name!r}: not a complete snapshot cell (expected one). "
+                "Check the name, and that its creator has started."
+            )
+        if header[_DIGEST] != layout.digest:
+            found = header[_DIGEST]
+            segment.close()
+            raise LayoutDigestError(
+                f"cannot attach {name!r}: layout digest {found:#x} (expected "
+                f"{layout.digest:#x}). Both sides must name the same keys, shapes and dtypes."
+            )
+        cell = cls.__new__(cls)
+        cell._open(segment, layout, header[_SLOTS], header[_READERS], bool(header[_CHECKSUM]))
+        return cell
+
+    def _open(
+        self, segment: SharedSegment, layout: BlockLayout, slots: int, readers: int, checksum: bool
+    ) -> None:
+        self._segment = segment
+        self.layout = layout
+        self.slots = slots
+        self.readers = readers
+        self._checksum = checksum
+        offset = SharedWords.nbytes(_HEADER_WORDS)
+        self._reader_words = SharedWords(segment.buffer, offset, _READER_WORDS * readers)
+        self._lock = SeqLock(
+            segment.buffer,
+            offset + SharedWords.nbytes(_READER_WORDS * readers),
+            layout.nbytes,
+            slots=slots,
+            checksum=checksum,
+        )
+        self._views = [layout.views(torch.from_numpy(p)) for p in self._lock.payloads]
+        self._staging: npt.NDArray[np.uint8] | None = None
+        self._staged_views: list[torch.Tensor] = []
+
+    @property
+    def name(self) -> str | None:
+        """The name to attach by, or None for an anonymous cell."""
+        return self._segment.name
+
+    @property
+    def version(self) -> int:
+        """The newest published version; 0 is the initial content."""
+        _ = self._segment.buffer  # a closed cell is refused
+        return self._lock.version
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed the cell."""
+        return self._segment.closed
+
+    def publish(self, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Publish a mapping (dotted key to tensor) and return its version.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; the published version is untouched.
+        """
+        return self._publish_checked(self.layout.select(tensors))
+
+    def publish_ordered(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Publish tensors given in the layout's order and return their version.
+
+        Raises:
+            LayoutError: Shapes or dtypes differ; the published version is untouched.
+        """
+        self.layout.check(tensors)
+        return self._publish_checked(tensors)
+
+    def _publish_checked(self, tensors: Sequence[torch.Tensor]) -> int:
+        _ = self._segment.buffer
+        slot = self._lock.begin()
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self._views[slot], list(tensors))
+        return self._lock.commit()
+
+    def stage(self, *, retries: int = DEFAULT_RETRIES) -> tuple[int, list[torch.Tensor]]:
+        """Copy the newest version into private memory of this cell.
+
+        Returns:
+            The version, and one tensor per field in the layout's order. They are reused
+            by the next call and hold one whole version, or stale bytes after an error.
+
+        Raises:
+            SnapshotContendedError: Overtaken on every try.
+        """
+        _ = self._segment.buffer
+        if self._staging is None:
+            flat = torch.empty(self.layout.nbytes, dtype=torch.uint8)
+            self._staging, self._staged_views = flat.numpy(), self.layout.views(flat)
+        version, self.overtaken = self._lock.read(self._staging, retries=retries)
+        return version, self._staged_views
+
+    overtaken: int = 0
+    """Tries of the last `stage` that the writer overtook."""
+
+    def read(self, *, retries: int = DEFAULT_RETRIES) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the newest version and its tensors, copied out, by dotted key."""
+        version, views = self.stage(retries=retries)
+        return version, {k: v.clone() for k, v in zip(self.layout.keys, views, strict=True)}
+
+    def report_applied(self, reader: int, version: int) -> None:
+        """Record that reader `reader`, this process, acts with `version`."""
+        base = _READER_WORDS * reader
+        words = self._reader_words
+        words[base + _PID] = os.getpid()
+        words[base + _OVERTAKEN] = words[base + _OVERTAKEN] + self.overtaken
+        words[base + _APPLIED] = version + 1
+
+    def applied(self, reader: int) -> int | None:
+        """Return the version that a reader applied last, or None before its first."""
+        value = self._reader_words[_READER_WORDS * reader + _APPLIED]
+        return value - 1 if value else None
+
+    def reader_pid(self, reader: int) -> int | None:
+        """Return the process id of a reader, or None before it first applied a version."""
+        return self._reader_words[_READER_WORDS * reader + _PID] or None
+
+    def reader_overtaken(self, reader: int) -> int:
+        """Return how often a reader was overtaken and retried."""
+        return self._reader_words[_READER_WORDS * reader + _OVERTAKEN]
+
+    def close(self) -> None:
+        """Give up the cell; its creator frees it. Idempotent."""
+        self._segment.close()
+
+    def __enter__(self) -> SnapshotCell:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        args = (self._segment, self.layout, self.slots, self.readers, self._checksum)
+        return _attach_pickled, args
+
+
+def _attach_pickled(*args: Any) -> SnapshotCell:
+    cell = SnapshotCell.__new__(SnapshotCell)
+    cell._open(*args)
+    return cell
+
+
+def _cell_nbytes(layout: BlockLayout, slots: int, readers: int) -> int:
+    words = _HEADER_WORDS + _READER_WORDS * readers
+    return SharedWords.nbytes(words) + SeqLock.nbytes(layout.nbytes, slots)

@@ -1,0 +1,20 @@
+"""Trainers, their hooks and settings, and whole runs."""
+
+from torchrl_unilab.trainers.appo import APPOTrainer
+from torchrl_unilab.trainers.configs import APPO_TASKS, APPOConfig
+from torchrl_unilab.trainers.evaluation import evaluate
+from torchrl_unilab.trainers.hooks import BusyTime, EpisodeReturns, LogPolicyLag, PublishWeights
+from torchrl_unilab.trainers.runs import evaluate_run, train_appo
+
+__all__ = [
+    "APPO_TASKS",
+    "APPOConfig",
+    "APPOTrainer",
+    "BusyTime",
+    "EpisodeReturns",
+    "LogPolicyLag",
+    "PublishWeights",
+    "evaluate",
+    "evaluate_run",
+    "train_appo",
+]

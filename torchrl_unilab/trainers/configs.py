@@ -1,0 +1,110 @@
+"""Settings of APPO, and what differs per task, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["APPO_TASKS", "APPOConfig"]
+
+
+@dataclass(frozen=True)
+class APPOConfig:
+    """Settings of one APPO run.
+
+    Attributes:
+        num_envs: Environments per collector.
+        num_steps: Steps of each environment in a rollout.
+        num_collectors: Collector processes.
+        pool: Rollouts that are reused together; the oldest is replaced.
+        epochs: Passes over the pool per new rollout.
+        minibatches: Parts of the pool per pass.
+        lr: Initial learning rate; the KL divergence steers it from there.
+        desired_kl: KL divergence, target to current policy, to steer towards.
+        max_grad_norm: Bound of the gradient's norm.
+        reward_scale: Factor on rewards for learning; reported returns are unscaled.
+        hidden: Widths of the layers of actor and critic.
+        log_std: Initial logarithm of the action's standard deviation.
+        gamma: Discount.
+        lambda_: Decay of V-trace's traces.
+        rho_bar: V-trace's bound of the ratio in temporal differences.
+        c_bar: V-trace's bound of the ratio in traces.
+        clip_epsilon: Bound of the surrogate's ratio.
+        value_clip: Bound of a value's move; None leaves it free.
+        critic_coeff: Weight of the value loss.
+        entropy_coeff: Weight of the entropy bonus.
+        tau: Share of the current policy that a target update takes over.
+        target_update_freq: Optimiser steps between target updates; None for one per rollout.
+
+    Raises:
+        ConfigError: A size is not positive.
+    """
+
+    num_envs: int = 64
+    num_steps: int = 32
+    num_collectors: int = 1
+    pool: int = 1
+    epochs: int = 5
+    minibatches: int = 8
+    lr: float = 1e-3
+    desired_kl: float = 0.02
+    max_grad_norm: float = 1.0
+    reward_scale: float = 0.1
+    hidden: tuple[int, ...] = (64, 64)
+    log_std: float = -1.0
+    gamma: float = 0.99
+    lambda_: float = 0.95
+    rho_bar: float = 1.0
+    c_bar: float = 1.0
+    clip_epsilon: float = 0.2
+    value_clip: float | None = None
+    critic_coeff: float = 1.0
+    entropy_coeff: float = 0.0
+    tau: float = 1.0
+    target_update_freq: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot work."""
+        for name in (
+            "num_envs",
+            "num_steps",
+            "num_collectors",
+            "pool",
+            "epochs",
+            "minibatches",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"{name}: {value!r} (expected an integer of at least 1). "
+                    "Leave it out for the default."
+                )
+        for name in ("lr", "desired_kl", "max_grad_norm", "reward_scale"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ConfigError(
+                    f"{name}: {value!r} (expected a positive number). Leave it out for the default."
+                )
+
+    @property
+    def frames_per_rollout(self) -> int:
+        """Frames of one rollout of one collector."""
+        return self.num_envs * self.num_steps
+
+    @classmethod
+    def for_task(cls, task: str, **overrides: Any) -> APPOConfig:
+        """Return the settings of a task, with `overrides` on top."""
+        return dataclasses.replace(cls(**APPO_TASKS.get(task, {})), **overrides)
+
+
+APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
+    "HalfCheetah-v5": {},
+    "Hopper-v5": {},
+    "Walker2d-v5": {},
+    "InvertedPendulum-v5": {"num_envs": 16, "num_steps": 32, "minibatches": 4},
+}
+"""What differs from the defaults, per task."""

@@ -1,0 +1,299 @@
+"""Whole runs: train in a run directory, evaluate what lies there."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torchrl.checkpoint import Checkpoint
+from torchrl.collectors import MultiAsyncCollector
+from torchrl.envs import EnvBase
+from torchrl.record.loggers.csv import CSVLogger
+from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
+from torchrl_unilab.objectives import APPOLoss
+from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
+from torchrl_unilab.trainers.appo import APPOTrainer
+from torchrl_unilab.trainers.configs import APPOConfig
+from torchrl_unilab.trainers.evaluation import evaluate
+from torchrl_unilab.trainers.loggers import FanOutLogger
+from torchrl_unilab.trainers.plots import plot_returns
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = ["evaluate_run", "train_appo"]
+
+CHECKPOINT = "checkpoint"
+SUMMARY = "summary.json"
+CONFIG = "config.json"
+_SAVED = ("policy", "loss_module", "optimizer", "trainer_state")
+
+
+@dataclass
+class _Learner:
+    """What is learned: the networks, and the loss over them."""
+
+    normalizer: ObservationNormalizer
+    actor: TensorDictModuleBase
+    loss: APPOLoss
+
+
+def train_appo(
+    env: str,
+    *,
+    frames: int,
+    seed: int = 0,
+    run_dir: str | os.PathLike[str],
+    config: APPOConfig | None = None,
+    create_env: Callable[[], EnvBase] | None = None,
+    progress_bar: bool = True,
+    eval_episodes: int = 16,
+    announce: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Train by APPO and leave logs, checkpoint, picture and summary in `run_dir`.
+
+    Args:
+        env: Task of `MujocoBatchEnv`, or a name for `create_env`'s environments.
+        frames: Frames to collect.
+        seed: Seeds networks, environments and sampling.
+        run_dir: Must not exist, or be empty.
+        config: Settings; the task's own if not given.
+        create_env: Makes one collector's environment, of any TorchRL kind; picklable.
+            `MujocoBatchEnv` of the task if not given.
+        progress_bar: Show a bar with frames per second, return and policy lag.
+        eval_episodes: Episodes of the final evaluation.
+        announce: Takes a line for the person who runs this.
+
+    Returns:
+        The summary, as written to ``summary.json``.
+
+    Raises:
+        ConfigError: The run directory is not empty, or frames or episodes are not positive.
+        ValueError: Unknown task (lists what exists).
+    """
+    if frames < 1:
+        raise ConfigError(f"frames: {frames} (expected at least 1). Use for example 2000000.")
+    if eval_episodes < 1:
+        raise ConfigError(f"eval_episodes: {eval_episodes} (expected at least 1). Use 16.")
+    config = config or APPOConfig.for_task(env)
+    plan = plan_threads(available_cores(), config.num_collectors)
+    if create_env is None:
+        make_task(env)  # an unknown task is refused before anything is made
+        create_env = _mujoco_env(env, config.num_envs, plan.physics_threads)
+    path = _checked_run_dir(run_dir)
+    announce(str(plan))
+    torch.set_num_threads(plan.learner_threads)
+    torch.manual_seed(seed)
+    proxy = create_env()
+    learner = _build_learner(proxy, config)
+    proxy.close()
+    scheme = UniLabShmScheme()
+    collector = _start_collector(create_env, learner.actor, scheme, config, plan)
+    try:
+        # Whatever could be refused has been: from here on files are written.
+        path.mkdir(parents=True, exist_ok=True)
+        settings = {"env": env, "algo": "appo", "seed": seed, **dataclasses.asdict(config)}
+        (path / CONFIG).write_text(json.dumps(settings, indent=2))
+        trainer = APPOTrainer(
+            collector=collector,
+            loss_module=learner.loss,
+            total_frames=frames,
+            config=config,
+            normalizer=learner.normalizer,
+            scheme=scheme,
+            logger=FanOutLogger(
+                [
+                    CSVLogger("logs", log_dir=str(path)),
+                    TensorboardLogger("tensorboard", log_dir=str(path)),
+                ]
+            ),
+            progress_bar=progress_bar,
+            seed=seed,
+            checkpoint=Checkpoint(save_components=_SAVED),
+            save_trainer_file=path / CHECKPOINT,
+            save_trainer_interval=max(frames // 4, 1),
+            log_interval=min(10 * config.frames_per_rollout, frames // 20),
+        )
+        cpu = _CollectorTime(collector)
+        trainer.register_op("setup", cpu.start)
+        trainer.register_op("post_steps", cpu.sample)
+        interrupted = _train(trainer)
+    finally:
+        collector.shutdown()
+    eval_env = (
+        MujocoBatchEnv(env, num_envs=eval_episodes, num_threads=plan.cores)
+        if isinstance(create_env, partial) and create_env.func is MujocoBatchEnv
+        else create_env()
+    )
+    eval_return = _mean_return(eval_env, learner.actor, seed)
+    summary = {
+        "env": env,
+        "algo": "appo",
+        "seed": seed,
+        "frames": trainer.collected_frames,
+        "seconds": trainer.returns.seconds,
+        "final_return": trainer.returns.mean,
+        "eval_return": eval_return,
+        "interrupted": interrupted,
+        "busy": {"learner": trainer.busy_time.busy, "collectors": cpu.busy},
+        "threads": dataclasses.asdict(plan),
+        "curve": trainer.returns.curve,
+        "versions": _versions(),
+    }
+    plot_returns(path / "returns.png", f"{env}, APPO, seed {seed}", trainer.returns.curve)
+    (path / SUMMARY).write_text(json.dumps(summary))
+    return summary
+
+
+def evaluate_run(
+    run_dir: str | os.PathLike[str], *, episodes: int = 16, seed: int = 0
+) -> dict[str, Any]:
+    """Evaluate the checkpoint of a run on its task.
+
+    Returns:
+        ``env``, ``episodes``, and mean, minimum and maximum of the returns.
+
+    Raises:
+        ConfigError: There is no run with a checkpoint in `run_dir`.
+    """
+    path = Path(run_dir)
+    if not (path / CONFIG).is_file() or not (path / CHECKPOINT).exists():
+        raise ConfigError(
+            f"cannot evaluate {run_dir}: no {CONFIG} and {CHECKPOINT} there (expected a "
+            "run directory). Train first."
+        )
+    settings = json.loads((path / CONFIG).read_text())
+    fields = {field.name for field in dataclasses.fields(APPOConfig)}
+    config = APPOConfig(**{k: v for k, v in settings.items() if k in fields})
+    env = MujocoBatchEnv(settings["env"], num_envs=episodes, num_threads=available_cores())
+    learner = _build_learner(env, config)
+    Checkpoint(policy=learner.actor).load(path / CHECKPOINT)
+    env.set_seed(seed)
+    returns = evaluate(env, learner.actor)
+    env.close()
+    return {
+        "env": settings["env"],
+        "episodes": episodes,
+        "mean": returns.mean().item(),
+        "min": returns.min().item(),
+        "max": returns.max().item(),
+    }
+
+
+def _mujoco_env(task: str, num_envs: int, num_threads: int) -> Callable[[], EnvBase]:
+    return partial(MujocoBatchEnv, task, num_envs=num_envs, num_threads=num_threads)
+
+
+def _checked_run_dir(run_dir: str | os.PathLike[str]) -> Path:
+    path = Path(run_dir)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"run directory {run_dir}: it is not empty (expected a new or empty directory). "
+            "Choose another."
+        )
+    return path
+
+
+def _build_learner(env: EnvBase, config: APPOConfig) -> _Learner:
+    observation_size = env.observation_spec["observation"].shape[-1]
+    action_size = env.action_spec.shape[-1]
+    normalizer = ObservationNormalizer(observation_size)
+    networks: dict[str, Any] = {"normalizer": normalizer, "hidden": config.hidden}
+    actor = make_actor(observation_size, action_size, log_std=config.log_std, **networks)
+    loss = APPOLoss(
+        actor,
+        make_critic(observation_size, **networks),
+        clip_epsilon=config.clip_epsilon,
+        value_clip=config.value_clip,
+        entropy_coeff=config.entropy_coeff,
+        critic_coeff=config.critic_coeff,
+        gamma=config.gamma,
+        lambda_=config.lambda_,
+        rho_bar=config.rho_bar,
+        c_bar=config.c_bar,
+        tau=config.tau,
+        target_update_freq=config.target_update_freq or config.epochs * config.minibatches,
+    )
+    return _Learner(normalizer, actor, loss)
+
+
+def _start_collector(
+    create_env: Callable[[], EnvBase],
+    actor: TensorDictModuleBase,
+    scheme: UniLabShmScheme,
+    config: APPOConfig,
+    plan: ThreadPlan,
+) -> MultiAsyncCollector:
+    return MultiAsyncCollector(
+        [create_env] * config.num_collectors,
+        actor,
+        frames_per_batch=config.frames_per_rollout,
+        total_frames=-1,  # the trainer counts
+        weight_sync_schemes={"policy": scheme},
+        track_policy_version=True,
+        num_threads=plan.learner_threads,
+        num_sub_threads=1,
+    )
+
+
+def _train(trainer: APPOTrainer) -> bool:
+    """Train to the end, or until Ctrl-C; leave a checkpoint; return if it was Ctrl-C."""
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        trainer.save_trainer(force_save=True)
+        return True
+    return False
+
+
+def _mean_return(env: EnvBase, actor: TensorDictModuleBase, seed: int) -> float:
+    env.set_seed(seed)
+    with contextlib.closing(env):
+        return float(evaluate(env, actor).mean())
+
+
+def _versions() -> dict[str, str]:
+    names = ("torchrl-unilab", "torchrl", "tensordict", "torch", "mujoco", "gymnasium")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+class _CollectorTime:
+    """Processor time of the collectors' processes per second since training began.
+
+    Attributes:
+        busy: One share per collector; above 1 if several threads step physics.
+    """
+
+    def __init__(self, collector: MultiAsyncCollector) -> None:
+        self._processes = [psutil.Process(process.pid) for process in collector.procs]
+        self._started = 0.0
+        self._before: list[float] = []
+        self.busy: list[float] = []
+
+    def start(self) -> None:
+        self._started = time.perf_counter()
+        self._before = [_cpu_seconds(process) for process in self._processes]
+
+    def sample(self) -> None:
+        elapsed = time.perf_counter() - self._started
+        now = [_cpu_seconds(process) for process in self._processes]
+        self.busy = [(b - a) / elapsed for a, b in zip(self._before, now, strict=True)]
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)

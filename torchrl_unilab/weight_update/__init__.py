@@ -1,0 +1,6 @@
+"""Weight synchronisation through shared memory, for TorchRL's collectors."""
+
+from torchrl_unilab.weight_update.scheme import UniLabShmScheme
+from torchrl_unilab.weight_update.transport import UniLabShmTransport
+
+__all__ = ["UniLabShmScheme", "UniLabShmTransport"]
