@@ -3,9 +3,10 @@
 ``python tests/benchmarks/bench_weights.py [--megabytes 0.45 6.5] [--workers 1 2 4]``
 
 Each case builds a collector per scheme over the same policy, lets its workers connect, and
-publishes in turns: one publish through each scheme, `--publishes` times, so that noise of
-the machine falls on all alike. Workers are idle, as between two batches of a synchronous
-collector. Prints medians and 99th percentiles as a Markdown table.
+publishes in turns, in blocks of twenty, so that noise of the machine falls on all alike.
+A pause before each block lets the threads settle that the other scheme's queues leave busy.
+Workers are idle, as between two batches of a synchronous collector. Prints medians and 99th
+percentiles as a Markdown table.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ SCHEMES: dict[str, Callable[[], WeightSyncScheme]] = {
     "unilab": UniLabShmScheme,
     "SharedMem": SharedMemWeightSyncScheme,
 }
+
+
+BLOCK = 20
+PAUSE = 0.02
 
 
 def make_policy(megabytes: float) -> TensorDictModule:
@@ -61,11 +66,12 @@ def measure(megabytes: float, workers: int, publishes: int) -> dict[str, list[fl
     try:
         for collector in collectors.values():
             next(iter(collector))
-        for turn in range(publishes + 10):
+        for _ in range(max(publishes // BLOCK, 1)):
             for name, collector in collectors.items():
-                started = time.perf_counter()
-                collector.update_policy_weights_()
-                if turn >= 10:
+                time.sleep(PAUSE)
+                for _ in range(BLOCK):
+                    started = time.perf_counter()
+                    collector.update_policy_weights_()
                     seconds[name].append(time.perf_counter() - started)
     finally:
         for collector in collectors.values():
@@ -90,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.45, 6.5])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--publishes", type=int, default=200)
+    parser.add_argument("--publishes", type=int, default=400)
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("| MB | workers | memcpy µs | unilab µs (p99) | SharedMem µs (p99) | ratio |")

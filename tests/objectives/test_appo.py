@@ -154,3 +154,10 @@ def test_the_learning_rate_stays_within_its_bounds():
 def test_coefficients_out_of_range_are_refused(kwargs):
     with pytest.raises(ConfigError):
         _loss(**kwargs)
+
+
+def test_it_reads_and_writes_the_keys_it_declares():
+    loss = _loss()
+    minibatch = loss.estimate(_rollout(loss)).reshape(-1).select(*loss.in_keys)
+    assert set(loss(minibatch).keys()) == set(loss.out_keys)
+    assert "APPOLoss" in repr(loss)

@@ -9,6 +9,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import psutil
+
 DEADLINE = 30.0
 SPAWN = mp.get_context("spawn")
 
@@ -27,6 +29,15 @@ def spawned(target: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProces
         process.join(DEADLINE)
         process.close()
         here.close()
+
+
+def live_children() -> list[psutil.Process]:
+    """Child processes of this one, without Python's own resource tracker."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if not any("resource_tracker" in part for part in child.cmdline())
+    ]
 
 
 def receive(pipe: Connection, deadline: float = DEADLINE) -> Any:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from torchrl.envs import GymEnv, TransformedEnv
 
+from tests.support.processes import live_children
 from torchrl_unilab.cli import main
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
@@ -56,7 +57,7 @@ def test_a_run_leaves_summary_picture_logs_and_a_checkpoint_that_evaluates(tmp_p
     assert list((tmp_path / "tensorboard").rglob("events.*"))
     result = evaluate_run(tmp_path, episodes=2, seed=3)
     assert result["mean"] == pytest.approx(summary["eval_return"])
-    assert not psutil.Process().children(recursive=True)
+    assert not live_children()
 
 
 def test_any_torchrl_environment_serves(tmp_path):

@@ -151,6 +151,28 @@ class APPOLoss(LossModule):
         """False: the networks hold their own parameters, which spares a swap per call."""
         return False
 
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        """Keys that `forward` reads."""
+        keys = self.tensor_keys
+        own = [keys.action, keys.sample_log_prob, keys.target_log_prob, keys.target]
+        own += [keys.advantage, keys.value_target, keys.state_value]
+        networks = [*self.actor_network.in_keys, *self.critic_network.in_keys]
+        return list(dict.fromkeys([*networks, *own]))
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        """Keys that `forward` writes."""
+        return [
+            "loss_objective",
+            "loss_critic",
+            "loss_entropy",
+            "entropy",
+            "kl",
+            "clip_fraction",
+            "rho_clip_fraction",
+        ]
+
     def _forward_value_estimator_keys(self, **_: NestedKey) -> None:
         """Do nothing: V-trace is part of this loss, not a module of its own."""
 
