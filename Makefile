@@ -8,7 +8,7 @@ TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train test test-all lint type format bench bench-weights bench-env clean
+.PHONY: install train test test-all lint type format bench bench-weights bench-tearing bench-env clean
 
 install: $(STAMP)
 
@@ -39,13 +39,16 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-weights bench-env
+bench: bench-weights bench-tearing bench-env
 
 bench-weights: install
-	$(BIN)/python tests/benchmarks/bench_weights.py
+	$(BIN)/python -m tests.benchmarks.bench_weights
+
+bench-tearing: install
+	$(BIN)/python -m tests.benchmarks.bench_tearing
 
 bench-env: install
-	$(BIN)/python tests/benchmarks/bench_env.py
+	$(BIN)/python -m tests.benchmarks.bench_env
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,6 +1,6 @@
 """Torn reads under continuous publishing: our cell, our cell unchecked, TorchRL's buffer.
 
-``python tests/benchmarks/bench_tearing.py [--reads 1000000]``
+``python -m tests.benchmarks.bench_tearing [--reads 1000000]``
 
 A spawned writer publishes versions without a pause; version v fills every element with v,
 so a copy with two values is torn. TorchRL's scheme has no copy of its own to check: its

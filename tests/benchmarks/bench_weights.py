@@ -1,6 +1,6 @@
 """Publish latency through ``update_policy_weights_``, ours beside TorchRL's.
 
-``python tests/benchmarks/bench_weights.py [--megabytes 0.45 6.5] [--workers 1 2 4]``
+``python -m tests.benchmarks.bench_weights [--megabytes 0.45 6.5] [--workers 1 2 4]``
 
 Each case builds a collector per scheme over the same policy, lets its workers connect, and
 publishes in turns, in blocks of twenty, so that noise of the machine falls on all alike.

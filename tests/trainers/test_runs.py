@@ -15,6 +15,7 @@ from torchrl.envs import GymEnv, TransformedEnv
 from tests.support.processes import live_children
 from torchrl_unilab.cli import main
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.shm import segment
 from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
 
 QUICK = {"num_envs": 8, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
@@ -98,6 +99,18 @@ def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, 
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert not run_dir.exists()
+
+
+def test_too_small_a_shared_memory_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(segment, "free_bytes", lambda kind: 1000)
+    run_dir = tmp_path / "run"
+    arguments = ["--env", "Hopper-v5", "--frames", "10", "--run-dir", str(run_dir)]
+    assert main(["train", "appo", *arguments]) == 2
+    assert "do not fit (expected at most 1000 bytes" in capsys.readouterr().err
+    assert not run_dir.exists()
+    assert not live_children()
 
 
 def test_an_unknown_algorithm_or_task_lists_what_exists(tmp_path, capsys):
