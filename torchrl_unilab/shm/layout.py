@@ -117,7 +117,17 @@ class BlockLayout:
             LayoutShapeError: A tensor has another shape.
             LayoutDtypeError: A tensor has another dtype.
         """
-        for field, tensor in zip(self.fields, tensors, strict=True):
+        self.check_fields(range(len(self.fields)), tensors)
+
+    def check_fields(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Check tensors, each against the field of its index.
+
+        Raises:
+            LayoutShapeError: A tensor has another shape.
+            LayoutDtypeError: A tensor has another dtype.
+        """
+        for index, tensor in zip(indices, tensors, strict=True):
+            field = self.fields[index]
             if tensor.shape != field.shape:
                 raise LayoutShapeError(
                     f"shape of {field.key!r}: {tuple(tensor.shape)} (expected {field.shape}). "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -280,7 +280,7 @@ class SnapshotCell:
         Raises:
             LayoutError: Keys, shapes or dtypes differ; the published version is untouched.
         """
-        return self._publish_checked(self.layout.select(tensors))
+        return self.publish_checked(self.layout.select(tensors))
 
     def publish_ordered(self, tensors: Sequence[torch.Tensor]) -> int:
         """Publish tensors given in the layout's order and return their version.
@@ -289,14 +289,26 @@ class SnapshotCell:
             LayoutError: Shapes or dtypes differ; the published version is untouched.
         """
         self.layout.check(tensors)
-        return self._publish_checked(tensors)
+        return self.publish_checked(tensors)
 
-    def _publish_checked(self, tensors: Sequence[torch.Tensor]) -> int:
-        _ = self._segment.buffer
+    def publish_checked(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Publish tensors that the layout's ``check`` has passed."""
+
+        def write(payload: npt.NDArray[np.uint8], views: list[torch.Tensor]) -> None:
+            if tensors:
+                torch._foreach_copy_(views, list(tensors))
+
+        return self.publish_by(write)
+
+    def publish_by(self, write: Callable[[npt.NDArray[np.uint8], list[torch.Tensor]], None]) -> int:
+        """Publish what `write` puts into the slot it is given, as bytes and as views.
+
+        If `write` raises, the published version stays as it was.
+        """
+        _ = self._segment.buffer  # a closed cell is refused
         slot = self._lock.begin()
-        if tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self._views[slot], list(tensors))
+        with torch.no_grad():
+            write(self._lock.payloads[slot], self._views[slot])
         return self._lock.commit()
 
     def stage(self, *, retries: int = DEFAULT_RETRIES) -> tuple[int, list[torch.Tensor]]:
@@ -318,6 +330,12 @@ class SnapshotCell:
 
     overtaken: int = 0
     """Tries of the last `stage` that the writer overtook."""
+
+    @property
+    def staging(self) -> npt.NDArray[np.uint8]:
+        """The bytes behind the last `stage`."""
+        assert self._staging is not None, "stage() comes first"
+        return self._staging
 
     def read(self, *, retries: int = DEFAULT_RETRIES) -> tuple[int, dict[str, torch.Tensor]]:
         """Return the newest version and its tensors, copied out, by dotted key."""

@@ -1,55 +1,105 @@
-"""The tensors of a module, by dotted name, read where the module keeps them."""
+"""What a module's weights are, by dotted name, read and written where the module keeps them."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
 import torch
+from tensordict import TensorDictBase, TensorDictParams
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["ModuleTensors"]
+__all__ = ["EXTRA_STATE", "ModuleTensors", "flatten_extra_state", "nest_extra_state"]
+
+EXTRA_STATE = "_extra_state"
+"""Name under which a module's extra state lies, as in its ``state_dict()``."""
+
+_SCALARS: dict[str, tuple[type, torch.dtype]] = {
+    "bool": (bool, torch.bool),
+    "int": (int, torch.int64),
+    "float": (float, torch.float64),
+}
 
 
 class ModuleTensors:
-    """A module's parameters and buffers, in a fixed order.
+    """A module's parameters, buffers and extra state, in a fixed order.
 
     Looks each tensor up in the module at every call, so a parameter that was replaced
-    (``load_state_dict(assign=True)``, ``module.to(...)``) is seen at once.
+    (``load_state_dict(assign=True)``, ``module.to(...)``) is seen at once. Tied tensors
+    come under each of their names.
+
+    Extra state is what submodules return from ``get_extra_state``: a tensor, a number, or
+    (nested) dictionaries of these. Its keys are ``<submodule>._extra_state.<key>``.
 
     Args:
         module: The module to look into.
 
+    Attributes:
+        keys: Dotted names, extra state last.
+        optional: The keys that a state dict or ``TensorDict.from_module`` may lack:
+            buffers that are not persistent, and extra state.
+
     Raises:
-        ConfigError: A parameter is lazy and has no shape yet.
+        ConfigError: A parameter is lazy and has no shape yet, or extra state holds
+            something else.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.keys: list[str] = []
-        self._entries: list[tuple[dict[str, torch.Tensor | None], str]] = []
+        self.registered: list[str] = []
+        optional: set[str] = set()
+        self._entries: list[tuple[MutableMapping[str, Any], str]] = []
+        self._stateful: list[tuple[str, nn.Module]] = []
         for prefix, submodule in module.named_modules(remove_duplicate=False):
-            for registry in (submodule._parameters, submodule._buffers):
-                for name, tensor in registry.items():
-                    if tensor is None:
-                        continue
-                    key = f"{prefix}.{name}" if prefix else name
-                    if is_lazy(tensor):
-                        raise ConfigError(
-                            f"cannot share weights: {key!r} is lazy and has no shape yet "
-                            "(expected an initialised parameter). Run one forward pass first."
-                        )
-                    self.keys.append(key)
-                    self._entries.append((registry, name))
+            dot = f"{prefix}." if prefix else ""
+            for registry, name in _tensors_of(submodule):
+                if is_lazy(registry[name]):
+                    raise ConfigError(
+                        f"cannot share weights: {dot + name!r} is lazy and has no shape yet "
+                        "(expected an initialised parameter). Run one forward pass first."
+                    )
+                self.registered.append(dot + name)
+                self._entries.append((registry, name))
+            optional.update(dot + name for name in submodule._non_persistent_buffers_set)
+            if type(submodule).get_extra_state is not nn.Module.get_extra_state:
+                self._stateful.append((dot + EXTRA_STATE, submodule))
+        extra = list(self._extra_state())
+        self.keys = self.registered + extra
+        self.optional = frozenset(optional.union(extra))
 
     def current(self) -> list[torch.Tensor]:
         """Return the tensors as they are now, in the order of `keys`."""
-        return [registry[name] for registry, name in self._entries]  # type: ignore[misc]
+        tensors = self.current_registered()
+        return tensors + list(self._extra_state().values()) if self._stateful else tensors
+
+    def current_registered(self) -> list[torch.Tensor]:
+        """Return parameters and buffers as they are now, in the order of `registered`."""
+        return [registry[name] for registry, name in self._entries]
 
     def as_dict(self) -> dict[str, torch.Tensor]:
-        """Return the tensors as they are now, by dotted key, detached."""
-        tensors = (t.detach() for t in self.current())
-        return dict(zip(self.keys, tensors, strict=True))
+        """Return everything as it is now, by dotted key, detached."""
+        registered = (t.detach() for t in self.current_registered())
+        return dict(zip(self.registered, registered, strict=True)) | self._extra_state()
+
+    def _extra_state(self) -> dict[str, torch.Tensor]:
+        flat: dict[str, torch.Tensor] = {}
+        for prefix, submodule in self._stateful:
+            with warnings.catch_warnings():
+                # TorchRL's normalisers warn when they have no statistics yet.
+                warnings.simplefilter("ignore", UserWarning)
+                flat.update(flatten_extra_state(prefix, submodule.get_extra_state()))
+        return flat
+
+    def set_extra_state(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Give submodules their extra state, copied, from tensors by dotted key."""
+        for prefix, submodule in self._stateful:
+            own = {k: v.clone() for k, v in values.items() if _is_under(k, prefix)}
+            if own:
+                submodule.set_extra_state(nest_extra_state(prefix, own))
 
     def make_private(self, device: torch.device | str = "cpu") -> None:
         """Replace each tensor that another process may hold by memory of this process.
@@ -60,7 +110,6 @@ class ModuleTensors:
         replaced: dict[int, torch.Tensor] = {}
         for registry, name in self._entries:
             old = registry[name]
-            assert old is not None
             if id(old) not in replaced:
                 if old.is_meta:
                     data = torch.empty_like(old, device=device)
@@ -72,3 +121,87 @@ class ModuleTensors:
                     data = nn.Parameter(data, requires_grad=old.requires_grad)
                 replaced[id(old)] = data
             registry[name] = replaced[id(old)]
+
+
+class _ParamsRegistry(MutableMapping[str, Any]):
+    """The leaves of a `TensorDictParams` by dotted name, like a module's registries."""
+
+    def __init__(self, params: TensorDictParams) -> None:
+        self._params = params
+
+    def __getitem__(self, name: str) -> Any:
+        return self._params.get(tuple(name.split(".")))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        with self._params.unlock_():
+            self._params.set(tuple(name.split(".")), value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("leaves of a TensorDictParams are not removed here")
+
+    def __iter__(self) -> Iterator[str]:
+        keys = self._params.keys(include_nested=True, leaves_only=True)
+        return (key if isinstance(key, str) else ".".join(key) for key in keys)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _tensors_of(module: nn.Module) -> list[tuple[MutableMapping[str, Any], str]]:
+    """Where a module itself, without its children, keeps its tensors."""
+    registries: Sequence[MutableMapping[str, Any]]
+    if isinstance(module, TensorDictParams):
+        registries = (_ParamsRegistry(module),)
+    else:
+        registries = (module._parameters, module._buffers)
+    return [(r, name) for r in registries for name in r if r[name] is not None]
+
+
+def _is_under(key: str, prefix: str) -> bool:
+    return key == prefix or key.startswith((prefix + ".", prefix + "#"))
+
+
+def flatten_extra_state(prefix: str, state: Any) -> dict[str, torch.Tensor]:
+    """Return extra state as tensors by dotted key under `prefix`.
+
+    A Python number becomes a 0-d tensor whose key ends in ``#`` and its type.
+
+    Raises:
+        ConfigError: `state` holds something that is no tensor or number.
+
+    Example:
+        >>> sorted(flatten_extra_state("_extra_state", {"a": torch.zeros(1), "n": 3}))
+        ['_extra_state.a', '_extra_state.n#int']
+    """
+    if state is None:
+        return {}
+    if isinstance(state, torch.Tensor):
+        return {prefix: state.detach()}
+    if isinstance(state, (dict, TensorDictBase)):
+        flat: dict[str, torch.Tensor] = {}
+        for key, value in state.items():
+            flat.update(flatten_extra_state(f"{prefix}.{key}", value))
+        return flat
+    for name, (kind, dtype) in _SCALARS.items():
+        if type(state) is kind:
+            return {f"{prefix}#{name}": torch.tensor(state, dtype=dtype)}
+    raise ConfigError(
+        f"cannot share extra state {prefix!r}: {type(state).__name__} (expected tensors, "
+        "numbers, or dictionaries of these). Return those from get_extra_state."
+    )
+
+
+def nest_extra_state(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return what `flatten_extra_state` took apart, with each number's own type."""
+    nested: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        path, _, kind = key.removeprefix(prefix).partition("#")
+        value: Any = _SCALARS[kind][0](tensor.item()) if kind else tensor
+        if not path:
+            return value
+        *parents, last = path.removeprefix(".").split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[last] = value
+    return nested

@@ -54,7 +54,10 @@ class _PullsWeights(Collector):
         """The acting policy, with the published weights if no rollout is under way."""
         if not self._in_rollout:
             self._pull("rollout", "step")
-        return self.__dict__["policy"]
+        try:
+            return self.__dict__["policy"]
+        except KeyError:
+            raise AttributeError("policy") from None
 
     @policy.setter
     def policy(self, policy: Any) -> None:

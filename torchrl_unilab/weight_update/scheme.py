@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import psutil
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from torchrl.collectors import BaseCollector, Collector
+from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
@@ -19,7 +19,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, WorkersBehindError
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
-from torchrl_unilab.weight_update.module_tensors import ModuleTensors
+from torchrl_unilab.weight_update.module_tensors import EXTRA_STATE, ModuleTensors
 from torchrl_unilab.weight_update.pull import pull_in_rollouts
 from torchrl_unilab.weight_update.transport import (
     UniLabShmTransport,
@@ -100,10 +100,10 @@ class UniLabShmScheme(WeightSyncScheme):
     def _clear_local(self) -> None:
         """Forget what holds for one process only."""
         self._source: ModuleTensors | None = None  # sender: the model to publish
+        self._sent: ModuleTensors | None = None  # sender: the last other model given
         self._cell: SnapshotCell | None = None  # receiver: where to pull from
-        self._targets: ModuleTensors | None = None  # receiver: where to put it
-        self._bound_ref: weakref.ReferenceType[Any] | None = None
-        self._applied = -1
+        self._binding: _Binding | None = None  # receiver: where to put it
+        self._applied = -1  # receiver: the version the model has
 
     # Sender
 
@@ -148,15 +148,23 @@ class UniLabShmScheme(WeightSyncScheme):
         elif context is not None:
             if model_id is None:
                 raise ValueError("model_id must be provided if context is provided")
-            given.pop("context")
+            del given["context"]
             workers = _num_workers(context)
             if num_workers == workers:
-                given.pop("num_workers")
+                del given["num_workers"]
             _refuse(given, "context")
             initial = self._initial_from_context(context, model_id, workers)
         else:
             initial = self._initial_from_model(model, weights, devices, device_map_fn, num_workers)
-        self._transport = UniLabShmTransport(initial, slots=self.slots)
+        source = next(iter(initial.values()), None)
+        self._transport = UniLabShmTransport(
+            initial,
+            slots=self.slots,
+            casts=params_map is not None or device_map_fn is not None,
+            optional=(
+                ModuleTensors(source).optional if isinstance(source, nn.Module) else frozenset()
+            ),
+        )
         self.shared_transport = self._transport
         self._model_id = model_id
         if context is not None:
@@ -245,17 +253,14 @@ class UniLabShmScheme(WeightSyncScheme):
         if not self.synchronized_on_sender:
             raise RuntimeError("Must be synchronized on sender before sending weights")
         transport = self._require_transport()
-        if weights is None or weights is (self._source and self._source.module):
-            source = self._find_source()
-            cells = transport.select(worker_ids)
-            if cells and cells[0].layout.keys == tuple(source.keys):
-                transport.send_ordered(source.current(), cells)
-            else:
-                transport.send_weights(source.as_dict(), worker_ids)
+        if isinstance(weights, str):
+            weights = _resolve_model(self.context, weights)
+        if weights is None:
+            transport.send_model(self._find_source(), transport.select(worker_ids))
+        elif isinstance(weights, nn.Module):
+            transport.send_model(self._tensors_of(weights), transport.select(worker_ids))
         elif isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
             self._send_per_worker(transport, weights, worker_ids)
-        elif isinstance(weights, str):
-            transport.send_weights(_resolve_model(self.context, weights), worker_ids)
         else:
             transport.send_weights(weights, worker_ids)
 
@@ -273,10 +278,15 @@ class UniLabShmScheme(WeightSyncScheme):
         if worker_ids is not None:
             ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
             weights = {i: weights[i] for i in ids}
-        for worker in weights:  # all checked before any is written
-            transport.cell(worker).layout.select(named_tensors(weights[worker]))
-        for worker, value in weights.items():
-            transport.send_weights(value, worker)
+        transport.send_each({transport.cell(i): value for i, value in weights.items()})
+
+    def _tensors_of(self, model: nn.Module) -> ModuleTensors:
+        """Look a model's tensors up, or take those of the last time."""
+        for known in (self._source, self._sent):
+            if known is not None and known.module is model:
+                return known
+        self._sent = ModuleTensors(model)
+        return self._sent
 
     def _find_source(self) -> ModuleTensors:
         if self._source is None:
@@ -309,6 +319,27 @@ class UniLabShmScheme(WeightSyncScheme):
         """For each worker, the version it acts with, or None before it connected."""
         cells = self._require_transport().cells
         return {worker: cell.applied(worker) for worker, cell in cells.items()}
+
+    @property
+    def lag(self) -> dict[int, int | None]:
+        """For each worker, how many versions it is behind, or None before it connected."""
+        cells = self._require_transport().cells
+        applied = self.applied_versions
+        return {
+            worker: None if (seen := applied[worker]) is None else cell.version - seen
+            for worker, cell in cells.items()
+        }
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Totals: ``publishes`` and ``bytes`` written, ``retries`` of overtaken readers."""
+        transport = self._require_transport()
+        cells = transport.unique_cells
+        return {
+            "publishes": sum(cell.version for cell in cells),
+            "bytes": sum(cell.version * cell.layout.nbytes for cell in cells),
+            "retries": sum(cell.reader_overtaken(w) for w, cell in transport.cells.items()),
+        }
 
     def wait_applied(
         self,
@@ -417,46 +448,28 @@ class UniLabShmScheme(WeightSyncScheme):
         if (cell := self._cell) is None:
             return False
         model = self.model
-        if self._bound_ref is None or self._bound_ref() is not model:
-            self._bind(cell, model)
+        binding = self._binding
+        if binding is None or binding.targets.module is not model:
+            binding = self._binding = _Binding(cell, _module(model, self._model_id or "policy"))
         elif cell.version == self._applied:
             return False
-        assert self._targets is not None
-        version, values = cell.stage()
-        targets = self._targets.current()
-        cell.layout.check(targets)
-        if targets:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, values)
+        version = binding.apply(self._require_transport())
         self._applied = version
         assert self.worker_idx is not None
         cell.report_applied(self.worker_idx, version)
-        self._tell_context(version)
+        self._tell_context(version, binding)
         return True
 
-    def _bind(self, cell: SnapshotCell, model: Any) -> None:
-        targets = ModuleTensors(_module(model, self._model_id or "policy"))
-        if tuple(targets.keys) != cell.layout.keys:
-            raise LayoutKeyError(
-                f"cannot apply published weights: the model has keys {sorted(targets.keys)} "
-                f"(expected {sorted(cell.layout.keys)} in their order). "
-                "Use the same architecture on sender and worker."
-            )
-        targets.make_private()
-        self._targets = targets
-        self._bound_ref = weakref.ref(model)
-
-    def _tell_context(self, version: int) -> None:
+    def _tell_context(self, version: int, binding: _Binding) -> None:
         context = self.context
-        if not isinstance(context, BaseCollector):
-            return
-        if self._model_id in (None, "policy"):
-            context._set_received_policy_version(version)
-        if context._weight_sync_schemes:  # a node with sub-collectors of its own
-            assert self._targets is not None
+        if isinstance(context, Collector) and not context._weight_sync_schemes:
+            if self._model_id in (None, "policy"):
+                context._set_received_policy_version(version)
+        elif isinstance(context, _TakesWeights):
+            # A node that hands the weights on: sub-collectors, an inference server.
             context.update_policy_weights_(
                 model_id=self._model_id or "policy",
-                policy_or_weights=nested(self._targets.as_dict()),
+                policy_or_weights=nested(binding.targets.as_dict()),
             )
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
@@ -482,8 +495,8 @@ class UniLabShmScheme(WeightSyncScheme):
     @property
     def weights(self) -> TensorDictBase | None:
         """The weights this side holds: published ones on the sender, applied ones on a worker."""
-        if self._targets is not None:
-            return nested(self._targets.as_dict())
+        if self._binding is not None:
+            return nested(self._binding.targets.as_dict())
         if self._transport is not None and self._transport.unique_cells:
             return nested(self._transport.unique_cells[0].read()[1])
         return None
@@ -496,7 +509,7 @@ class UniLabShmScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_source", "_cell", "_targets", "_bound_ref"):
+        for name in ("_source", "_sent", "_cell", "_binding"):
             state[name] = None
         state["_applied"] = -1
         state["_worker_idx"] = None
@@ -510,6 +523,58 @@ class UniLabShmScheme(WeightSyncScheme):
             self._transport = None
             self._shared_transport = None
             self._clear_local()
+
+
+@runtime_checkable
+class _TakesWeights(Protocol):
+    """A context that applies weights to what it holds."""
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
+        """Apply weights."""
+
+
+class _Binding:
+    """A worker's model, matched with the cell that its weights come from.
+
+    Args:
+        cell: Where weights come from.
+        model: Where they go; gets private tensors.
+
+    Raises:
+        LayoutError: The model's keys, shapes or dtypes are not those of the cell.
+    """
+
+    def __init__(self, cell: SnapshotCell, model: nn.Module) -> None:
+        self.cell = cell
+        self.targets = ModuleTensors(model)
+        index = {key: i for i, key in enumerate(cell.layout.keys)}
+        self._extra = {key: i for key, i in index.items() if EXTRA_STATE in key}
+        if set(self.targets.registered) != index.keys() - self._extra.keys():
+            raise LayoutKeyError(
+                f"cannot apply published weights: the model has keys "
+                f"{sorted(self.targets.registered)} (expected {sorted(index)}). "
+                "Use the same architecture on sender and worker."
+            )
+        self._fields = [index[key] for key in self.targets.registered]
+        layout = cell.layout
+        layout.check_fields(self._fields, self.targets.current_registered())
+        self.targets.make_private()
+
+    def apply(self, transport: UniLabShmTransport) -> int:
+        """Copy the newest version into the model and return it."""
+        version, values = self.cell.stage()
+        targets = self.targets.current_registered()
+        device = targets[0].device if targets else torch.device("cpu")
+        with torch.no_grad():
+            if device.type == "cpu":
+                if targets:
+                    torch._foreach_copy_(targets, [values[i] for i in self._fields])
+            else:
+                packer = transport.packer(self.cell, device)
+                packer.scatter(self.cell.staging, targets, self._fields)
+        if self._extra:
+            self.targets.set_extra_state({key: values[i] for key, i in self._extra.items()})
+        return version
 
 
 def _refuse(given: Mapping[str, Any], reason: str) -> None:
@@ -555,6 +620,9 @@ def _describe(cell: SnapshotCell, worker: int) -> str:
     pid = cell.reader_pid(worker)
     if pid is None:
         return f"worker {worker} never connected"
-    alive = psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    state = "alive" if alive else "dead"
+    try:
+        dead = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        dead = True
+    state = "dead" if dead else "alive"
     return f"worker {worker} (pid {pid}, {state}) at version {cell.applied(worker)}"

@@ -10,14 +10,21 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from torchrl_unilab.errors import LayoutKeyError
-from torchrl_unilab.shm import SnapshotCell
+from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
-from torchrl_unilab.weight_update.module_tensors import ModuleTensors
+from torchrl_unilab.weight_update.module_tensors import (
+    EXTRA_STATE,
+    ModuleTensors,
+    flatten_extra_state,
+)
+from torchrl_unilab.weight_update.packing import DevicePacker
 
 __all__ = ["UniLabShmTransport", "Weights", "named_tensors", "nested"]
 
 Weights: TypeAlias = TensorDictBase | nn.Module | Mapping[str, Any]
+
+_TORCHRL_EXTRA_STATE = "__extra_state__"  # as TorchRL's strategies name it
 
 
 def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
@@ -29,16 +36,13 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
     """
     if isinstance(weights, nn.Module):
         return ModuleTensors(weights).as_dict()
-    if isinstance(weights, dict):
-        weights = TensorDict(weights)
-    if not isinstance(weights, TensorDictBase):
+    if not isinstance(weights, (dict, TensorDictBase)):
         raise ValueError(
             f"cannot publish weights: {type(weights).__name__} (expected a module, a "
             "TensorDict or a state dict). Convert it first."
         )
     tensors: dict[str, torch.Tensor] = {}
-    for key, tensor in weights.items(include_nested=True, leaves_only=True):
-        name = dotted(key)
+    for name, tensor in _leaves(weights, ""):
         if name in tensors:
             raise LayoutKeyError(
                 f"cannot publish weights: key {name!r} comes twice (expected once). "
@@ -48,16 +52,47 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
+    leaves: list[tuple[str, torch.Tensor]] = []
+    for key, value in weights.items():
+        name = prefix + ("" if not prefix else ".") + dotted(key)
+        name = name.replace(_TORCHRL_EXTRA_STATE, EXTRA_STATE)
+        if isinstance(value, torch.Tensor):
+            leaves.append((name, value))
+        elif name.split(".")[-1] == EXTRA_STATE:
+            leaves += flatten_extra_state(name, value).items()
+        elif isinstance(value, (dict, TensorDictBase)):
+            leaves += _leaves(value, name)
+        else:
+            raise ValueError(
+                f"cannot publish weights: {name!r} is a {type(value).__name__} (expected a "
+                "tensor). Leave it out, or make it a tensor."
+            )
+    return leaves
+
+
+def nested(tensors: Mapping[str, torch.Tensor]) -> TensorDictBase:
+    """Return tensors by dotted key as a nested TensorDict."""
+    return TensorDict(dict(tensors)).unflatten_keys(".")
+
+
 class UniLabShmTransport:
     """Moves weights from one sender to the receivers through shared snapshot cells.
 
     Receivers with equal weights share one cell, so a publish costs the same for any
     number of them. Sending writes a cell and returns; it knows nothing of the receivers.
 
+    TorchRL's schemes use `send_weights` and `receive_weights`. A program of one's own, in
+    an unrelated process too, uses `create`, `attach`, `write_weights` and
+    `read_weights_into`.
+
     Args:
         initial: For each worker index, its initial weights. Workers that are given the
             same object share one cell.
         slots: How many snapshots rotate in each cell, at least 2.
+        name: Name to attach by, if there is one set of weights; anonymous if not given.
+        casts: Convert floating-point weights to the dtypes of a worker's initial weights,
+            for workers that were given dtypes of their own.
 
     Raises:
         SegmentSpaceError: The cells do not fit shared memory.
@@ -71,22 +106,105 @@ class UniLabShmTransport:
         >>> transport.close()
     """
 
-    def __init__(self, initial: Mapping[int, Weights], *, slots: int = DEFAULT_SLOTS) -> None:
+    def __init__(
+        self,
+        initial: Mapping[int, Weights],
+        *,
+        slots: int = DEFAULT_SLOTS,
+        name: str | None = None,
+        casts: bool = False,
+        optional: frozenset[str] = frozenset(),
+    ) -> None:
         readers = max(initial, default=-1) + 1
         by_source: dict[int, SnapshotCell] = {}
         self.cells: dict[int, SnapshotCell] = {}
         for worker, weights in initial.items():
             if id(weights) not in by_source:
                 by_source[id(weights)] = SnapshotCell(
-                    named_tensors(weights), slots=slots, readers=readers
+                    named_tensors(weights), slots=slots, readers=readers, name=name
                 )
             self.cells[worker] = by_source[id(weights)]
-        self.unique_cells = list(by_source.values())
+        self._own(list(by_source.values()), casts, optional)
+
+    def _own(self, cells: list[SnapshotCell], casts: bool, optional: frozenset[str]) -> None:
+        self.unique_cells = cells
+        self._casts = casts
+        self._optional = optional
+        self._packers: dict[tuple[int, torch.device], DevicePacker] = {}
+
+    @classmethod
+    def create(
+        cls,
+        param_shapes: Mapping[str, Sequence[int] | torch.Tensor],
+        *,
+        name: str | None = None,
+        slots: int = DEFAULT_SLOTS,
+    ) -> UniLabShmTransport:
+        """Create one cell for float32 zeros of the given shapes, or for the given tensors.
+
+        Args:
+            param_shapes: Dotted key to shape, or to a tensor for other dtypes and values.
+            name: Name to attach by from an unrelated process.
+            slots: How many snapshots rotate, at least 2.
+        """
+        return cls({0: _initial(param_shapes)}, name=name, slots=slots)
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Weights, **kwargs: Any) -> UniLabShmTransport:
+        """Create one cell that holds `state_dict` as version 0; keywords as for `create`."""
+        return cls({0: named_tensors(state_dict)}, **kwargs)
+
+    @classmethod
+    def attach(
+        cls, name: str, param_shapes: Mapping[str, Sequence[int] | torch.Tensor]
+    ) -> UniLabShmTransport:
+        """Attach the cell that an unrelated process created under `name`.
+
+        Raises:
+            SegmentError: There is no segment of that name.
+            LayoutDigestError: It holds other keys, shapes or dtypes.
+        """
+        transport = cls.__new__(cls)
+        cell = SnapshotCell.attach(name, BlockLayout.of(_initial(param_shapes)))
+        transport.cells = {0: cell}
+        transport._own([cell], casts=False, optional=frozenset())
+        return transport
+
+    @property
+    def name(self) -> str | None:
+        """The name to attach by, or None if anonymous."""
+        return self.unique_cells[0].name
 
     @property
     def version(self) -> int:
         """The newest version of any cell; 0 is the initial weights."""
         return max(cell.version for cell in self.unique_cells)
+
+    def write_weights(self, state_dict: Weights) -> int:
+        """Publish `state_dict` to every worker and return the version.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+        """
+        self.send_weights(state_dict)
+        return self.version
+
+    def read_weights_into(self, state_dict: MutableWeights) -> int:
+        """Copy the newest weights into the tensors of `state_dict`, in place.
+
+        Returns:
+            The version of what was read.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            SnapshotContendedError: Overtaken on every bounded try; nothing was written.
+        """
+        cell = self.unique_cells[0]
+        targets = cell.layout.select(named_tensors(state_dict))
+        version, values = cell.stage()
+        with torch.no_grad():
+            torch._foreach_copy_(targets, values)
+        return version
 
     def cell(self, worker: int) -> SnapshotCell:
         """Return the cell of a worker.
@@ -102,12 +220,12 @@ class UniLabShmTransport:
                 "Check worker_ids."
             ) from None
 
-    def send_ordered(self, tensors: Sequence[torch.Tensor], cells: Sequence[SnapshotCell]) -> None:
-        """Publish tensors that are in the cells' order: the path without look-ups."""
-        for cell in cells:
-            cell.layout.check(tensors)
-        for cell in cells:
-            cell.publish_ordered(tensors)
+    def select(self, worker_ids: int | Sequence[int] | None) -> list[SnapshotCell]:
+        """Return the distinct cells of `worker_ids`, all if not given."""
+        if worker_ids is None:
+            return self.unique_cells
+        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        return list({id(cell): cell for cell in map(self.cell, ids)}.values())
 
     def send_weights(self, weights: Weights, worker_ids: int | Sequence[int] | None = None) -> None:
         """Publish `weights` to the cells of `worker_ids` (all if not given).
@@ -116,18 +234,52 @@ class UniLabShmTransport:
             ValueError: A worker is not registered.
             LayoutError: Keys, shapes or dtypes differ; nothing was written anywhere.
         """
-        cells = self.select(worker_ids)
-        tensors = named_tensors(weights)
-        ordered = [cell.layout.select(tensors) for cell in cells]
-        for cell, values in zip(cells, ordered, strict=True):
-            cell.publish_ordered(values)
+        self.send_each(dict.fromkeys(self.select(worker_ids), weights))
 
-    def select(self, worker_ids: int | Sequence[int] | None) -> list[SnapshotCell]:
-        """Return the distinct cells of `worker_ids`, all if not given."""
-        if worker_ids is None:
-            return self.unique_cells
-        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        return list({id(cell): cell for cell in map(self.cell, ids)}.values())
+    def send_each(self, weights: Mapping[SnapshotCell, Weights]) -> None:
+        """Publish to each cell its own weights; all are checked before any is written."""
+        ordered = {cell: self._ordered(cell, named_tensors(w)) for cell, w in weights.items()}
+        for cell, tensors in ordered.items():
+            self._publish(cell, tensors)
+
+    def send_model(self, source: ModuleTensors, cells: Sequence[SnapshotCell]) -> None:
+        """Publish a model to cells: the short way where it lies in their order."""
+        tensors = source.current()
+        for cell in cells:
+            if cell.layout.keys != tuple(source.keys) or self._casts:
+                self.send_each(dict.fromkeys(cells, source.as_dict()))
+                return
+            cell.layout.check(tensors)
+        for cell in cells:
+            self._publish(cell, tensors)
+
+    def _ordered(self, cell: SnapshotCell, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Bring named tensors into a cell's order, checked."""
+        if absent := self._optional - tensors.keys():
+            _, last = cell.read()
+            tensors = tensors | {key: last[key] for key in absent}
+        if self._casts:
+            for field in cell.layout.fields:
+                tensor = tensors.get(field.key)
+                if tensor is not None and field.dtype.is_floating_point:
+                    tensors[field.key] = tensor.to(field.dtype)
+        return cell.layout.select(tensors)
+
+    def _publish(self, cell: SnapshotCell, tensors: Sequence[torch.Tensor]) -> None:
+        """Publish checked tensors from wherever they are."""
+        device = tensors[0].device if tensors else torch.device("cpu")
+        if device.type == "cpu":
+            cell.publish_checked(tensors)
+        else:
+            packer = self.packer(cell, device)
+            cell.publish_by(lambda payload, _: packer.gather(tensors, payload))
+
+    def packer(self, cell: SnapshotCell, device: torch.device) -> DevicePacker:
+        """Return the buffers through which `cell` exchanges bytes with a device."""
+        key = (id(cell), device)
+        if key not in self._packers:
+            self._packers[key] = DevicePacker(cell.layout, device)
+        return self._packers[key]
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Do nothing: cells travel with the scheme and hold the initial weights."""
@@ -162,7 +314,27 @@ class UniLabShmTransport:
         for cell in self.unique_cells:
             cell.close()
 
+    def cleanup(self) -> None:
+        """Do as `close` does: the creator's last process frees the memory."""
+        self.close()
 
-def nested(tensors: Mapping[str, torch.Tensor]) -> TensorDictBase:
-    """Return tensors by dotted key as a nested TensorDict."""
-    return TensorDict(dict(tensors)).unflatten_keys(".")
+    def __enter__(self) -> UniLabShmTransport:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_packers": {}}
+
+
+MutableWeights: TypeAlias = TensorDictBase | nn.Module | dict[str, Any]
+
+
+def _initial(
+    param_shapes: Mapping[str, Sequence[int] | torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    return {
+        key: value if isinstance(value, torch.Tensor) else torch.zeros(tuple(value))
+        for key, value in param_shapes.items()
+    }

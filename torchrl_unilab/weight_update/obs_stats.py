@@ -1,0 +1,83 @@
+"""Observation statistics that a learner publishes and collectors look up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrl_unilab.shm import BlockLayout, SnapshotCell
+
+__all__ = ["SharedObsNormStats"]
+
+
+class SharedObsNormStats:
+    """The latest mean and standard deviation, in shared memory.
+
+    Pickle it to a spawned process as an argument, or `attach` it by name.
+
+    Args:
+        size: Shape of mean and standard deviation: the length of the observation, or a
+            full shape.
+        name: Name to attach by from an unrelated process.
+
+    Example:
+        >>> stats = SharedObsNormStats(2)
+        >>> stats.get() is None
+        True
+        >>> stats.put((torch.zeros(2), torch.ones(2)))
+        >>> stats.get()
+        (tensor([0., 0.]), tensor([1., 1.]))
+        >>> stats.get() is None
+        True
+        >>> stats.close()
+    """
+
+    def __init__(self, size: int | tuple[int, ...], *, name: str | None = None) -> None:
+        self._cell = SnapshotCell(_initial(size), name=name)
+        self._seen = 0
+
+    @classmethod
+    def attach(cls, name: str, size: int | tuple[int, ...]) -> SharedObsNormStats:
+        """Attach the statistics that an unrelated process created under `name`."""
+        stats = cls.__new__(cls)
+        stats._cell = SnapshotCell.attach(name, BlockLayout.of(_initial(size)))
+        stats._seen = 0
+        return stats
+
+    @property
+    def name(self) -> str | None:
+        """The name to attach by, or None if anonymous."""
+        return self._cell.name
+
+    @property
+    def version(self) -> int:
+        """How many statistics have been put."""
+        return self._cell.version
+
+    def put(self, stats: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Publish (mean, standard deviation), float32. Never blocks.
+
+        Raises:
+            LayoutError: A shape or dtype differs; the last statistics stay.
+        """
+        mean, std = stats
+        self._cell.publish({"mean": mean, "std": std})
+
+    def get(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the latest (mean, standard deviation), or None if nothing is new here."""
+        if self._cell.version == self._seen:
+            return None
+        self._seen, values = self._cell.read()
+        return values["mean"], values["std"]
+
+    def close(self) -> None:
+        """Give up the statistics; their creator frees them. Idempotent."""
+        self._cell.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_cell": self._cell, "_seen": 0}
+
+
+def _initial(size: int | tuple[int, ...]) -> dict[str, torch.Tensor]:
+    return {"mean": torch.zeros(size), "std": torch.ones(size)}
