@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import DEADLINE, receive, spawned
-from tests.support.tearing import count_torn, make_cell, publish_until_told
+from tests.support.tearing import count_torn, lapped_copy, make_cell, publish_until_told
 from torchrl_unilab.errors import (
     ConfigError,
     LayoutDigestError,
@@ -19,7 +19,7 @@ from torchrl_unilab.errors import (
     SegmentClosedError,
     SnapshotContendedError,
 )
-from torchrl_unilab.shm import BlockLayout, SeqLock, SharedSegment, SnapshotCell
+from torchrl_unilab.shm import BlockLayout, SeqLock, SharedSegment, SnapshotCell, seqlock
 
 CHECKSUM = pytest.mark.parametrize("checksum", [False, True])
 
@@ -38,6 +38,10 @@ def _begin_and_die(pipe: Connection, cell: SnapshotCell) -> None:
     slot = cell._lock.begin()
     cell._lock.payloads[slot][:] = 255
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _publish_and_die(pipe: Connection, cell: SnapshotCell) -> None:
+    cell.publish_by(lambda payload, views: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @CHECKSUM
@@ -111,6 +115,18 @@ def test_a_writer_killed_in_the_middle_leaves_the_previous_version_whole():
         assert cell.read()[1]["n"].item() == 2
 
 
+def test_a_publish_that_its_writer_did_not_survive_is_told_from_one_under_way():
+    with SnapshotCell(_filled(0)) as cell:
+        cell.publish(_filled(1))
+        assert not cell.publish_cut_off
+        with spawned(_publish_and_die, cell) as (process, _):
+            process.join(DEADLINE)
+        assert cell.publish_cut_off
+        assert cell.read()[1]["n"].item() == 1
+        cell.publish(_filled(2))
+        assert not cell.publish_cut_off
+
+
 def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
     buffer = np.zeros(4096, np.uint8)
     lock = SeqLock(buffer, 0, 64, slots=2, checksum=False)
@@ -180,14 +196,19 @@ def test_no_read_is_torn_under_continuous_publishing(slots, checksum):
         assert versions > 100
 
 
-def test_the_same_harness_finds_tears_once_the_check_is_left_out():
-    with make_cell(slots=2) as cell, spawned(publish_until_told, cell) as (_, pipe):
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_reader_that_is_lapped_in_mid_copy_is_told_so(slots, monkeypatch):
+    with make_cell(slots=slots) as cell, spawned(publish_until_told, cell) as (_, pipe):
         receive(pipe)
-        torn = 0
-        for _ in range(20):
-            torn += count_torn(cell, 3_000, checked=False)[0]
-            if torn:
-                break
+        torn = []
+        copy = lapped_copy(cell, torn)
+        monkeypatch.setattr(seqlock.np, "copyto", copy)
+        out = np.empty_like(cell._lock.payloads[0])
+        tries = [cell._lock.try_read(out) for _ in range(20)]
+        monkeypatch.undo()
         pipe.send("stop")
         receive(pipe)
-    assert torn > 0
+    assert tries == [None] * 20
+    # Without the check these copies would have gone through, each a mix of versions.
+    assert torn
+    assert all(torn)

@@ -31,6 +31,18 @@ class StillEnv(EnvBase):
         pass
 
 
+class ValuedEnv(StillEnv):
+    """Rewards what its network `value` says of 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(1, 1)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        with torch.no_grad():
+            return super()._step(tensordict).set("reward", self.value(torch.ones(1)))
+
+
 def make_policy(value: float = 0.0, hidden: int = 8) -> TensorDictModule:
     """A policy whose every action is `value` until its weights change."""
     net = nn.Sequential(nn.Linear(3, hidden), nn.LayerNorm(hidden), nn.Linear(hidden, 1))
@@ -51,6 +63,11 @@ def set_action(policy: nn.Module, value: float) -> None:
 def make_policy_at_half() -> TensorDictModule:
     """A policy factory: every action is 0.5."""
     return make_policy(0.5)
+
+
+def make_policy_at_quarter() -> TensorDictModule:
+    """A policy factory: every action is 0.25."""
+    return make_policy(0.25)
 
 
 def actions(batch: TensorDictBase) -> set[float]:

@@ -5,6 +5,8 @@ Version ``v`` fills every element with ``v``, so a copy with two values is torn.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -37,6 +39,25 @@ def publish_until_told(pipe: Connection, cell: SnapshotCell) -> None:
             other.fill_(version % 65_536)
             cell.publish_ordered([half, other])
     pipe.send(version)
+
+
+def lapped_copy(
+    cell: SnapshotCell, torn: list[bool], deadline: float = 30.0
+) -> Callable[[np.ndarray, np.ndarray], None]:
+    """A copy that stops half-way until the writer has rewritten the slot; notes each tear."""
+
+    def copy(out: np.ndarray, payload: np.ndarray) -> None:
+        half = out.nbytes // 2
+        out[:half] = payload[:half]
+        lapped = cell.version + 2 * cell.slots
+        until = time.monotonic() + deadline
+        while cell.version < lapped:
+            assert time.monotonic() < until, "the writer does not go on"
+        out[half:] = payload[half:]
+        first, last = cell.layout.views(torch.from_numpy(out))
+        torn.append(first[0].item() != last[-1].item())
+
+    return copy
 
 
 def count_torn(cell: SnapshotCell, reads: int, *, checked: bool) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
 from torchrl_unilab.errors import ConfigError, LayoutDigestError, SnapshotContendedError
@@ -85,6 +86,12 @@ class SeqLock:
         """The newest published version: one word."""
         return self._announced[0]
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether the next version is open: being written, or left so by a dead writer."""
+        version = self._announced[0] + 1
+        return self._sequence[version % self._slots] == 2 * version - 1
+
     def seal_initial(self) -> None:
         """Declare slot 0's content to be version 0; call before any reader attaches."""
         if self._checksum:
@@ -148,8 +155,8 @@ def _crc(payload: npt.NDArray[np.uint8], version: int) -> int:
 
 # Words ahead of the seqlock: what a process that attaches by name checks and reads.
 _MAGIC = 0x554E494C_41420001
-_MAGIC_WORD, _DIGEST, _SLOTS, _READERS, _CHECKSUM, _READY = range(6)
-_HEADER_WORDS = 6
+_MAGIC_WORD, _DIGEST, _SLOTS, _READERS, _CHECKSUM, _READY, _WRITER_PID = range(7)
+_HEADER_WORDS = 7
 # Words of each reader: the version it applied plus one, its pid, its overtaken tries.
 _APPLIED, _PID, _OVERTAKEN = range(3)
 _READER_WORDS = 3
@@ -199,14 +206,15 @@ class SnapshotCell:
         checksum = is_weakly_ordered() if checksum is None else checksum
         nbytes = _cell_nbytes(layout, slots, readers)
         self._open(SharedSegment(nbytes, name=name, kind=kind), layout, slots, readers, checksum)
-        header = SharedWords(self._segment.buffer, 0, _HEADER_WORDS)
+        header = self._header
         header[_MAGIC_WORD] = _MAGIC
         header[_DIGEST] = layout.digest
         header[_SLOTS] = slots
         header[_READERS] = readers
         header[_CHECKSUM] = int(checksum)
-        with torch.no_grad():
-            torch._foreach_copy_(self._views[0], list(initial.values()))
+        if initial:
+            with torch.no_grad():
+                torch._foreach_copy_(self._views[0], list(initial.values()))
         self._lock.seal_initial()
         header[_READY] = 1
 
@@ -245,6 +253,7 @@ class SnapshotCell:
         self.slots = slots
         self.readers = readers
         self._checksum = checksum
+        self._header = SharedWords(segment.buffer, 0, _HEADER_WORDS)
         offset = SharedWords.nbytes(_HEADER_WORDS)
         self._reader_words = SharedWords(segment.buffer, offset, _READER_WORDS * readers)
         self._lock = SeqLock(
@@ -255,6 +264,7 @@ class SnapshotCell:
             checksum=checksum,
         )
         self._views = [layout.views(torch.from_numpy(p)) for p in self._lock.payloads]
+        self._is_writer = False
         self._staging: npt.NDArray[np.uint8] | None = None
         self._staged_views: list[torch.Tensor] = []
 
@@ -306,6 +316,9 @@ class SnapshotCell:
         If `write` raises, the published version stays as it was.
         """
         _ = self._segment.buffer  # a closed cell is refused
+        if not self._is_writer:
+            self._header[_WRITER_PID] = os.getpid()
+            self._is_writer = True
         slot = self._lock.begin()
         with torch.no_grad():
             write(self._lock.payloads[slot], self._views[slot])
@@ -327,6 +340,12 @@ class SnapshotCell:
             self._staging, self._staged_views = flat.numpy(), self.layout.views(flat)
         version, self.overtaken = self._lock.read(self._staging, retries=retries)
         return version, self._staged_views
+
+    @property
+    def publish_cut_off(self) -> bool:
+        """Whether the writer died in the middle of a publish; readers keep the version before."""
+        pid = self._header[_WRITER_PID]
+        return self._lock.is_writing and bool(pid) and not process_is_alive(pid)
 
     overtaken: int = 0
     """Tries of the last `stage` that the writer overtook."""
@@ -376,6 +395,14 @@ class SnapshotCell:
     def __reduce__(self) -> tuple[Any, ...]:
         args = (self._segment, self.layout, self.slots, self.readers, self._checksum)
         return _attach_pickled, args
+
+
+def process_is_alive(pid: int) -> bool:
+    """Return whether a process of this machine runs, or could: zombies do not count."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _attach_pickled(*args: Any) -> SnapshotCell:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import psutil
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
@@ -18,7 +17,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, WorkersBehindError
 from torchrl_unilab.shm import SnapshotCell
-from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, process_is_alive
 from torchrl_unilab.weight_update.module_tensors import EXTRA_STATE, ModuleTensors
 from torchrl_unilab.weight_update.pull import pull_in_rollouts
 from torchrl_unilab.weight_update.transport import (
@@ -620,9 +619,5 @@ def _describe(cell: SnapshotCell, worker: int) -> str:
     pid = cell.reader_pid(worker)
     if pid is None:
         return f"worker {worker} never connected"
-    try:
-        dead = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        dead = True
-    state = "dead" if dead else "alive"
+    state = "alive" if process_is_alive(pid) else "dead"
     return f"worker {worker} (pid {pid}, {state}) at version {cell.applied(worker)}"

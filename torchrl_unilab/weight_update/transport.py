@@ -180,6 +180,11 @@ class UniLabShmTransport:
         """The newest version of any cell; 0 is the initial weights."""
         return max(cell.version for cell in self.unique_cells)
 
+    @property
+    def publish_cut_off(self) -> bool:
+        """Whether the sender died in the middle of a publish; readers keep the version before."""
+        return any(cell.publish_cut_off for cell in self.unique_cells)
+
     def write_weights(self, state_dict: Weights) -> int:
         """Publish `state_dict` to every worker and return the version.
 

@@ -1,0 +1,220 @@
+"""When and where workers apply what was published."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+from tests.support.acting import StillEnv, actions, make_policy, set_action
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+CPU = torch.device("cpu")
+
+
+def _collector(policy, scheme, cls=MultiSyncCollector, **kwargs):
+    settings = {"frames_per_batch": 8, "total_frames": -1} | kwargs
+    return cls([StillEnv], policy, weight_sync_schemes={"policy": scheme}, **settings)
+
+
+def _publish(collector, policy, value: float) -> None:
+    set_action(policy, value)
+    collector.update_policy_weights_()
+
+
+class Notes:
+    """A user's hook that notes that it ran, by creating a file per call."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def __call__(self, *_: object) -> None:
+        tempfile.mkstemp(dir=self.directory)
+
+
+def test_hooks_of_the_user_run_and_never_disconnect_the_pull(tmp_path):
+    before, after, replaced = (tmp_path / name for name in ("before", "after", "replaced"))
+    for directory in (before, after, replaced):
+        directory.mkdir()
+    policy = make_policy(0.25)
+    collector = _collector(
+        policy,
+        UniLabShmScheme(),
+        pre_collect_hook=Notes(str(before)),
+        post_collect_hook=Notes(str(after)),
+    )
+    try:
+        batches = iter(collector)
+        assert actions(next(batches)) == {0.25}
+        _publish(collector, policy, 0.5)
+        assert actions(next(batches)) == {0.5}
+        assert len(list(before.iterdir())) == len(list(after.iterdir())) == 2
+        collector.pre_collect_hook = Notes(str(replaced))
+        collector.post_collect_hook = None
+        _publish(collector, policy, 0.75)
+        assert actions(next(batches)) == {0.75}
+        assert len(list(before.iterdir())) == len(list(after.iterdir())) == 2
+        assert len(list(replaced.iterdir())) == 1
+    finally:
+        collector.shutdown()
+
+
+def test_pulling_by_hand_waits_for_receive():
+    policy = make_policy(0.25)
+    scheme = UniLabShmScheme(pull="manual")
+    collector = _collector(policy, scheme)
+    try:
+        batches = iter(collector)
+        next(batches)
+        _publish(collector, policy, 0.75)
+        assert actions(next(batches)) == {0.25}
+        collector.map_fn("_receiver_schemes['policy'].pull")
+        assert actions(next(batches)) == {0.75}
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.parametrize("pull", ["step", "rollout"])
+def test_only_pull_step_takes_a_version_in_mid_rollout(pull):
+    policy = make_policy(0.25)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(4096, shared_init=True), shared=True)
+    scheme = UniLabShmScheme(pull=pull)
+    collector = _collector(
+        policy,
+        scheme,
+        MultiAsyncCollector,
+        replay_buffer=buffer,
+        frames_per_batch=512,
+        track_policy_version=True,
+    )
+    try:
+        collector.start()
+        for value in range(1, 200):
+            _publish(collector, policy, float(value))
+            scheme.wait_applied(value, timeout=30)
+            whole = buffer.write_count // 512
+            if whole >= 4:
+                break
+    finally:
+        collector.async_shutdown()
+    rollouts = buffer[: 512 * (buffer.write_count // 512)]["action"].reshape(-1, 512)
+    mixed = any(len(rollout.unique()) > 1 for rollout in rollouts)
+    assert mixed is (pull == "step")
+
+
+def test_trajectories_and_random_frames_pull_too():
+    policy = make_policy(0.25)
+    scheme = UniLabShmScheme()
+    collector = _collector(
+        policy,
+        scheme,
+        init_random_frames=8,
+        max_frames_per_traj=4,
+        trajs_per_batch=2,
+        traj_format="cat",
+    )
+    try:
+        batches = iter(collector)
+        next(batches)
+        _publish(collector, policy, 0.75)
+        for _ in range(3):
+            batch = next(batches)
+        assert actions(batch) == {0.75}
+    finally:
+        collector.shutdown()
+
+
+def test_a_paused_worker_answers_with_what_was_published():
+    policy = make_policy(0.25)
+    scheme = UniLabShmScheme()
+    buffer = ReplayBuffer(storage=LazyTensorStorage(64, shared_init=True), shared=True)
+    collector = _collector(policy, scheme, MultiAsyncCollector, replay_buffer=buffer)
+    try:
+        collector.start()
+        with collector.pause():
+            _publish(collector, policy, 0.75)
+            collector.map_fn("stats")
+            assert scheme.applied_versions == {0: 1}
+    finally:
+        collector.async_shutdown()
+
+
+def test_an_idle_workers_policy_attributes_show_what_was_published():
+    policy = make_policy(0.25)
+    collector = _collector(policy, UniLabShmScheme())
+    try:
+        next(iter(collector))
+        _publish(collector, policy, 0.75)
+        module = collector.getattr_policy("module")
+        module = module[0] if isinstance(module, list) else module
+        assert module[2].bias.item() == 0.75
+    finally:
+        collector.shutdown()
+
+
+def test_a_policy_that_was_copied_after_connecting_is_found_again():
+    learner, acting = make_policy(0.25), make_policy()
+    sender, receiver = UniLabShmScheme(), UniLabShmScheme()
+    sender.init_on_sender(model=learner, devices=[CPU])
+    sender.connect()
+    receiver.__setstate__(sender.__getstate__())
+    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
+    receiver.connect()
+    moved = copy.deepcopy(make_policy(-1.0))  # as a collector does for another device
+    receiver.model = moved
+    assert receiver.pull()
+    assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
+    assert not receiver.pull()
+    sender.shutdown()
+
+
+def test_receive_applies_and_says_what_or_nothing():
+    learner, acting = make_policy(0.25), make_policy()
+    sender, receiver = UniLabShmScheme(), UniLabShmScheme(pull="manual")
+    sender.init_on_sender(model=learner, devices=[CPU])
+    sender.connect()
+    receiver.__setstate__(sender.__getstate__())
+    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
+    receiver.connect()
+    assert receiver.receive() is None
+    assert receiver.receive(timeout=0.01) is None
+    set_action(learner, 0.75)
+    sender.send()
+    assert receiver.receive()["module", "2", "bias"].item() == 0.75
+    assert sender.lag == {0: 0}
+    assert sender.statistics["publishes"] == 1
+    assert sender.statistics["bytes"] > 0
+    sender.shutdown()
+
+
+@pytest.mark.slow
+def test_a_compiled_policy_acts_with_published_weights():
+    policy = make_policy(0.25)
+    collector = _collector(policy, UniLabShmScheme(), compile_policy=True)
+    try:
+        batches = iter(collector)
+        assert actions(next(batches)) == {0.25}
+        _publish(collector, policy, 0.75)
+        assert actions(next(batches)) == {0.75}
+    finally:
+        collector.shutdown()
+
+
+@pytest.mark.gpu
+def test_a_policy_on_the_gpu_acts_with_published_weights_and_graphs_stay_valid():
+    policy = make_policy(0.25).cuda()
+    collector = _collector(
+        policy, UniLabShmScheme(), policy_device="cuda", env_device="cpu", cudagraph_policy=True
+    )
+    try:
+        batches = iter(collector)
+        assert actions(next(batches)) == {0.25}
+        _publish(collector, policy, 0.75)
+        assert actions(next(batches)) == {0.75}
+    finally:
+        collector.shutdown()

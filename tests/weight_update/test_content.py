@@ -1,0 +1,223 @@
+"""What a publish carries, and what it leaves as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictParams
+from torch import nn
+
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+CPU = torch.device("cpu")
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of many kinds, tied, nested, and with extra state."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.tied = nn.Linear(3, 3)
+        self.tied.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(3)
+        self.brain = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16), requires_grad=False)
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.strided = nn.Parameter(torch.zeros(4, 3).t())
+        self.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+        self.register_buffer("wide", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("float16", torch.zeros(2, dtype=torch.float16))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.params = TensorDictParams(TensorDict(a={"b": nn.Parameter(torch.zeros(2))}))
+        self.counter = Counter()
+        self.fill(value)
+
+    def fill(self, value: float) -> None:
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(bool(value) if tensor.dtype is torch.bool else value)
+        self.counter.count = int(value)
+        self.counter.statistics["mean"].fill_(value)
+
+
+class Counter(nn.Module):
+    """Keeps its state outside parameters and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.statistics = {"mean": torch.zeros(2)}
+
+    def get_extra_state(self):
+        return {"count": self.count, "statistics": self.statistics}
+
+    def set_extra_state(self, state) -> None:
+        self.count = state["count"]
+        self.statistics = state["statistics"]
+
+
+def _pair(learner: nn.Module, worker: nn.Module) -> tuple[UniLabShmScheme, UniLabShmScheme]:
+    sender, receiver = UniLabShmScheme(), UniLabShmScheme()
+    sender.init_on_sender(model_id="policy", model=learner, devices=[CPU])
+    sender.connect()
+    receiver.__setstate__(sender.__getstate__())
+    receiver.init_on_receiver(model_id="policy", model=worker, worker_idx=0)
+    receiver.connect()
+    return sender, receiver
+
+
+def _describe(module: nn.Module) -> dict[str, tuple]:
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {
+        key: (type(t), t.dtype, tuple(t.shape), t.requires_grad, t.is_leaf)
+        for key, t in named.items()
+    }
+
+
+def _equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(
+        (*one.parameters(), *one.buffers()), (*other.parameters(), *other.buffers()), strict=True
+    )
+    return (
+        all(torch.equal(a, b) for a, b in pairs)
+        and one.counter.count == other.counter.count
+        and torch.equal(one.counter.statistics["mean"], other.counter.statistics["mean"])
+    )
+
+
+def test_every_kind_of_tensor_and_extra_state_arrives():
+    learner, worker = Mixed(1.0), Mixed(5.0)
+    sender, receiver = _pair(learner, worker)
+    assert _equal(worker, learner)
+    learner.fill(2.0)
+    sender.send()
+    assert receiver.pull()
+    assert _equal(worker, learner)
+    assert type(worker.counter.count) is int
+    sender.shutdown()
+
+
+def test_ties_stay_ties():
+    worker = Mixed()
+    sender, _ = _pair(Mixed(3.0), worker)
+    assert worker.tied.weight is worker.first.weight
+    sender.shutdown()
+
+
+def test_a_thousand_publishes_leave_both_modules_registered_as_they_were():
+    learner, worker = Mixed(1.0), Mixed()
+    before = _describe(learner), _describe(worker), list(learner.state_dict())
+    pointers = {key: t.data_ptr() for key, t in learner.named_parameters()}
+    sender, receiver = _pair(learner, worker)
+    acting = {key: t.data_ptr() for key, t in worker.named_parameters()}
+    for i in range(1000):
+        learner.scalar.data.fill_(i)
+        sender.send()
+        receiver.pull()
+    assert worker.scalar.item() == 999
+    assert (_describe(learner), _describe(worker), list(learner.state_dict())) == before
+    assert {key: t.data_ptr() for key, t in learner.named_parameters()} == pointers
+    # In place: what was compiled or captured on the worker's tensors stays valid.
+    assert {key: t.data_ptr() for key, t in worker.named_parameters()} == acting
+    assert not any(t.is_shared() for t in learner.parameters())
+    sender.shutdown()
+
+
+def test_a_worker_takes_private_tensors_where_it_was_given_shared_ones():
+    worker = Mixed().share_memory()
+    sender, _ = _pair(Mixed(4.0), worker)
+    assert not any(t.is_shared() for t in (*worker.parameters(), *worker.buffers()))
+    assert worker.params["a", "b"].tolist() == [4.0, 4.0]
+    sender.shutdown()
+
+
+def test_a_state_dict_without_what_is_not_persistent_keeps_the_last_published():
+    learner = Mixed(1.0)
+    worker = Mixed()
+    sender, receiver = _pair(learner, worker)
+    state = {k: v for k, v in Mixed(7.0).state_dict().items() if "_extra_state" not in k}
+    assert "cache" not in state
+    sender.send(state)
+    receiver.pull()
+    assert worker.scalar.item() == 7.0
+    assert worker.cache.tolist() == [1.0, 1.0]
+    assert worker.counter.count == 1
+    sender.shutdown()
+
+
+def test_a_full_state_dict_carries_extra_state():
+    worker = Mixed()
+    sender, receiver = _pair(Mixed(1.0), worker)
+    sender.send(Mixed(6.0).state_dict())
+    receiver.pull()
+    assert worker.counter.count == 6
+    sender.shutdown()
+
+
+def test_ten_thousand_leaves():
+    def make(value: float) -> nn.Module:
+        leaves = [nn.Parameter(torch.full((2,), value)) for _ in range(10_000)]
+        return nn.ParameterList(leaves)
+
+    learner, worker = make(1.0), make(0.0)
+    sender, receiver = _pair(learner, worker)
+    with torch.no_grad():
+        for i, leaf in enumerate(learner):
+            leaf.fill_(i)
+    sender.send()
+    receiver.pull()
+    assert all(leaf[0].item() == i for i, leaf in enumerate(worker))
+    sender.shutdown()
+
+
+def test_a_model_without_weights_is_published_too():
+    sender, receiver = _pair(nn.Tanh(), nn.Tanh())
+    sender.send()
+    assert receiver.pull()
+    assert receiver.applied_versions == {0: 1}
+    sender.shutdown()
+
+
+def test_lazy_modules_are_refused_by_name():
+    scheme = UniLabShmScheme()
+    with pytest.raises(ConfigError, match=r"'weight' is lazy"):
+        scheme.init_on_sender(model=nn.LazyLinear(2), devices=[CPU])
+
+
+def test_extra_state_that_is_no_tensor_or_number_is_refused_by_name():
+    model = Mixed()
+    model.counter.statistics = {"mean": "high"}
+    scheme = UniLabShmScheme()
+    with pytest.raises(ConfigError, match=r"'counter._extra_state.statistics.mean': str"):
+        scheme.init_on_sender(model=model, devices=[CPU])
+
+
+def test_a_worker_with_another_architecture_is_refused_at_connect():
+    with pytest.raises(LayoutKeyError, match="the same architecture"):
+        _pair(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+
+
+@pytest.mark.parametrize("way", ["params_map", "device_map_fn"])
+def test_workers_that_were_given_dtypes_of_their_own_keep_them(way):
+    learner = nn.Linear(2, 2)
+    weights = TensorDict.from_module(learner).data
+    scheme = UniLabShmScheme()
+    if way == "params_map":
+        scheme.init_on_sender(params_map={0: weights, 1: weights.bfloat16()})
+    else:
+        scheme.init_on_sender(
+            model=learner,
+            device_map_fn=lambda i, weights: weights.bfloat16() if i else weights,
+            num_workers=2,
+        )
+    scheme.connect()
+    nn.init.constant_(learner.weight, 3.0)
+    scheme.send(learner)
+    transport = scheme.create_transport()
+    for worker, dtype in ((0, torch.float32), (1, torch.bfloat16)):
+        _, values = transport.cell(worker).read()
+        assert values["weight"].dtype is dtype
+        assert values["weight"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    scheme.shutdown()

@@ -1,0 +1,139 @@
+"""Workers and senders that are killed or stopped: nothing blocks, nothing tears."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from torchrl.collectors import MultiSyncCollector
+from torchrl.weight_update import SharedMemWeightSyncScheme
+
+from tests.support.acting import StillEnv, actions, make_policy, set_action
+from tests.support.processes import DEADLINE, receive, spawned
+from tests.support.tearing import count_torn, make_cell, publish_until_told
+from torchrl_unilab.errors import WorkersBehindError
+from torchrl_unilab.shm import SnapshotCell
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+
+def _collector(policy, scheme, workers=2):
+    return MultiSyncCollector(
+        [StillEnv] * workers,
+        policy,
+        frames_per_batch=8,
+        total_frames=-1,
+        weight_sync_schemes={"policy": scheme},
+    )
+
+
+def _end(collector) -> None:
+    for process in collector.procs:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+        process.join(DEADLINE)
+    collector.shutdown(raise_on_error=False)
+
+
+def _within(seconds: float, call) -> bool:
+    """Whether `call` returns within a deadline, in a thread of its own."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+@pytest.mark.parametrize(("fault", "state"), [("SIGKILL", "dead"), ("SIGSTOP", "alive")])
+def test_publishing_goes_on_without_a_lost_worker_which_is_named(fault, state):
+    policy = make_policy(0.25)
+    scheme = UniLabShmScheme()
+    collector = _collector(policy, scheme)
+    try:
+        next(iter(collector))
+        lost = collector.procs[1]
+        os.kill(lost.pid, getattr(signal, fault))
+        if fault == "SIGKILL":
+            lost.join(DEADLINE)
+
+        def publish() -> None:
+            for _ in range(100):
+                collector.update_policy_weights_()
+
+        assert _within(DEADLINE, publish)
+        assert scheme.version == 100
+        expected = rf"worker 1 \(pid {lost.pid}, {state}\) at version 0"
+        with pytest.raises(WorkersBehindError, match=expected):
+            scheme.wait_applied(100, worker_ids=1, timeout=0.1)
+        assert scheme.lag == {0: 100, 1: 100}
+    finally:
+        _end(collector)
+
+
+def test_unlike_ours_the_stock_scheme_waits_for_ever_for_a_killed_worker():
+    collector = _collector(make_policy(), SharedMemWeightSyncScheme())
+    try:
+        next(iter(collector))
+        collector.procs[1].kill()
+        collector.procs[1].join(DEADLINE)
+        assert not _within(3.0, collector.update_policy_weights_)
+        # Let the waiting thread go.
+        collector._weight_sync_schemes["policy"]._ack_queues[1].put("updated")
+    finally:
+        _end(collector)
+
+
+def test_a_stopped_worker_takes_the_newest_version_when_it_goes_on():
+    policy = make_policy(0.25)
+    scheme = UniLabShmScheme()
+    collector = _collector(policy, scheme, workers=1)
+    try:
+        batches = iter(collector)
+        next(batches)
+        os.kill(collector.procs[0].pid, signal.SIGSTOP)
+        for value in (0.5, 0.75):
+            set_action(policy, value)
+            collector.update_policy_weights_()
+        os.kill(collector.procs[0].pid, signal.SIGCONT)
+        assert actions(next(batches)) == {0.75}
+        assert scheme.applied_versions == {0: 2}
+    finally:
+        _end(collector)
+
+
+def _read_for_ever(pipe: Connection, cell: SnapshotCell) -> None:
+    torch.set_num_threads(1)
+    pipe.send("reading")
+    while True:
+        count_torn(cell, 100, checked=True)
+
+
+def test_readers_killed_in_mid_read_disturb_neither_writer_nor_other_readers():
+    with make_cell(slots=2) as cell, spawned(publish_until_told, cell) as (_, pipe):
+        receive(pipe)
+        for _ in range(3):
+            with spawned(_read_for_ever, cell) as (reader, readers_pipe):
+                receive(readers_pipe)
+                assert count_torn(cell, 500, checked=True)[0] == 0
+                os.kill(reader.pid, signal.SIGKILL)
+                reader.join(DEADLINE)
+        before = cell.version
+        assert count_torn(cell, 500, checked=True)[0] == 0
+        pipe.send("stop")
+        assert receive(pipe) > before
+
+
+def test_a_sender_killed_while_publishing_leaves_a_whole_version_behind():
+    with make_cell(slots=2) as cell:
+        with spawned(publish_until_told, cell) as (writer, pipe):
+            receive(pipe)
+            count_torn(cell, 100, checked=True)
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.join(DEADLINE)
+        assert count_torn(cell, 10, checked=True) == (0, 0)
+        version, values = cell.read()
+        assert version == cell.version > 0
+        assert values["half"].unique().tolist() == [version % 65_536]

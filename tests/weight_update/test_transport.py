@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import os
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from tests.support.processes import receive, spawned
+from torchrl_unilab.errors import (
+    LayoutDigestError,
+    LayoutDtypeError,
+    LayoutKeyError,
+    LayoutShapeError,
+    SegmentClosedError,
+    SegmentError,
+)
+from torchrl_unilab.weight_update import SharedObsNormStats, UniLabShmTransport
+
+SHAPES = {"w": (2, 3), "b": (3,)}
+
+
+def _name() -> str:
+    return f"unilab-test-{os.getpid()}"
+
+
+def _state(value: float) -> dict[str, torch.Tensor]:
+    return {key: torch.full(shape, value) for key, shape in SHAPES.items()}
+
+
+def _read_by_name(pipe: Connection, name: str) -> None:
+    with UniLabShmTransport.attach(name, SHAPES) as transport:
+        state = _state(-1.0)
+        version = transport.read_weights_into(state)
+        pipe.send((version, state["w"].tolist(), state["b"].tolist()))
+
+
+def _get_stats(pipe: Connection, stats: SharedObsNormStats) -> None:
+    first, second = stats.get(), stats.get()
+    pipe.send(([t.tolist() for t in first], second))
+
+
+def test_an_unrelated_process_reads_by_name_what_was_written():
+    with UniLabShmTransport.create(SHAPES, name=_name()) as transport:
+        assert transport.version == 0
+        assert transport.write_weights(_state(1.0)) == 1
+        assert transport.write_weights(_state(2.0)) == 2
+        with spawned(_read_by_name, transport.name) as (_, pipe):
+            assert receive(pipe) == (2, [[2.0] * 3] * 2, [2.0] * 3)
+
+
+def test_what_is_created_from_a_state_dict_holds_it_as_version_0():
+    with UniLabShmTransport.from_state_dict(_state(5.0)) as transport:
+        state = _state(0.0)
+        assert transport.read_weights_into(state) == 0
+        assert state["b"].tolist() == [5.0] * 3
+        assert transport.name is None
+
+
+def test_reading_goes_into_a_modules_own_tensors():
+    source, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    weight = target.weight
+    with UniLabShmTransport.from_state_dict(source.state_dict()) as transport:
+        transport.read_weights_into(target)
+    assert target.weight is weight
+    assert torch.equal(target.weight, source.weight)
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({"w": torch.zeros(2, 3)}, LayoutKeyError),
+        ({"w": torch.zeros(2, 3), "b": torch.zeros(2)}, LayoutShapeError),  # a short tensor
+        ({"w": torch.zeros(2, 3), "b": torch.zeros(3).long()}, LayoutDtypeError),
+    ],
+)
+def test_what_does_not_match_is_refused_in_both_directions_and_nothing_is_written(state, error):
+    with UniLabShmTransport.from_state_dict(_state(5.0)) as transport:
+        with pytest.raises(error):
+            transport.write_weights(state)
+        assert transport.version == 0
+        with pytest.raises(error):
+            transport.read_weights_into(state)
+        assert not state["w"].any()
+
+
+def test_attaching_with_another_layout_or_to_nothing_is_refused():
+    transport = UniLabShmTransport.create(SHAPES, name=_name())
+    with pytest.raises(LayoutDigestError, match="the same keys, shapes and dtypes"):
+        UniLabShmTransport.attach(transport.name, {"w": (3, 2), "b": (3,)})
+    transport.close()
+    with pytest.raises(SegmentError, match="no segment"):
+        UniLabShmTransport.attach(_name(), SHAPES)
+
+
+def test_a_closed_transport_refuses_use_and_closes_again():
+    transport = UniLabShmTransport.create(SHAPES)
+    transport.close()
+    transport.cleanup()
+    with pytest.raises(SegmentClosedError):
+        transport.write_weights(_state(1.0))
+    with pytest.raises(SegmentClosedError):
+        transport.read_weights_into(_state(1.0))
+
+
+def test_statistics_are_got_once_each_and_the_latest_first():
+    stats = SharedObsNormStats(2)
+    assert stats.get() is None
+    for value in range(100):  # nobody reads, nothing blocks
+        stats.put((torch.full((2,), float(value)), torch.ones(2)))
+    assert stats.version == 100
+    with spawned(_get_stats, stats) as (_, pipe):
+        assert receive(pipe) == ([[99.0, 99.0], [1.0, 1.0]], None)
+    mean, _ = stats.get()
+    assert mean.tolist() == [99.0, 99.0]
+    assert stats.get() is None
+    stats.close()
+
+
+def test_statistics_are_attached_by_name_and_refuse_another_size():
+    stats = SharedObsNormStats(2, name=_name())
+    other = SharedObsNormStats.attach(stats.name, 2)
+    stats.put((torch.zeros(2), torch.ones(2)))
+    assert other.get() is not None
+    with pytest.raises(LayoutShapeError):
+        stats.put((torch.zeros(3), torch.ones(3)))
+    other.close()
+    stats.close()
