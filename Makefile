@@ -8,7 +8,7 @@ TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train test test-all lint type format bench bench-weights bench-tearing bench-env clean
+.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env clean
 
 install: $(STAMP)
 
@@ -22,10 +22,13 @@ train: install
 	$(BIN)/torchrl-unilab train appo --env $(TRAIN_ENV) --frames $(TRAIN_FRAMES) --seed $(SEED) --run-dir $(RUN_DIR)
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbmake tests tutorials
 
 test-all: install
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest --nbmake -m "not gpu" tests tutorials
+
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu tests
 
 lint: install
 	$(BIN)/ruff check .

@@ -1,12 +1,13 @@
-"""Publish latency through ``update_policy_weights_``, ours beside TorchRL's.
+"""Latency of publishing and of reading weights, ours beside TorchRL's.
 
 ``python -m tests.benchmarks.bench_weights [--megabytes 0.45 6.5] [--workers 1 2 4]``
 
 Each case builds a collector per scheme over the same policy, lets its workers connect, and
-publishes in turns, in blocks of twenty, so that noise of the machine falls on all alike.
-A pause before each block lets the threads settle that the other scheme's queues leave busy.
-Workers are idle, as between two batches of a synchronous collector. Prints medians and 99th
-percentiles as a Markdown table.
+publishes through ``update_policy_weights_`` in turns, in blocks of fifty, so that noise of
+the machine falls on all alike. A pause before each block lets the threads settle that the
+other schemes' queues leave busy. Workers are idle, as between two batches of a synchronous
+collector. Prints medians and 99th percentiles as Markdown tables, with the time to copy as
+many bytes once (memcpy) in the same run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import MultiSyncCollector
-from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
+from torchrl.weight_update import (
+    MultiProcessWeightSyncScheme,
+    SharedMemWeightSyncScheme,
+    WeightSyncScheme,
+)
 
 from tests.support.acting import StillEnv
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -30,10 +35,9 @@ from torchrl_unilab.weight_update import UniLabShmScheme
 SCHEMES: dict[str, Callable[[], WeightSyncScheme]] = {
     "unilab": UniLabShmScheme,
     "SharedMem": SharedMemWeightSyncScheme,
+    "MultiProcess": MultiProcessWeightSyncScheme,
 }
-
-
-BLOCK = 20
+BLOCK = 50
 PAUSE = 0.02
 
 
@@ -46,72 +50,103 @@ def make_policy(megabytes: float) -> TensorDictModule:
     return TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of the values lie."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+def summary(seconds: list[float]) -> str:
+    """Median and 99th percentile in microseconds."""
+    tail = sorted(seconds)[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+    return f"{statistics.median(seconds) * 1e6:.1f} ({tail * 1e6:.0f})"
 
 
-def measure(megabytes: float, workers: int, publishes: int) -> dict[str, list[float]]:
-    """Seconds of each publish, by scheme; schemes take turns."""
-    collectors = {}
-    for name, scheme in SCHEMES.items():
-        collectors[name] = MultiSyncCollector(
+def timed(call: Callable[[], object], times: int) -> list[float]:
+    """Seconds of each of `times` calls."""
+    taken = []
+    for _ in range(times):
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return taken
+
+
+def publishing(megabytes: float, workers: int, publishes: int) -> dict[str, list[float]]:
+    """Seconds of each publish, by scheme; schemes take turns. ``memcpy`` takes turns too."""
+    collectors = {
+        name: MultiSyncCollector(
             [StillEnv] * workers,
             make_policy(megabytes),
             frames_per_batch=4 * workers,
             total_frames=-1,
             weight_sync_schemes={"policy": scheme()},
         )
-    seconds: dict[str, list[float]] = {name: [] for name in collectors}
+        for name, scheme in SCHEMES.items()
+    }
+    source = np.ones(int(megabytes * 1e6), np.uint8)
+    target = np.zeros_like(source)
+    seconds: dict[str, list[float]] = {name: [] for name in ("memcpy", *collectors)}
     try:
         for collector in collectors.values():
             next(iter(collector))
         for _ in range(max(publishes // BLOCK, 1)):
+            time.sleep(PAUSE)
+            seconds["memcpy"] += timed(lambda: np.copyto(target, source), BLOCK)
             for name, collector in collectors.items():
                 time.sleep(PAUSE)
-                for _ in range(BLOCK):
-                    started = time.perf_counter()
-                    collector.update_policy_weights_()
-                    seconds[name].append(time.perf_counter() - started)
+                seconds[name] += timed(collector.update_policy_weights_, BLOCK)
     finally:
         for collector in collectors.values():
             collector.shutdown()
     return seconds
 
 
-def memcpy_seconds(megabytes: float) -> float:
-    """Median seconds to copy as many bytes once."""
-    source = np.ones(int(megabytes * 1e6), np.uint8)
+def reading(megabytes: float, times: int) -> dict[str, list[float]]:
+    """Seconds of a worker's steps in one process: poll, pull; and of the transport's write."""
+    learner, acting = make_policy(megabytes), make_policy(megabytes)
+    sender, receiver = UniLabShmScheme(), UniLabShmScheme()
+    sender.init_on_sender(model=learner, devices=[torch.device("cpu")])
+    sender.connect()
+    receiver.__setstate__(sender.__getstate__())
+    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
+    receiver.connect()
+    transport, tensors = sender.create_transport(), list(learner.parameters())
+    cell = transport.unique_cells[0]
+    source = np.ones(cell.layout.nbytes, np.uint8)
     target = np.zeros_like(source)
-    taken = []
-    for _ in range(300):
-        started = time.perf_counter()
-        np.copyto(target, source)
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+    seconds: dict[str, list[float]] = {"poll": timed(receiver.pull, times)}
+    seconds |= {"memcpy": [], "write": [], "pull": []}
+    for _ in range(times):
+        seconds["memcpy"] += timed(lambda: np.copyto(target, source), 1)
+        seconds["write"] += timed(lambda: cell.publish_ordered(tensors), 1)
+        seconds["pull"] += timed(receiver.pull, 1)
+    sender.shutdown()
+    return seconds
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.45, 6.5])
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--publishes", type=int, default=400)
+    parser.add_argument("--megabytes", type=float, nargs="+", default=[0.1, 0.45, 6.5, 40])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--publishes", type=int, default=200)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| MB | workers | memcpy µs | unilab µs (p99) | SharedMem µs (p99) | ratio |")
+    print("Publishing, median µs (99th percentile); ratio: SharedMem to unilab\n")
+    print(f"| MB | workers | memcpy | {' | '.join(SCHEMES)} | ratio |")
+    print("|---:|---:|---:|" + "---:|" * (len(SCHEMES) + 1))
+    for megabytes in options.megabytes:
+        for workers in options.workers:
+            seconds = publishing(megabytes, workers, options.publishes)
+            ratio = statistics.median(seconds["SharedMem"]) / statistics.median(seconds["unilab"])
+            cells = " | ".join(summary(values) for values in seconds.values())
+            print(f"| {megabytes:g} | {workers} | {cells} | {ratio:.1f}x |", flush=True)
+    print("\nA worker's side and the bare transport, median µs (99th percentile)\n")
+    print("| MB | memcpy | transport write | of memcpy | pull | poll, nothing new |")
     print("|---:|---:|---:|---:|---:|---:|")
     for megabytes in options.megabytes:
-        limit = memcpy_seconds(megabytes) * 1e6
-        for workers in options.workers:
-            seconds = measure(megabytes, workers, options.publishes)
-            ours, stock = (statistics.median(seconds[n]) * 1e6 for n in SCHEMES)
-            tails = [percentile(seconds[n], 0.99) * 1e6 for n in SCHEMES]
-            print(
-                f"| {megabytes:g} | {workers} | {limit:.1f} | {ours:.1f} ({tails[0]:.0f}) "
-                f"| {stock:.0f} ({tails[1]:.0f}) | {stock / ours:.1f}x |",
-                flush=True,
-            )
+        seconds = reading(megabytes, max(options.publishes, 100))
+        ratio = statistics.median(seconds["write"]) / statistics.median(seconds["memcpy"])
+        print(
+            f"| {megabytes:g} | {summary(seconds['memcpy'])} | {summary(seconds['write'])} "
+            f"| {ratio:.2f}x | {summary(seconds['pull'])} | {summary(seconds['poll'])} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import warnings
+
+import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_unilab.trainers import EpisodeReturns, PublishWeights
+from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag, PublishWeights
 
 
 def _batch(ids, rewards, done) -> TensorDict:
@@ -60,3 +63,44 @@ def test_weights_are_published_every_nth_batch():
     for _ in range(2):
         restored()
     assert collector.published == 3
+
+
+class _Versions:
+    """What the hook reads of a scheme."""
+
+    version = 0
+    applied_versions: dict[int, int]
+
+
+def _lags(lags: list[int]) -> list[float]:
+    scheme = _Versions()
+    hook = LogPolicyLag(scheme, patience=3)
+    seen = []
+    for lag in lags:
+        scheme.version = 100
+        scheme.applied_versions = {0: 100, 1: 100 - lag, 2: None}
+        seen.append(hook(TensorDict())["policy_lag"])
+    return seen
+
+
+def test_the_lag_is_that_of_the_worker_furthest_behind():
+    assert _lags([0, 2, 1]) == [0.0, 2.0, 1.0]
+
+
+def test_the_lag_is_that_of_the_samples_where_they_carry_their_version():
+    scheme = _Versions()
+    scheme.version = 7
+    batch = TensorDict({"next": {"policy_version": torch.tensor([[4], [6]])}}, batch_size=[2])
+    assert LogPolicyLag(scheme)(batch)["policy_lag"] == 2.0
+
+
+def test_a_lag_that_only_grows_is_warned_of_once():
+    with pytest.warns(UserWarning, match="policy lag only grows: 3 versions") as caught:
+        _lags([0, 1, 2, 3, 4, 5])
+    assert len(caught) == 1
+
+
+def test_a_lag_that_comes_and_goes_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _lags([0, 1, 2, 1, 2, 3, 3, 4])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -44,7 +43,8 @@ from torchrl_unilab.weight_update import UniLabShmScheme
 FRAMES = 16
 # Of five batches from two workers, one worker made three: it began the third one after a
 # publish, as it is told to go on when its last batch is taken.
-BATCHES = 6
+PHASE = 6
+BATCHES = 2 * PHASE
 
 # What TorchRL says about its own trainers.
 pytestmark = [
@@ -139,16 +139,16 @@ def _qvalue() -> ValueOperator:
     return ValueOperator(Quality(), in_keys=["observation", "action"])
 
 
-def _buffer(sampler: Any) -> ReplayBuffer:
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(128), sampler=sampler, batch_size=8)
+def _buffer(sampler: Any, frames: int) -> ReplayBuffer:
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(frames), sampler=sampler, batch_size=8)
 
 
-def _common(collector: BaseCollector) -> dict[str, Any]:
+def _common(collector: BaseCollector, steps: int | None = 2) -> dict[str, Any]:
     return {
         "collector": collector,
         "total_frames": BATCHES * FRAMES,
         "frame_skip": 1,
-        "optim_steps_per_batch": 2,
+        "optim_steps_per_batch": steps,
         "progress_bar": False,
     }
 
@@ -162,10 +162,10 @@ def _ppo() -> Setup:
         return PPOTrainer(
             loss_module=loss,
             optimizer=torch.optim.Adam(loss.parameters(), lr=0.01),
-            replay_buffer=_buffer(SamplerWithoutReplacement()),
+            replay_buffer=_buffer(SamplerWithoutReplacement(), FRAMES),
             num_epochs=1,
             weight_update_map={"policy": "loss_module.actor_network"},
-            **_common(collector),
+            **_common(collector, steps=None),  # as many as the buffer has minibatches
         )
 
     return Setup(make, policy, "loc", MultiSyncCollector, workers=2)
@@ -179,7 +179,7 @@ def _sac() -> Setup:
         return SACTrainer(
             loss_module=loss,
             optimizer=torch.optim.Adam(loss.parameters(), lr=0.01),
-            replay_buffer=_buffer(RandomSampler()),
+            replay_buffer=_buffer(RandomSampler(), 8 * FRAMES),
             target_net_updater=SoftUpdate(loss, eps=0.9),
             episode_reward_key="reward",
             **_common(collector),
@@ -204,7 +204,7 @@ def _td3() -> Setup:
         return TD3Trainer(
             loss_module=loss,
             optimization_stepper=stepper,
-            replay_buffer=_buffer(RandomSampler()),
+            replay_buffer=_buffer(RandomSampler(), 8 * FRAMES),
             target_net_updater=SoftUpdate(loss, eps=0.9),
             exploration_module=noise,
             **_common(collector),
@@ -225,26 +225,36 @@ def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
+def _zero(policy: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+
+
 class Run:
     """Trains to the end, shuts down, and keeps what was seen on the way.
 
+    In the first phase the trainer's own update publishes, in the second `PublishWeights`
+    in its place: one run for both, as workers take seconds to start.
+
     Args:
         setup: What to train.
-        register: Registers the hooks under test.
+        every: Batches between publishes in the second phase.
 
     Attributes:
         versions: The newest version after each batch.
         learned: The learner's weights by the version under which they were published.
         acted: For each batch, the versions its frames name.
-        strays: How far any frame was from what the weights it names would have done.
+        strays: For each batch, how far any frame was from what those weights do.
         lags: For each batch, how many versions its frames were behind.
         logged: What the trainer logged.
         restored: What a checkpoint at the end brought back.
         left_over: Child processes that outlived the shutdown.
     """
 
-    def __init__(self, setup: Setup, register: Callable[[Setup], None]) -> None:
+    def __init__(self, setup: Setup, every: int) -> None:
         self.setup = setup
+        self.every = every
         self.versions: list[int] = []
         self.learned = {0: _weights(setup.policy)}
         self.acted: list[set[int]] = []
@@ -254,8 +264,8 @@ class Run:
         self._acting = copy.deepcopy(setup.policy)
         trainer = setup.trainer
         try:
+            LogPolicyLag(setup.scheme).register(trainer, name="lag_of_the_policy")
             trainer.register_op("batch_process", self._look_at_frames)
-            register(setup)
             trainer.register_op("post_steps_log", self._look_at_workers)
             trainer.register_op("shutdown", self._look_at_the_end)
             trainer.train()
@@ -264,17 +274,28 @@ class Run:
             setup.collector.shutdown()
             self.left_over = live_children()
 
+    def _replace_own_update(self) -> None:
+        trainer = self.setup.trainer
+        trainer._post_steps_ops = [
+            (op, kwargs)
+            for op, kwargs in trainer._post_steps_ops
+            if not isinstance(inspect.unwrap(op), UpdateWeights)
+        ]
+        PublishWeights(self.setup.collector, every=self.every).register(trainer)
+
     def _look_at_frames(self, batch: TensorDictBase) -> None:
         versions = batch["next", "policy_version"].reshape(-1)
         frames = batch.select("observation", self.setup.out).reshape(-1)
         self.lags.append(self.setup.scheme.version - float(versions.float().mean()))
         self.acted.append({int(version) for version in versions.unique()})
+        self.strays.append(0.0)
         for version in self.acted[-1]:
             self._acting.load_state_dict(self.learned[version])
             own = frames[versions == version]
             with torch.no_grad():
                 expected = self._acting(own.select("observation"))[self.setup.out]
-            self.strays.append(float((own[self.setup.out] - expected).abs().max()))
+            stray = float((own[self.setup.out] - expected).abs().max())
+            self.strays[-1] = max(stray, self.strays[-1])
 
     def _look_at_workers(self, batch: TensorDictBase) -> None:
         version = self.setup.scheme.version
@@ -284,10 +305,12 @@ class Run:
         # TorchRL's asynchronous workers drop the rollout under way, and wait for ever,
         # when they are asked for their state: those are looked at in the end.
         if isinstance(self.setup.collector, MultiSyncCollector):
-            self.look_at_weights()
+            self._look_at_weights()
+        if len(self.versions) == PHASE:
+            self._replace_own_update()
 
-    def look_at_weights(self) -> None:
-        """Check that the workers hold the newest weights, and say that they do."""
+    def _look_at_weights(self) -> None:
+        # The workers hold the newest weights, and say that they do.
         scheme = self.setup.scheme
         for held in self._held():
             assert _same(held, self.learned[scheme.version])
@@ -300,103 +323,101 @@ class Run:
         return [state[f"worker{worker}"]["policy_state_dict"] for worker in workers]
 
     def _look_at_the_end(self) -> None:
-        self.look_at_weights()
-        trainer = self.setup.trainer
-        learner, state = _weights(self.setup.policy), copy.deepcopy(trainer.state_dict())
-        for parameter in self.setup.policy.parameters():
-            parameter.data.zero_()
+        self._look_at_weights()
+        trainer, collector = self.setup.trainer, self.setup.collector
+        saved = copy.deepcopy(trainer.state_dict())
+        learner = _weights(self.setup.policy)
+        _zero(self.setup.policy)
         trainer._post_steps_hook()
-        assert self.setup.scheme.version >= self.versions[-1]
-        changed = {name: module.state_dict() for name, module in trainer._modules.items()}
-        trainer.load_state_dict(state)
+        collector.update_policy_weights_()
+        workers_changed = all(not _same(held, learner) for held in self._held())
+        changed = self._hooks()
+        trainer.load_state_dict(saved)
         self.restored = {
-            "saved": {name: state[name] for name in changed},
+            "saved": {name: saved[name] for name in changed},
             "changed": changed,
-            "loaded": {name: module.state_dict() for name, module in trainer._modules.items()},
+            "loaded": self._hooks(),
             "learner": _same(_weights(self.setup.policy), learner),
+            "workers_changed": workers_changed,
             "workers": all(_same(held, learner) for held in self._held()),
         }
+        _zero(self.setup.policy)
+        collector.update_policy_weights_()
+        trainer.load_state_dict(saved)
+        self.restored["workers_behind"] = all(_same(held, learner) for held in self._held())
 
-
-def _own_update(setup: Setup) -> None:
-    """The trainer's own update stays as it is."""
-    LogPolicyLag(setup.scheme).register(setup.trainer)
-
-
-def _publish_weights(setup: Setup, every: int) -> None:
-    """`PublishWeights` takes the place of the trainer's own update."""
-    setup.trainer._post_steps_ops = [
-        (op, kwargs)
-        for op, kwargs in setup.trainer._post_steps_ops
-        if not isinstance(inspect.unwrap(op), UpdateWeights)
-    ]
-    PublishWeights(setup.collector, every=every).register(setup.trainer)
-    LogPolicyLag(setup.scheme).register(setup.trainer, name="lag_of_the_policy")
+    def _hooks(self) -> dict[str, Any]:
+        return {name: hook.state_dict() for name, hook in self.setup.trainer._modules.items()}
 
 
 EVERY = {"ppo": 1, "sac": 1, "td3": 2}
 
 
 @pytest.fixture(scope="module", params=SETUPS)
-def own(request: pytest.FixtureRequest) -> Run:
-    """A run of a trainer that updates the workers by itself."""
+def run(request: pytest.FixtureRequest) -> Run:
+    """A whole run of a stock trainer."""
     torch.manual_seed(0)
-    return Run(SETUPS[request.param](), _own_update)
+    return Run(SETUPS[request.param](), EVERY[request.param])
 
 
-@pytest.fixture(scope="module", params=SETUPS)
-def hooked(request: pytest.FixtureRequest) -> Run:
-    """A run of a trainer whose workers are updated by `PublishWeights`."""
-    torch.manual_seed(0)
-    register = partial(_publish_weights, every=EVERY[request.param])
-    return Run(SETUPS[request.param](), register)
+def test_a_stock_trainers_own_update_publishes_once_a_batch(run):
+    assert run.versions[:PHASE] == [1, 2, 3, 4, 5, 6]
+    assert max(set().union(*run.acted[:PHASE])) >= 1
 
 
-def test_a_stock_trainers_own_update_publishes_once_a_batch(own):
-    assert own.versions == [1, 2, 3, 4, 5, 6]
-    assert max(own.strays) < 1e-4
-    assert max(set().union(*own.acted)) >= 1
-    assert own.logged["policy_lag"] == own.lags
-    assert own.left_over == []
+def test_publish_weights_publishes_every_nth_batch_in_place_of_the_own_update(run):
+    published = [batch // run.every for batch in range(1, PHASE + 1)]
+    assert run.versions[PHASE:] == [PHASE + count for count in published]
+    assert max(set().union(*run.acted[PHASE:])) > PHASE
 
 
-def test_publish_weights_is_the_only_publisher_where_it_replaces_the_own_update(hooked):
-    every = hooked.setup.trainer._modules["publish_weights"].every
-    assert hooked.versions == [(batch + 1) // every for batch in range(BATCHES)]
+def test_each_frame_is_acted_with_the_learners_weights_of_the_version_it_names(run):
+    assert len(run.strays) == BATCHES
+    assert max(run.strays) < 1e-4
+    newest = run.versions[-1]
+    assert not any(_same(run.learned[v], run.learned[v + 1]) for v in range(newest))
 
 
-def test_each_frame_is_acted_with_the_learners_weights_of_the_version_it_names(hooked):
-    assert len(hooked.acted) == BATCHES
-    assert max(hooked.strays) < 1e-4
-    assert max(set().union(*hooked.acted)) >= 1
-    first, last = hooked.learned[0], hooked.learned[hooked.versions[-1]]
-    assert not _same(first, last)
+@pytest.mark.parametrize("run", ["ppo"], indirect=True)
+def test_workers_that_wait_for_the_learner_are_never_behind(run):
+    assert run.lags == [0.0] * BATCHES
 
 
-def test_workers_that_wait_for_the_learner_are_never_behind(hooked):
-    if isinstance(hooked.setup.collector, MultiSyncCollector):
-        assert hooked.lags == [0.0] * BATCHES
+def test_the_lag_of_each_batch_is_logged(run):
+    assert run.logged["policy_lag"] == run.lags
+    assert min(run.lags) >= 0
 
 
-def test_the_lag_of_each_batch_is_logged(hooked):
-    assert hooked.logged["policy_lag"] == hooked.lags
-    assert min(hooked.lags) >= 0
-
-
-def test_a_checkpoint_brings_back_the_hooks_the_learner_and_the_workers(hooked):
-    restored = hooked.restored
-    assert restored["saved"]["publish_weights"] == {"batches": BATCHES}
-    assert restored["changed"]["publish_weights"] == {"batches": BATCHES + 1}
-    assert restored["loaded"]["publish_weights"] == {"batches": BATCHES}
+def test_a_checkpoint_brings_back_the_hooks_the_learner_and_the_workers(run):
+    restored = run.restored
+    assert restored["saved"]["publish_weights"] == {"batches": PHASE}
+    assert restored["changed"]["publish_weights"] == {"batches": PHASE + 1}
+    assert restored["loaded"]["publish_weights"] == {"batches": PHASE}
     assert restored["loaded"]["lag_of_the_policy"] == {}
     assert restored["learner"]
+    assert restored["workers_changed"]
     assert restored["workers"]
 
 
-def test_a_name_serves_one_hook_only(hooked):
+@pytest.mark.xfail(reason="workers pull what was published before the checkpoint was loaded")
+def test_a_checkpoint_wins_over_a_publish_that_workers_have_yet_to_pull(run):
+    assert run.restored["workers_behind"]
+
+
+@pytest.mark.xfail(raises=AttributeError, reason="LogPolicyLag cannot do without a batch")
+def test_the_lag_is_logged_without_a_batch_as_in_asynchronous_collection():
+    scheme = UniLabShmScheme()
+    scheme.init_on_sender(model_id="policy", model=_stochastic(), devices=[torch.device("cpu")])
+    try:
+        assert LogPolicyLag(scheme)(None)["policy_lag"] == 0
+    finally:
+        scheme.shutdown()
+
+
+def test_a_name_serves_one_hook_only(run):
     with pytest.raises(RuntimeError, match="publish_weights is already registered"):
-        PublishWeights(hooked.setup.collector).register(hooked.setup.trainer)
+        PublishWeights(run.setup.collector).register(run.setup.trainer)
 
 
-def test_no_worker_outlives_the_training(hooked):
-    assert hooked.left_over == []
+def test_no_worker_outlives_the_training(run):
+    assert run.left_over == []

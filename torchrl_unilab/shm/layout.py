@@ -6,6 +6,7 @@ entry ``"actor.0.weight"`` of a state dict are the same field.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,7 +94,7 @@ class BlockLayout:
             end = field.offset + field.nbytes
         return cls(tuple(fields), max(align(end), LINE))
 
-    @property
+    @functools.cached_property
     def keys(self) -> tuple[str, ...]:
         """The dotted keys, in order."""
         return tuple(field.key for field in self.fields)

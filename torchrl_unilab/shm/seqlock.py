@@ -303,26 +303,26 @@ class SnapshotCell:
 
     def publish_checked(self, tensors: Sequence[torch.Tensor]) -> int:
         """Publish tensors that the layout's ``check`` has passed."""
+        slot = self._begin()
+        if tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self._views[slot], tensors)  # type: ignore[arg-type]
+        return self._lock.commit()
 
-        def write(payload: npt.NDArray[np.uint8], views: list[torch.Tensor]) -> None:
-            if tensors:
-                torch._foreach_copy_(views, list(tensors))
-
-        return self.publish_by(write)
-
-    def publish_by(self, write: Callable[[npt.NDArray[np.uint8], list[torch.Tensor]], None]) -> int:
-        """Publish what `write` puts into the slot it is given, as bytes and as views.
+    def publish_by(self, write: Callable[[npt.NDArray[np.uint8]], None]) -> int:
+        """Publish what `write` puts into the bytes of the slot it is given.
 
         If `write` raises, the published version stays as it was.
         """
+        write(self._lock.payloads[self._begin()])
+        return self._lock.commit()
+
+    def _begin(self) -> int:
         _ = self._segment.buffer  # a closed cell is refused
         if not self._is_writer:
             self._header[_WRITER_PID] = os.getpid()
             self._is_writer = True
-        slot = self._lock.begin()
-        with torch.no_grad():
-            write(self._lock.payloads[slot], self._views[slot])
-        return self._lock.commit()
+        return self._lock.begin()
 
     def stage(self, *, retries: int = DEFAULT_RETRIES) -> tuple[int, list[torch.Tensor]]:
         """Copy the newest version into private memory of this cell.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from typing import Any
 
@@ -65,12 +66,18 @@ class PublishWeights(TrainerHookBase):
 class LogPolicyLag(_Stateless):
     """Logs how many published versions the workers' rollouts are behind.
 
+    Warns once if the lag only grows: the workers no longer pull.
+
     Args:
         scheme: The scheme that publishes the policy.
+        patience: Batches in a row over which the lag must have grown for the warning.
     """
 
-    def __init__(self, scheme: UniLabShmScheme) -> None:
+    def __init__(self, scheme: UniLabShmScheme, patience: int = 20) -> None:
         self.scheme = scheme
+        self.patience = patience
+        self._last = float("inf")
+        self._grown = 0
 
     def __call__(self, batch: TensorDictBase) -> dict[str, Any]:
         """Return the lag of the batch, or of the workers if it carries no version."""
@@ -80,7 +87,19 @@ class LogPolicyLag(_Stateless):
         else:
             applied = [v for v in self.scheme.applied_versions.values() if v is not None]
             lag = float(self.scheme.version - min(applied, default=self.scheme.version))
+        self._watch(lag)
         return {"policy_lag": lag, "log_pbar": True}
+
+    def _watch(self, lag: float) -> None:
+        self._grown = self._grown + 1 if lag > self._last else 0
+        self._last = lag
+        if self._grown == self.patience:
+            warnings.warn(
+                f"policy lag only grows: {lag:g} versions after {self.patience} batches "
+                "(expected it to stay). Check that the workers collect, and that their "
+                "scheme does not pull by hand only.",
+                stacklevel=2,
+            )
 
     def register(self, trainer: Trainer, name: str = "policy_lag") -> None:
         """Register to log before the optimisation steps of each batch."""

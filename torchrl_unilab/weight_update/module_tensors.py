@@ -68,7 +68,7 @@ class ModuleTensors:
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
                 self._stateful.append((dot + EXTRA_STATE, submodule))
         extra = list(self._extra_state())
-        self.keys = self.registered + extra
+        self.keys = (*self.registered, *extra)
         self.optional = frozenset(optional.union(extra))
 
     def current(self) -> list[torch.Tensor]:

@@ -39,7 +39,8 @@ class DevicePacker:
 
     def gather(self, tensors: Sequence[torch.Tensor], out: npt.NDArray[np.uint8]) -> None:
         """Copy tensors in the layout's order to host bytes, through one transfer."""
-        torch._foreach_copy_(self._views, list(tensors))
+        with torch.no_grad():
+            torch._foreach_copy_(self._views, list(tensors))
         if self._stream is None:
             self._host.copy_(self._flat)
         else:

@@ -251,7 +251,7 @@ class UniLabShmTransport:
         """Publish a model to cells: the short way where it lies in their order."""
         tensors = source.current()
         for cell in cells:
-            if cell.layout.keys != tuple(source.keys) or self._casts:
+            if cell.layout.keys != source.keys or self._casts:
                 self.send_each(dict.fromkeys(cells, source.as_dict()))
                 return
             cell.layout.check(tensors)
@@ -277,7 +277,7 @@ class UniLabShmTransport:
             cell.publish_checked(tensors)
         else:
             packer = self.packer(cell, device)
-            cell.publish_by(lambda payload, _: packer.gather(tensors, payload))
+            cell.publish_by(lambda payload: packer.gather(tensors, payload))
 
     def packer(self, cell: SnapshotCell, device: torch.device) -> DevicePacker:
         """Return the buffers through which `cell` exchanges bytes with a device."""
