@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import signal
 import sys
 import typing
@@ -29,8 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except (UniLabError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        # Before or after the training itself, which ends with a checkpoint by its own means.
+        for child in multiprocessing.active_children():
+            child.terminate()
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -95,12 +102,16 @@ def _train(options: argparse.Namespace) -> int:
     busy = summary["busy"]
     collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"])
     print(
-        f"{summary['env']}: final return {summary['final_return']:.1f}, deterministic "
-        f"{summary['eval_return']:.1f}, {summary['frames']} frames in {summary['seconds']:.1f} s; "
-        f"learner {busy['learner']:.0%} busy, collectors {collectors}"
+        f"{summary['env']}: final return {_number(summary['final_return'])}, deterministic "
+        f"{_number(summary['eval_return'])}, {summary['frames']} frames in "
+        f"{summary['seconds']:.1f} s; learner {busy['learner']:.0%} busy, collectors {collectors}"
     )
     print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs")
     return 130 if summary["interrupted"] else 0
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.1f}"
 
 
 def _evaluate(options: argparse.Namespace) -> int:

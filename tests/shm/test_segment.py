@@ -7,6 +7,7 @@ import sys
 import threading
 from multiprocessing.connection import Connection
 
+import psutil
 import pytest
 
 from tests.support.processes import DEADLINE, receive, spawned
@@ -60,6 +61,19 @@ def test_a_named_segment_is_attached_by_name_and_unlinked_by_its_creator_alone(t
 def test_attaching_an_unknown_name_says_so():
     with pytest.raises(SegmentError, match="no segment 'unilab-nobody'"):
         SharedSegment.attach("unilab-nobody")
+
+
+def test_an_empty_file_is_not_attached_and_no_descriptor_is_lost():
+    name = f"unilab-test-{os.getpid()}"
+    (named_directory() / name).touch()
+    try:
+        before = psutil.Process().num_fds()
+        for _ in range(5):
+            with pytest.raises(SegmentError, match="is empty"):
+                SharedSegment.attach(name)
+        assert psutil.Process().num_fds() == before
+    finally:
+        (named_directory() / name).unlink()
 
 
 def test_a_taken_name_is_refused():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -182,6 +183,24 @@ def test_a_foreign_segment_is_not_taken_for_a_cell():
         pytest.raises(LayoutDigestError, match="not a complete snapshot cell"),
     ):
         SnapshotCell.attach(name, BlockLayout.of(_filled(0)))
+
+
+def test_threads_of_one_process_publish_one_after_the_other():
+    with make_cell(slots=2, elements=256) as cell:
+
+        def publish(values: range) -> None:
+            for value in values:
+                half, other = (
+                    torch.full(f.shape, value, dtype=f.dtype) for f in cell.layout.fields
+                )
+                cell.publish_ordered([half, other])
+
+        threads = [threading.Thread(target=publish, args=(range(i, 2000, 4),)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            assert count_torn(cell, 50, checked=True)[0] == 0
+        assert cell.version == 2000
 
 
 @pytest.mark.parametrize(("slots", "checksum"), [(2, False), (3, False), (2, True)])

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import ClassVar
 
 import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag, PublishWeights
 
 
@@ -63,6 +65,35 @@ def test_weights_are_published_every_nth_batch():
     for _ in range(2):
         restored()
     assert collector.published == 3
+
+
+def test_a_map_names_where_the_trainer_keeps_each_model():
+    published = {}
+
+    class Collector:
+        def update_policy_weights_(self, *, weights_dict) -> None:
+            published.update(weights_dict)
+
+    class Loss:
+        actor = "the actor"
+
+    class Trainer:
+        loss_module = Loss()
+        _post_steps_ops: ClassVar[list] = []
+
+        def register_op(self, *_) -> None: ...
+        def register_module(self, *_) -> None: ...
+
+    hook = PublishWeights(Collector(), weight_update_map={"policy": "loss_module.actor"})
+    hook.register(Trainer())
+    hook()
+    assert published == {"policy": "the actor"}
+
+
+@pytest.mark.parametrize("kwargs", [{"every": 0}, {"unit": "epochs"}])
+def test_publishing_never_or_by_an_unknown_unit_is_refused(kwargs):
+    with pytest.raises(ConfigError):
+        PublishWeights(None, **kwargs)
 
 
 class _Versions:

@@ -90,6 +90,12 @@ def test_a_run_directory_that_is_not_empty_is_refused_and_left_alone(tmp_path):
         ["--env", "Hopper-v5", "--frames", "10", "--gamma", "2"],
         ["--env", "Hopper-v5", "--frames", "10", "--eval-episodes", "0"],
         ["--env", "Hopper-v5", "--frames", "10", "--lr", "-1"],
+        ["--env", "Hopper-v5", "--frames", "10", "--lr", "inf"],
+        ["--env", "Hopper-v5", "--frames", "10", "--log-std", "nan"],
+        ["--env", "Hopper-v5", "--frames", "10", "--value-clip", "-1"],
+        ["--env", "Hopper-v5", "--frames", "10", "--target-update-freq", "0"],
+        ["--env", "Hopper-v5", "--frames", "10", "--seed", "-1"],
+        ["--env", "Hopper-v5", "--frames", "10", "--seed", "4294967296"],
     ],
 )
 def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, tmp_path, capsys):
@@ -125,6 +131,55 @@ def test_an_unknown_algorithm_or_task_lists_what_exists(tmp_path, capsys):
 def test_evaluating_nothing_is_refused(tmp_path, capsys):
     assert main(["eval", "--run-dir", str(tmp_path)]) == 2
     assert "Train first" in capsys.readouterr().err
+
+
+def test_a_run_directory_under_a_file_is_refused(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    run_dir = str(tmp_path / "file" / "run")
+    assert main(["train", "appo", "--env", "Hopper-v5", "--frames", "9", "--run-dir", run_dir]) == 2
+    assert "cannot be made" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", ["{}", "[", '{"env": "Hopper-v5", "hidden": [3]}'])
+def test_evaluating_a_damaged_run_is_one_error_line(config, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "checkpoint").mkdir()
+    assert main(["eval", "--run-dir", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot evaluate")
+
+
+def test_a_run_without_a_finished_episode_says_so(tmp_path):
+    summary = _train(tmp_path, env="HalfCheetah-v5", frames=256)
+    assert summary["final_return"] is None
+    assert json.loads((tmp_path / "summary.json").read_text())["final_return"] is None
+
+
+# Interrupts itself as soon as the workers have been started.
+START_UP = """
+import os, signal, sys
+from torchrl_unilab.cli import main
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+if __name__ == "__main__":
+    UniLabShmScheme.connect = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGINT)
+    command = ["train", "appo", "--env", "Hopper-v5", "--frames", "9", "--run-dir", sys.argv[1]]
+    sys.exit(main(command))
+"""
+
+
+def test_ctrl_c_during_start_up_ends_with_one_line_and_no_child(tmp_path):
+    script = tmp_path / "start_up.py"
+    script.write_text(START_UP)
+    command = [sys.executable, str(script), str(tmp_path / "run")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        _, err = process.communicate(timeout=DEADLINE)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "interrupted" in err.splitlines()
+    assert "Traceback" not in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_ends_with_a_checkpoint_and_no_child(tmp_path):

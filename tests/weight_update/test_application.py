@@ -12,6 +12,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.support.acting import StillEnv, actions, make_policy, set_action
+from torchrl_unilab.errors import WorkersBehindError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CPU = torch.device("cpu")
@@ -142,6 +143,27 @@ def test_a_paused_worker_answers_with_what_was_published():
             assert scheme.applied_versions == {0: 1}
     finally:
         collector.async_shutdown()
+
+
+def test_a_state_that_was_loaded_acts_until_the_next_publish_and_is_not_called_published():
+    policy = make_policy(0.25)
+    scheme = UniLabShmScheme()
+    collector = _collector(policy, scheme)
+    try:
+        batches = iter(collector)
+        next(batches)
+        state = collector.state_dict()
+        _publish(collector, policy, 0.5)
+        collector.load_state_dict(state)
+        assert actions(next(batches)) == {0.25}
+        assert scheme.applied_versions == {0: None}
+        with pytest.raises(WorkersBehindError, match="weights that it loaded itself"):
+            scheme.wait_applied(timeout=0.01)
+        _publish(collector, policy, 0.75)
+        assert actions(next(batches)) == {0.75}
+        assert scheme.applied_versions == {0: 2}
+    finally:
+        collector.shutdown()
 
 
 def test_an_idle_workers_policy_attributes_show_what_was_published():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
+from torchrl.collectors.utils import _make_meta_policy
+from torchrl.modules import MultiAgentMLP
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -153,6 +157,20 @@ def test_a_full_state_dict_carries_extra_state():
     sender.send(Mixed(6.0).state_dict())
     receiver.pull()
     assert worker.counter.count == 6
+    sender.shutdown()
+
+
+def test_a_policy_that_came_through_the_meta_device_gets_memory_everywhere():
+    # As TorchRL sends a policy to a spawned worker; MultiAgentMLP keeps TensorDictParams.
+    learner = MultiAgentMLP(
+        3, 1, 2, centralized=False, share_params=False, depth=1, num_cells=4, device="cpu"
+    )
+    with _make_meta_policy(learner):
+        worker = pickle.loads(pickle.dumps(learner))
+    sender, _ = _pair(learner, worker)
+    assert not any(t.is_meta for t in worker.parameters())
+    observation = torch.randn(5, 2, 3)
+    assert torch.equal(worker(observation), learner(observation))
     sender.shutdown()
 
 

@@ -136,7 +136,7 @@ class SharedSegment:
         """Attach the named segment `name`, of this or an unrelated process.
 
         Raises:
-            SegmentError: There is no such segment.
+            SegmentError: There is no such segment, or it has no size yet.
         """
         try:
             descriptor = os.open(_path(name), os.O_RDWR | _OPEN_FLAGS)
@@ -145,7 +145,14 @@ class SharedSegment:
                 f"cannot attach segment: no segment {name!r} in {named_directory()} "
                 "(expected one its creator has not closed). Start the creator first."
             ) from None
-        return cls._attach_descriptor(descriptor, os.fstat(descriptor).st_size, name)
+        nbytes = os.fstat(descriptor).st_size
+        if nbytes == 0:
+            os.close(descriptor)
+            raise SegmentError(
+                f"cannot attach segment: {name!r} is empty (expected one its creator has "
+                "sized). Wait for the creator."
+            )
+        return cls._attach_descriptor(descriptor, nbytes, name)
 
     @classmethod
     def _attach_descriptor(cls, descriptor: int, nbytes: int, name: str | None) -> SharedSegment:
@@ -159,9 +166,14 @@ class SharedSegment:
         self._owner_pid = owner_pid
         self._descriptor = descriptor
         # The array exports the map's buffer, so the map outlives every borrowed view.
-        self._buffer: npt.NDArray[np.uint8] | None = np.frombuffer(
-            mmap.mmap(descriptor, nbytes), dtype=np.uint8
-        )
+        self._buffer: npt.NDArray[np.uint8] | None = None
+        try:
+            self._buffer = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
+        except (OSError, ValueError):
+            os.close(descriptor)
+            if self.is_owner and name is not None:
+                _path(name).unlink(missing_ok=True)
+            raise
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:

@@ -14,6 +14,7 @@ the newer version, a bounded number of times. The order of memory this needs is 
 from __future__ import annotations
 
 import os
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -165,7 +166,8 @@ _READER_WORDS = 3
 class SnapshotCell:
     """A shared segment that holds versioned snapshots of one set of tensors.
 
-    The creator publishes; processes that unpickle or `attach` it read. Each of `readers`
+    One process publishes, from any of its threads; processes that unpickle or `attach` the
+    cell read. Each of `readers`
     readers has words of its own for the version that it applied.
 
     Args:
@@ -265,6 +267,7 @@ class SnapshotCell:
         )
         self._views = [layout.views(torch.from_numpy(p)) for p in self._lock.payloads]
         self._is_writer = False
+        self._publishing = threading.Lock()  # threads of the one writing process
         self._staging: npt.NDArray[np.uint8] | None = None
         self._staged_views: list[torch.Tensor] = []
 
@@ -303,19 +306,21 @@ class SnapshotCell:
 
     def publish_checked(self, tensors: Sequence[torch.Tensor]) -> int:
         """Publish tensors that the layout's ``check`` has passed."""
-        slot = self._begin()
-        if tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self._views[slot], tensors)  # type: ignore[arg-type]
-        return self._lock.commit()
+        with self._publishing:
+            slot = self._begin()
+            if tensors:
+                with torch.no_grad():
+                    torch._foreach_copy_(self._views[slot], tensors)  # type: ignore[arg-type]
+            return self._lock.commit()
 
     def publish_by(self, write: Callable[[npt.NDArray[np.uint8]], None]) -> int:
         """Publish what `write` puts into the bytes of the slot it is given.
 
         If `write` raises, the published version stays as it was.
         """
-        write(self._lock.payloads[self._begin()])
-        return self._lock.commit()
+        with self._publishing:
+            write(self._lock.payloads[self._begin()])
+            return self._lock.commit()
 
     def _begin(self) -> int:
         _ = self._segment.buffer  # a closed cell is refused
@@ -361,16 +366,16 @@ class SnapshotCell:
         version, views = self.stage(retries=retries)
         return version, {k: v.clone() for k, v in zip(self.layout.keys, views, strict=True)}
 
-    def report_applied(self, reader: int, version: int) -> None:
-        """Record that reader `reader`, this process, acts with `version`."""
+    def report_applied(self, reader: int, version: int | None) -> None:
+        """Record that reader `reader`, this process, acts with `version`, or with none."""
         base = _READER_WORDS * reader
         words = self._reader_words
         words[base + _PID] = os.getpid()
         words[base + _OVERTAKEN] = words[base + _OVERTAKEN] + self.overtaken
-        words[base + _APPLIED] = version + 1
+        words[base + _APPLIED] = 0 if version is None else version + 1
 
     def applied(self, reader: int) -> int | None:
-        """Return the version that a reader applied last, or None before its first."""
+        """Return the version that a reader acts with, or None if with none."""
         value = self._reader_words[_READER_WORDS * reader + _APPLIED]
         return value - 1 if value else None
 

@@ -40,8 +40,14 @@ class APPOStepper(OptimizationStepper):
         self.max_grad_norm = config.max_grad_norm
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         # A tensor, so that steering it takes no look at its value.
-        self.lr = torch.tensor(config.lr, device=self.parameters[0].device)
-        self.optimizer = torch.optim.Adam(self.parameters, lr=self.lr, fused=True)
+        lr = torch.tensor(config.lr, device=self.parameters[0].device)
+        self.optimizer = torch.optim.Adam(self.parameters, lr=lr, fused=True)
+
+    @property
+    def lr(self) -> torch.Tensor:
+        """The learning rate, a scalar tensor of the optimiser's own."""
+        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
+        return lr
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """Take one step on a minibatch; return its losses, detached."""
@@ -60,8 +66,7 @@ class APPOStepper(OptimizationStepper):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Point at the learning rate that the optimiser has loaded."""
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        """Load nothing."""
 
     def register(self, trainer: Trainer, name: str = "optimization_stepper") -> None:
         """Register as the trainer's stepper."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,11 +84,18 @@ class APPOConfig:
                     f"{name}: {value!r} (expected an integer of at least 1). "
                     "Leave it out for the default."
                 )
-        for name in ("lr", "desired_kl", "max_grad_norm", "reward_scale"):
+        for name in ("lr", "desired_kl", "max_grad_norm", "reward_scale", "value_clip"):
             value = getattr(self, name)
-            if not value > 0:
+            if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(
-                    f"{name}: {value!r} (expected a positive number). Leave it out for the default."
+                    f"{name}: {value!r} (expected a finite positive number). "
+                    "Leave it out for the default."
+                )
+        for name in ("log_std", "entropy_coeff", "critic_coeff", "rho_bar", "c_bar"):
+            value = getattr(self, name)
+            if not math.isfinite(value):
+                raise ConfigError(
+                    f"{name}: {value!r} (expected a finite number). Leave it out for the default."
                 )
 
     @property

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections import deque
-from typing import Any
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.trainers import Trainer
+from torchrl.trainers import Trainer, UpdateWeights
 from torchrl.trainers.trainers import TrainerHookBase
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["BusyTime", "EpisodeReturns", "LogPolicyLag", "PublishWeights"]
@@ -28,39 +32,82 @@ class _Stateless(TrainerHookBase):
 
 
 class PublishWeights(TrainerHookBase):
-    """Publishes the policy to the collector's workers after the updates of a batch.
+    """Publishes models to the collector's workers, every n batches or optimiser steps.
+
+    Takes the place of the `UpdateWeights` hook that TorchRL's trainers register for the
+    same collector, and its ``weight_update_map``, so that nothing is published twice.
 
     Args:
-        collector: Has a weight-sync scheme for the policy.
-        every: Batches between publishes.
+        collector: Has a weight-sync scheme for each model.
+        every: Batches or optimiser steps between publishes.
+        unit: What `every` counts, ``"batches"`` or ``"optim_steps"``.
+        weight_update_map: Model id to the dotted attribute of the trainer where its module
+            or weights are, such as ``{"policy": "loss_module.actor_network"}``. If not
+            given, that of the hook it replaces; without one, the policy is published from
+            the model that the scheme knows.
+
+    Raises:
+        ConfigError: `every` is not positive, or `unit` is not one of the two.
 
     Example:
         >>> PublishWeights(collector).register(trainer)  # doctest: +SKIP
     """
 
-    def __init__(self, collector: Any, every: int = 1) -> None:
+    def __init__(
+        self,
+        collector: Any,
+        every: int = 1,
+        *,
+        unit: Literal["batches", "optim_steps"] = "batches",
+        weight_update_map: Mapping[str, str] | None = None,
+    ) -> None:
+        if every < 1 or unit not in ("batches", "optim_steps"):
+            raise ConfigError(
+                f"PublishWeights: every {every} {unit} (expected at least 1, of 'batches' or "
+                "'optim_steps'). Leave both out to publish after each batch."
+            )
         self.collector = collector
         self.every = every
-        self._batches = 0
+        self.unit = unit
+        self.weight_update_map = weight_update_map
+        self._counted = 0
+        self._trainer: Trainer | None = None
 
     def __call__(self) -> None:
-        """Count a batch; publish if it is due."""
-        self._batches += 1
-        if self._batches % self.every == 0:
+        """Count a batch or step; publish if it is due."""
+        self._counted += 1
+        if self._counted % self.every:
+            return
+        if self.weight_update_map is None:
             self.collector.update_policy_weights_()
+        else:
+            sources = {
+                model_id: attrgetter(path)(self._trainer)
+                for model_id, path in self.weight_update_map.items()
+            }
+            self.collector.update_policy_weights_(weights_dict=sources)
 
     def register(self, trainer: Trainer, name: str = "publish_weights") -> None:
-        """Register to run after the optimisation steps of each batch."""
-        trainer.register_op("post_steps", self)
+        """Register after the optimisation of each batch, or after each optimiser step."""
+        self._trainer = trainer
+        kept = []
+        for op, arguments in trainer._post_steps_ops:
+            hook = inspect.unwrap(op)  # TorchRL times its hooks
+            if isinstance(hook, UpdateWeights) and hook.collector is self.collector:
+                self.weight_update_map = self.weight_update_map or hook.weight_update_map
+            else:
+                kept.append((op, arguments))
+        trainer._post_steps_ops[:] = kept
+        trainer.register_op("post_steps" if self.unit == "batches" else "post_optim", self)
         trainer.register_module(name, self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count of batches."""
-        return {"batches": self._batches}
+        """Return the count of batches or steps."""
+        return {"counted": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the count of batches."""
-        self._batches = state_dict["batches"]
+        """Restore the count of batches or steps."""
+        self._counted = state_dict["counted"]
 
 
 class LogPolicyLag(_Stateless):
@@ -79,9 +126,9 @@ class LogPolicyLag(_Stateless):
         self._last = float("inf")
         self._grown = 0
 
-    def __call__(self, batch: TensorDictBase) -> dict[str, Any]:
+    def __call__(self, batch: TensorDictBase | None) -> dict[str, Any]:
         """Return the lag of the batch, or of the workers if it carries no version."""
-        versions = batch.get(("next", "policy_version"), None)
+        versions = None if batch is None else batch.get(("next", "policy_version"), None)
         if versions is not None:
             lag = self.scheme.version - float(versions.float().mean())
         else:

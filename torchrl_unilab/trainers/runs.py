@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 from tensordict.nn import TensorDictModuleBase
-from torchrl.checkpoint import Checkpoint
+from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.collectors import MultiAsyncCollector
 from torchrl.envs import EnvBase
 from torchrl.record.loggers.csv import CSVLogger
@@ -89,6 +89,8 @@ def train_appo(
         raise ConfigError(f"frames: {frames} (expected at least 1). Use for example 2000000.")
     if eval_episodes < 1:
         raise ConfigError(f"eval_episodes: {eval_episodes} (expected at least 1). Use 16.")
+    if not 0 <= seed < 2**32:
+        raise ConfigError(f"seed: {seed} (expected 0 to {2**32 - 1}). Use for example 0.")
     config = config or APPOConfig.for_task(env)
     plan = plan_threads(available_cores(), config.num_collectors)
     if create_env is None:
@@ -139,14 +141,16 @@ def train_appo(
         if isinstance(create_env, partial) and create_env.func is MujocoBatchEnv
         else create_env()
     )
-    eval_return = _mean_return(eval_env, learner.actor, seed)
+    eval_return = None
+    with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C leaves a summary all the same
+        eval_return = _mean_return(eval_env, learner.actor, seed)
     summary = {
         "env": env,
         "algo": "appo",
         "seed": seed,
         "frames": trainer.collected_frames,
         "seconds": trainer.returns.seconds,
-        "final_return": trainer.returns.mean,
+        "final_return": trainer.returns.mean if trainer.returns.finished else None,
         "eval_return": eval_return,
         "interrupted": interrupted,
         "busy": {"learner": trainer.busy_time.busy, "collectors": cpu.busy},
@@ -155,7 +159,7 @@ def train_appo(
         "versions": _versions(),
     }
     plot_returns(path / "returns.png", f"{env}, APPO, seed {seed}", trainer.returns.curve)
-    (path / SUMMARY).write_text(json.dumps(summary))
+    (path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
     return summary
 
 
@@ -176,12 +180,25 @@ def evaluate_run(
             f"cannot evaluate {run_dir}: no {CONFIG} and {CHECKPOINT} there (expected a "
             "run directory). Train first."
         )
-    settings = json.loads((path / CONFIG).read_text())
-    fields = {field.name for field in dataclasses.fields(APPOConfig)}
-    config = APPOConfig(**{k: v for k, v in settings.items() if k in fields})
-    env = MujocoBatchEnv(settings["env"], num_envs=episodes, num_threads=available_cores())
+    try:
+        settings = json.loads((path / CONFIG).read_text())
+        fields = {field.name for field in dataclasses.fields(APPOConfig)}
+        config = APPOConfig(**{k: v for k, v in settings.items() if k in fields})
+        task = make_task(settings["env"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot evaluate {run_dir}: {CONFIG} says {error!r} (expected the settings of a "
+            "run on a task of MujocoBatchEnv). Restore it, or train again."
+        ) from error
+    env = MujocoBatchEnv(task, num_envs=episodes, num_threads=available_cores())
     learner = _build_learner(env, config)
-    Checkpoint(policy=learner.actor).load(path / CHECKPOINT)
+    try:
+        Checkpoint(policy=learner.actor).load(path / CHECKPOINT)
+    except (CheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"cannot evaluate {run_dir}: the checkpoint does not load, {error} (expected one "
+            f"that fits {CONFIG}). Restore both, or train again."
+        ) from error
     env.set_seed(seed)
     returns = evaluate(env, learner.actor)
     env.close()
@@ -205,6 +222,12 @@ def _checked_run_dir(run_dir: str | os.PathLike[str]) -> Path:
             f"run directory {run_dir}: it is not empty (expected a new or empty directory). "
             "Choose another."
         )
+    parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(
+            f"run directory {run_dir}: cannot be made in {parent} (expected a directory that "
+            "may be written to). Choose another."
+        )
     return path
 
 
@@ -226,7 +249,11 @@ def _build_learner(env: EnvBase, config: APPOConfig) -> _Learner:
         rho_bar=config.rho_bar,
         c_bar=config.c_bar,
         tau=config.tau,
-        target_update_freq=config.target_update_freq or config.epochs * config.minibatches,
+        target_update_freq=(
+            config.epochs * config.minibatches
+            if config.target_update_freq is None
+            else config.target_update_freq
+        ),
     )
     return _Learner(normalizer, actor, loss)
 
@@ -257,6 +284,9 @@ def _train(trainer: APPOTrainer) -> bool:
     except KeyboardInterrupt:
         trainer.save_trainer(force_save=True)
         return True
+    except Exception:
+        trainer.save_trainer(force_save=True)  # a lost worker must not cost the training
+        raise
     return False
 
 

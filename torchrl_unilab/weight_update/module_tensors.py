@@ -134,6 +134,8 @@ class _ParamsRegistry(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         with self._params.unlock_():
+            # A policy that came through the meta device would cast the value back to it.
+            self._params.clear_device_()
             self._params.set(tuple(name.split(".")), value)
 
     def __delitem__(self, name: str) -> None:

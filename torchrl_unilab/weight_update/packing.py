@@ -63,6 +63,8 @@ class DevicePacker:
         if self._stream is None:
             self._flat.copy_(self._host)
         else:
+            # The last copy out of the flat buffer may still be queued on the acting stream.
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
                 self._flat.copy_(self._host, non_blocking=True)
             # The host buffer is free again, and the copy seen by the acting stream.

@@ -25,6 +25,10 @@ class Puller(Protocol):
         """Apply the newest version if it is not applied yet."""
         ...
 
+    def disown(self) -> None:
+        """Record that the model has weights from elsewhere, until the next publish."""
+        ...
+
 
 class _PullsWeights(Collector):
     """Collector whose weights are those published when its rollout (or step) starts."""
@@ -77,6 +81,13 @@ class _PullsWeights(Collector):
         """Pull, then return the collector's state."""
         self._pull("rollout", "step")
         return super().state_dict()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a state; its weights act until the next publish."""
+        self._pull("rollout", "step")  # what was published before comes before
+        super().load_state_dict(*args, **kwargs)
+        for puller in self._pullers:
+            puller.disown()
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Pull, then call a nested method."""

@@ -42,7 +42,8 @@ class UniLabShmScheme(WeightSyncScheme):
     It does not depend on any worker being alive, awake or reading. A worker pulls in the
     thread that acts, so **a rollout that starts after** ``send()`` **returned acts with
     that version or a newer one, whole**. Workers own their weights: they change by
-    publishing alone.
+    publishing alone (a tensor that a module keeps outside its parameters, buffers and extra
+    state, in a plain list say, is not a weight and is not covered).
 
     Drop-in for :class:`~torchrl.weight_update.SharedMemWeightSyncScheme`.
 
@@ -315,7 +316,11 @@ class UniLabShmScheme(WeightSyncScheme):
 
     @property
     def applied_versions(self) -> dict[int, int | None]:
-        """For each worker, the version it acts with, or None before it connected."""
+        """For each worker, the version it acts with.
+
+        None before it connected, and after it loaded weights that were not published
+        (``collector.load_state_dict``), until the next publish.
+        """
         cells = self._require_transport().cells
         return {worker: cell.applied(worker) for worker, cell in cells.items()}
 
@@ -458,6 +463,11 @@ class UniLabShmScheme(WeightSyncScheme):
         cell.report_applied(self.worker_idx, version)
         self._tell_context(version, binding)
         return True
+
+    def disown(self) -> None:
+        """Record that the model has weights from elsewhere, until the next publish."""
+        if self._cell is not None and self.worker_idx is not None:
+            self._cell.report_applied(self.worker_idx, None)
 
     def _tell_context(self, version: int, binding: _Binding) -> None:
         context = self.context
@@ -620,4 +630,6 @@ def _describe(cell: SnapshotCell, worker: int) -> str:
     if pid is None:
         return f"worker {worker} never connected"
     state = "alive" if process_is_alive(pid) else "dead"
-    return f"worker {worker} (pid {pid}, {state}) at version {cell.applied(worker)}"
+    applied = cell.applied(worker)
+    where = "with weights that it loaded itself" if applied is None else f"at version {applied}"
+    return f"worker {worker} (pid {pid}, {state}) {where}"
