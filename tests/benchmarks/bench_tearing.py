@@ -1,4 +1,4 @@
-"""Torn reads under continuous publishing: our cell, our cell unchecked, TorchRL's buffer.
+"""Torn reads under continuous publishing: two readers of our cell, and TorchRL's buffer.
 
 ``python -m tests.benchmarks.bench_tearing [--reads 1000000]``
 
@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 from tests.support.processes import receive, spawned
 from tests.support.tearing import ELEMENTS, count_torn, make_cell, publish_until_told
+from torchrl_unilab.shm import SnapshotCell
 
 
 def update_until_told(pipe: Connection, shared: TensorDict) -> None:
@@ -47,6 +48,21 @@ def count_torn_in_place(shared: TensorDict, reads: int) -> int:
     return torn
 
 
+def read_and_tell(pipe: Connection, cell: SnapshotCell, reads: int) -> None:
+    """Read as a second reader, and tell how many copies were torn."""
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    pipe.send(count_torn(cell, reads, checked=True)[0])
+
+
+def two_readers(cell: SnapshotCell, reads: int) -> int:
+    """Read here and in a second process; return how many copies were torn in both."""
+    with spawned(read_and_tell, cell, reads // 2) as (_, pipe):
+        receive(pipe)
+        here, _ = count_torn(cell, reads - reads // 2, checked=True)
+        return here + receive(pipe, deadline=600.0)
+
+
 def report(name: str, reads: int, run: Callable[[], int], pipe: Connection) -> None:
     """Print one row of the table."""
     receive(pipe)
@@ -55,7 +71,8 @@ def report(name: str, reads: int, run: Callable[[], int], pipe: Connection) -> N
     seconds = time.perf_counter() - started
     pipe.send("stop")
     versions = receive(pipe)
-    print(f"| {name} | {reads:,} | {versions:,} | {torn:,} | {seconds:.0f} |", flush=True)
+    words = reads * ELEMENTS
+    print(f"| {name} | {reads:,} | {words:.1e} | {versions:,} | {torn:,} | {seconds:.0f} |")
 
 
 def main() -> None:
@@ -65,11 +82,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     few = max(options.reads // 20, 1)
-    print("| reader | reads | versions published | torn | seconds |")
-    print("|---|---:|---:|---:|---:|")
+    print("| reader | reads | words | versions published | torn | seconds |")
+    print("|---|---:|---:|---:|---:|---:|")
     with make_cell(slots=3) as cell, spawned(publish_until_told, cell) as (_, pipe):
         reads = options.reads
-        report("unilab", reads, lambda: count_torn(cell, reads, checked=True)[0], pipe)
+        report("unilab, two readers", reads, lambda: two_readers(cell, reads), pipe)
     with make_cell(slots=2) as cell, spawned(publish_until_told, cell) as (_, pipe):
         report("unilab, check left out", few, lambda: count_torn(cell, few, checked=False)[0], pipe)
     shared = TensorDict(half=torch.zeros(ELEMENTS // 2), other=torch.zeros(ELEMENTS // 2))

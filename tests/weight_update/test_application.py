@@ -179,14 +179,19 @@ def test_an_idle_workers_policy_attributes_show_what_was_published():
         collector.shutdown()
 
 
-def test_a_policy_that_was_copied_after_connecting_is_found_again():
-    learner, acting = make_policy(0.25), make_policy()
-    sender, receiver = UniLabShmScheme(), UniLabShmScheme()
+def _pair(learner, acting, **kwargs) -> tuple[UniLabShmScheme, UniLabShmScheme]:
+    sender, receiver = UniLabShmScheme(**kwargs), UniLabShmScheme()
     sender.init_on_sender(model=learner, devices=[CPU])
     sender.connect()
     receiver.__setstate__(sender.__getstate__())
     receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
     receiver.connect()
+    return sender, receiver
+
+
+def test_a_policy_that_was_copied_after_connecting_is_found_again():
+    learner, acting = make_policy(0.25), make_policy()
+    sender, receiver = _pair(learner, acting)
     moved = copy.deepcopy(make_policy(-1.0))  # as a collector does for another device
     receiver.model = moved
     assert receiver.pull()
@@ -197,12 +202,7 @@ def test_a_policy_that_was_copied_after_connecting_is_found_again():
 
 def test_receive_applies_and_says_what_or_nothing():
     learner, acting = make_policy(0.25), make_policy()
-    sender, receiver = UniLabShmScheme(), UniLabShmScheme(pull="manual")
-    sender.init_on_sender(model=learner, devices=[CPU])
-    sender.connect()
-    receiver.__setstate__(sender.__getstate__())
-    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
-    receiver.connect()
+    sender, receiver = _pair(learner, acting, pull="manual")
     assert receiver.receive() is None
     assert receiver.receive(timeout=0.01) is None
     set_action(learner, 0.75)

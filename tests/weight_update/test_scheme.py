@@ -20,6 +20,7 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.weight_update import UniLabShmScheme
 
+CPU = torch.device("cpu")
 NEVER_ENDING = {"frames_per_batch": 8, "total_frames": -1}
 
 
@@ -35,7 +36,7 @@ def _multi(cls, *, policy=None, scheme=None, workers=2, **kwargs):
 def _pair(model: nn.Module, **kwargs) -> tuple[UniLabShmScheme, UniLabShmScheme, nn.Module]:
     """A connected sender and receiver in one process, without a collector."""
     sender = UniLabShmScheme(**kwargs)
-    sender.init_on_sender(model_id="policy", model=model, devices=[torch.device("cpu")])
+    sender.init_on_sender(model_id="policy", model=model, devices=[CPU])
     sender.connect()
     receiver = UniLabShmScheme()
     receiver.__setstate__(sender.__getstate__())
@@ -155,10 +156,51 @@ def test_an_idle_worker_answers_with_what_was_published():
         collector.shutdown()
 
 
+def test_a_node_with_sub_collectors_hands_the_weights_on():
+    inner_policy = make_policy(0.25)
+    inner = _multi(MultiSyncCollector, policy=inner_policy, workers=1)
+    outer_policy = make_policy(0.5)
+    sender, receiver = UniLabShmScheme(), UniLabShmScheme()
+    try:
+        sender.init_on_sender(model_id="policy", model=outer_policy, devices=[CPU])
+        sender.connect()
+        receiver.__setstate__(sender.__getstate__())
+        inner.worker_idx = 0
+        inner.register_scheme_receiver({"policy": receiver})
+        batches = iter(inner)
+        assert actions(next(batches)) == {0.5}
+        set_action(outer_policy, 0.75)
+        sender.send()
+        inner.receive_weights()
+        assert actions(next(batches)) == {0.75}
+    finally:
+        inner.shutdown()
+        sender.shutdown()
+
+
+def test_a_single_process_collector_publishes_to_whoever_attaches():
+    policy = make_policy(0.25)
+    scheme = UniLabShmScheme()
+    collector = Collector(StillEnv, policy, weight_sync_schemes={"policy": scheme}, **NEVER_ENDING)
+    receiver, acting = UniLabShmScheme(), make_policy()
+    try:
+        receiver.__setstate__(scheme.__getstate__())
+        receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
+        receiver.connect()
+        set_action(policy, 0.75)
+        collector.update_policy_weights_()
+        assert receiver.pull()
+        assert acting(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.75
+        assert scheme.applied_versions == {0: 1}
+    finally:
+        collector.shutdown()
+        scheme.shutdown()
+
+
 def test_publishing_waits_for_nobody():
     policy = make_policy()
     scheme = UniLabShmScheme()
-    scheme.init_on_sender(model=policy, devices=[torch.device("cpu")] * 3)
+    scheme.init_on_sender(model=policy, devices=[CPU] * 3)
     scheme.connect()
     for _ in range(1000):
         scheme.send()
@@ -220,7 +262,7 @@ def test_misuse_raises_what_the_stock_scheme_raises():
         scheme.send()
     with pytest.raises(ValueError, match="must be provided"):
         scheme.init_on_sender(model_id="policy")
-    scheme.init_on_sender(model=make_policy(), devices=[torch.device("cpu")])
+    scheme.init_on_sender(model=make_policy(), devices=[CPU])
     with pytest.raises(RuntimeError, match="synchronized on sender before"):
         scheme.send()
     scheme.connect()
