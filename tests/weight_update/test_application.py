@@ -38,6 +38,20 @@ class Notes:
         tempfile.mkstemp(dir=self.directory)
 
 
+def test_building_a_collector_and_publishing_leave_the_learners_tensors_alone():
+    policy = make_policy(0.25)
+    before = [(t.data_ptr(), t.requires_grad) for t in (*policy.parameters(), *policy.buffers())]
+    collector = _collector(policy, UniLabShmScheme())
+    try:
+        next(iter(collector))
+        collector.update_policy_weights_()
+    finally:
+        collector.shutdown()
+    tensors = (*policy.parameters(), *policy.buffers())
+    assert [(t.data_ptr(), t.requires_grad) for t in tensors] == before
+    assert not any(t.is_shared() for t in tensors)
+
+
 def test_hooks_of_the_user_run_and_never_disconnect_the_pull(tmp_path):
     before, after, replaced = (tmp_path / name for name in ("before", "after", "replaced"))
     for directory in (before, after, replaced):
