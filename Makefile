@@ -8,7 +8,7 @@ TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env clean
+.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo clean
 
 install: $(STAMP)
 
@@ -42,13 +42,16 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-weights bench-tearing bench-env
+bench: bench-weights bench-tearing bench-env bench-appo
 
 bench-weights: install
 	$(BIN)/python -m tests.benchmarks.bench_weights
 
 bench-tearing: install
 	$(BIN)/python -m tests.benchmarks.bench_tearing
+
+bench-appo: install
+	$(BIN)/python -m tests.benchmarks.bench_appo
 
 bench-env: install
 	$(BIN)/python -m tests.benchmarks.bench_env

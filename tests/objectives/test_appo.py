@@ -161,3 +161,11 @@ def test_it_reads_and_writes_the_keys_it_declares():
     minibatch = loss.estimate(_rollout(loss)).reshape(-1).select(*loss.in_keys)
     assert set(loss(minibatch).keys()) == set(loss.out_keys)
     assert "APPOLoss" in repr(loss)
+
+
+def test_a_state_dict_carries_the_count_of_steps():
+    loss, other = _loss(), _loss()
+    for _ in range(5):
+        loss.step_target()
+    other.load_state_dict(loss.state_dict())
+    assert other.steps == 5

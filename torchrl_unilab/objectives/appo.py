@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBase
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModuleBase,
+)
 from tensordict.utils import NestedKey
 from torchrl.objectives import LossModule
 
@@ -142,7 +146,7 @@ class APPOLoss(LossModule):
         self.c_bar = c_bar
         self.tau = tau
         self.target_update_freq = target_update_freq
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.steps = 0  # a number, so that counting never waits for a device
         self._current = list(actor_network.parameters())
         self._target = list(self.target_actor_network.parameters())
 
@@ -172,6 +176,14 @@ class APPOLoss(LossModule):
             "clip_fraction",
             "rho_clip_fraction",
         ]
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Return the count of optimiser steps, which a checkpoint carries."""
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Restore the count of optimiser steps."""
+        self.steps = state["steps"]
 
     def _forward_value_estimator_keys(self, **_: NestedKey) -> None:
         """Do nothing: V-trace is part of this loss, not a module of its own."""
@@ -272,7 +284,7 @@ class APPOLoss(LossModule):
     def step_target(self) -> None:
         """Count an optimiser step; move the target policy every `target_update_freq`."""
         self.steps += 1
-        if int(self.steps) % self.target_update_freq:
+        if self.steps % self.target_update_freq:
             return
         torch._foreach_lerp_(self._target, self._current, self.tau)
         self.sync_target_buffers()
@@ -303,5 +315,10 @@ def _dist_params(
 def _build(
     policy: ProbabilisticTensorDictSequential, dist_params: TensorDictBase
 ) -> torch.distributions.Distribution:
-    dist: torch.distributions.Distribution = policy.build_dist_from_params(dist_params)
+    dist: torch.distributions.Distribution
+    head = policy.module[-1]
+    if isinstance(head, ProbabilisticTensorDictModule):  # spares a search through all modules
+        dist = head.get_dist(dist_params)
+    else:
+        dist = policy.build_dist_from_params(dist_params)
     return dist

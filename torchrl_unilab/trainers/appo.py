@@ -59,7 +59,9 @@ class APPOStepper(OptimizationStepper):
         self.optimizer.zero_grad()
         self.loss.step_target()
         self.lr.copy_(kl_adapted_lr(self.lr, losses.get("kl"), self.desired_kl))
-        return losses.detach()
+        for key in ("loss_objective", "loss_critic", "loss_entropy"):
+            losses.set(key, losses.get(key).detach())
+        return losses
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: the trainer checkpoints loss and optimiser."""
