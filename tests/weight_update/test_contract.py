@@ -78,12 +78,12 @@ def test_weights_arrive_in_every_form(scheme_cls: SchemeClass, cls, form):
         "TensorDict": lambda: TensorDict.from_module(source),
     }
     schemes = {"policy": scheme_cls()}
-    with _collecting(cls, [StillEnv] * 2, policy, weight_sync_schemes=schemes) as collector:
+    with _collecting(cls, [StillEnv], policy, weight_sync_schemes=schemes) as collector:
         batches = iter(collector)
         assert actions(next(batches)) == {LEARNER}
         set_action(source, OTHER)
         collector.update_policy_weights_(weights[form]())
-        assert _settled(batches) == {OTHER}
+        assert _settled(batches, 1) == {OTHER}
 
 
 @BOTH
@@ -156,14 +156,14 @@ def _mean_action(trajectories: TensorDict) -> dict[str, float]:
 def test_a_uniform_factory_starts_from_its_own_weights(scheme_cls: SchemeClass):
     with _collecting(
         MultiSyncCollector,
-        [StillEnv] * 2,
+        [StillEnv],
         policy_factory=make_policy_at_half,
         weight_sync_schemes={"policy": scheme_cls()},
     ) as collector:
         batches = iter(collector)
         assert actions(next(batches)) == {0.5}
         collector.update_policy_weights_(TensorDict.from_module(make_policy(OTHER)))
-        assert _settled(batches) == {OTHER}
+        assert _settled(batches, 1) == {OTHER}
 
 
 @BOTH
@@ -196,20 +196,20 @@ def test_a_scheme_may_be_initialised_before_the_collector(scheme_cls: SchemeClas
     weights = TensorDict.from_module(learner).data
     scheme = scheme_cls()
     ways: dict[str, dict[str, Any]] = {
-        "model": {"model_id": "policy", "model": learner, "devices": [CPU, CPU]},
-        "weights": {"model_id": "policy", "weights": weights, "devices": [CPU, CPU]},
-        "params_map": {"params_map": dict.fromkeys(range(2), weights.clone().share_memory_())},
+        "model": {"model_id": "policy", "model": learner, "devices": [CPU]},
+        "weights": {"model_id": "policy", "weights": weights, "devices": [CPU]},
+        "params_map": {"params_map": {0: weights.clone().share_memory_()}},
         "device_map_fn": {
             "model_id": "policy",
             "weights": weights,
             "device_map_fn": _shared_weights,
-            "num_workers": 2,
+            "num_workers": 1,
         },
     }
     scheme.init_on_sender(**ways[way])
     with _collecting(
         MultiSyncCollector,
-        [StillEnv] * 2,
+        [StillEnv],
         policy_factory=make_policy,
         weight_sync_schemes={"policy": scheme},
     ) as collector:
@@ -217,7 +217,7 @@ def test_a_scheme_may_be_initialised_before_the_collector(scheme_cls: SchemeClas
         assert actions(next(batches)) == {LEARNER}
         set_action(learner, OTHER)
         collector.update_policy_weights_(TensorDict.from_module(learner).data)
-        assert _settled(batches) == {OTHER}
+        assert _settled(batches, 1) == {OTHER}
 
 
 def _shared_weights(worker: int, weights: TensorDict) -> TensorDict:

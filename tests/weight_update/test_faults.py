@@ -115,7 +115,7 @@ def _read_for_ever(pipe: Connection, cell: SnapshotCell) -> None:
 def test_readers_killed_in_mid_read_disturb_neither_writer_nor_other_readers():
     with make_cell(slots=2) as cell, spawned(publish_until_told, cell) as (_, pipe):
         receive(pipe)
-        for _ in range(3):
+        for _ in range(2):
             with spawned(_read_for_ever, cell) as (reader, readers_pipe):
                 receive(readers_pipe)
                 assert count_torn(cell, 500, checked=True)[0] == 0

@@ -110,6 +110,7 @@ def train_appo(
         path.mkdir(parents=True, exist_ok=True)
         settings = {"env": env, "algo": "appo", "seed": seed, **dataclasses.asdict(config)}
         (path / CONFIG).write_text(json.dumps(settings, indent=2))
+        board = TensorboardLogger("tensorboard", log_dir=str(path))
         trainer = APPOTrainer(
             collector=collector,
             loss_module=learner.loss,
@@ -117,12 +118,7 @@ def train_appo(
             config=config,
             normalizer=learner.normalizer,
             scheme=scheme,
-            logger=FanOutLogger(
-                [
-                    CSVLogger("logs", log_dir=str(path)),
-                    TensorboardLogger("tensorboard", log_dir=str(path)),
-                ]
-            ),
+            logger=FanOutLogger([CSVLogger("logs", log_dir=str(path)), board]),
             progress_bar=progress_bar,
             seed=seed,
             checkpoint=Checkpoint(save_components=_SAVED),
@@ -134,6 +130,7 @@ def train_appo(
         trainer.register_op("setup", cpu.start)
         trainer.register_op("post_steps", cpu.sample)
         interrupted = _train(trainer)
+        board.experiment.close()  # ends its thread
     finally:
         collector.shutdown()
     eval_env = (
