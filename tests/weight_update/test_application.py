@@ -13,7 +13,8 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.support.acting import StillEnv, actions, make_policy, set_action
-from torchrl_unilab.errors import WorkersBehindError
+from torchrl_unilab.errors import SnapshotContendedError, WorkersBehindError
+from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CPU = torch.device("cpu")
@@ -211,6 +212,32 @@ def test_a_policy_that_was_copied_after_connecting_is_found_again():
     assert receiver.pull()
     assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
     assert not receiver.pull()
+    sender.shutdown()
+
+
+def test_a_replaced_model_is_filled_even_if_its_first_pull_was_overtaken(monkeypatch):
+    sender, receiver = _pair(make_policy(0.25), make_policy())
+    receiver.model = moved = make_policy(-1.0)
+
+    def overtaken(*_, **__):
+        raise SnapshotContendedError("overtaken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotCell, "stage", overtaken)
+        with pytest.raises(SnapshotContendedError):
+            receiver.pull()
+    assert receiver.pull()
+    assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
+    sender.shutdown()
+
+
+def test_giving_up_what_was_published_counts_no_retry_again():
+    sender, receiver = _pair(make_policy(0.25), make_policy())
+    cell = sender.create_transport().cell(0)
+    before = cell.reader_overtaken(0)
+    cell.overtaken = receiver.create_transport().cell(0).overtaken = 5
+    receiver.disown()
+    assert cell.reader_overtaken(0) == before
     sender.shutdown()
 
 

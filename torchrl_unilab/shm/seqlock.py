@@ -371,7 +371,8 @@ class SnapshotCell:
         base = _READER_WORDS * reader
         words = self._reader_words
         words[base + _PID] = os.getpid()
-        words[base + _OVERTAKEN] = words[base + _OVERTAKEN] + self.overtaken
+        if version is not None:  # a stage came before
+            words[base + _OVERTAKEN] = words[base + _OVERTAKEN] + self.overtaken
         words[base + _APPLIED] = 0 if version is None else version + 1
 
     def applied(self, reader: int) -> int | None:

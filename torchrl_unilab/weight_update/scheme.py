@@ -455,6 +455,7 @@ class UniLabShmScheme(WeightSyncScheme):
         binding = self._binding
         if binding is None or binding.targets.module is not model:
             binding = self._binding = _Binding(cell, _module(model, self._model_id or "policy"))
+            self._applied = -1  # this model has none yet, also if the copy below fails
         elif cell.version == self._applied:
             return False
         version = binding.apply(self._require_transport())
