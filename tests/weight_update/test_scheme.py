@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from functools import partial
 
 import pytest
@@ -66,10 +67,13 @@ def test_rollouts_after_a_publish_act_with_it_and_carry_its_version(cls):
         assert unpublished == [{0.25}] * 3
         collector.update_policy_weights_()
         assert scheme.version == 1
-        for _ in range(3):  # an asynchronous worker may have rollouts under way
-            batch = next(batches)
-        assert actions(batch) == {0.75}
-        assert batch["next", "policy_version"].unique().tolist() == [1]
+        newest = 0
+        until = time.monotonic() + 60
+        while newest < 1 or set(scheme.applied_versions.values()) != {1}:
+            assert time.monotonic() < until, "a worker does not take what was published"
+            batch = next(batches)  # an asynchronous worker may have rollouts under way
+            (newest,) = batch["next", "policy_version"].unique().tolist()
+            assert actions(batch) == {0.75 if newest else 0.25}
         scheme.wait_applied(1, timeout=20)
         assert scheme.applied_versions == {0: 1, 1: 1}
     finally:
