@@ -12,6 +12,9 @@ UniLabError
 │   └── LayoutDigestError        (ValueError)   a segment was made for another layout
 ├── SnapshotContendedError       (RuntimeError) a reader was overtaken on every bounded retry
 ├── WorkersBehindError           (TimeoutError) workers have not applied a version in time
+├── RingTimeoutError             (TimeoutError) no rollout was ready, or no slot free, in time
+├── PeerGoneError                (RuntimeError) the process at the other end has ended
+│   └── WorkerError              a worker failed; carries its traceback or its signal
 └── ConfigError                  (ValueError)   a setting that cannot work
 ```
 
@@ -29,11 +32,14 @@ __all__ = [
     "LayoutError",
     "LayoutKeyError",
     "LayoutShapeError",
+    "PeerGoneError",
+    "RingTimeoutError",
     "SegmentClosedError",
     "SegmentError",
     "SegmentSpaceError",
     "SnapshotContendedError",
     "UniLabError",
+    "WorkerError",
     "WorkersBehindError",
 ]
 
@@ -84,6 +90,18 @@ class SnapshotContendedError(UniLabError, RuntimeError):
 
 class WorkersBehindError(UniLabError, TimeoutError):
     """Some workers have not applied a published version in time."""
+
+
+class RingTimeoutError(UniLabError, TimeoutError):
+    """No rollout was ready, or no slot was free, in time."""
+
+
+class PeerGoneError(UniLabError, RuntimeError):
+    """The process at the other end of shared memory has closed it or died."""
+
+
+class WorkerError(PeerGoneError):
+    """A worker process failed: its own traceback, or the signal that ended it."""
 
 
 class ConfigError(UniLabError, ValueError):

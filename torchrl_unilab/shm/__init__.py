@@ -1,13 +1,15 @@
-"""Shared memory: segments, words, layouts and the seqlock. Imports no torchrl."""
+"""Shared memory: segments, words, layouts, the seqlock and the ring. Imports no torchrl."""
 
 from torchrl_unilab.shm.counters import SharedWords, is_weakly_ordered
 from torchrl_unilab.shm.layout import BlockLayout, Field
+from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.seqlock import SeqLock, SnapshotCell
 
 __all__ = [
     "BlockLayout",
     "Field",
+    "RolloutRing",
     "SeqLock",
     "SharedSegment",
     "SharedWords",

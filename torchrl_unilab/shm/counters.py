@@ -33,6 +33,13 @@ every reader after copying: a copy that mixes versions, or runs ahead of its wor
 the check (up to one chance in 2**32) and is retried like any torn one. The check needs no
 order at all. The setting ``checksum=True`` turns it on anywhere, so that it is tested on
 x86-64 too.
+
+**Order through a pipe, everywhere.** The ring relies on none of the above. Its slots change
+hands by a token in a pipe: the giver's ``write(2)`` comes after its stores, the taker's
+``read(2)`` before its loads, and both hold the pipe's lock in the kernel while the token
+passes. Releasing and taking a lock orders memory on every processor, so who takes a token
+sees all that its giver had done to the slot. Its counters are words like the others: one
+writer each, and statistics to everyone else.
 """
 
 from __future__ import annotations

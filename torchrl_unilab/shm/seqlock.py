@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
 from torchrl_unilab.errors import ConfigError, LayoutDigestError, SnapshotContendedError
 from torchrl_unilab.shm.counters import LINE, SharedWords, is_weakly_ordered
 from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
 
 __all__ = ["SeqLock", "SnapshotCell"]
@@ -401,14 +401,6 @@ class SnapshotCell:
     def __reduce__(self) -> tuple[Any, ...]:
         args = (self._segment, self.layout, self.slots, self.readers, self._checksum)
         return _attach_pickled, args
-
-
-def process_is_alive(pid: int) -> bool:
-    """Return whether a process of this machine runs, or could: zombies do not count."""
-    try:
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _attach_pickled(*args: Any) -> SnapshotCell:

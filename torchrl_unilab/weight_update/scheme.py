@@ -17,7 +17,8 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, WorkersBehindError
 from torchrl_unilab.shm import SnapshotCell
-from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, process_is_alive
+from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_tensors import EXTRA_STATE, ModuleTensors
 from torchrl_unilab.weight_update.pull import pull_in_rollouts
 from torchrl_unilab.weight_update.transport import (

@@ -1,0 +1,772 @@
+"""A ring of shared slots: several writers fill them, one reader takes them in order.
+
+A slot belongs to exactly one party at a time, and what says so is a token. Two pipes hold
+the tokens of slots that nobody works on: ``free`` those to be filled, ``ready`` those that
+are committed, oldest first. Whoever takes a token out of a pipe owns its slot, alone, until
+it puts the token into a pipe again. The kernel hands each token to one taker, so claiming
+needs no lock, no compare-and-swap and no retry, and a process that is stopped or killed
+keeps the slots it owned and nothing else.
+
+- *claim*: take a free token; if there is none, ``overflow="overwrite"`` takes the oldest
+  ready one (its rollout is dropped and counted), ``overflow="block"`` waits for a free one.
+- *commit*: make the slot's generation even and put its token, with that generation, into
+  ``ready``.
+- *acquire*: take the oldest ready token and compare the slot's generation with it.
+- *release*: compare again and put the token into ``free``.
+
+Waiting is ``poll`` on a pipe: it wakes when a token arrives and costs nothing until then.
+That the bytes of a slot are seen by its next owner follows from the pipe, see
+`torchrl_unilab.shm.counters`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutDigestError,
+    LayoutKeyError,
+    PeerGoneError,
+    RingTimeoutError,
+    SegmentError,
+    SegmentSpaceError,
+)
+from torchrl_unilab.shm.counters import SharedWords
+from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.segment import (
+    SegmentKind,
+    SharedSegment,
+    default_kind,
+    free_bytes,
+    named_directory,
+)
+
+__all__ = ["Lease", "Overflow", "RolloutRing", "Token", "TokenPipe"]
+
+Overflow = Literal["overwrite", "block"]
+OVERFLOWS: tuple[Overflow, ...] = ("overwrite", "block")
+MAX_SLOTS = 2048  # tokens that surely fit a pipe of 64 KiB
+LIFE_CHECK_SECONDS = 0.2
+"""How often a wait looks whether the other side lives."""
+
+
+class Token(NamedTuple):
+    """What passes through a pipe: a slot, and what was last committed to it."""
+
+    slot: int
+    writer: int
+    sequence: int
+    generation: int
+
+
+_TOKEN = struct.Struct("=IIQQ")
+
+
+class TokenPipe:
+    """A first-in first-out queue of tokens in the kernel, shared between processes.
+
+    Writes of a token and reads of a token are atomic: a token is far below ``PIPE_BUF``, and
+    all tokens have one size.
+
+    Args:
+        ends: Descriptors to read from and to write to, non-blocking.
+    """
+
+    def __init__(self, ends: tuple[int, int]) -> None:
+        self.ends = ends
+
+    @classmethod
+    def create(cls) -> TokenPipe:
+        """Make an anonymous pipe, which goes with the last process that holds it."""
+        ends = os.pipe()
+        for end in ends:
+            os.set_blocking(end, False)
+        return cls(ends)
+
+    @classmethod
+    def open(cls, path: Path, *, create: bool = False) -> TokenPipe:
+        """Open a named pipe, or make it first."""
+        if create:
+            os.mkfifo(path, 0o600)
+        # Both directions at once: opening waits for nobody, and no end is ever missing.
+        end = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        return cls((end, end))
+
+    def put(self, token: Token) -> None:
+        """Append a token."""
+        os.write(self.ends[1], _TOKEN.pack(*token))
+
+    def take(self) -> Token | None:
+        """Remove and return the oldest token, or None if there is none."""
+        try:
+            return Token(*_TOKEN.unpack(os.read(self.ends[0], _TOKEN.size)))
+        except BlockingIOError:
+            return None
+
+    def close(self) -> None:
+        """Close this process's ends."""
+        for end in set(self.ends):
+            os.close(end)
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A committed slot that the reader owns until it releases it.
+
+    Attributes:
+        token: What was committed: slot, writer, the writer's count of rollouts.
+        views: Dotted key to shared tensor. Borrowed: valid until the release.
+    """
+
+    token: Token
+    views: Mapping[str, torch.Tensor]
+
+
+_MAGIC = 0x554E494C_52494E47
+_MAGIC_WORD, _DIGEST, _SLOTS, _WRITERS, _OVERFLOW, _READY, _READER_PID, _READER_GONE, _READ = range(
+    9
+)
+_HEADER_WORDS = 9
+# Words of each writer: its process, the rollouts it committed, and the slot it fills plus
+# one; then how many rollouts of each writer it has dropped.
+_PID, _COMMITTED, _FILLING = range(3)
+
+
+class RolloutRing:
+    """`slots` shared slots of one layout, for `writers` writers and one reader.
+
+    Each process that unpickles or attaches the ring may act as one writer (`use_writer`),
+    or as the reader; one thread of it at a time. Nothing is lost unless it is counted:
+    ``write_count == read_count + sum(dropped)`` once all slots are read.
+
+    Args:
+        initial: Dotted key to tensor: shapes and dtypes of a slot, not its content.
+        slots: How many slots. With one per writer, one for the reader and one to spare,
+            no writer ever finds all of them taken.
+        writers: How many writers there may be.
+        overflow: What a writer does when no slot is free: ``"overwrite"`` drops the oldest
+            unread rollout, ``"block"`` waits.
+        name: Name to attach by from an unrelated process; anonymous if not given.
+        kind: Kind of segment; the platform's default if not given.
+
+    Raises:
+        ConfigError: A count or `overflow` is not one of the above.
+        SegmentSpaceError: It does not fit shared memory; says how many slots would.
+
+    Example:
+        >>> ring = RolloutRing({"reward": torch.zeros(2, 3)}, slots=2)
+        >>> ring.write({"reward": torch.ones(2, 3)})
+        True
+        >>> ring.read()["reward"].sum().item()
+        6.0
+        >>> ring.advance_read()
+        >>> ring.close()
+    """
+
+    def __init__(
+        self,
+        initial: Mapping[str, torch.Tensor],
+        *,
+        slots: int = 4,
+        writers: int = 1,
+        overflow: Overflow = "overwrite",
+        name: str | None = None,
+        kind: SegmentKind | None = None,
+    ) -> None:
+        for setting, count, most in (("slots", slots, MAX_SLOTS), ("writers", writers, 1024)):
+            if not 1 <= count <= most:
+                raise ConfigError(
+                    f"ring {setting}: {count} (expected 1 to {most}). Use for example 4."
+                )
+        if overflow not in OVERFLOWS:
+            raise ConfigError(
+                f"ring overflow: {overflow!r} (expected one of {OVERFLOWS}). "
+                "Leave it out to drop the oldest unread rollout."
+            )
+        layout = BlockLayout.of(initial)
+        kind = kind or (default_kind() if name is None else "named")
+        _check_room(layout, slots, writers, kind)
+        segment = SharedSegment(_nbytes(layout, slots, writers), name=name, kind=kind)
+        if segment.name is None:
+            free, ready = TokenPipe.create(), TokenPipe.create()
+        else:
+            free, ready = (TokenPipe.open(path, create=True) for path in _pipe_paths(segment.name))
+        self._open(segment, layout, slots, writers, overflow, free, ready)
+        for slot in range(slots):
+            free.put(Token(slot, 0, 0, 0))
+        header = self._header
+        header[_MAGIC_WORD] = _MAGIC
+        header[_DIGEST] = layout.digest
+        header[_SLOTS] = slots
+        header[_WRITERS] = writers
+        header[_OVERFLOW] = OVERFLOWS.index(overflow)
+        header[_READY] = 1
+
+    @classmethod
+    def attach(cls, name: str, initial: Mapping[str, torch.Tensor]) -> RolloutRing:
+        """Attach the named ring of an unrelated process.
+
+        Args:
+            name: Its name.
+            initial: Dotted key to tensor, as its creator gave it.
+
+        Raises:
+            SegmentError: There is no segment of that name.
+            LayoutDigestError: It is not a ring, or its slots have another layout.
+        """
+        segment = SharedSegment.attach(name)
+        layout = BlockLayout.of(initial)
+        large_enough = segment.nbytes >= SharedWords.nbytes(_HEADER_WORDS)
+        header = SharedWords(segment.buffer, 0, _HEADER_WORDS) if large_enough else None
+        if header is None or header[_MAGIC_WORD] != _MAGIC or not header[_READY]:
+            segment.close()
+            raise LayoutDigestError(
+                f"cannot attach {name!r}: not a complete rollout ring (expected one). "
+                "Check the name, and that its creator has started."
+            )
+        if header[_DIGEST] != layout.digest:
+            found = header[_DIGEST]
+            segment.close()
+            raise LayoutDigestError(
+                f"cannot attach {name!r}: layout digest {found:#x} (expected "
+                f"{layout.digest:#x}). Both sides must name the same keys, shapes and dtypes."
+            )
+        return _attach_named(segment, layout)
+
+    def _open(
+        self,
+        segment: SharedSegment,
+        layout: BlockLayout,
+        slots: int,
+        writers: int,
+        overflow: Overflow,
+        free: TokenPipe,
+        ready: TokenPipe,
+    ) -> None:
+        self._segment = segment
+        self.layout = layout
+        self.slots = slots
+        self.writers = writers
+        self.overflow = overflow
+        self._free = free
+        self._ready = ready
+        buffer = segment.buffer
+        self._header = SharedWords(buffer, 0, _HEADER_WORDS)
+        offset = SharedWords.nbytes(_HEADER_WORDS)
+        self._writer_words = SharedWords(buffer, offset, writers * (3 + writers))
+        offset += SharedWords.nbytes(len(self._writer_words))
+        # Written by the slot's owner of the moment alone.
+        self._generations = SharedWords(buffer, offset, slots)
+        offset += SharedWords.nbytes(slots)
+        flat = torch.from_numpy(buffer)
+        self._tensors: list[list[torch.Tensor]] = [
+            layout.views(flat[offset + i * layout.nbytes : offset + (i + 1) * layout.nbytes])
+            for i in range(slots)
+        ]
+        self._writer = 0
+        self._claimed: int | None = None
+        self._lease: Lease | None = None
+        self._borrowed = False
+
+    # Both sides
+
+    @property
+    def name(self) -> str | None:
+        """The name to attach by, or None for an anonymous ring."""
+        return self._segment.name
+
+    @property
+    def slot_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each field of a slot, by dotted key."""
+        return {field.key: field.shape for field in self.layout.fields}
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed the ring."""
+        return self._segment.closed
+
+    @property
+    def write_count(self) -> int:
+        """Rollouts that all writers have committed."""
+        self._check_open()
+        return sum(self._of_writer(w, _COMMITTED) for w in range(self.writers))
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Rollouts that each writer has committed."""
+        self._check_open()
+        return tuple(self._of_writer(w, _COMMITTED) for w in range(self.writers))
+
+    @property
+    def read_count(self) -> int:
+        """Rollouts that the reader has released."""
+        self._check_open()
+        return self._header[_READ]
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Rollouts of each writer that were dropped before they were read."""
+        self._check_open()
+        return tuple(
+            sum(self._of_writer(by, 3 + of) for by in range(self.writers))
+            for of in range(self.writers)
+        )
+
+    def _of_writer(self, writer: int, word: int) -> int:
+        return self._writer_words[writer * (3 + self.writers) + word]
+
+    def _set_own(self, word: int, value: int) -> None:
+        self._writer_words[self._writer * (3 + self.writers) + word] = value
+
+    def _check_open(self) -> None:
+        _ = self._segment.buffer  # a closed ring is refused
+
+    # Writer
+
+    def use_writer(self, writer: int) -> None:
+        """Write as writer `writer` from now on, 0 by default. One process per writer.
+
+        Raises:
+            ConfigError: There is no such writer.
+            RuntimeError: A slot is claimed.
+        """
+        self._check_open()
+        if not 0 <= writer < self.writers:
+            raise ConfigError(
+                f"ring writer: {writer} (expected 0 to {self.writers - 1}). "
+                "Make the ring for more writers."
+            )
+        if self._claimed is not None:
+            raise RuntimeError(
+                f"cannot become writer {writer}: slot {self._claimed} is being written "
+                "(expected none). Commit it first."
+            )
+        self._writer = writer
+        self._set_own(_PID, os.getpid())
+
+    def claim(self, timeout: float | None = None) -> int | None:
+        """Own a slot to fill, until it is committed; return it.
+
+        Args:
+            timeout: Seconds to wait for a slot; without end if not given.
+
+        Returns:
+            The slot's index; the one already claimed if there is one; None after `timeout`.
+
+        Raises:
+            PeerGoneError: Every slot is taken and the reader has closed or died.
+        """
+        self._check_open()
+        if self._claimed is not None:
+            return self._claimed
+        if self._of_writer(self._writer, _PID) != os.getpid():
+            self._set_own(_PID, os.getpid())
+        token = self._take_to_fill()
+        if token is None:
+            token = self._wait_to_fill(timeout)
+        if token is None:
+            return None
+        slot = token.slot
+        self._set_own(_FILLING, slot + 1)
+        # Odd, and never a value it had: the last owner may have died with it odd.
+        self._generations[slot] = (self._generations[slot] + 1) | 1
+        self._claimed = slot
+        return slot
+
+    def _take_to_fill(self) -> Token | None:
+        token = self._free.take()
+        if token is None and self.overflow == "overwrite":
+            token = self._ready.take()
+            if token is not None:
+                word = 3 + token.writer
+                self._set_own(word, self._of_writer(self._writer, word) + 1)
+        return token
+
+    def _wait_to_fill(self, timeout: float | None) -> Token | None:
+        pipes = [self._free] if self.overflow == "block" else [self._free, self._ready]
+        for _ in _waits(pipes, timeout):
+            token = self._take_to_fill()
+            if token is not None:
+                return token
+            reader = self._header[_READER_PID]
+            if self._header[_READER_GONE] or (reader and not process_is_alive(reader)):
+                raise PeerGoneError(
+                    f"writer {self._writer} waits for a free slot: the reader, process "
+                    f"{reader}, is gone (expected it to read). Stop writing."
+                )
+        return None
+
+    @property
+    def write_slot(self) -> int:
+        """The slot to fill, claimed if none is.
+
+        Raises:
+            PeerGoneError: As for `claim`.
+        """
+        slot = self.claim()
+        assert slot is not None, "claim waits without end"
+        return slot
+
+    @property
+    def write_buffer(self) -> dict[str, torch.Tensor]:
+        """The tensors of the slot to fill, by dotted key."""
+        return dict(zip(self.layout.keys, self._tensors[self.write_slot], strict=True))
+
+    def signal_write_done(self) -> int:
+        """Commit the claimed slot; return how many rollouts this writer has committed.
+
+        Raises:
+            RuntimeError: No slot is claimed.
+        """
+        self._check_open()
+        slot = self._claimed
+        if slot is None:
+            raise RuntimeError(
+                "cannot commit: no slot is claimed (expected one). Fill write_buffer first."
+            )
+        count = self._of_writer(self._writer, _COMMITTED) + 1
+        generation = self._generations[slot] + 1
+        self._generations[slot] = generation
+        self._claimed = None
+        self._ready.put(Token(slot, self._writer, count, generation))
+        self._set_own(_COMMITTED, count)
+        self._set_own(_FILLING, 0)
+        return count
+
+    def abandon_write(self) -> None:
+        """Give the claimed slot back without committing it; does nothing if none is."""
+        self._check_open()
+        if self._claimed is not None:
+            slot, self._claimed = self._claimed, None
+            self._set_own(_FILLING, 0)  # first: no slot may ever have two tokens
+            self._free.put(Token(slot, self._writer, 0, self._generations[slot]))
+
+    def write(self, tensors: Mapping[str, torch.Tensor], timeout: float | None = None) -> bool:
+        """Commit a copy of `tensors`, dotted key to tensor.
+
+        Returns:
+            False if no slot was to be had within `timeout` seconds.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; no slot was touched.
+            PeerGoneError: As for `claim`.
+        """
+        ordered = self.layout.select(tensors)
+        slot = self.claim(timeout)
+        if slot is None:
+            return False
+        with torch.no_grad():
+            torch._foreach_copy_(self._tensors[slot], ordered)
+        self.signal_write_done()
+        return True
+
+    def recover(self, writer: int) -> bool:
+        """Free the slot that a dead writer left half written; return if there was one.
+
+        A writer killed between taking a token and noting it, or between committing and
+        noting that, some microseconds in all, keeps its slot for good.
+
+        Raises:
+            RuntimeError: The writer is alive.
+        """
+        self._check_open()
+        pid = self._of_writer(writer, _PID)
+        if pid and process_is_alive(pid):
+            raise RuntimeError(
+                f"cannot recover the slot of writer {writer}: process {pid} is alive "
+                "(expected it dead). End it first."
+            )
+        filling = self._of_writer(writer, _FILLING)
+        own = writer * (3 + self.writers)
+        self._writer_words[own + _FILLING] = 0  # it has no other writer any more
+        self._writer_words[own + _PID] = 0
+        if not filling or self._generations[filling - 1] % 2 == 0:
+            return False
+        slot = filling - 1
+        self._free.put(Token(slot, writer, 0, self._generations[slot]))
+        return True
+
+    # Reader
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when a rollout is ready, to wait on with others."""
+        self._check_open()
+        return self._ready.ends[0]
+
+    def available(self) -> int:
+        """How many committed rollouts wait to be read."""
+        self._check_open()
+        return _queued(self._ready)
+
+    def wait_for_data(self, timeout: float | None = 60.0) -> bool:
+        """Wait until a rollout is ready; return whether one is.
+
+        Args:
+            timeout: Seconds; without end if None.
+
+        Raises:
+            PeerGoneError: Nothing is ready and a writer has died; names its process.
+        """
+        self._check_open()
+        self._read_here()
+        for _ in _waits([self._ready], timeout):
+            if _queued(self._ready):
+                return True
+            for writer in range(self.writers):
+                pid = self._of_writer(writer, _PID)
+                if pid and not process_is_alive(pid):
+                    raise PeerGoneError(
+                        f"waiting for a rollout: writer {writer}, process {pid}, has died "
+                        "(expected it to write). See its own output for the cause."
+                    )
+        return False
+
+    def _read_here(self) -> None:
+        if self._header[_READER_PID] != os.getpid():
+            self._header[_READER_PID] = os.getpid()
+            self._header[_READER_GONE] = 0
+
+    def acquire(self) -> Lease | None:
+        """Own the oldest committed slot until `release`; None if there is none.
+
+        Several may be held at once; each is one less for the writers.
+
+        Raises:
+            SegmentError: The slot is not what was committed: someone wrote to borrowed memory.
+        """
+        self._check_open()
+        self._read_here()
+        token = self._ready.take()
+        if token is None:
+            return None
+        self._check_whole(token)
+        views = dict(zip(self.layout.keys, self._tensors[token.slot], strict=True))
+        return Lease(token, views)
+
+    def release(self, lease: Lease) -> None:
+        """Give a slot back to the writers.
+
+        Raises:
+            SegmentError: The slot was written while it was held.
+        """
+        self._check_open()
+        self._check_whole(lease.token)
+        self._header[_READ] = self._header[_READ] + 1
+        self._free.put(lease.token)
+
+    def _check_whole(self, token: Token) -> None:
+        found = self._generations[token.slot]
+        if found != token.generation:
+            raise SegmentError(
+                f"ring slot {token.slot}: generation {found} (expected {token.generation}, "
+                f"as writer {token.writer} committed it). The slot was written without a claim."
+            )
+
+    @property
+    def read_slot(self) -> int:
+        """The slot being read, the oldest committed one if none is.
+
+        Raises:
+            RingTimeoutError: Nothing is ready.
+        """
+        return self._current().token.slot
+
+    def _current(self) -> Lease:
+        self._check_open()
+        if self._lease is None:
+            self._lease = self.acquire()
+        if self._lease is None:
+            raise RingTimeoutError(
+                "cannot read: no rollout is ready (expected one). Call wait_for_data first."
+            )
+        return self._lease
+
+    @contextlib.contextmanager
+    def read_views(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Borrow the tensors of the slot being read, by dotted key.
+
+        They are shared memory, valid inside the ``with`` block only; the slot stays the
+        reader's until `advance_read`.
+
+        Raises:
+            RingTimeoutError: Nothing is ready.
+            SegmentError: The slot was written meanwhile.
+        """
+        lease = self._current()
+        self._borrowed = True
+        try:
+            yield lease.views
+        finally:
+            self._borrowed = False
+        self._check_whole(lease.token)
+
+    def copy_read_slot_to(self, destination: Mapping[str, torch.Tensor]) -> None:
+        """Copy the slot being read into `destination`, dotted key to tensor, on any device.
+
+        Raises:
+            LayoutKeyError: (a ``KeyError``) A field is missing from `destination`.
+            LayoutShapeError: (a ``ValueError``) A tensor has another shape.
+            LayoutDtypeError: (a ``TypeError``) A tensor has another dtype.
+            RingTimeoutError: Nothing is ready.
+        """
+        missing = [key for key in self.layout.keys if key not in destination]
+        if missing:
+            raise LayoutKeyError(
+                f"destination of a rollout: no {missing} (expected {list(self.layout.keys)}). "
+                "Give a tensor for each field."
+            )
+        tensors = [destination[key] for key in self.layout.keys]
+        self.layout.check(tensors)
+        with self.read_views() as views, torch.no_grad():
+            torch._foreach_copy_(tensors, list(views.values()))
+
+    def read(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """Return a copy of the slot being read on `device`, by dotted key.
+
+        Raises:
+            RingTimeoutError: Nothing is ready.
+        """
+        with self.read_views() as views:
+            return {key: view.to(device, copy=True) for key, view in views.items()}
+
+    def advance_read(self) -> None:
+        """Give the slot being read back to the writers; the next is the oldest ready one.
+
+        Raises:
+            RuntimeError: No slot is being read, or its views are borrowed.
+        """
+        self._check_open()
+        if self._lease is None or self._borrowed:
+            state = "its views are borrowed" if self._borrowed else "no slot is being read"
+            raise RuntimeError(
+                f"cannot advance: {state} (expected one that was read). "
+                "Leave the block of read_views, or read first."
+            )
+        lease, self._lease = self._lease, None
+        self.release(lease)
+
+    # End
+
+    def close(self) -> None:
+        """Give up the ring; its creator frees it. Idempotent."""
+        if self._segment.closed:
+            return
+        if self._header[_READER_PID] == os.getpid():
+            self._header[_READER_GONE] = 1
+        for writer in range(self.writers):
+            if self._of_writer(writer, _PID) == os.getpid() and self._claimed is None:
+                self._writer_words[writer * (3 + self.writers) + _PID] = 0
+        paths = _pipe_paths(self.name) if self.name and self._segment.is_owner else ()
+        self._tensors = []
+        self._lease = None
+        self._segment.close()
+        self._free.close()
+        self._ready.close()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    cleanup = close
+
+    def __enter__(self) -> RolloutRing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if "_borrowed" in self.__dict__:  # absent if __init__ refused its arguments
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_open()
+        if self.name is not None:
+            return _attach_named, (self._segment, self.layout)
+        ends = [reduction.DupFd(end) for end in (*self._free.ends, *self._ready.ends)]
+        shape = (self.slots, self.writers, self.overflow)
+        return _attach_pickled, (self._segment, self.layout, *shape, ends)
+
+
+def _attach_named(segment: SharedSegment, layout: BlockLayout) -> RolloutRing:
+    header = SharedWords(segment.buffer, 0, _HEADER_WORDS)
+    assert segment.name is not None
+    free, ready = (TokenPipe.open(path) for path in _pipe_paths(segment.name))
+    ring = RolloutRing.__new__(RolloutRing)
+    overflow = OVERFLOWS[header[_OVERFLOW]]
+    ring._open(segment, layout, header[_SLOTS], header[_WRITERS], overflow, free, ready)
+    return ring
+
+
+def _attach_pickled(
+    segment: SharedSegment,
+    layout: BlockLayout,
+    slots: int,
+    writers: int,
+    overflow: Overflow,
+    ends: Sequence[Any],
+) -> RolloutRing:
+    numbers = [end.detach() for end in ends]
+    free, ready = TokenPipe((numbers[0], numbers[1])), TokenPipe((numbers[2], numbers[3]))
+    ring = RolloutRing.__new__(RolloutRing)
+    ring._open(segment, layout, slots, writers, overflow, free, ready)
+    return ring
+
+
+def _pipe_paths(name: str) -> tuple[Path, Path]:
+    directory = named_directory()
+    return directory / f"{name}.free", directory / f"{name}.ready"
+
+
+def _queued(pipe: TokenPipe) -> int:
+    """Tokens in a pipe."""
+    import fcntl
+    import termios
+
+    answer = fcntl.ioctl(pipe.ends[0], termios.FIONREAD, b"\0\0\0\0")
+    return int(struct.unpack("i", answer)[0]) // _TOKEN.size
+
+
+def _waits(pipes: Sequence[TokenPipe], timeout: float | None) -> Iterator[None]:
+    """Yield whenever a pipe has a token, and now and then, until `timeout`; once at least."""
+    poll = select.poll()
+    for pipe in pipes:
+        poll.register(pipe.ends[0], select.POLLIN)
+    until = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = LIFE_CHECK_SECONDS if until is None else until - time.monotonic()
+        poll.poll(max(0.0, min(left, LIFE_CHECK_SECONDS)) * 1e3)
+        yield
+        if until is not None and time.monotonic() >= until:
+            return
+
+
+def _check_room(layout: BlockLayout, slots: int, writers: int, kind: SegmentKind) -> None:
+    """Refuse a ring that does not fit, before anything is allocated."""
+    needed, free = _nbytes(layout, slots, writers), free_bytes(kind)
+    if needed <= free:
+        return
+    fit = max(
+        0, (free - _nbytes(layout, 0, writers)) // (_nbytes(layout, 1, 0) - _nbytes(layout, 0, 0))
+    )
+    raise SegmentSpaceError(
+        f"cannot create a ring of {slots} slots: {needed} bytes do not fit (expected at most "
+        f"{free}, which holds {fit} slots of {layout.nbytes} bytes). Use fewer slots, smaller "
+        "rollouts, or a larger shared-memory mount."
+    )
+
+
+def _nbytes(layout: BlockLayout, slots: int, writers: int) -> int:
+    words = _HEADER_WORDS + writers * (3 + writers) + slots
+    return SharedWords.nbytes(words) + slots * layout.nbytes
