@@ -8,7 +8,7 @@ TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo clean
+.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race clean
 
 install: $(STAMP)
 
@@ -42,7 +42,7 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-weights bench-tearing bench-env bench-appo
+bench: bench-weights bench-tearing bench-env bench-appo bench-ring bench-race
 
 bench-weights: install
 	$(BIN)/python -m tests.benchmarks.bench_weights
@@ -52,6 +52,12 @@ bench-tearing: install
 
 bench-appo: install
 	$(BIN)/python -m tests.benchmarks.bench_appo
+
+bench-ring: install
+	$(BIN)/python -m tests.benchmarks.bench_ring
+
+bench-race: install
+	$(BIN)/python -m tests.benchmarks.bench_race --plot runs/race.png
 
 bench-env: install
 	$(BIN)/python -m tests.benchmarks.bench_env

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-ROOMS = ["shm", "runtime", "weight_update", "modules", "objectives", "envs", "trainers"]
+ROOMS = ["shm", "runtime", "weight_update", "data", "modules", "objectives", "envs"]
+ROOMS += ["collectors", "trainers"]
 
 
 @pytest.mark.parametrize("room", ROOMS)

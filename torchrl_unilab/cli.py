@@ -16,7 +16,14 @@ from typing import Any, NoReturn
 __all__ = ["main"]
 
 ALGORITHMS = ("appo",)
-_HIDDEN_SETTINGS = ("hidden", "critic_coeff", "rho_bar", "c_bar")  # for Python callers
+_HIDDEN_SETTINGS = (  # for Python callers
+    "hidden",
+    "critic_coeff",
+    "rho_bar",
+    "c_bar",
+    "observation",
+    "critic_observation",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--frames", type=int, required=True, help="frames to collect")
     train.add_argument("--seed", type=int, default=0, help="seed of the whole run")
     train.add_argument("--run-dir", required=True, help="new directory for everything written")
+    train.add_argument("--stop-at", type=float, help="stop early at this mean return")
+    train.add_argument("--max-seconds", type=float, help="stop early after so many seconds")
     train.add_argument("--eval-episodes", type=int, default=16, help="of the final evaluation")
     train.add_argument("--no-progress", action="store_true", help="show no progress bar")
     _add_settings(train.add_argument_group("settings, instead of the task's own"))
@@ -80,9 +89,14 @@ def _settings() -> dict[str, Any]:
 
 def _add_settings(group: Any) -> None:
     for name, kind in _settings().items():
-        value_type = kind if kind in (int, float) else typing.get_args(kind)[0]
         flag = "--" + name.rstrip("_").replace("_", "-")
-        group.add_argument(flag, dest=name, type=value_type, default=None)
+        if kind is bool:
+            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        elif typing.get_origin(kind) is typing.Literal:
+            how = {"choices": typing.get_args(kind)}
+        else:  # a number, or a number or None
+            how = {"type": kind if kind in (int, float) else typing.get_args(kind)[0]}
+        group.add_argument(flag, dest=name, default=None, **how)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -95,6 +109,8 @@ def _train(options: argparse.Namespace) -> int:
         seed=options.seed,
         run_dir=options.run_dir,
         config=APPOConfig.for_task(options.env, **overrides),
+        stop_at=options.stop_at,
+        max_seconds=options.max_seconds,
         progress_bar=not options.no_progress,
         eval_episodes=options.eval_episodes,
         announce=print,

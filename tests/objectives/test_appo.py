@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -86,6 +87,51 @@ def test_the_value_loss_against_numbers_computed_by_hand(value_clip, value, old,
     assert loss(row)["loss_critic"].item() == pytest.approx(expected)
 
 
+def test_all_losses_follow_a_reference_in_float64():
+    settings = {"clip_epsilon": 0.1, "value_clip": 0.3, "entropy_coeff": 0.01, "rho_bar": 0.9}
+    loss = _loss(critic_coeff=0.7, **settings)
+    rollout = _rollout(loss).apply(lambda t: t.double() if t.is_floating_point() else t)
+    rows = loss.double().estimate(rollout).reshape(-1).select(*loss.in_keys)
+    n = rows.numel()
+    noise = torch.randn(6, n, ACT, dtype=torch.float64)
+    rows["action_log_prob"] += 0.3 * noise[0, :, 0]
+    rows["target_log_prob"] += 0.3 * noise[1, :, 0]
+    rows["state_value"] += noise[2, :, 0]
+    rows["target", "loc"] = rows["target", "loc"] + 0.2 * noise[3]
+    rows["target", "scale"] = rows["target", "scale"] * (0.3 * noise[4]).exp()
+    losses = loss(rows)
+
+    with torch.no_grad():
+        now = loss.actor_network.get_dist_params(rows.select("observation"))
+        value = loss.critic_network(rows.select("observation"))["state_value"]
+    mean, deviation = now["loc"].numpy(), now["scale"].numpy()
+    old_mean, old_deviation = rows["target", "loc"].numpy(), rows["target", "scale"].numpy()
+    z = (rows["action"].numpy() - mean) / deviation
+    log_p = (-0.5 * z**2 - np.log(deviation) - 0.5 * math.log(2 * math.pi)).sum(-1)
+    log_b, log_t = rows["action_log_prob"].numpy(), rows["target_log_prob"].numpy()
+    ratio = np.minimum(np.exp(log_b - log_t), 1.0) * np.exp(log_p - log_b)
+    clipped = np.clip(ratio, 0.9, 1.1)
+    advantage, target = rows["advantage"].numpy(), rows["value_target"].numpy()
+    value, old = value.squeeze(-1).numpy(), rows["state_value"].numpy()
+    near = old + np.clip(value - old, -0.3, 0.3)
+    entropy = (np.log(deviation) + 0.5 * math.log(2 * math.pi * math.e)).sum(-1).mean()
+    kl = np.log(deviation / old_deviation) - 0.5
+    kl += (old_deviation**2 + (old_mean - mean) ** 2) / (2 * deviation**2)
+    expected = {
+        "loss_objective": -np.minimum(ratio * advantage, clipped * advantage).mean(),
+        "loss_critic": 0.35 * np.maximum((value - target) ** 2, (near - target) ** 2).mean(),
+        "loss_entropy": -0.01 * entropy,
+        "entropy": entropy,
+        "kl": kl.sum(-1).mean(),
+        "clip_fraction": (ratio != clipped).mean(),
+        "rho_clip_fraction": (np.exp(log_t - log_b) > 0.9).mean(),
+    }
+    assert 0 < expected["clip_fraction"] < 1
+    assert 0 < expected["rho_clip_fraction"] < 1
+    for key, number in expected.items():
+        assert losses[key].item() == pytest.approx(number, rel=1e-6), key
+
+
 def test_right_after_a_target_update_the_policies_agree():
     loss = _loss()
     losses = loss(loss.estimate(_rollout(loss)).reshape(-1))
@@ -125,6 +171,20 @@ def test_the_target_follows_every_nth_step_by_tau(tau, expected):
     assert seen == [0.0, 0.0, expected]
 
 
+def test_many_target_updates_follow_a_reference_in_float64():
+    loss = _loss(tau=0.3, target_update_freq=2).double()
+    weight = loss.actor_network[0].log_std
+    expected, history = float(loss.target_actor_network[0].log_std[0]), []
+    for step in range(1, 11):
+        with torch.no_grad():
+            weight.fill_(math.sin(step))
+        loss.step_target()
+        if step % 2 == 0:
+            expected = 0.7 * expected + 0.3 * math.sin(step)
+        history.append(loss.target_actor_network[0].log_std[0].item() - expected)
+    assert history == pytest.approx([0.0] * 10, abs=1e-12)
+
+
 def test_the_target_normalises_by_the_same_statistics():
     loss = _loss()
     loss.actor_network[0].normalizer.update(torch.randn(50, OBS) * 3 + 1)
@@ -141,6 +201,19 @@ def test_the_target_normalises_by_the_same_statistics():
 def test_the_learning_rate_steps_by_a_tenth_outside_the_band(kl, expected):
     lr = kl_adapted_lr(torch.tensor(1e-3), torch.tensor(kl), desired_kl=0.01)
     assert lr.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_learning_rate_follows_a_reference_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    lr = reference = torch.tensor(1e-3, dtype=torch.float64)
+    seen = set()
+    for kl in torch.rand(200, generator=generator, dtype=torch.float64).mul_(0.05).tolist():
+        lr = kl_adapted_lr(lr, torch.tensor(kl, dtype=torch.float64), desired_kl=0.02)
+        factor = 1 / 1.1 if kl > 0.024 else 1.1 if kl < 0.02 / 1.2 else 1.0
+        reference = min(max(float(reference) * factor, 1e-5), 1e-2)
+        assert lr.item() == pytest.approx(reference, rel=1e-12)
+        seen.add(factor)
+    assert len(seen) == 3
 
 
 def test_the_learning_rate_stays_within_its_bounds():

@@ -11,7 +11,7 @@ from torchrl.objectives.value.functional import (
     vtrace_advantage_estimate,
 )
 
-from torchrl_unilab.objectives import vtrace
+from torchrl_unilab.objectives import timeout_bootstrap, vtrace
 
 
 def _inputs(seed: int, off_policy: float) -> dict[str, torch.Tensor]:
@@ -61,6 +61,18 @@ def test_a_time_limit_bootstraps_from_the_final_observation_and_a_terminal_state
         0 * one, one, 4 * one, one, one.bool(), torch.full((1, 1), terminated), gamma=0.5
     )
     assert targets.item() == target
+
+
+@pytest.mark.parametrize(
+    ("done", "terminated", "earned"),
+    [(True, False, 0.75 * 8.0), (True, True, 0.0), (False, False, 0.0)],
+)
+def test_only_an_episode_that_was_cut_short_would_have_earned_more(done, terminated, earned):
+    value = torch.tensor([[8.0, 8.0]], dtype=torch.float64)
+    flags = (torch.tensor([[flag, False]]) for flag in (done, terminated))
+    extra = timeout_bootstrap(value, *flags, gamma=0.75)
+    assert extra.dtype is torch.float64
+    assert extra.tolist() == [[earned, 0.0]]
 
 
 @given(st.integers(0, 1000), st.floats(0.5, 1.0), st.floats(0.5, 2.0))

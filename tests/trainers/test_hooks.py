@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from tensordict import TensorDict
 
+from torchrl_unilab.collectors import CollectorMetrics
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag, PublishWeights
+from torchrl_unilab.trainers.hooks import CollectorReport, LearningCurve, StopWhen
 
 
 def _batch(ids, rewards, done) -> TensorDict:
@@ -96,6 +99,99 @@ def test_publishing_never_or_by_an_unknown_unit_is_refused(kwargs):
         PublishWeights(None, **kwargs)
 
 
+class _Ended(LearningCurve):
+    """A curve that is told the returns."""
+
+    def measure(self, batch):
+        return {} if batch is None else {"return": batch}
+
+
+def _registered(hook) -> tuple[SimpleNamespace, list]:
+    stopped: list[str] = []
+    trainer = SimpleNamespace(
+        collected_frames=0,
+        register_op=lambda *_: None,
+        register_module=lambda *_: None,
+        request_stop=stopped.append,
+    )
+    hook.register(trainer)
+    return trainer, stopped
+
+
+def test_a_curve_begins_with_the_first_return_and_goes_with_the_trainers_frames():
+    curve = _Ended()
+    trainer, _ = _registered(curve)
+    curve.start()
+    for frames, value in [(10, None), (20, 1.0), (30, 3.0)]:
+        trainer.collected_frames = frames
+        logged = curve(value)
+    assert [(frames, value) for _, frames, value in curve.curve] == [(20, 1.0), (30, 3.0)]
+    assert curve.mean == 3.0
+    assert logged["return"] == 3.0
+    assert logged["fps"] == pytest.approx(30 / curve.seconds)
+    assert curve.curve[-1][0] == curve.seconds > curve.curve[0][0]
+
+
+def test_training_stops_once_the_return_is_reached_and_not_before():
+    curve = _Ended()
+    hook = StopWhen(curve, stop_at=2.0)
+    _, stopped = _registered(hook)
+    hook()  # no episode has ended
+    for value, expected in [(1.9, []), (2.0, ["return 2 reached"])]:
+        curve(value)
+        assert hook() == {}
+        assert stopped == expected
+
+
+def test_training_stops_once_the_time_is_up_and_not_before():
+    curve = _Ended()
+    hook = StopWhen(curve, max_seconds=60.0)
+    _, stopped = _registered(hook)
+    for seconds, expected in [(59.0, []), (60.0, ["60 seconds are over"])]:
+        curve.seconds = seconds
+        hook()
+        assert stopped == expected
+    without = StopWhen(curve)
+    _, stopped = _registered(without)
+    curve.mean = 1e9
+    without()
+    assert stopped == []
+
+
+class _Ring(list):
+    max_size = 4
+
+
+class _Reporting:
+    """What the report reads of a collector."""
+
+    dropped, stale, episodes = 3, 2, 0
+
+    def __init__(self) -> None:
+        self.storage = _Ring([None])
+
+    def metrics(self) -> CollectorMetrics:
+        seconds = {"physics": 2.0, "policy": 4.0, "write": 0.5, "wait": 0.0}
+        return CollectorMetrics(8, self.episodes, 5.0, 7.0, 0.25, 0.75, seconds)
+
+
+def test_a_report_says_what_the_workers_tell_and_returns_once_there_are_some():
+    collector = _Reporting()
+    report = CollectorReport(collector)
+    logged = report(TensorDict())
+    assert logged["ring_occupancy"] == 0.25
+    assert (logged["dropped"], logged["stale"]) == (3, 2)
+    assert (logged["fps_physics"], logged["fps_write"]) == (4.0, 16.0)
+    assert "return" not in logged
+    assert report.curve == []
+    collector.episodes = 1
+    logged = report(TensorDict())
+    assert (logged["return"], logged["episode_length"]) == (5.0, 7.0)
+    assert (logged["timeout_rate"], logged["termination_rate"]) == (0.25, 0.75)
+    assert report.mean == 5.0
+    assert report.last.items() <= logged.items()
+
+
 class _Versions:
     """What the hook reads of a scheme."""
 
@@ -123,6 +219,19 @@ def test_the_lag_is_that_of_the_samples_where_they_carry_their_version():
     scheme.version = 7
     batch = TensorDict({"next": {"policy_version": torch.tensor([[4], [6]])}}, batch_size=[2])
     assert LogPolicyLag(scheme)(batch)["policy_lag"] == 2.0
+
+
+def test_a_histogram_counts_how_far_behind_the_batches_were():
+    scheme = _Versions()
+    hook = LogPolicyLag(scheme)
+    for version, collected in [(0, 0), (1, 0), (2, 1), (5, 3)]:
+        scheme.version = version
+        batch = TensorDict(
+            {"next": {"policy_version": torch.full((4,), collected)}}, batch_size=[4]
+        )
+        logged = hook(batch)
+    assert hook.histogram == {0: 1, 1: 2, 2: 1}
+    assert [logged[f"policy_lag_{behind}"] for behind in range(3)] == [0.25, 0.5, 0.25]
 
 
 def test_a_lag_that_only_grows_is_warned_of_once():

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from torchrl.envs import GymEnv, TransformedEnv
 
+from tests.support.collecting import flat_state_env
 from tests.support.processes import live_children
 from torchrl_unilab.cli import main
 from torchrl_unilab.errors import ConfigError
@@ -66,10 +67,26 @@ def test_any_torchrl_environment_serves(tmp_path):
     assert summary["frames"] >= 512
 
 
-def test_several_collectors_feed_one_learner(tmp_path):
-    config = APPOConfig(**QUICK, num_collectors=2, pool=2)
-    summary = _train(tmp_path, config=config, frames=2048)
+def test_several_collectors_feed_one_learner_whose_critic_sees_more(tmp_path):
+    config = APPOConfig(**QUICK, num_collectors=2, pool=2, critic_observation="state")
+    summary = _train(
+        tmp_path, env="Counting", create_env=flat_state_env, config=config, frames=2048
+    )
     assert len(summary["busy"]["collectors"]) == 2
+    assert summary["collector"]["timeout_rate"] == 1.0
+    assert {"dropped", "stale", "ring_occupancy", "fps_physics"} <= set(summary["collector"])
+    assert sum(summary["policy_lag"].values()) == 16
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["critic_observation"] == "state"
+
+
+def test_a_run_in_lockstep_has_no_lag_and_stops_at_the_return_that_was_asked_for(tmp_path):
+    config = APPOConfig(**QUICK, lockstep=True)
+    summary = _train(tmp_path, config=config, frames=1_000_000, stop_at=1.0)
+    assert summary["final_return"] >= 1.0
+    assert summary["frames"] < 100_000
+    assert list(summary["policy_lag"]) == [0]
+    assert evaluate_run(tmp_path, episodes=1)["episodes"] == 1
 
 
 def test_a_run_directory_that_is_not_empty_is_refused_and_left_alone(tmp_path):
@@ -94,6 +111,11 @@ def test_a_run_directory_that_is_not_empty_is_refused_and_left_alone(tmp_path):
         ["--env", "Hopper-v5", "--frames", "10", "--log-std", "nan"],
         ["--env", "Hopper-v5", "--frames", "10", "--value-clip", "-1"],
         ["--env", "Hopper-v5", "--frames", "10", "--target-update-freq", "0"],
+        ["--env", "Hopper-v5", "--frames", "10", "--pool", "9"],
+        ["--env", "Hopper-v5", "--frames", "10", "--slots", "0"],
+        ["--env", "Hopper-v5", "--frames", "10", "--max-policy-lag", "-1"],
+        ["--env", "Hopper-v5", "--frames", "10", "--physics-threads", "0"],
+        ["--env", "Hopper-v5", "--frames", "10", "--lockstep", "--slots", "0"],
         ["--env", "Hopper-v5", "--frames", "10", "--seed", "-1"],
         ["--env", "Hopper-v5", "--frames", "10", "--seed", "4294967296"],
     ],

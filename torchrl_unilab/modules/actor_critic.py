@@ -5,16 +5,33 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
+from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 
-__all__ = ["DiagonalNormal", "GaussianParameters", "StateValue", "make_actor", "make_critic"]
+__all__ = [
+    "DiagonalNormal",
+    "GaussianActor",
+    "GaussianParameters",
+    "StateValue",
+    "make_actor",
+    "make_critic",
+]
+
+HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
+_DIRECT = (
+    ExplorationType.RANDOM,
+    ExplorationType.DETERMINISTIC,
+    ExplorationType.MEAN,
+    ExplorationType.MODE,
+)
 
 
 def _mlp(sizes: Sequence[int], last_gain: float) -> nn.Sequential:
@@ -33,24 +50,26 @@ def _mlp(sizes: Sequence[int], last_gain: float) -> nn.Sequential:
 
 
 class GaussianParameters(TensorDictModuleBase):
-    """Reads ``observation``, writes ``loc`` from a network and ``scale`` free of the state.
+    """Reads an observation, writes ``loc`` from a network and ``scale`` free of the state.
 
     Does what a ``TensorDictModule`` around a function would, without its dispatch, which
     costs as much as a small network's forward pass.
     """
 
-    in_keys = ("observation",)
     out_keys = ("loc", "scale")
 
-    def __init__(self, normalizer: nn.Module, net: nn.Module, size: int, log_std: float) -> None:
+    def __init__(
+        self, in_key: str, normalizer: nn.Module, net: nn.Module, size: int, log_std: float
+    ) -> None:
         super().__init__()
+        self.in_keys = (in_key,)
         self.normalizer = normalizer
         self.net = net
         self.log_std = nn.Parameter(torch.full((size,), log_std))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``loc`` and ``scale``, [..., action size]."""
-        loc = self.net(self.normalizer(tensordict.get("observation")))
+        loc = self.net(self.normalizer(tensordict.get(self.in_keys[0])))
         tensordict.set("loc", loc)
         return tensordict.set("scale", self.log_std.exp().expand_as(loc))
 
@@ -76,20 +95,60 @@ class DiagonalNormal(torch.distributions.Independent[torch.distributions.Normal]
         return self.mean
 
 
-class StateValue(TensorDictModuleBase):
-    """Reads ``observation``, writes ``state_value``, [..., 1], from a network."""
+class GaussianActor(ProbabilisticActor):
+    """A Gaussian policy that acts without building a distribution.
 
-    in_keys = ("observation",)
+    Without gradients, and sampling or taking the mean, it computes action and log
+    probability in a handful of operations; in all other cases it is the
+    `torchrl.modules.ProbabilisticActor` that it inherits from, with equal results.
+
+    Args:
+        parameters: Writes ``loc`` and ``scale``.
+    """
+
+    def __init__(self, parameters: GaussianParameters) -> None:
+        super().__init__(
+            parameters,
+            in_keys=["loc", "scale"],
+            distribution_class=DiagonalNormal,
+            return_log_prob=True,
+        )
+
+    def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
+        """Write ``loc``, ``scale``, ``action`` [..., n] and ``action_log_prob`` [...]."""
+        how = exploration_type()
+        if args or kwargs or torch.is_grad_enabled() or how not in _DIRECT:
+            out: TensorDictBase = super().forward(tensordict, *args, **kwargs)
+            return out
+        parameters = self.module[0]
+        tensordict = parameters(tensordict)
+        loc, scale = tensordict.get("loc"), tensordict.get("scale")
+        log_std = parameters.log_std
+        volume = log_std.sum() + HALF_LOG_TAU * log_std.shape[0]
+        if how == ExplorationType.RANDOM:
+            noise = torch.randn_like(loc)
+            tensordict.set("action", torch.addcmul(loc, noise, scale))
+            log_prob = noise.square_().sum(-1).mul_(-0.5).sub_(volume)
+        else:
+            tensordict.set("action", loc.clone())
+            log_prob = (-volume).expand(loc.shape[:-1]).clone()
+        return tensordict.set("action_log_prob", log_prob)
+
+
+class StateValue(TensorDictModuleBase):
+    """Reads an observation, writes ``state_value``, [..., 1], from a network."""
+
     out_keys = ("state_value",)
 
-    def __init__(self, normalizer: nn.Module, net: nn.Module) -> None:
+    def __init__(self, in_key: str, normalizer: nn.Module, net: nn.Module) -> None:
         super().__init__()
+        self.in_keys = (in_key,)
         self.normalizer = normalizer
         self.net = net
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``state_value``."""
-        value = self.net(self.normalizer(tensordict.get("observation")))
+        value = self.net(self.normalizer(tensordict.get(self.in_keys[0])))
         return tensordict.set("state_value", value)
 
 
@@ -97,34 +156,34 @@ def make_actor(
     observation_size: int,
     action_size: int,
     *,
+    in_key: str = "observation",
     normalizer: ObservationNormalizer | None = None,
     hidden: Sequence[int] = (64, 64),
     log_std: float = -1.0,
-) -> ProbabilisticActor:
-    """Return a Gaussian actor, whose action and log probability follow ``observation``.
+) -> GaussianActor:
+    """Return a Gaussian actor, whose action and log probability follow an observation.
 
     Args:
         observation_size: Length of the observation vector.
         action_size: Length of the action vector.
+        in_key: Where the observation is.
         normalizer: Normalises observations; part of the actor, so it is published with it.
         hidden: Widths of the tanh layers.
         log_std: Initial logarithm of the standard deviation.
     """
     net = _mlp([observation_size, *hidden, action_size], last_gain=0.01)
-    return ProbabilisticActor(
-        GaussianParameters(normalizer or nn.Identity(), net, action_size, log_std),
-        in_keys=["loc", "scale"],
-        distribution_class=DiagonalNormal,
-        return_log_prob=True,
+    return GaussianActor(
+        GaussianParameters(in_key, normalizer or nn.Identity(), net, action_size, log_std)
     )
 
 
 def make_critic(
     observation_size: int,
     *,
+    in_key: str = "observation",
     normalizer: ObservationNormalizer | None = None,
     hidden: Sequence[int] = (64, 64),
 ) -> StateValue:
-    """Return a critic: ``observation`` to ``state_value``, [..., 1]."""
+    """Return a critic: an observation under `in_key` to ``state_value``, [..., 1]."""
     net = _mlp([observation_size, *hidden, 1], last_gain=1.0)
-    return StateValue(normalizer or nn.Identity(), net)
+    return StateValue(in_key, normalizer or nn.Identity(), net)

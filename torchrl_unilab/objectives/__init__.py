@@ -1,6 +1,14 @@
 """Objectives: APPO (IMPACT with V-trace)."""
 
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
-from torchrl_unilab.objectives.vtrace import vtrace
+from torchrl_unilab.objectives.fused import STATISTICS, FusedAPPOUpdate
+from torchrl_unilab.objectives.vtrace import timeout_bootstrap, vtrace
 
-__all__ = ["APPOLoss", "kl_adapted_lr", "vtrace"]
+__all__ = [
+    "STATISTICS",
+    "APPOLoss",
+    "FusedAPPOUpdate",
+    "kl_adapted_lr",
+    "timeout_bootstrap",
+    "vtrace",
+]

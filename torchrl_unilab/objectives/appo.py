@@ -33,10 +33,8 @@ def kl_adapted_lr(lr: torch.Tensor, kl: torch.Tensor, desired_kl: float) -> torc
         >>> kl_adapted_lr(torch.tensor(1e-3), torch.tensor(0.5), desired_kl=0.01).item()
         0.000909...
     """
-    factor = torch.ones_like(lr)
-    factor = torch.where(kl > desired_kl * 1.2, factor / 1.1, factor)
-    factor = torch.where(kl < desired_kl / 1.2, factor * 1.1, factor)
-    return (lr * factor).clamp(MIN_LR, MAX_LR)
+    raised = torch.where(kl < desired_kl / 1.2, lr * 1.1, lr)
+    return torch.where(kl > desired_kl * 1.2, lr / 1.1, raised).clamp_(MIN_LR, MAX_LR)
 
 
 class APPOLoss(LossModule):

@@ -4,7 +4,34 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["vtrace"]
+__all__ = ["timeout_bootstrap", "vtrace"]
+
+
+def timeout_bootstrap(
+    v_t: torch.Tensor, done_t: torch.Tensor, terminated_t: torch.Tensor, *, gamma: float
+) -> torch.Tensor:
+    """What an episode that a time limit cut short would still have earned.
+
+    Added to the reward of its last step, it stands for the rest of the episode (Pardo et al.
+    2018, Time limits in reinforcement learning, arXiv 1712.00378, section 3). A terminal
+    state earns nothing, also where the time limit falls on the same step.
+
+    Args:
+        v_t: Value of the true next observation, for a cut episode the final one, [...].
+        done_t: Episode ended with this step, bool [...].
+        terminated_t: It ended in a terminal state, bool [...].
+        gamma: Discount.
+
+    Returns:
+        ``gamma * v_t`` where an episode was cut, else 0, [...].
+
+    Example:
+        >>> value, done = torch.tensor([2.0, 2.0]), torch.tensor([True, True])
+        >>> terminated = torch.tensor([False, True])
+        >>> timeout_bootstrap(value, done, terminated, gamma=0.5).tolist()
+        [1.0, 0.0]
+    """
+    return gamma * v_t * (done_t & ~terminated_t)
 
 
 def vtrace(
@@ -61,18 +88,18 @@ def vtrace(
     with torch.no_grad():
         rho = log_rho.exp()
         clipped_rho = rho.clamp(max=rho_bar)
-        discount_t = gamma * ~terminated_t
+        r_t = r_t + timeout_bootstrap(v_t, done_t, terminated_t, gamma=gamma)
+        discount_t = gamma * ~done_t
         delta_t = clipped_rho * (r_t + discount_t * v_t - v_tm1)
-        trace_t = gamma * ~done_t * lambda_ * rho.clamp(max=c_bar)
+        trace_t = discount_t * lambda_ * rho.clamp(max=c_bar)
         correction = torch.zeros_like(delta_t[:, 0])
         corrections = []
         for delta, trace in zip(delta_t.unbind(1)[::-1], trace_t.unbind(1)[::-1], strict=True):
             correction = torch.addcmul(delta, trace, correction)
             corrections.append(correction)
         target_tm1 = torch.stack(corrections[::-1], dim=1) + v_tm1
-        # Past the end of an episode or of the rollout only the next value is known.
+        # Past the end of the rollout only the next value is known.
         target_t = torch.cat([target_tm1[:, 1:], v_t[:, -1:]], dim=1)
-        target_t = torch.where(done_t, v_t, target_t)
         if lambda_ < 1.0:
             target_t = lambda_ * target_t + (1.0 - lambda_) * v_t
         return target_tm1, clipped_rho * (r_t + discount_t * target_t - v_tm1)

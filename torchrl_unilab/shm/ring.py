@@ -203,7 +203,7 @@ class RolloutRing:
         if segment.name is None:
             free, ready = TokenPipe.create(), TokenPipe.create()
         else:
-            free, ready = (TokenPipe.open(path, create=True) for path in _pipe_paths(segment.name))
+            free, ready = _create_pipes(segment)
         self._open(segment, layout, slots, writers, overflow, free, ready)
         for slot in range(slots):
             free.put(Token(slot, 0, 0, 0))
@@ -272,14 +272,16 @@ class RolloutRing:
         self._generations = SharedWords(buffer, offset, slots)
         offset += SharedWords.nbytes(slots)
         flat = torch.from_numpy(buffer)
-        self._tensors: list[list[torch.Tensor]] = [
-            layout.views(flat[offset + i * layout.nbytes : offset + (i + 1) * layout.nbytes])
+        self._blocks = [
+            flat[offset + i * layout.nbytes : offset + (i + 1) * layout.nbytes]
             for i in range(slots)
         ]
+        self._tensors = [layout.views(block) for block in self._blocks]
         self._writer = 0
         self._claimed: int | None = None
+        self._awaited: Lease | None = None  # taken while waiting, not yet given out
         self._lease: Lease | None = None
-        self._borrowed = False
+        self._borrows = 0
 
     # Both sides
 
@@ -441,9 +443,9 @@ class RolloutRing:
         generation = self._generations[slot] + 1
         self._generations[slot] = generation
         self._claimed = None
+        self._set_own(_FILLING, 0)  # first: no slot may ever have two tokens
         self._ready.put(Token(slot, self._writer, count, generation))
         self._set_own(_COMMITTED, count)
-        self._set_own(_FILLING, 0)
         return count
 
     def abandon_write(self) -> None:
@@ -451,7 +453,7 @@ class RolloutRing:
         self._check_open()
         if self._claimed is not None:
             slot, self._claimed = self._claimed, None
-            self._set_own(_FILLING, 0)  # first: no slot may ever have two tokens
+            self._set_own(_FILLING, 0)  # first, as above
             self._free.put(Token(slot, self._writer, 0, self._generations[slot]))
 
     def write(self, tensors: Mapping[str, torch.Tensor], timeout: float | None = None) -> bool:
@@ -476,8 +478,8 @@ class RolloutRing:
     def recover(self, writer: int) -> bool:
         """Free the slot that a dead writer left half written; return if there was one.
 
-        A writer killed between taking a token and noting it, or between committing and
-        noting that, some microseconds in all, keeps its slot for good.
+        A writer killed between taking a token and noting it, or between forgetting it and
+        putting it back, some microseconds in all, keeps its slot for good.
 
         Raises:
             RuntimeError: The writer is alive.
@@ -493,7 +495,7 @@ class RolloutRing:
         own = writer * (3 + self.writers)
         self._writer_words[own + _FILLING] = 0  # it has no other writer any more
         self._writer_words[own + _PID] = 0
-        if not filling or self._generations[filling - 1] % 2 == 0:
+        if not filling:
             return False
         slot = filling - 1
         self._free.put(Token(slot, writer, 0, self._generations[slot]))
@@ -502,17 +504,23 @@ class RolloutRing:
     # Reader
 
     def fileno(self) -> int:
-        """A descriptor that is readable when a rollout is ready, to wait on with others."""
+        """A descriptor to wait on with others, readable when a rollout is ready.
+
+        It says nothing of one that `wait_for_data` has already taken.
+        """
         self._check_open()
         return self._ready.ends[0]
 
     def available(self) -> int:
         """How many committed rollouts wait to be read."""
         self._check_open()
-        return _queued(self._ready)
+        return _queued(self._ready) + (self._awaited is not None)
 
     def wait_for_data(self, timeout: float | None = 60.0) -> bool:
         """Wait until a rollout is ready; return whether one is.
+
+        It is the reader's from then on, so no writer overwrites it; the next read or
+        `acquire` gives it out.
 
         Args:
             timeout: Seconds; without end if None.
@@ -520,22 +528,29 @@ class RolloutRing:
         Raises:
             PeerGoneError: Nothing is ready and a writer has died; names its process.
         """
-        self._check_open()
-        self._read_here()
+        if self._take_ready():
+            return True
         for _ in _waits([self._ready], timeout):
-            if _queued(self._ready):
+            if self._take_ready():
                 return True
             for writer in range(self.writers):
                 pid = self._of_writer(writer, _PID)
                 if pid and not process_is_alive(pid):
+                    if self._take_ready():  # the last it did
+                        return True
                     raise PeerGoneError(
                         f"waiting for a rollout: writer {writer}, process {pid}, has died "
                         "(expected it to write). See its own output for the cause."
                     )
         return False
 
+    def _take_ready(self) -> bool:
+        if self._awaited is None:
+            self._awaited = self.acquire()
+        return self._awaited is not None
+
     def _read_here(self) -> None:
-        if self._header[_READER_PID] != os.getpid():
+        if self._header[_READER_PID] != os.getpid() or self._header[_READER_GONE]:
             self._header[_READER_PID] = os.getpid()
             self._header[_READER_GONE] = 0
 
@@ -549,6 +564,9 @@ class RolloutRing:
         """
         self._check_open()
         self._read_here()
+        if self._awaited is not None:
+            lease, self._awaited = self._awaited, None
+            return lease
         token = self._ready.take()
         if token is None:
             return None
@@ -562,12 +580,12 @@ class RolloutRing:
         Raises:
             SegmentError: The slot was written while it was held.
         """
-        self._check_open()
         self._check_whole(lease.token)
         self._header[_READ] = self._header[_READ] + 1
         self._free.put(lease.token)
 
     def _check_whole(self, token: Token) -> None:
+        self._check_open()  # it may have been closed while views were borrowed
         found = self._generations[token.slot]
         if found != token.generation:
             raise SegmentError(
@@ -606,11 +624,11 @@ class RolloutRing:
             SegmentError: The slot was written meanwhile.
         """
         lease = self._current()
-        self._borrowed = True
+        self._borrows += 1
         try:
             yield lease.views
         finally:
-            self._borrowed = False
+            self._borrows -= 1
         self._check_whole(lease.token)
 
     def copy_read_slot_to(self, destination: Mapping[str, torch.Tensor]) -> None:
@@ -639,8 +657,9 @@ class RolloutRing:
         Raises:
             RingTimeoutError: Nothing is ready.
         """
-        with self.read_views() as views:
-            return {key: view.to(device, copy=True) for key, view in views.items()}
+        with self.read_views():
+            block = self._blocks[self.read_slot].to(device, copy=True)  # in one transfer
+        return dict(zip(self.layout.keys, self.layout.views(block), strict=True))
 
     def advance_read(self) -> None:
         """Give the slot being read back to the writers; the next is the oldest ready one.
@@ -649,8 +668,8 @@ class RolloutRing:
             RuntimeError: No slot is being read, or its views are borrowed.
         """
         self._check_open()
-        if self._lease is None or self._borrowed:
-            state = "its views are borrowed" if self._borrowed else "no slot is being read"
+        if self._lease is None or self._borrows:
+            state = "its views are borrowed" if self._borrows else "no slot is being read"
             raise RuntimeError(
                 f"cannot advance: {state} (expected one that was read). "
                 "Leave the block of read_views, or read first."
@@ -669,9 +688,12 @@ class RolloutRing:
         for writer in range(self.writers):
             if self._of_writer(writer, _PID) == os.getpid() and self._claimed is None:
                 self._writer_words[writer * (3 + self.writers) + _PID] = 0
-        paths = _pipe_paths(self.name) if self.name and self._segment.is_owner else ()
+        paths = pipe_paths(self.name) if self.name and self._segment.is_owner else ()
+        # The memory goes with the last that looks at it: only what was borrowed may remain.
+        del self._header, self._writer_words, self._generations
         self._tensors = []
-        self._lease = None
+        self._blocks = []
+        self._lease = self._awaited = None
         self._segment.close()
         self._free.close()
         self._ready.close()
@@ -687,7 +709,7 @@ class RolloutRing:
         self.close()
 
     def __del__(self) -> None:
-        if "_borrowed" in self.__dict__:  # absent if __init__ refused its arguments
+        if "_borrows" in self.__dict__:  # absent if __init__ refused its arguments
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -702,7 +724,7 @@ class RolloutRing:
 def _attach_named(segment: SharedSegment, layout: BlockLayout) -> RolloutRing:
     header = SharedWords(segment.buffer, 0, _HEADER_WORDS)
     assert segment.name is not None
-    free, ready = (TokenPipe.open(path) for path in _pipe_paths(segment.name))
+    free, ready = (TokenPipe.open(path) for path in pipe_paths(segment.name))
     ring = RolloutRing.__new__(RolloutRing)
     overflow = OVERFLOWS[header[_OVERFLOW]]
     ring._open(segment, layout, header[_SLOTS], header[_WRITERS], overflow, free, ready)
@@ -724,9 +746,29 @@ def _attach_pickled(
     return ring
 
 
-def _pipe_paths(name: str) -> tuple[Path, Path]:
+def pipe_paths(name: str) -> tuple[Path, Path]:
     directory = named_directory()
     return directory / f"{name}.free", directory / f"{name}.ready"
+
+
+def _create_pipes(segment: SharedSegment) -> list[TokenPipe]:
+    """Make the named pipes of a new segment, or give all of it up."""
+    assert segment.name is not None
+    paths = pipe_paths(segment.name)
+    pipes: list[TokenPipe] = []
+    try:
+        for path in paths:
+            pipes.append(TokenPipe.open(path, create=True))
+    except OSError as error:
+        segment.close()
+        for pipe, path in zip(pipes, paths, strict=False):
+            pipe.close()
+            path.unlink()
+        raise SegmentError(
+            f"cannot create the pipes of ring {segment.name!r}: {error} (expected a new name). "
+            "Choose another, or remove what an earlier process left behind."
+        ) from error
+    return pipes
 
 
 def _queued(pipe: TokenPipe) -> int:

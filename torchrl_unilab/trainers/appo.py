@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase, cat
+from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper
 
+from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.data import RolloutPool
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.objectives import APPOLoss, kl_adapted_lr
+from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate, kl_adapted_lr
 from torchrl_unilab.trainers.configs import APPOConfig
-from torchrl_unilab.trainers.hooks import BusyTime, EpisodeReturns, LogPolicyLag, PublishWeights
+from torchrl_unilab.trainers.hooks import (
+    BusyTime,
+    CollectorReport,
+    EpisodeReturns,
+    LearningCurve,
+    LogPolicyLag,
+    PublishWeights,
+)
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["APPOStepper", "APPOTrainer"]
-
-_REPORTED = ("loss_objective", "loss_critic", "entropy", "kl", "clip_fraction", "rho_clip_fraction")
 
 
 class APPOStepper(OptimizationStepper):
@@ -32,16 +39,25 @@ class APPOStepper(OptimizationStepper):
     Args:
         loss: The loss.
         config: Learning rate, desired KL divergence and bound of the gradient.
+        fused: The update that owns the parameters' memory and their optimiser, if any.
     """
 
-    def __init__(self, loss: APPOLoss, config: APPOConfig) -> None:
+    def __init__(
+        self, loss: APPOLoss, config: APPOConfig, fused: FusedAPPOUpdate | None = None
+    ) -> None:
         self.loss = loss
         self.desired_kl = config.desired_kl
         self.max_grad_norm = config.max_grad_norm
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
-        # A tensor, so that steering it takes no look at its value.
-        lr = torch.tensor(config.lr, device=self.parameters[0].device)
-        self.optimizer = torch.optim.Adam(self.parameters, lr=lr, fused=True)
+        self.optimizer: torch.optim.Optimizer
+        if fused is None:
+            # A tensor, so that steering it takes no look at its value.
+            lr = torch.tensor(config.lr, device=self.parameters[0].device)
+            self.optimizer = torch.optim.Adam(self.parameters, lr=lr, fused=True)
+        else:
+            self.optimizer = fused.optimizer
+        # Gradients that are views of one tensor must stay so.
+        self._keeps_gradients = fused is not None
 
     @property
     def lr(self) -> torch.Tensor:
@@ -56,7 +72,7 @@ class APPOStepper(OptimizationStepper):
         (total + losses.get("loss_entropy")).backward()
         nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
         self.loss.step_target()
         self.lr.copy_(kl_adapted_lr(self.lr, losses.get("kl"), self.desired_kl))
         for key in ("loss_objective", "loss_critic", "loss_entropy"):
@@ -78,10 +94,14 @@ class APPOStepper(OptimizationStepper):
 class APPOTrainer(Trainer):
     """Trains a policy by APPO while the collector's workers go on collecting.
 
-    For each rollout that arrives: update the observation normaliser once, put the rollout
-    into the pool in place of the oldest, compute V-trace on the pool, take minibatch steps,
-    publish. The hooks of TorchRL's trainer run at their usual places, the per-minibatch
-    ones included.
+    For each rollout that arrives: copy it into the pool in place of the oldest, update the
+    observation normalisers once, compute V-trace on the pool, take minibatch steps,
+    publish. Nothing but one look per rollout waits for the learner's device.
+
+    With networks that `FusedAPPOUpdate` supports (and unless ``config.fused`` is false), it
+    takes the steps; hooks that look into minibatches or change them
+    (``process_optim_batch``, ``pre_epoch``, ``post_optim_log``) make the trainer take them
+    by `APPOStepper`, as all other networks do.
 
     Args:
         collector: Yields rollouts [num_envs, num_steps], and has a weight-sync scheme for
@@ -89,14 +109,16 @@ class APPOTrainer(Trainer):
         loss_module: The loss, which holds actor and critic.
         total_frames: Frames to collect.
         config: Settings.
-        normalizer: The observation normaliser in the actor, if any.
+        normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given.
         **kwargs: As for `torchrl.trainers.Trainer`: ``logger``, ``checkpoint``,
             ``progress_bar``, ``seed``, ...
 
     Attributes:
         returns: The hook that follows episode returns.
+        lag: The hook that follows the policy lag, if there is a scheme.
         busy_time: The hook that measures the learner's waiting.
+        pool: The rollouts that are learnt from.
     """
 
     def __init__(
@@ -106,13 +128,21 @@ class APPOTrainer(Trainer):
         loss_module: APPOLoss,
         total_frames: int,
         config: APPOConfig,
-        normalizer: ObservationNormalizer | None = None,
+        normalizers: Mapping[str, ObservationNormalizer] | None = None,
         scheme: UniLabShmScheme | None = None,
         **kwargs: Any,
     ) -> None:
         self.config = config
-        self.normalizer = normalizer
-        stepper = APPOStepper(loss_module, config)
+        self.normalizers = dict(normalizers or {})
+        self._fused: FusedAPPOUpdate | None = None
+        if config.fused and FusedAPPOUpdate.supports(loss_module):
+            self._fused = FusedAPPOUpdate(
+                loss_module,
+                lr=config.lr,
+                desired_kl=config.desired_kl,
+                max_grad_norm=config.max_grad_norm,
+            )
+        stepper = APPOStepper(loss_module, config, self._fused)
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -124,51 +154,98 @@ class APPOTrainer(Trainer):
             optimization_stepper=stepper,
             **kwargs,
         )
-        self._pool: deque[TensorDictBase] = deque(maxlen=config.pool)
+        self.pool = RolloutPool(config.pool, stepper.lr.device)
         self.busy_time = BusyTime()
         self.busy_time.register(self)
-        self.returns = EpisodeReturns()
+        self.returns: LearningCurve = (
+            CollectorReport(collector) if isinstance(collector, APPOCollector) else EpisodeReturns()
+        )
         self.returns.register(self)
+        self.lag: LogPolicyLag | None = None
         if scheme is not None:
-            LogPolicyLag(scheme).register(self)
+            self.lag = LogPolicyLag(scheme)
+            self.lag.register(self)
         PublishWeights(collector).register(self)
 
     def optim_steps(self, batch: TensorDictBase) -> None:
         """Take a rollout into the pool and update on the pool."""
         self._pre_optim_hook()
-        self._pool.append(self._learnable(batch))
-        pool = cat(list(self._pool)) if len(self._pool) > 1 else self._pool[0]
-        pool = self.loss_module.estimate(pool).reshape(-1)
+        self._take_in(batch)
+        loss = self.loss_module
+        # The environments first, as the loss has it.
+        estimated = loss.estimate(self.pool.data.transpose(0, 1)).select(*loss.in_keys)
+        pool = estimated.reshape(-1)
+        seen = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
+        if self._fused is None or seen:
+            statistics = self._steps_on_minibatches(batch, pool)
+        else:
+            statistics = self._fused_steps(batch, pool, self._fused)
+        lr = self.optimization_stepper.lr
+        # The one look at the device per rollout.
+        values = torch.stack([lr, *statistics.values()]).tolist()
+        names = ("lr", *statistics)
+        self._log(optim_steps=self._optim_count, **dict(zip(names, values, strict=True)))
+
+    def _fused_steps(
+        self, batch: TensorDictBase, pool: TensorDictBase, update: FusedAPPOUpdate
+    ) -> dict[str, torch.Tensor]:
+        columns = update.prepare(pool)
         reported = []
         for _ in range(self.num_epochs):
             self._pre_epoch_log_hook(batch)
-            shuffled = self._pre_epoch_hook(pool[torch.randperm(pool.shape[0])])
+            for minibatch in update.shuffled(columns, self.optim_steps_per_batch):
+                self._optim_count += 1
+                reported.append(update.step(minibatch))
+                self._post_optim_hook()
+            self._post_epoch_log_hook(batch)
+            self._post_epoch_hook()
+        means = torch.stack(reported).mean(0)
+        return dict(zip(STATISTICS, means, strict=True)) | _pool_statistics(self.loss_module, pool)
+
+    def _steps_on_minibatches(
+        self, batch: TensorDictBase, pool: TensorDictBase
+    ) -> dict[str, torch.Tensor]:
+        reported = []
+        for _ in range(self.num_epochs):
+            self._pre_epoch_log_hook(batch)
+            order = torch.randperm(pool.shape[0], device=pool.device)
+            shuffled = self._pre_epoch_hook(pool[order])
             for minibatch in shuffled.chunk(self.optim_steps_per_batch):
                 minibatch = self._process_optim_batch_hook(minibatch)
                 self._optim_count += 1
                 losses = self.optimization_stepper.step(self, minibatch)
-                reported.append(torch.stack([losses.get(key) for key in _REPORTED]))
+                reported.append(torch.stack([losses.get(key) for key in STATISTICS]))
                 self._post_optim_hook()
                 self._post_optim_log(minibatch)
             self._post_epoch_log_hook(batch)
             self._post_epoch_hook()
-        # The one look at the device per rollout.
-        means = dict(zip(_REPORTED, torch.stack(reported).mean(0).tolist(), strict=True))
-        lr = self.optimization_stepper.lr.item()
-        self._log(optim_steps=self._optim_count, lr=lr, **means)
+        means = torch.stack(reported).mean(0)
+        return dict(zip(STATISTICS, means, strict=True)) | _pool_statistics(self.loss_module, pool)
 
-    def _learnable(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return what the loss reads of a rollout, [B, T], on the learner's device."""
-        if batch.ndim == 1:
-            batch = batch.unsqueeze(0)
+    def _take_in(self, batch: TensorDictBase) -> None:
+        """Copy what the loss reads of a rollout, [..., T], into the pool; learn its moments."""
+        if batch.ndim != 2:
+            batch = batch.reshape(-1, batch.shape[-1])
         loss = self.loss_module
         keys = loss.tensor_keys
         observations = {*loss.actor_network.in_keys, *loss.critic_network.in_keys}
         after = [("next", key) for key in (*observations, keys.reward, keys.done, keys.terminated)]
-        rollout = batch.select(*observations, keys.action, keys.sample_log_prob, *after)
-        rollout = rollout.to(self.optimization_stepper.lr.device)
-        rollout["next", keys.reward] = rollout["next", keys.reward] * self.config.reward_scale
-        if self.normalizer is not None:
-            self.normalizer.update(rollout["observation"])
-            loss.sync_target_buffers()
-        return rollout
+        rollout = self.pool.add(
+            batch.select(*observations, keys.action, keys.sample_log_prob, *after)
+        )
+        rollout.get(("next", keys.reward)).mul_(self.config.reward_scale)
+        for key, normalizer in self.normalizers.items():
+            normalizer.update(rollout.get(key))
+        loss.sync_target_buffers()
+
+
+def _pool_statistics(loss: APPOLoss, pool: TensorDictBase) -> dict[str, torch.Tensor]:
+    """How far behind a pool is, and how well its values are known; scalars on its device."""
+    keys = loss.tensor_keys
+    log_rho = pool.get(keys.target_log_prob) - pool.get(keys.sample_log_prob)
+    target = pool.get(keys.value_target)
+    unexplained = (target - pool.get(keys.state_value)).var(correction=0)
+    return {
+        "rho_p99": log_rho.flatten().quantile(0.99).exp(),
+        "explained_variance": 1.0 - unexplained / target.var(correction=0).clamp(min=1e-8),
+    }

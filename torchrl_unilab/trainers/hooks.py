@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Literal
@@ -15,10 +15,19 @@ from tensordict import TensorDictBase
 from torchrl.trainers import Trainer, UpdateWeights
 from torchrl.trainers.trainers import TrainerHookBase
 
+from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["BusyTime", "EpisodeReturns", "LogPolicyLag", "PublishWeights"]
+__all__ = [
+    "BusyTime",
+    "CollectorReport",
+    "EpisodeReturns",
+    "LearningCurve",
+    "LogPolicyLag",
+    "PublishWeights",
+    "StopWhen",
+]
 
 
 class _Stateless(TrainerHookBase):
@@ -118,11 +127,15 @@ class LogPolicyLag(_Stateless):
     Args:
         scheme: The scheme that publishes the policy.
         patience: Batches in a row over which the lag must have grown for the warning.
+
+    Attributes:
+        histogram: How many batches were that many versions behind.
     """
 
     def __init__(self, scheme: UniLabShmScheme, patience: int = 20) -> None:
         self.scheme = scheme
         self.patience = patience
+        self.histogram: Counter[int] = Counter()
         self._last = float("inf")
         self._grown = 0
 
@@ -131,11 +144,16 @@ class LogPolicyLag(_Stateless):
         versions = None if batch is None else batch.get(("next", "policy_version"), None)
         if versions is not None:
             lag = self.scheme.version - float(versions.float().mean())
+            self.histogram[round(lag)] += 1
         else:
             applied = [v for v in self.scheme.applied_versions.values() if v is not None]
             lag = float(self.scheme.version - min(applied, default=self.scheme.version))
         self._watch(lag)
-        return {"policy_lag": lag, "log_pbar": True}
+        shares = {
+            f"policy_lag_{behind}": count / self.histogram.total()
+            for behind, count in self.histogram.items()
+        }
+        return {"policy_lag": lag, "log_pbar": True, **shares}
 
     def _watch(self, lag: float) -> None:
         self._grown = self._grown + 1 if lag > self._last else 0
@@ -154,49 +172,73 @@ class LogPolicyLag(_Stateless):
         trainer.register_module(name, self)
 
 
-class EpisodeReturns(_Stateless):
-    """Sums rewards to episode returns and logs the mean of the last ones.
-
-    Follows each trajectory through the batches by ``("collector", "traj_ids")``, so any
-    number of workers and any order of batches will do.
-
-    Args:
-        window: How many finished episodes the mean is over.
+class LearningCurve(_Stateless):
+    """Logs the mean return of the last episodes at each batch, and keeps the curve.
 
     Attributes:
         curve: (seconds, frames, mean return) at each batch since the first full episode.
         seconds: Since training began, at the last batch.
+        mean: Mean return of the last finished episodes; NaN before the first.
     """
 
-    def __init__(self, window: int = 64) -> None:
-        self.finished: deque[float] = deque(maxlen=window)
-        self.lengths: deque[int] = deque(maxlen=window)
+    def __init__(self) -> None:
         self.curve: list[tuple[float, int, float]] = []
-        self._open: dict[int, tuple[float, int]] = {}
+        self.seconds = 0.0
+        self.mean = float("nan")
         self._trainer: Trainer | None = None
         self._started = time.perf_counter()
-        self.seconds = 0.0
-
-    @property
-    def mean(self) -> float:
-        """Mean return of the last finished episodes; NaN before the first."""
-        return sum(self.finished) / len(self.finished) if self.finished else float("nan")
 
     def start(self) -> None:
         """Start the clock of the curve."""
         self._started = time.perf_counter()
 
+    def measure(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Return what to log, with ``return`` and ``episode_length`` once there are any."""
+        raise NotImplementedError
+
     def __call__(self, batch: TensorDictBase) -> dict[str, Any]:
         """Take a batch in and return what to log."""
-        self._add(batch)
-        self.seconds = seconds = time.perf_counter() - self._started
+        measured = self.measure(batch)
+        self.seconds = time.perf_counter() - self._started
         frames = self._trainer.collected_frames if self._trainer else 0
-        logged: dict[str, Any] = {"fps": frames / seconds, "log_pbar": True}
-        if self.finished:
-            self.curve.append((seconds, frames, self.mean))
-            logged["return"] = self.mean
-            logged["episode_length"] = sum(self.lengths) / len(self.lengths)
-        return logged
+        if "return" in measured:
+            self.mean = measured["return"]
+            self.curve.append((self.seconds, frames, self.mean))
+        return {"fps": frames / self.seconds, "log_pbar": True, **measured}
+
+    def register(self, trainer: Trainer, name: str = "learning_curve") -> None:
+        """Register to log before the optimisation steps of each batch."""
+        self._trainer = trainer
+        trainer.register_op("setup", self.start)
+        trainer.register_op("pre_steps_log", self)
+        trainer.register_module(name, self)
+
+
+class EpisodeReturns(LearningCurve):
+    """Sums rewards to episode returns and logs the mean of the last ones.
+
+    Follows each trajectory through the batches by ``("collector", "traj_ids")``, so any
+    number of workers and any order of batches will do, as long as none is left out.
+
+    Args:
+        window: How many finished episodes the mean is over.
+    """
+
+    def __init__(self, window: int = 64) -> None:
+        super().__init__()
+        self.finished: deque[float] = deque(maxlen=window)
+        self.lengths: deque[int] = deque(maxlen=window)
+        self._open: dict[int, tuple[float, int]] = {}
+
+    def measure(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Take a batch in and return the means."""
+        self._add(batch)
+        if not self.finished:
+            return {}
+        return {
+            "return": sum(self.finished) / len(self.finished),
+            "episode_length": sum(self.lengths) / len(self.lengths),
+        }
 
     def _add(self, batch: TensorDictBase) -> None:
         ids, index = torch.unique(batch["collector", "traj_ids"], return_inverse=True)
@@ -215,10 +257,79 @@ class EpisodeReturns(_Stateless):
             else:
                 self._open[trajectory] = (before + total, steps + count)
 
-    def register(self, trainer: Trainer, name: str = "episode_returns") -> None:
-        """Register to log before the optimisation steps of each batch."""
+
+class CollectorReport(LearningCurve):
+    """Logs what an `APPOCollector`'s workers tell: returns, rates, ring, frames per second.
+
+    The workers count their episodes themselves, so returns are right also where rollouts
+    are dropped. Reading waits for nobody.
+
+    Args:
+        collector: The collector.
+
+    Attributes:
+        last: What was logged last.
+    """
+
+    def __init__(self, collector: APPOCollector) -> None:
+        super().__init__()
+        self.collector = collector
+        self.last: dict[str, Any] = {}
+
+    def measure(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Return the newest metrics."""
+        collector = self.collector
+        metrics = collector.metrics()
+        measured: dict[str, Any] = {
+            "ring_occupancy": len(collector.storage) / collector.storage.max_size,
+            "dropped": collector.dropped,
+            "stale": collector.stale,
+            **{f"fps_{phase}": value for phase, value in metrics.fps.items()},
+        }
+        if metrics.episodes:
+            measured |= {
+                "return": metrics.episode_return,
+                "episode_length": metrics.episode_length,
+                "timeout_rate": metrics.timeout_rate,
+                "termination_rate": metrics.termination_rate,
+            }
+        self.last = measured
+        return measured
+
+
+class StopWhen(_Stateless):
+    """Ends training once a return is reached or the time is up.
+
+    Args:
+        returns: The trainer's learning curve.
+        stop_at: Mean return at which to stop.
+        max_seconds: Seconds since training began after which to stop.
+    """
+
+    def __init__(
+        self,
+        returns: LearningCurve,
+        *,
+        stop_at: float | None = None,
+        max_seconds: float | None = None,
+    ) -> None:
+        self.returns = returns
+        self.stop_at = stop_at
+        self.max_seconds = max_seconds
+        self._trainer: Trainer | None = None
+
+    def __call__(self, batch: TensorDictBase | None = None) -> dict[str, Any]:
+        """Look at the curve; ask the trainer to stop after this batch if it is time."""
+        assert self._trainer is not None, "register comes first"
+        if self.stop_at is not None and self.returns.mean >= self.stop_at:
+            self._trainer.request_stop(f"return {self.returns.mean:g} reached")
+        elif self.max_seconds is not None and self.returns.seconds >= self.max_seconds:
+            self._trainer.request_stop(f"{self.returns.seconds:g} seconds are over")
+        return {}
+
+    def register(self, trainer: Trainer, name: str = "stop_when") -> None:
+        """Register after the learning curve, before the optimisation steps."""
         self._trainer = trainer
-        trainer.register_op("setup", self.start)
         trainer.register_op("pre_steps_log", self)
         trainer.register_module(name, self)
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -18,11 +19,11 @@ import psutil
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint, CheckpointError
-from torchrl.collectors import MultiAsyncCollector
 from torchrl.envs import EnvBase
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 
+from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
@@ -31,6 +32,7 @@ from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.configs import APPOConfig
 from torchrl_unilab.trainers.evaluation import evaluate
+from torchrl_unilab.trainers.hooks import CollectorReport, StopWhen
 from torchrl_unilab.trainers.loggers import FanOutLogger
 from torchrl_unilab.trainers.plots import plot_returns
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -47,7 +49,7 @@ _SAVED = ("policy", "loss_module", "optimizer", "trainer_state")
 class _Learner:
     """What is learned: the networks, and the loss over them."""
 
-    normalizer: ObservationNormalizer
+    normalizers: dict[str, ObservationNormalizer]
     actor: TensorDictModuleBase
     loss: APPOLoss
 
@@ -60,6 +62,8 @@ def train_appo(
     run_dir: str | os.PathLike[str],
     config: APPOConfig | None = None,
     create_env: Callable[[], EnvBase] | None = None,
+    stop_at: float | None = None,
+    max_seconds: float | None = None,
     progress_bar: bool = True,
     eval_episodes: int = 16,
     announce: Callable[[str], None] = lambda line: None,
@@ -74,6 +78,8 @@ def train_appo(
         config: Settings; the task's own if not given.
         create_env: Makes one collector's environment, of any TorchRL kind; picklable.
             `MujocoBatchEnv` of the task if not given.
+        stop_at: Stop early once the mean return of the last episodes is this high.
+        max_seconds: Stop early after so many seconds of training.
         progress_bar: Show a bar with frames per second, return and policy lag.
         eval_episodes: Episodes of the final evaluation.
         announce: Takes a line for the person who runs this.
@@ -92,7 +98,7 @@ def train_appo(
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed: {seed} (expected 0 to {2**32 - 1}). Use for example 0.")
     config = config or APPOConfig.for_task(env)
-    plan = plan_threads(available_cores(), config.num_collectors)
+    plan = plan_threads(available_cores(), config.num_collectors, config.physics_threads)
     if create_env is None:
         make_task(env)  # an unknown task is refused before anything is made
         create_env = _mujoco_env(env, config.num_envs, plan.physics_threads)
@@ -104,7 +110,7 @@ def train_appo(
     learner = _build_learner(proxy, config)
     proxy.close()
     scheme = UniLabShmScheme()
-    collector = _start_collector(create_env, learner.actor, scheme, config, plan)
+    collector = _start_collector(create_env, learner.actor, scheme, config, plan, seed)
     try:
         # Whatever could be refused has been: from here on files are written.
         path.mkdir(parents=True, exist_ok=True)
@@ -116,7 +122,7 @@ def train_appo(
             loss_module=learner.loss,
             total_frames=frames,
             config=config,
-            normalizer=learner.normalizer,
+            normalizers=learner.normalizers,
             scheme=scheme,
             logger=FanOutLogger([CSVLogger("logs", log_dir=str(path)), board]),
             progress_bar=progress_bar,
@@ -126,11 +132,14 @@ def train_appo(
             save_trainer_interval=max(frames // 4, 1),
             log_interval=min(10 * config.frames_per_rollout, frames // 20),
         )
+        StopWhen(trainer.returns, stop_at=stop_at, max_seconds=max_seconds).register(trainer)
         cpu = _CollectorTime(collector)
         trainer.register_op("setup", cpu.start)
         trainer.register_op("post_steps", cpu.sample)
-        interrupted = _train(trainer)
-        board.experiment.close()  # ends its thread
+        try:
+            interrupted = _train(trainer)
+        finally:
+            board.experiment.close()  # ends its thread
     finally:
         collector.shutdown()
     eval_env = (
@@ -147,9 +156,11 @@ def train_appo(
         "seed": seed,
         "frames": trainer.collected_frames,
         "seconds": trainer.returns.seconds,
-        "final_return": trainer.returns.mean if trainer.returns.finished else None,
+        "final_return": trainer.returns.mean if trainer.returns.curve else None,
         "eval_return": eval_return,
         "interrupted": interrupted,
+        "policy_lag": dict(sorted(trainer.lag.histogram.items())) if trainer.lag else {},
+        "collector": _last_report(trainer),
         "busy": {"learner": trainer.busy_time.busy, "collectors": cpu.busy},
         "threads": dataclasses.asdict(plan),
         "curve": trainer.returns.curve,
@@ -229,14 +240,26 @@ def _checked_run_dir(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def _build_learner(env: EnvBase, config: APPOConfig) -> _Learner:
-    observation_size = env.observation_spec["observation"].shape[-1]
-    action_size = env.action_spec.shape[-1]
-    normalizer = ObservationNormalizer(observation_size)
-    networks: dict[str, Any] = {"normalizer": normalizer, "hidden": config.hidden}
-    actor = make_actor(observation_size, action_size, log_std=config.log_std, **networks)
+    sizes = {key: env.observation_spec[key].shape[-1] for key in config.observation_keys}
+    normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items()}
+    key, critic_key = config.observation, config.critic_observation
+    actor = make_actor(
+        sizes[key],
+        env.action_spec.shape[-1],
+        in_key=key,
+        normalizer=normalizers[key],
+        hidden=config.hidden,
+        log_std=config.log_std,
+    )
+    critic = make_critic(
+        sizes[critic_key],
+        in_key=critic_key,
+        normalizer=normalizers[critic_key],
+        hidden=config.hidden,
+    )
     loss = APPOLoss(
         actor,
-        make_critic(observation_size, **networks),
+        critic,
         clip_epsilon=config.clip_epsilon,
         value_clip=config.value_clip,
         entropy_coeff=config.entropy_coeff,
@@ -252,7 +275,7 @@ def _build_learner(env: EnvBase, config: APPOConfig) -> _Learner:
             else config.target_update_freq
         ),
     )
-    return _Learner(normalizer, actor, loss)
+    return _Learner(normalizers, actor, loss)
 
 
 def _start_collector(
@@ -261,16 +284,22 @@ def _start_collector(
     scheme: UniLabShmScheme,
     config: APPOConfig,
     plan: ThreadPlan,
-) -> MultiAsyncCollector:
-    return MultiAsyncCollector(
-        [create_env] * config.num_collectors,
+    seed: int,
+) -> APPOCollector:
+    return APPOCollector(
+        create_env,
         actor,
+        num_collectors=config.num_collectors,
         frames_per_batch=config.frames_per_rollout,
         total_frames=-1,  # the trainer counts
         weight_sync_schemes={"policy": scheme},
-        track_policy_version=True,
+        slots=config.slots,
+        overflow=config.overflow,
+        max_policy_lag=config.max_policy_lag,
+        lockstep=config.lockstep,
+        use_buffers=False,
         num_threads=plan.learner_threads,
-        num_sub_threads=1,
+        seed=seed,
     )
 
 
@@ -285,6 +314,13 @@ def _train(trainer: APPOTrainer) -> bool:
         trainer.save_trainer(force_save=True)  # a lost worker must not cost the training
         raise
     return False
+
+
+def _last_report(trainer: APPOTrainer) -> dict[str, Any]:
+    """What the collectors told last; endless rates, of phases that took no time, left out."""
+    report = trainer.returns
+    last = report.last if isinstance(report, CollectorReport) else {}
+    return {key: value for key, value in last.items() if math.isfinite(value)}
 
 
 def _mean_return(env: EnvBase, actor: TensorDictModuleBase, seed: int) -> float:
@@ -305,8 +341,8 @@ class _CollectorTime:
         busy: One share per collector; above 1 if several threads step physics.
     """
 
-    def __init__(self, collector: MultiAsyncCollector) -> None:
-        self._processes = [psutil.Process(process.pid) for process in collector.procs]
+    def __init__(self, collector: APPOCollector) -> None:
+        self._processes = [psutil.Process(pid) for pid in collector.pids]
         self._started = 0.0
         self._before: list[float] = []
         self.busy: list[float] = []

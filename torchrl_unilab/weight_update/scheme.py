@@ -466,6 +466,11 @@ class UniLabShmScheme(WeightSyncScheme):
         self._tell_context(version, binding)
         return True
 
+    @property
+    def applied_version(self) -> int:
+        """The version that this worker's model has; -1 before the first."""
+        return self._applied
+
     def disown(self) -> None:
         """Record that the model has weights from elsewhere, until the next publish."""
         if self._cell is not None and self.worker_idx is not None:

@@ -1,0 +1,255 @@
+"""Throughput and latency of the rollout ring between two processes.
+
+``python -m tests.benchmarks.bench_ring [--rounds 9] [--seconds 0.3] [--samples 2000]``
+
+**Throughput.** A writer process calls ``ring.write`` and a reader process
+``copy_read_slot_to`` into tensors of its own, as fast as they can, with ``overflow="block"``,
+so that every rollout goes through. Each rollout is copied twice, once by each side, and the
+two sides overlap: while the reader copies one rollout out, the writer copies the next one in.
+What the machine could do at best is therefore the same two copies at the same time without
+a ring between them. In the baselines the same two processes copy as many bytes, as one flat
+run and each on its own (``Tensor.copy_``): the writer from one private buffer into as many
+others as the ring has slots, in turn, and the reader out of as many. Of these others, each
+process has its own (*private*: nothing passes from core to core, and what fits its cache
+stays there), or they are shared by both (*shared*: the bytes pass from the writer's core to
+the reader's as they must, though nothing keeps the two in step). A rollout's time is that of
+the slower side, and GB/s counts both copies, in all cases. The processor time of both sides
+together is printed beside: other processes of the machine hardly change it. Ring and
+baselines take turns, and medians over the turns are printed.
+
+**Latency.** From just before the commit until ``wait_for_data`` returns in the other process
+(the monotonic clock is one for all processes); the writer sleeps 1 ms between commits, so
+the reader sleeps each time. **Idle.** Processor time of a process that waits in vain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+
+import torch
+
+from tests.support.processes import SPAWN, receive, spawned
+from torchrl_unilab.shm import RolloutRing, SharedSegment
+
+SLOTS = 4
+STEPS = 32
+ENVS = {"HalfCheetah, 64 envs": 64, "576 envs": 576, "2304 envs": 2304}
+KINDS = ("ring", "private", "shared")
+
+
+def make_rollout(envs: int) -> dict[str, torch.Tensor]:
+    """What a policy with a Gaussian head collects on HalfCheetah: 54 floats, 6 flags a step."""
+    floats = {
+        "observation": 17,
+        "next.observation": 17,
+        "action": 6,
+        "loc": 6,
+        "scale": 6,
+        "sample_log_prob": 1,
+        "next.reward": 1,
+    }
+    flags = ["done", "terminated", "truncated"]
+    rollout = {key: torch.randn(envs, STEPS, size) for key, size in floats.items()}
+    for key in (*flags, *(f"next.{flag}" for flag in flags)):
+        rollout[key] = torch.zeros(envs, STEPS, 1, dtype=torch.bool)
+    return rollout
+
+
+def nbytes(rollout: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of a rollout's elements."""
+    return sum(tensor.nbytes for tensor in rollout.values())
+
+
+def writes(ring: RolloutRing, rollout: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """A call that writes one rollout."""
+    return lambda: ring.write(rollout)
+
+
+def reads(ring: RolloutRing, rollout: dict[str, torch.Tensor]) -> Callable[[], object]:
+    """A call that reads one rollout."""
+
+    def read() -> None:
+        ring.wait_for_data()
+        ring.copy_read_slot_to(rollout)
+        ring.advance_read()
+
+    return read
+
+
+def copies(others: torch.Tensor, *, inwards: bool) -> Callable[[], object]:
+    """A call that copies one buffer of its own into the next row of `others`, or outwards."""
+    one = torch.ones_like(others[0])
+    turn = 0
+
+    def copy() -> None:
+        nonlocal turn
+        turn = (turn + 1) % len(others)
+        if inwards:
+            others[turn].copy_(one)
+        else:
+            one.copy_(others[turn])
+
+    return copy
+
+
+def one_side(
+    pipe: Connection,
+    rings: dict[str, RolloutRing],
+    segments: dict[str, SharedSegment],
+    barrier: Barrier,
+    is_writer: bool,
+) -> None:
+    """Run what is asked for as often as asked for, together with the other side."""
+    torch.set_num_threads(1)
+    calls = {}
+    for case, ring in rings.items():
+        rollout = make_rollout(ENVS[case])
+        calls["ring", case] = (writes if is_writer else reads)(ring, rollout)
+        shared = torch.from_numpy(segments[case].buffer).view(SLOTS, -1)
+        calls["private", case] = copies(torch.ones_like(shared), inwards=is_writer)
+        calls["shared", case] = copies(shared, inwards=is_writer)
+    pipe.send("ready")
+    while (asked := pipe.recv()) is not None:
+        *which, times = asked
+        call = calls[tuple(which)]
+        barrier.wait()
+        started, used = time.perf_counter(), time.process_time()
+        for _ in range(times):
+            call()
+        pipe.send((time.perf_counter() - started, time.process_time() - used))
+
+
+def throughput(rounds: int, seconds: float) -> dict[str, dict[str, tuple[float, float]]]:
+    """Median seconds and processor seconds of a rollout, by case and kind."""
+    medians: dict[str, dict[str, tuple[float, float]]] = {}
+    with contextlib.ExitStack() as stack:
+        rings = {
+            case: stack.enter_context(
+                RolloutRing(make_rollout(envs), slots=SLOTS, overflow="block")
+            )
+            for case, envs in ENVS.items()
+        }
+        segments = {
+            case: stack.enter_context(SharedSegment(SLOTS * nbytes(make_rollout(envs))))
+            for case, envs in ENVS.items()
+        }
+        barrier = SPAWN.Barrier(2)
+        pipes = [
+            stack.enter_context(spawned(one_side, rings, segments, barrier, is_writer))[1]
+            for is_writer in (True, False)
+        ]
+
+        def run(kind: str, case: str, times: int) -> tuple[float, float]:
+            for pipe in pipes:
+                pipe.send((kind, case, times))
+            elapsed, used = zip(*(receive(pipe, 300.0) for pipe in pipes), strict=True)
+            return max(elapsed) / times, sum(used) / times
+
+        for pipe in pipes:
+            receive(pipe)
+        for case in ENVS:
+            times = max(10, math.ceil(seconds / run("ring", case, 10)[0]))
+            taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+            for turn in range(rounds + 1):
+                for kind in KINDS:
+                    one = run(kind, case, times)
+                    taken[kind] += [one] if turn else []  # the first warms up
+            medians[case] = {
+                kind: tuple(map(statistics.median, zip(*values, strict=True)))
+                for kind, values in taken.items()
+            }
+    return medians
+
+
+def commit_now_and_then(pipe: Connection, ring: RolloutRing, samples: int) -> None:
+    """Commit every millisecond or so, and say in each rollout when."""
+    torch.set_num_threads(1)
+    at = ring.layout.keys[0]
+    for _ in range(samples):
+        time.sleep(1e-3)
+        buffer = ring.write_buffer[at]
+        buffer[0] = time.monotonic_ns()
+        ring.signal_write_done()
+    pipe.send("done")
+    pipe.recv()
+
+
+def latencies(samples: int) -> list[float]:
+    """Seconds from each commit until the wait for it returned, sorted."""
+    taken = []
+    with (
+        RolloutRing({"at": torch.zeros(1, dtype=torch.int64)}, slots=8, overflow="block") as ring,
+        spawned(commit_now_and_then, ring, samples),
+    ):
+        for _ in range(samples):
+            assert ring.wait_for_data()
+            now = time.monotonic_ns()
+            with ring.read_views() as views:
+                taken.append((now - int(views["at"][0])) * 1e-9)
+            ring.advance_read()
+    return sorted(taken)
+
+
+def wait_in_vain(pipe: Connection, ring: RolloutRing, seconds: float) -> None:
+    """Tell the processor time of waiting, as a share of one core."""
+    ring.wait_for_data(0.0)
+    started, used = time.monotonic(), time.process_time()
+    assert not ring.wait_for_data(seconds)
+    pipe.send((time.process_time() - used) / (time.monotonic() - started))
+
+
+def idle_share(seconds: float, writers: int = 4) -> float:
+    """Share of a core that a waiting reader of live writers takes."""
+    with RolloutRing({"x": torch.zeros(1)}, writers=writers) as ring:
+        for writer in range(writers):
+            ring.use_writer(writer)
+        with spawned(wait_in_vain, ring, seconds) as (_, pipe):
+            return receive(pipe, seconds + 60.0)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each turn, about")
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--idle", type=float, default=5.0, help="seconds to wait in vain")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("Throughput; GB/s counts both copies of a rollout; ratio: ring to baseline\n")
+    print("| rollout | MB | rollouts/s | ring GB/s | private GB/s | ratio | ", end="")
+    print("shared GB/s | ratio | ring CPU µs | private CPU µs | shared CPU µs |")
+    print("|---|" + "---:|" * 10)
+    for case, taken in throughput(options.rounds, options.seconds).items():
+        size = nbytes(make_rollout(ENVS[case]))
+        speed = {kind: 2 * size / wall * 1e-9 for kind, (wall, _) in taken.items()}
+        print(
+            f"| {case} | {size * 1e-6:.2f} | {1 / taken['ring'][0]:,.0f} | {speed['ring']:.1f} "
+            + "".join(
+                f"| {speed[kind]:.1f} | {speed['ring'] / speed[kind]:.2f} " for kind in KINDS[1:]
+            )
+            + "".join(f"| {1e6 * used:.0f} " for _, used in taken.values())
+            + "|",
+            flush=True,
+        )
+    print("\nFrom the commit until wait_for_data returns in the other process, µs\n")
+    print("| samples | median | 99th percentile | most |")
+    print("|---:|---:|---:|---:|")
+    taken = [1e6 * seconds for seconds in latencies(options.samples)]
+    tail = taken[min(len(taken) - 1, int(0.99 * len(taken)))]
+    print(f"| {len(taken)} | {statistics.median(taken):.0f} | {tail:.0f} | {taken[-1]:.0f} |")
+    print(f"\nA reader that waits in vain for {options.idle:g} s, with four live writers\n")
+    print("| share of a core |")
+    print("|---:|")
+    print(f"| {idle_share(options.idle):.2%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import math
+import time
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.processes import DEADLINE, receive, spawned
+from torchrl_unilab.collectors.metrics import PHASES, WINDOW, EpisodeLog, LatestMetrics, PhaseClock
+
+
+def _brute_force(rewards, done, terminated) -> list[tuple[float, int, bool]]:
+    """Finished episodes, (return, length, terminated), in the order of their ends."""
+    envs = rewards.shape[0]
+    total, length, finished = [0.0] * envs, [0] * envs, []
+    for step in range(rewards.shape[1]):
+        for env in range(envs):
+            total[env] += float(rewards[env, step])
+            length[env] += 1
+            if done[env, step]:
+                finished.append((total[env], length[env], bool(terminated[env, step])))
+                total[env], length[env] = 0.0, 0
+    return finished
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.floats(0.0, 1.0),
+    st.integers(0, 10_000),
+)
+def test_episodes_equal_a_loop_over_environments_and_steps(envs, cuts, ends, seed):
+    rng = np.random.default_rng(seed)
+    shape = (envs, sum(cuts))
+    rewards = rng.integers(-8, 9, shape) / 4.0  # sums are exact
+    done = rng.random(shape) < ends
+    terminated = done & (rng.random(shape) < 0.5)
+    expected = _brute_force(rewards, done, terminated)
+    log, start = EpisodeLog(envs), 0
+    for steps in cuts:
+        part = np.s_[:, start : start + steps]
+        log.add(rewards[part], done[part], terminated[part])
+        start += steps
+    assert log.episodes == len(expected)
+    found = [
+        tuple(log.last[i % WINDOW]) for i in range(max(0, log.episodes - WINDOW), log.episodes)
+    ]
+    assert found == expected[-WINDOW:]
+
+
+def test_a_restart_forgets_open_episodes_and_keeps_finished_ones():
+    log = EpisodeLog(1)
+    ends = np.array([[True, False]])
+    log.add(np.ones((1, 2)), ends, ends)
+    log.restart()
+    log.add(np.ones((1, 2)), ends, ends)
+    assert log.episodes == 2
+    assert log.last[:2].tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+
+
+def _log(returns: list[float], *, terminated: bool) -> EpisodeLog:
+    log = EpisodeLog(1)
+    rewards = np.array([returns])
+    ends = np.ones_like(rewards, dtype=bool)
+    log.add(rewards, ends, ends & terminated)
+    return log
+
+
+def _clock(*seconds: float) -> PhaseClock:
+    clock = PhaseClock()
+    clock.seconds = dict(zip(PHASES, seconds, strict=True))
+    return clock
+
+
+def test_before_the_first_episode_there_is_no_mean():
+    latest = LatestMetrics(2)
+    read = latest.read()
+    assert (read.frames, read.episodes) == (0, 0)
+    assert math.isnan(read.episode_return)
+    assert math.isnan(read.timeout_rate)
+    assert read.fps["physics"] == math.inf
+    latest.close()
+    latest.close()
+
+
+def test_what_workers_told_is_summed_up_and_the_last_word_counts():
+    latest = LatestMetrics(2)
+    latest.put(0, 10, _log([9.0], terminated=False), _clock(1, 1, 1, 1))
+    latest.put(0, 40, _log([1.0, 2.0], terminated=False), _clock(2, 1, 0.5, 0))
+    latest.put(1, 60, _log([6.0], terminated=True), _clock(3, 1, 0.5, 0))
+    read = latest.read()
+    assert (read.frames, read.episodes) == (100, 3)
+    assert (read.episode_return, read.episode_length) == (3.0, 1.0)
+    assert read.timeout_rate == pytest.approx(2 / 3)
+    assert read.termination_rate == pytest.approx(1 / 3)
+    assert read.seconds == {"physics": 5.0, "policy": 2.0, "write": 1.0, "wait": 0.0}
+    assert read.fps == {"physics": 20.0, "policy": 50.0, "write": 100.0, "wait": math.inf}
+    latest.close()
+
+
+def test_the_means_are_over_the_last_64_episodes_of_all_workers_in_equal_shares():
+    latest = LatestMetrics(2)
+    early, late = [100.0] * 200, [float(i) for i in range(32)]
+    latest.put(0, 0, _log([*early, *late], terminated=False), _clock(0, 0, 0, 0))
+    latest.put(1, 0, _log([*early, *[5.0] * 32], terminated=True), _clock(0, 0, 0, 0))
+    read = latest.read()
+    assert read.episodes == 464
+    assert read.episode_return == pytest.approx((sum(late) + 160.0) / 64)
+    assert read.timeout_rate == 0.5
+    latest.close()
+
+
+def test_time_between_phases_is_counted_once():
+    clock = PhaseClock()
+    began = time.perf_counter()
+    clock.start()
+    clock.to("physics")
+    clock.to("policy")
+    clock.to("physics")
+    assert 0.0 < sum(clock.seconds.values()) <= time.perf_counter() - began
+    assert clock.seconds["write"] == clock.seconds["wait"] == 0.0
+
+
+def _put_for_ever(pipe: Connection, latest: LatestMetrics) -> None:
+    """Put words whose parts agree with each other."""
+    log, clock = EpisodeLog(1), PhaseClock()
+    pipe.send("ready")
+    count = 0
+    while not pipe.poll():
+        count += 1
+        log.episodes = count
+        log.last[:] = count
+        clock.seconds = dict.fromkeys(PHASES, float(count))
+        latest.put(0, count, log, clock)
+    pipe.send(count)
+
+
+def test_a_reader_sees_whole_words_of_a_worker_that_waits_for_nobody():
+    latest = LatestMetrics(1)
+    with spawned(_put_for_ever, latest) as (_, pipe):
+        receive(pipe)
+        until, seen = time.monotonic() + DEADLINE, set()
+        while len(seen) < 200:
+            assert time.monotonic() < until, "the worker does not go on"
+            read = latest.read()
+            if read.frames:
+                assert set(read.seconds.values()) == {float(read.frames)}
+                assert (read.episodes, read.episode_return) == (read.frames, read.frames)
+            seen.add(read.frames)
+        pipe.send("stop")
+        # Nobody read what was put meanwhile, and nobody had to.
+        assert receive(pipe) >= max(seen)
+    latest.close()

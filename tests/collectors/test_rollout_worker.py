@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrl.collectors import Collector
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from tests.support.acting import make_policy, set_action
+from tests.support.collecting import (
+    CountingEnv,
+    actor,
+    gym_env,
+    single_env,
+    state_env,
+    transformed_env,
+)
+from torchrl_unilab.collectors.rollout_worker import (
+    POLICY_VERSION,
+    TRAJECTORIES,
+    RolloutWorker,
+    example_rollout,
+    own_randomness,
+)
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+
+def _pendulum() -> MujocoBatchEnv:
+    return MujocoBatchEnv("InvertedPendulum-v5", num_envs=3, num_threads=1, max_episode_steps=9)
+
+
+def _collect(worker: RolloutWorker, count: int = 1) -> list:
+    """The worker's next rollouts, written into memory that held something else."""
+    rollouts = []
+    for _ in range(count):
+        slot = example_rollout(worker.env, worker.policy, worker.num_steps).clone()
+        for value in slot.values(True, True):
+            value.fill_(1)
+        worker.rollout(slot)
+        rollouts.append(slot)
+    return rollouts
+
+
+def _scheme(policy, acting, **kwargs) -> tuple[UniLabShmScheme, UniLabShmScheme]:
+    sender, receiver = UniLabShmScheme(**kwargs), UniLabShmScheme()
+    sender.init_on_sender(model=policy, devices=[torch.device("cpu")])
+    sender.connect()
+    receiver.__setstate__(sender.__getstate__())
+    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
+    receiver.connect()
+    return sender, receiver
+
+
+ENVS = {
+    "batch": (CountingEnv, actor),
+    "state": (state_env, actor),
+    "transforms": (transformed_env, actor),
+    "no batch": (single_env, actor),
+    "gym": (gym_env, actor),
+    "mujoco": (_pendulum, lambda: actor(size=4)),
+}
+
+
+@pytest.mark.parametrize("case", ENVS)
+def test_rollouts_equal_those_of_torchrls_collector_bit_for_bit(case):
+    create_env, create_policy = ENVS[case]
+    steps, env = 8, create_env()
+    policy = create_policy()
+    collector = Collector(
+        create_env(),
+        policy,
+        frames_per_batch=steps * env.numel(),
+        total_frames=-1,
+        auto_register_policy_transforms=False,
+    )
+    collector.env.set_seed(5)
+    collector.reset()
+    torch.manual_seed(7)
+    batches = iter(collector)
+    expected = [next(batches).clone() for _ in range(3)]
+    collector.shutdown()
+
+    worker = RolloutWorker(env, policy, steps)
+    slots = [example_rollout(create_env(), policy, steps).clone() for _ in range(3)]
+    worker.seed(5, 7)
+    for slot, theirs in zip(slots, expected, strict=True):
+        worker.rollout(slot)
+        ours = slot.exclude(POLICY_VERSION, TRAJECTORIES)
+        theirs = theirs.exclude(TRAJECTORIES)
+        assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+        for key, value in theirs.items(True, True):
+            assert torch.equal(ours[key], value), key
+    assert any(slot["next", "done"].any() for slot in slots) is (case != "gym")
+    worker.close()
+    worker.close()
+
+
+def test_trajectories_go_on_over_rollouts_and_are_unique_over_workers():
+    seen = {}
+    for number in range(2):
+        worker = RolloutWorker(CountingEnv((3,)), actor(), 4, worker=number, workers=2)
+        rollouts = torch.cat(_collect(worker, 3), dim=1)
+        ids, done = rollouts[TRAJECTORIES], rollouts["next", "done"].squeeze(-1)
+        changes = ids[:, 1:] != ids[:, :-1]
+        assert torch.equal(changes, done[:, :-1])  # also where a rollout begins
+        assert (ids % 2 == number).all()
+        seen[number] = ids.unique()
+        worker.reset()
+        [after] = _collect(worker)
+        assert not torch.isin(after[TRAJECTORIES], seen[number]).any()
+    assert not torch.isin(seen[0], seen[1]).any()
+    assert len(seen[0]) == 3 + int(done[:, :-1].sum())
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_true_final_observation_comes_under_next_at_both_kinds_of_end(terminal):
+    worker = RolloutWorker(CountingEnv((2,), limit=3, terminal=terminal), actor(), 9)
+    [rollout] = _collect(worker)
+    ends = rollout["next", "done"].squeeze(-1)
+    assert ends.sum() == 3 + 2  # after each 3 and each 4 steps
+    assert torch.equal(rollout["next", "terminated"], rollout["next", "done"] & terminal)
+    drawn, steps, left = rollout["next", "observation"][ends].unbind(-1)
+    assert steps.tolist() == [3.0, 3.0, 3.0, 4.0, 4.0]
+    assert (left == 0).all()
+    assert torch.equal(drawn, rollout["observation"][ends][:, 0])  # of the same episode
+    going = ~ends[:, :-1]
+    following = rollout["observation"][:, 1:]
+    assert torch.equal(rollout["next", "observation"][:, :-1][going], following[going])
+    assert (following[~going][:, 1] == 0).all()  # then a new episode
+
+
+def test_each_step_says_which_version_it_acted_with():
+    policy, acting = make_policy(0.25), make_policy()
+
+    class Publishes(CountingEnv):
+        """Publishes 1/8, 2/8, ... after each step."""
+
+        def _step(self, tensordict):
+            out = super()._step(tensordict)
+            set_action(policy, (sender.version + 1) / 8)
+            sender.send()
+            return out
+
+    for pull, expected in [("step", [0, 1, 2, 3]), ("rollout", [0] * 4), ("manual", [0] * 4)]:
+        set_action(policy, 0.0)
+        sender, receiver = _scheme(policy, acting, pull=pull)
+        worker = RolloutWorker(Publishes(), acting, 4, scheme=receiver)
+        slot = example_rollout(CountingEnv(), policy, 4).clone()
+        worker.rollout(slot)
+        assert slot[POLICY_VERSION].tolist() == [expected] * 2
+        assert (slot["action"].squeeze(-1) * 8).tolist() == [expected] * 2
+        worker.rollout(slot)
+        second = {"step": [4, 5, 6, 7], "rollout": [4] * 4, "manual": [0] * 4}[pull]
+        assert slot[POLICY_VERSION].tolist() == [second] * 2
+        assert (slot["action"].squeeze(-1) * 8).tolist() == [second] * 2
+        sender.shutdown()
+
+
+def test_exploration_is_as_asked_for():
+    policy = actor()
+    worker = RolloutWorker(CountingEnv(), policy, 4, exploration_type=ExplorationType.DETERMINISTIC)
+    [rollout] = _collect(worker)
+    assert torch.equal(rollout["action"], rollout["loc"])
+    [random] = _collect(RolloutWorker(CountingEnv(), policy, 4))
+    assert not torch.equal(random["action"], random["loc"])
+
+
+def test_frames_episodes_and_time_are_counted_through_a_reset():
+    worker = RolloutWorker(CountingEnv((2,), limit=3), actor(), 8)
+    _collect(worker, 2)
+    assert worker.frames == 32
+    assert worker.log.episodes == 5 + 4  # after each 3 and each 4 steps
+    worker.reset()
+    _collect(worker)
+    assert worker.log.episodes == 9 + 2 + 2
+    assert worker.log.last[9:13, 1].tolist() == [3.0, 4.0, 3.0, 4.0]
+    assert all(worker.clock.seconds[phase] > 0 for phase in ("physics", "policy", "write"))
+
+
+def test_a_restored_worker_acts_with_the_same_noise_in_new_episodes():
+    worker = RolloutWorker(CountingEnv(), actor(), 4)
+    worker.seed(1, 2)
+    _collect(worker)
+    state = worker.state_dict()
+    [first] = _collect(worker)
+    worker.load_state_dict(state)
+    assert worker.frames == 8
+    [again] = _collect(worker)
+    first_noise, noise = (rollout["action"] - rollout["loc"] for rollout in (first, again))
+    torch.testing.assert_close(noise, first_noise, rtol=0.0, atol=1e-6)
+    assert (again["observation"][:, 0, 1] == 0).all()
+
+
+def test_an_example_has_a_rollouts_form_and_draws_nothing():
+    env, policy = transformed_env(), actor()
+    before = torch.get_rng_state()
+    with set_exploration_type(ExplorationType.RANDOM):
+        example = example_rollout(env, policy, 6)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert example.batch_size == (4, 6)
+    assert {("critic", "state"), ("next", "critic", "state"), POLICY_VERSION} <= set(
+        example.keys(True, True)
+    )
+
+
+def test_own_randomness_neither_sees_nor_disturbs_the_processs():
+    torch.manual_seed(1)
+    state = [torch.Generator().manual_seed(9).get_state()]
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(9))
+    outside = torch.get_rng_state()
+    with own_randomness(state):
+        first = torch.rand(2)
+    assert torch.equal(torch.get_rng_state(), outside)
+    drawn = []
+
+    def draw_and_fail() -> None:
+        with own_randomness(state):
+            drawn.append(torch.rand(2))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
+    assert torch.equal(torch.get_rng_state(), outside)
+    assert torch.equal(torch.cat([first, *drawn]), expected)

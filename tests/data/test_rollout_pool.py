@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from torchrl_unilab.data.rollout_pool import RolloutPool
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
+
+N, T = 2, 3
+
+
+def _rollout(value: int, n: int = N, steps: int = T) -> TensorDict:
+    """Each element says which rollout, environment and step it is of."""
+    element = value * 100 + torch.arange(n * steps, dtype=torch.float32).reshape(n, steps)
+    return TensorDict(
+        {
+            "observation": element.unsqueeze(-1).repeat(1, 1, 4),
+            "next": {"reward": element.unsqueeze(-1), "done": element.unsqueeze(-1) % 2 == 0},
+        },
+        batch_size=[n, steps],
+    )
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_a_pool_holds_what_a_bounded_queue_holds(size, added):
+    pool, queue = RolloutPool(size), deque(maxlen=size)
+    for value in range(added):
+        pool.add(_rollout(value))
+        queue.append(_rollout(value))
+        assert len(pool) == len(queue)
+        found = sorted(pool.data.unbind(1), key=lambda column: column["next", "reward"][0].item())
+        expected = [row for rollout in queue for row in rollout.unbind(0)]
+        assert all((a == b).all() for a, b in zip(found, expected, strict=True))
+    assert pool.added == added
+
+
+def test_a_new_rollout_takes_the_place_of_the_oldest_and_moves_no_other():
+    pool = RolloutPool(3)
+    for value in range(3):
+        pool.add(_rollout(value))
+    pool.add(_rollout(7))
+    columns = pool.data["next", "reward"][0, :, 0] // 100
+    assert columns.tolist() == [7, 7, 1, 1, 2, 2]
+
+
+def test_the_data_is_a_view_with_time_first_and_takes_no_new_memory():
+    pool = RolloutPool(2)
+    pool.add(_rollout(0))
+    assert pool.data.batch_size == (T, N)
+    before = {key: value.data_ptr() for key, value in pool.data.items(True, True)}
+    pool.add(_rollout(1))
+    pool.add(_rollout(2))
+    assert pool.data.batch_size == (T, 2 * N)
+    assert {key: value.data_ptr() for key, value in pool.data.items(True, True)} == before
+
+
+def test_what_add_returns_is_the_copy_in_the_pool_and_the_rollout_stays_as_it_was():
+    pool, given = RolloutPool(2), _rollout(1)
+    copy = pool.add(given)
+    copy["next", "reward"].zero_()
+    assert pool.data["next", "reward"].unique().tolist() == [0.0]
+    assert (given == _rollout(1)).all()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        _rollout(0, n=N + 1),
+        _rollout(0, steps=T + 1),
+        _rollout(0).set("more", torch.zeros(N, T)),
+        _rollout(0).exclude(("next", "done")),
+    ],
+    ids=["more environments", "longer", "another key", "a key less"],
+)
+def test_a_rollout_of_another_kind_is_refused_and_nothing_changes(other):
+    pool = RolloutPool(2)
+    pool.add(_rollout(1))
+    with pytest.raises(LayoutShapeError, match=r"expected \(2, 3\)"):
+        pool.add(other)
+    assert len(pool) == 1
+    assert (pool.data == _rollout(1).transpose(0, 1)).all()
+
+
+@pytest.mark.parametrize("size", [0, -1, 9])
+def test_sizes_out_of_range_are_refused(size):
+    with pytest.raises(ConfigError, match="expected 1 to 8"):
+        RolloutPool(size)
+
+
+def test_an_empty_pool_has_no_data():
+    with pytest.raises(ConfigError, match="it is empty"):
+        _ = RolloutPool(1).data

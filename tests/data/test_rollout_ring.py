@@ -1,0 +1,985 @@
+"""Rollouts through TorchRL's replay buffers, in shared memory, and between processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
+from torchrl.collectors import Collector, MultiAsyncCollector
+from torchrl.data import (
+    Bounded,
+    Categorical,
+    Composite,
+    LazyTensorStorage,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    Unbounded,
+)
+from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
+
+from tests.support.acting import StillEnv, make_policy
+from tests.support.processes import DEADLINE, receive, spawned
+from tests.support.rollouts import (
+    BATCH,
+    claim_and_die,
+    copied_bytes,
+    extend_buffer,
+    extend_items,
+    fill_blocked,
+    hold_lock,
+    make_rollout,
+    stamp,
+    values,
+    write_first,
+    write_other_layout,
+)
+from torchrl_unilab.data import (
+    RolloutReplayBuffer,
+    RolloutRingSampler,
+    RolloutRingStorage,
+    RolloutRingWriter,
+)
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutDtypeError,
+    LayoutKeyError,
+    LayoutShapeError,
+    PeerGoneError,
+    RingTimeoutError,
+    SegmentClosedError,
+    SegmentError,
+    SegmentSpaceError,
+)
+from torchrl_unilab.shm.layout import dotted
+from torchrl_unilab.shm.ring import RolloutRing
+from torchrl_unilab.shm.segment import named_directory
+
+SLOTS = 4
+
+
+def stack(*numbers: int) -> TensorDict:
+    return torch.stack([make_rollout(number) for number in numbers])
+
+
+def nbytes(rollout: TensorDict) -> int:
+    return sum(leaf.nbytes for leaf in rollout.values(True, True))
+
+
+# What a storage of TorchRL promises for items, this one promises for rollouts.
+
+
+def stock(cls=ReplayBuffer, **settings) -> ReplayBuffer:
+    sampler = SamplerWithoutReplacement(shuffle=False, drop_last=True)
+    return cls(storage=LazyTensorStorage(SLOTS), sampler=sampler, batch_size=2, **settings)
+
+
+def ours(cls=ReplayBuffer, **settings) -> ReplayBuffer:
+    return cls(
+        storage=RolloutRingStorage(SLOTS, example=make_rollout(), writers=2),
+        sampler=RolloutRingSampler(),
+        writer=RolloutRingWriter(),
+        batch_size=2,
+        **settings,
+    )
+
+
+CONTRACT = pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+WARNS_OF_BATCHES = pytest.mark.filterwarnings("ignore:Using `add.*` with a TensorDict")
+
+
+def compare(script, cls, **settings):
+    """Run the same calls on a buffer of each kind; return what both answered."""
+    expected = script(stock(cls, **settings))
+    buffer = ours(cls, **settings)
+    assert script(buffer) == expected
+    buffer.storage.close()
+    return expected
+
+
+@CONTRACT
+def test_extend_returns_as_many_indices_which_read_what_was_written(cls):
+    def script(buffer):
+        index = buffer.extend(stack(1, 2, 3))
+        return type(index), index.dtype, index.tolist(), values(buffer[index])
+
+    assert compare(script, cls)[2:] == ([0, 1, 2], [1, 2, 3])
+
+
+@CONTRACT
+@WARNS_OF_BATCHES
+def test_add_returns_the_index_of_one(cls):
+    def script(buffer):
+        return [
+            (index, type(index), int(buffer[index]["action"][0, 0]))
+            for index in (buffer.add(make_rollout(value)) for value in (1, 2))
+        ]
+
+    assert compare(script, cls) == [(0, int, 1), (1, int, 2)]
+
+
+@CONTRACT
+def test_length_and_write_count_follow_what_is_written_and_overwritten(cls):
+    def script(buffer):
+        counts = [(len(buffer), buffer.write_count, buffer.storage._is_full)]
+        for _ in range(3):
+            buffer.extend(stack(1, 2))
+            counts.append((len(buffer), buffer.write_count, buffer.storage._is_full))
+        return counts, buffer.stats()
+
+    assert compare(script, cls)[0][-1] == (SLOTS, 6, True)
+
+
+@CONTRACT
+def test_samples_are_the_rollouts_in_order_with_batch_and_device(cls):
+    def script(buffer):
+        buffer.extend(stack(1, 2, 3, 4))
+        samples = [buffer.sample(), buffer.sample()]
+        return [
+            (values(s), s.batch_size, s.device, s.is_locked, sorted(s.keys(True, True), key=str))
+            for s in samples
+        ]
+
+    assert [sample[0] for sample in compare(script, cls)] == [[1, 2], [3, 4]]
+
+
+@CONTRACT
+def test_return_info_has_the_index(cls):
+    def script(buffer):
+        buffer.extend(stack(1, 2, 3))
+        sample, info = buffer.sample(return_info=True)
+        return values(sample), info["index"].tolist(), info["index"].dtype
+
+    assert compare(script, cls)[:2] == ([1, 2], [0, 1])
+
+
+@CONTRACT
+def test_an_iteration_ends_and_the_next_sees_what_was_written_since(cls):
+    def script(buffer):
+        epochs = []
+        for first in (1, 5):
+            buffer.extend(stack(*range(first, first + SLOTS)))
+            epochs.append([values(batch) for batch in buffer])
+        return epochs, buffer.sampler.ran_out
+
+    assert compare(script, cls) == ([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], True)
+
+
+@CONTRACT
+def test_next_ends_as_iteration_does(cls):
+    def script(buffer):
+        buffer.extend(stack(1, 2, 3, 4))
+        return [
+            batch if batch is None else values(batch) for batch in (buffer.next() for _ in range(3))
+        ]
+
+    assert compare(script, cls) == [[1, 2], [3, 4], None]
+
+
+@CONTRACT
+def test_prefetched_batches_are_the_same(cls):
+    def script(buffer):
+        buffer.extend(stack(1, 2, 3, 4))
+        first = [values(batch) for batch in buffer]
+        buffer.extend(stack(5, 6, 7, 8))
+        return first, [values(batch) for batch in buffer]
+
+    assert compare(script, cls, prefetch=1) == ([[1, 2], [3, 4]], [[5, 6], [7, 8]])
+
+
+@CONTRACT
+def test_transforms_are_applied_on_the_way_out(cls):
+    def double(data):
+        return data.set("action", data["action"] * 2)
+
+    def script(buffer):
+        buffer.append_transform(double)
+        buffer.extend(stack(1, 2, 3))
+        return buffer.sample()["action"][:, 0, 0].tolist(), buffer[-1]["action"][0, 0].item()
+
+    assert compare(script, cls) == ([2, 4], 6)
+
+
+@CONTRACT
+def test_inverse_transforms_are_applied_on_the_way_in(cls):
+    def triple(data):
+        return data.set("action", data["action"] * 3)
+
+    def script(buffer):
+        buffer.append_transform(triple, invert=True)
+        buffer.extend(stack(1, 2))
+        return buffer.sample()["action"][:, 0, 0].tolist()
+
+    assert compare(script, cls) == [3, 6]
+
+
+@CONTRACT
+def test_empty_leaves_nothing(cls):
+    def script(buffer):
+        buffer.extend(stack(1, 2, 3))
+        buffer.empty()
+        after = len(buffer), buffer.write_count
+        buffer.extend(stack(4, 5))
+        return after, len(buffer), buffer.write_count, values(buffer.sample())
+
+    assert compare(script, cls) == ((0, 0), 2, 2, [4, 5])
+
+
+@CONTRACT
+def test_can_sample_says_whether_a_batch_is_there(cls):
+    def script(buffer):
+        answers = []
+        for _ in range(2):
+            answers.append(buffer.can_sample())
+            buffer.extend(stack(1))
+        return [*answers, buffer.can_sample()]
+
+    assert compare(script, cls) == [False, False, True]
+
+
+@CONTRACT
+@pytest.mark.parametrize("way", ["state_dict", "dumps"])
+def test_a_checkpoint_brings_back_what_was_unread_and_the_count(cls, way, tmp_path):
+    made = []
+
+    def script(buffer):
+        fresh = (ours if isinstance(buffer.storage, RolloutRingStorage) else stock)(cls)
+        made.append(fresh)
+        buffer.extend(stack(1, 2, 3))
+        if way == "state_dict":
+            fresh.load_state_dict(buffer.state_dict())
+        else:
+            path = tmp_path / type(buffer.storage).__name__
+            buffer.dumps(path)
+            fresh.loads(path)
+        restored = len(fresh), fresh.write_count, values(fresh[:])
+        fresh.extend(stack(4))
+        return restored, len(fresh), fresh.write_count, values(fresh.sample()), len(buffer)
+
+    assert compare(script, cls) == ((3, 3, [1, 2, 3]), 4, 4, [1, 2], 3)
+    made[1].storage.close()
+
+
+def test_a_spawned_process_extends_the_same_buffer():
+    def script(buffer):
+        buffer.share()
+        buffer.extend(stack(1))  # TorchRL's own needs content before it can be shared
+        with spawned(extend_items, buffer, 2, 2) as (process, pipe):
+            count = receive(pipe)
+            process.join(DEADLINE)
+        return count, buffer.write_count, len(buffer), values(buffer[:])
+
+    assert compare(script, ReplayBuffer) == (3, 3, 3, [1, 2, 3])
+
+
+@CONTRACT
+def test_a_position_is_contained_as_in_any_storage(cls):
+    def script(buffer):
+        buffer.extend(stack(1, 2))
+        storage = buffer.storage
+        return [i in storage for i in (-3, -2, 1, 2)], storage.contains(
+            torch.tensor([1, 2])
+        ).tolist()
+
+    assert compare(script, cls) == ([False, True, True, False], [True, False])
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        -1,
+        [0, 2],
+        slice(1, None),
+        range(2),
+        torch.tensor([2, 0]),
+        torch.tensor(1),
+        torch.tensor([True, False, True]),
+        slice(0, 0),
+    ],
+    ids=str,
+)
+def test_a_storage_is_read_by_any_index_without_consuming(index):
+    def read(storage):
+        storage.set(range(3), stack(1, 2, 3))
+        return storage.get(index), len(storage)
+
+    expected, length = read(LazyTensorStorage(SLOTS))
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        found, unread = read(storage)
+        assert (found.batch_size, unread) == (expected.batch_size, length)
+        assert (found == expected).all()
+        found.zero_()  # a copy
+        assert values(storage.get(slice(None))) == [1, 2, 3]
+
+
+def test_a_random_sampler_reads_without_consuming():
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        buffer = ReplayBuffer(
+            storage=storage, sampler=RandomSampler(), writer=RolloutRingWriter(), batch_size=8
+        )
+        buffer.extend(stack(1, 2))
+        assert set(values(buffer.sample())) <= {1, 2}
+        assert len(buffer) == 2
+
+
+# Writing
+
+
+def test_a_rollout_without_a_leading_dimension_is_one_slot():
+    buffer = ours()
+    assert buffer.extend(make_rollout(1)).tolist() == [0]
+    assert buffer.extend([make_rollout(2), make_rollout(3)]).tolist() == [1, 2]
+    assert values(buffer[:]) == [1, 2, 3]
+    buffer.storage.close()
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer, RolloutReplayBuffer])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_extend_copies_each_byte_once(cls, lazy):
+    storage = RolloutRingStorage(SLOTS, example=make_rollout())
+    parts = {} if cls is RolloutReplayBuffer else {"writer": RolloutRingWriter()}
+    buffer = cls(storage=storage, sampler=RolloutRingSampler(), batch_size=1, **parts)
+    rollout = make_rollout(7)
+    size = nbytes(rollout)
+    if lazy:
+        rollout = LazyStackedTensorDict.lazy_stack(list(rollout.unbind(-1)), -1)
+    with copied_bytes() as copies:
+        buffer.extend(rollout)
+    assert sum(copies) == size
+    assert values(buffer.sample()) == [7]
+    storage.close()
+
+
+def test_a_claimed_slot_is_read_where_it_was_filled():
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        slot = storage.claim()
+        assert slot.is_locked
+        slot.update_(make_rollout(5))
+        with copied_bytes() as copies:
+            assert storage.commit() == 1
+            lease = storage.acquire()
+        assert lease.rollout["critic"].data_ptr() == slot["critic"].data_ptr()
+        assert not copies
+        assert values(lease.rollout.unsqueeze(0)) == [5]
+        assert lease.token[1:3] == (0, 1)
+        storage.release(lease)
+        assert (storage.read_count, len(storage)) == (1, 0)
+
+
+def test_views_of_a_slot_are_built_once():
+    with RolloutRingStorage(1, example=make_rollout()) as storage:
+        seen = set()
+        for _ in range(3):
+            seen.add(id(storage.claim()))
+            storage.commit()
+            lease = storage.acquire()
+            seen.add(id(lease.rollout))
+            storage.release(lease)
+        assert len(seen) == 1
+
+
+def test_an_abandoned_slot_is_free_again():
+    with RolloutRingStorage(1, example=make_rollout(), overflow="block") as storage:
+        storage.claim()
+        storage.abandon()
+        assert len(storage) == 0
+        assert storage.write(make_rollout(1), timeout=0.0)
+
+
+def test_a_sample_is_extended_into_another_buffer_but_for_its_index():
+    with RolloutRingStorage(2) as first, RolloutRingStorage(2, example=make_rollout()) as second:
+        buffer = RolloutReplayBuffer(storage=first, batch_size=2)
+        for value in (1, 2):
+            buffer.extend(make_rollout(value))
+        sample = buffer.sample()
+        with pytest.raises(LayoutKeyError, match=r"unknown \['index'\]"):
+            second.write_all(sample)
+        second.write_all(sample.exclude("index"))
+        assert values(second[:]) == [1, 2]
+
+
+def bad(kind: str):
+    rollout = make_rollout(1)
+    if kind == "shape":
+        rollout["next", "reward"] = torch.zeros(*BATCH, 2)
+    elif kind == "dtype":
+        rollout["next", "state", "count"] = torch.zeros(*BATCH, 2)
+    elif kind == "missing":
+        del rollout["next", "done"]
+    elif kind == "unknown":
+        rollout["next", "value"] = torch.zeros(BATCH)
+    elif kind == "not a tensor":
+        rollout["next", "note"] = NonTensorData("x", batch_size=BATCH)
+    return rollout
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("shape", LayoutShapeError, r"shape of 'next.reward': \(2, 3, 2\) \(expected \(2, 3, 1\)"),
+        ("dtype", LayoutDtypeError, "dtype of 'next.state.count': torch.float32"),
+        ("missing", LayoutKeyError, r"missing \['next.done'\]"),
+        ("unknown", LayoutKeyError, r"unknown \['next.value'\]"),
+        ("not a tensor", LayoutDtypeError, "entry 'next.note' of a rollout: NonTensorData"),
+    ],
+)
+def test_a_rollout_that_does_not_fit_is_refused_by_the_name_of_its_key(kind, error, message, lazy):
+    rollout = bad(kind)
+    if lazy:
+        rollout = LazyStackedTensorDict.lazy_stack(list(rollout.unbind(-1)), -1)
+    with RolloutRingStorage(1, example=make_rollout(), overflow="block") as storage:
+        with pytest.raises(error, match=message):
+            storage.write(rollout)
+        with pytest.raises(error, match=message):
+            storage.write_all([make_rollout(1), rollout])
+        assert storage.write_count == 0
+        assert storage.write(make_rollout(2), timeout=0.0)  # no slot was taken
+
+
+def test_parts_of_a_lazy_stack_that_differ_are_refused():
+    parts = list(make_rollout(1).unbind(-1))
+    parts[1]["observation"] = torch.zeros(2, 9)
+    with (
+        RolloutRingStorage(1, example=make_rollout()) as storage,
+        pytest.raises(LayoutShapeError, match="'observation'"),
+    ):
+        storage.write(LazyStackedTensorDict.lazy_stack(parts, -1))
+
+
+def test_keys_of_one_dotted_name_are_refused():
+    example = TensorDict({"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}}, [2])
+    with pytest.raises(LayoutKeyError, match="each dotted name once"):
+        RolloutRingStorage(example=example)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"slots": 0},
+        {"writers": 0},
+        {"overflow": "wait"},
+        {"shared_init": True, "kind": "anonymous"},
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_work_is_refused_at_once(settings):
+    with pytest.raises(ConfigError):
+        RolloutRingStorage(**settings)
+
+
+def test_a_ring_that_does_not_fit_says_how_many_slots_would():
+    example = TensorDict({"x": torch.empty(2**33, 2**10, device="meta")}, [2**33])
+    with pytest.raises(SegmentSpaceError, match=r"which holds 0 slots of 35184372088832 bytes"):
+        RolloutRingStorage(example=example)
+
+
+def test_no_rollout_and_replacing_one_are_refused():
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        with pytest.raises(RuntimeError, match="no rollout in the data"):
+            storage.write_all(stack(1)[:0])
+        with pytest.raises(LayoutDtypeError, match=r"tuple \(expected a TensorDict\)"):
+            storage.write_all((make_rollout(1),))
+        with pytest.raises(RuntimeError, match="cannot replace rollout 0"):
+            storage[0] = make_rollout(1)
+
+
+def test_block_waits_and_says_what_to_do():
+    storage = RolloutRingStorage(1, example=make_rollout(), overflow="block", timeout=0.01)
+    buffer = RolloutReplayBuffer(storage=storage, batch_size=1)
+    buffer.extend(make_rollout(1))
+    assert not storage.write(make_rollout(2), timeout=0.0)
+    assert storage.claim(timeout=0.0) is None
+    with pytest.raises(RingTimeoutError, match=r"no slot was free for 0\.01 s"):
+        buffer.extend(make_rollout(2))
+    assert values(buffer.sample()) == [1]
+    buffer.extend(make_rollout(3))
+    assert (values(buffer.sample()), storage.dropped) == ([3], (0,))
+    storage.close()
+
+
+# Layout
+
+
+def test_a_storage_of_a_spec_holds_rollouts_of_the_spec():
+    spec = Composite(
+        observation=Unbounded((*BATCH, 4)),
+        critic=Bounded(-1, 1, (*BATCH, 5), dtype=torch.bfloat16),
+        action=Categorical(3, BATCH),
+        next=Composite(
+            reward=Unbounded((*BATCH, 1)),
+            done=Categorical(2, (*BATCH, 1), dtype=torch.bool),
+            state=Composite(count=Unbounded((*BATCH, 2), dtype=torch.int32), shape=BATCH),
+            shape=BATCH,
+        ),
+        shape=BATCH,
+    )
+    with RolloutRingStorage.from_spec(spec, 2) as storage:
+        assert storage.max_size == 2
+        storage.write(make_rollout(3))
+        assert values(storage[:]) == [3]
+
+
+def test_a_lazy_storage_takes_the_layout_of_the_first_rollout():
+    with RolloutRingStorage(SLOTS) as storage:
+        assert not storage.initialized
+        assert (len(storage), storage.write_count, storage.dropped) == (0, 0, (0,))
+        assert storage.acquire() is None
+        with pytest.raises(RuntimeError, match="no rollout has been written"):
+            storage.claim()
+        storage.write(make_rollout(1))
+        assert storage.initialized
+        with pytest.raises(LayoutShapeError):
+            storage.write(make_rollout(1, (2, 4)))
+
+
+def test_importing_takes_no_memory_and_starts_no_process():
+    code = (
+        "import os, threading, multiprocessing\n"
+        "import torchrl.data, torchrl.collectors, torchrl_unilab.shm\n"
+        "before = set(os.listdir('/proc/self/fd')), threading.active_count()\n"
+        "import torchrl_unilab.data\n"
+        "after = set(os.listdir('/proc/self/fd')), threading.active_count()\n"
+        "assert after == before and not multiprocessing.active_children()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE)
+
+
+# Reading
+
+
+@pytest.mark.parametrize("take", ["oldest", "newest"])
+def test_a_sample_takes_rollouts_out_and_the_older_ones_with_them(take):
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        buffer = RolloutReplayBuffer(
+            storage=storage, sampler=RolloutRingSampler(take=take), batch_size=1
+        )
+        buffer.extend(stack(1, 2, 3))
+        assert values(buffer.sample()) == ([1] if take == "oldest" else [3])
+        left = 2 if take == "oldest" else 0
+        assert (len(buffer), storage.skipped, storage.read_count) == (left, 2 - left, 1)
+        assert buffer.sampler.ran_out == (left == 0)
+        buffer.extend(stack(4))
+        assert values(buffer.sample()) == ([2] if take == "oldest" else [4])
+        assert storage.write_count == storage.read_count + storage.skipped + len(buffer)
+
+
+def test_too_large_a_sample_takes_nothing():
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        buffer = RolloutReplayBuffer(storage=storage, batch_size=3)
+        with pytest.raises(RingTimeoutError, match="cannot sample 3 rollouts: 0 are unread"):
+            buffer.sample()
+        buffer.extend(stack(1, 2))
+        with pytest.raises(RingTimeoutError, match="cannot sample 3 rollouts: 2 are unread"):
+            buffer.sample()
+        assert (len(buffer), storage.read_count) == (2, 0)
+        buffer.extend(stack(3))
+        assert values(buffer.sample()) == [1, 2, 3]
+
+
+def test_a_sample_larger_than_the_ring_is_a_wrong_setting():
+    with RolloutRingStorage(2, example=make_rollout()) as storage:
+        buffer = RolloutReplayBuffer(storage=storage, batch_size=3)
+        with pytest.raises(ConfigError, match="the ring has 2 slots"):
+            buffer.sample()
+
+
+def test_parts_for_other_storages_are_refused():
+    with pytest.raises(ConfigError, match="expected 'oldest' or 'newest'"):
+        RolloutRingSampler(take="best")
+    with pytest.raises(ConfigError, match="storage of a RolloutRingWriter: LazyTensorStorage"):
+        ReplayBuffer(storage=LazyTensorStorage(2), writer=RolloutRingWriter())
+    with pytest.raises(ConfigError, match="storage of a RolloutRingSampler: LazyTensorStorage"):
+        RolloutRingSampler().sample(LazyTensorStorage(2), 1)
+    with (
+        RolloutRingStorage(2) as storage,
+        pytest.raises(ConfigError, match="expected RolloutRingCheckpointer"),
+    ):
+        ReplayBuffer(storage=storage, checkpointer=TensorStorageCheckpointer())
+
+
+def test_what_is_left_of_a_batch_waits_for_the_next_iteration():
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        buffer = RolloutReplayBuffer(storage=storage, batch_size=2)
+        buffer.extend(stack(1, 2, 3))
+        assert [values(batch) for batch in buffer] == [[1, 2]]
+        buffer.extend(stack(4))
+        assert [values(batch) for batch in buffer] == [[3, 4]]
+
+
+def test_prefetching_threads_lose_and_double_nothing():
+    with RolloutRingStorage(8, example=make_rollout()) as storage:
+        buffer = RolloutReplayBuffer(storage=storage, batch_size=1, prefetch=3)
+        seen = []
+        for first in range(1, 81, 8):
+            buffer.extend(stack(*range(first, first + 8)))
+            seen += [value for batch in buffer for value in values(batch)]
+        assert sorted(seen) == list(range(1, 81))
+        assert (storage.read_count, len(buffer), storage.dropped) == (80, 0, (0,))
+
+
+def test_leases_are_of_the_reader_until_released():
+    with RolloutRingStorage(2, example=make_rollout(), overflow="block") as storage:
+        storage.write_all(stack(1, 2))
+        first, second = storage.acquire(), storage.acquire()
+        assert storage.acquire() is None
+        assert not storage.write(make_rollout(3), timeout=0.0)
+        storage.release(second)
+        assert storage.write(make_rollout(3), timeout=0.0)
+        assert values(first.rollout.unsqueeze(0)) == [1]
+        with pytest.raises(RuntimeError, match="it is not held"):
+            storage.release(second)
+        storage.release(first)
+        assert storage.read_count == 2
+
+
+def test_a_write_to_borrowed_memory_is_noticed():
+    with RolloutRingStorage(1, example=make_rollout()) as storage:
+        storage.write(make_rollout(1))
+        lease = storage.acquire()
+        storage.ring._generations[lease.token.slot] += 2  # as a writer without a claim
+        with pytest.raises(SegmentError, match="written without a claim"):
+            storage.release(lease)
+
+
+@pytest.mark.parametrize("looked_at", [1, SLOTS])
+def test_looking_at_rollouts_does_not_stop_the_process_from_writing(looked_at):
+    with RolloutRingStorage(SLOTS, example=make_rollout(), timeout=0.0) as storage:
+        storage.write_all(stack(1, 2, 3, 4))
+        storage.get(range(looked_at))
+        storage.write_all(stack(5, 6))
+        assert values(storage[:]) == [3, 4, 5, 6]
+        assert (storage.dropped, storage.read_count, storage.skipped) == ((2,), 0, 0)
+        assert storage.write_count == 6
+
+
+def test_looking_at_the_oldest_holds_no_more_than_that():
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        storage.write_all(stack(1, 2, 3))
+        storage.get(torch.tensor([0, 0]))
+        assert storage.ring.available() == 2
+        storage.get(-2)
+        assert (storage.ring.available(), len(storage)) == (0, 3)
+
+
+def test_a_slot_that_another_fills_does_not_stop_the_reader_from_writing():
+    name = f"unilab-test-others-{os.getpid()}"
+    settings = {"example": make_rollout(), "name": name, "writers": 2, "timeout": 0.0}
+    with RolloutRingStorage(2, **settings) as storage:
+        example = {dotted(key): leaf for key, leaf in make_rollout().items(True, True)}
+        with RolloutRing.attach(name, example) as other:
+            other.use_writer(1)
+            other.claim()
+            storage.write(make_rollout(1))
+            assert values(storage[:]) == [1]
+            storage.write(make_rollout(2))
+            assert (values(storage[:]), storage.dropped) == ([2], (1, 0))
+
+
+def test_waiting_ends_with_a_rollout_and_at_its_timeout():
+    with RolloutRingStorage(1, example=make_rollout(), timeout=0.0) as storage:
+        assert not storage.wait(0.0)
+        storage.write(make_rollout(1))
+        assert storage.wait(0.0)
+        assert len(storage) == 1
+        assert storage.wait(0.0)
+        storage.write(make_rollout(2))  # what was waited for makes room as well
+        assert values(storage[:]) == [2]
+
+
+def test_there_is_no_rollout_beyond_the_last():
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        storage.write(make_rollout(1))
+        for index in (1, -2, [0, 1]):
+            with pytest.raises(IndexError, match="1 are unread"):
+                storage.get(index)
+
+
+def test_a_closed_storage_refuses_everything():
+    storage = RolloutRingStorage(SLOTS, example=make_rollout())
+    storage.write(make_rollout(1))
+    storage.close()
+    storage.close()
+    assert storage.closed
+    uses = [
+        lambda: storage.write(make_rollout(1)),
+        lambda: storage.write_all(stack(1)),
+        storage.claim,
+        storage.acquire,
+        storage.wait,
+        storage.fileno,
+        lambda: storage.get(0),
+        lambda: len(storage),
+        lambda: storage.write_count,
+        lambda: storage.read_count,
+        lambda: storage.ring,
+        storage.state_dict,
+        lambda: storage.use_writer(0),
+        storage.__getstate__,
+    ]
+    for use in uses:
+        with pytest.raises(SegmentClosedError):
+            use()
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_counts_on_from_all_counters(tmp_path):
+    buffer = ours()
+    storage = buffer.storage
+    buffer.extend(stack(1, 2, 3, 4, 5))
+    buffer.sample()
+    storage.dumps(tmp_path)
+    before = storage.written, storage.dropped, storage.read_count, storage.skipped
+    assert before == ((5, 0), (1, 0), 2, 0)
+    with RolloutRingStorage(2, writers=2) as restored:
+        restored.loads(tmp_path)
+        after = restored.written, restored.dropped, restored.read_count, restored.skipped
+        assert after == before
+        assert values(restored[:]) == [4, 5]
+        again = restored.state_dict()
+    assert again["counts"] == storage.state_dict()["counts"]
+    storage.close()
+
+
+def test_a_checkpoint_of_nothing_is_loaded():
+    with RolloutRingStorage(2) as storage, RolloutRingStorage(2) as other:
+        other.load_state_dict(storage.state_dict())
+        assert not other.initialized
+    with RolloutRingStorage(2, example=make_rollout()) as storage, RolloutRingStorage(2) as other:
+        other.load_state_dict(storage.state_dict())
+        assert (other.initialized, len(other)) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message"),
+    [
+        (
+            lambda: RolloutRingStorage(SLOTS, example=make_rollout(batch=(2, 4))),
+            LayoutShapeError,
+            "shape of",
+        ),
+        (lambda: RolloutRingStorage(SLOTS, example=bad("unknown")), LayoutKeyError, "next.value"),
+        (
+            lambda: RolloutRingStorage(SLOTS, example=make_rollout().auto_batch_size_(1)),
+            LayoutShapeError,
+            "batch size",
+        ),
+        (lambda: RolloutRingStorage(2), ConfigError, "cannot load 3 rollouts"),
+        (lambda: RolloutRingStorage(SLOTS, writers=2), ConfigError, "1 writers"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(target, error, message):
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as source, target() as storage:
+        source.write_all(stack(1, 2, 3))
+        with pytest.raises(error, match=message):
+            storage.load_state_dict(source.state_dict())
+        assert (len(storage), storage.write_count) == (0, 0)
+
+
+def test_a_checkpoint_is_not_loaded_over_unread_rollouts():
+    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
+        storage.write(make_rollout(1))
+        state = storage.state_dict()
+        with pytest.raises(RuntimeError, match="1 are unread and 0 leased"):
+            storage.load_state_dict(state)
+        lease = storage.acquire()
+        with pytest.raises(RuntimeError, match="0 are unread and 1 leased"):
+            storage.load_state_dict(state)
+        storage.release(lease)
+        storage.load_state_dict(state)
+        assert values(storage[:]) == [1]
+
+
+# Processes
+
+
+@pytest.mark.parametrize(("lazy", "explicit"), [(True, False), (False, True)])
+def test_rollouts_of_several_processes_arrive_whole_in_order_and_counted(explicit, lazy):
+    writers, rollouts = 2, 40
+    storage = RolloutRingStorage(
+        3,
+        example=None if lazy else make_rollout(),
+        shared_init=lazy,
+        writers=writers,
+        overflow="block",
+    )
+    buffer = RolloutReplayBuffer(
+        storage=storage, sampler=RolloutRingSampler(timeout=DEADLINE), batch_size=1, shared=True
+    )
+    with (
+        spawned(extend_buffer, buffer, 0, rollouts, explicit) as (_, first),
+        spawned(extend_buffer, buffer, 1, rollouts, explicit) as (_, second),
+    ):
+        for pipe in (first, second):
+            receive(pipe)
+        for pipe in (first, second):
+            pipe.send("go")
+        seen = [values(buffer.sample())[0] for _ in range(writers * rollouts)]
+        for writer in range(writers):
+            own = [value for value in seen if stamp(writer, 0) < value <= stamp(writer, rollouts)]
+            assert own == [stamp(writer, i + 1) for i in range(rollouts)]
+        assert [receive(pipe) for pipe in (first, second)] == [{"torch.int64"}] * 2
+        assert (storage.written, storage.dropped) == ((rollouts,) * writers, (0,) * writers)
+        assert (buffer.write_count, storage.read_count, len(buffer)) == (80, 80, 0)
+    storage.close()
+
+
+def test_what_is_overwritten_in_other_processes_is_counted():
+    storage = RolloutRingStorage(3, example=make_rollout(), writers=2)
+    buffer = RolloutReplayBuffer(storage=storage, batch_size=1, shared=True)
+    with (
+        spawned(extend_buffer, buffer, 0, 60) as (_, first),
+        spawned(extend_buffer, buffer, 1, 60) as (_, second),
+    ):
+        for pipe in (first, second):
+            receive(pipe)
+            pipe.send("go")
+        last = {0: 0, 1: 0}
+        done = 0
+        while done < 2 or len(buffer):
+            done += sum(pipe.poll(0) and bool(receive(pipe)) for pipe in (first, second))
+            if buffer.can_sample():
+                writer, count = divmod(values(buffer.sample())[0], 64)
+                assert count > last[writer]
+                last[writer] = count
+        assert storage.written == (60, 60)
+        assert storage.read_count + sum(storage.dropped) == 120
+    storage.close()
+
+
+def test_a_stock_collector_fills_the_ring():
+    with RolloutRingStorage(2) as storage:
+        buffer = RolloutReplayBuffer(storage=storage, batch_size=1)
+        collector = Collector(
+            StillEnv(),
+            make_policy(3.0),
+            frames_per_batch=5,
+            total_frames=15,
+            replay_buffer=buffer,
+            auto_register_policy_transforms=False,
+        )
+        for _ in collector:
+            assert (buffer.sample()["action"] == 3.0).all()
+        collector.shutdown()
+        assert (storage.write_count, storage.read_count) == (3, 3)
+
+
+def test_free_running_collectors_fill_one_ring_that_none_had_built():
+    storage = RolloutRingStorage(4, shared_init=True, writers=2, overflow="block")
+    buffer = RolloutReplayBuffer(
+        storage=storage, sampler=RolloutRingSampler(timeout=DEADLINE), batch_size=1, shared=True
+    )
+    collector = MultiAsyncCollector(
+        [StillEnv] * 2, make_policy(3.0), frames_per_batch=5, total_frames=-1, replay_buffer=buffer
+    )
+    collector.start()
+    while not all(storage.written):
+        assert (buffer.sample()["action"] == 3.0).all()
+    collector.shutdown()
+    assert storage.dropped == (0, 0)
+    storage.close()
+
+
+def test_two_processes_that_write_first_share_one_ring_that_outlives_them():
+    name = f"unilab-test-race-{os.getpid()}"
+    storage = RolloutRingStorage(4, shared_init=True, writers=2, name=name)
+    with (
+        spawned(write_first, storage, 1) as (one, first),
+        spawned(write_first, storage, 2) as (two, second),
+    ):
+        for pipe in (first, second):
+            receive(pipe)
+        for pipe in (first, second):
+            pipe.send("go")
+        for process, pipe in ((one, first), (two, second)):
+            assert receive(pipe) == "written"
+            process.join(DEADLINE)
+    assert storage.wait(0.0)  # nothing was lost with the process that built the ring
+    assert sorted(values(storage[:])) == [1, 2]
+    assert (storage.write_count, storage.ring.slots) == (2, 4)
+    storage.write(make_rollout(3))
+    assert len(storage) == 3
+    storage.close()
+    assert not [path for path in os.listdir(named_directory()) if path.startswith(name)]
+
+
+def test_a_reader_waits_for_a_ring_that_is_not_built_yet():
+    storage = RolloutRingStorage(2, shared_init=True)
+    assert not storage.wait(0.0)
+    with spawned(write_first, storage, 4) as (process, pipe):
+        receive(pipe)
+        pipe.send("go")
+        assert storage.wait(DEADLINE)
+        assert values(storage.get(storage.draw(1))) == [4]
+        process.join(DEADLINE)
+        assert not storage.wait(0.0)  # a writer that ended is not one that died
+    storage.close()
+
+
+def test_a_process_with_another_layout_is_refused_by_the_key():
+    storage = RolloutRingStorage(2, shared_init=True, writers=2)
+    storage.write(make_rollout(1))
+    with spawned(write_other_layout, storage) as (_, pipe):
+        name, message = receive(pipe)
+    assert (name, "unknown ['extra']" in message) == ("LayoutKeyError", True)
+    storage.close()
+
+
+def test_a_building_process_that_stops_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr("torchrl_unilab.data.rollout_ring._LOCK_SECONDS", 0.01)
+    storage = RolloutRingStorage(2, shared_init=True)
+    with spawned(hold_lock, storage._words) as (_, pipe):
+        receive(pipe)
+        for use in (lambda: storage.write(make_rollout(1)), lambda: storage.use_writer(0)):
+            with pytest.raises(RingTimeoutError, match="another process has been building"):
+                use()
+        assert (storage.written, len(storage)) == ((0,), 0)
+    storage.close()
+
+
+def test_no_two_living_processes_are_one_writer():
+    storage = RolloutRingStorage(2, example=make_rollout())
+    with spawned(claim_and_die, storage) as (process, pipe):
+        receive(pipe)
+        with pytest.raises(ConfigError, match="taken by processes"):
+            storage.use_writer(0)
+        with pytest.raises(ConfigError, match="Build the storage for more than 1 writers"):
+            storage.write(make_rollout(1))
+        process.kill()
+        process.join(DEADLINE)
+        with pytest.raises(PeerGoneError, match="writer 0"):
+            storage.wait(DEADLINE)
+        # Its place and its slot are free again: both slots can be filled.
+        storage.write_all(stack(1, 2))
+        assert (values(storage[:]), storage.dropped) == ([1, 2], (0,))
+    storage.close()
+
+
+def test_there_are_as_many_writers_as_were_asked_for():
+    with RolloutRingStorage(2, example=make_rollout(), writers=2) as storage:
+        with pytest.raises(ConfigError, match="expected 0 to 1"):
+            storage.use_writer(2)
+        storage.use_writer(1)
+        storage.write(make_rollout(1))
+        assert storage.written == (0, 1)
+
+
+def test_a_blocked_writer_does_not_keep_the_reader_out_and_one_that_ended_is_not_dead():
+    storage = RolloutRingStorage(2, example=make_rollout(), overflow="block")
+    buffer = RolloutReplayBuffer(
+        storage=storage, sampler=RolloutRingSampler(timeout=DEADLINE), batch_size=1
+    ).share()
+    with spawned(fill_blocked, buffer, 8) as (process, pipe):
+        receive(pipe)
+        assert [values(buffer.sample())[0] for _ in range(8)] == list(range(1, 9))
+        assert receive(pipe) == "done"
+        process.join(DEADLINE)
+        assert not storage.wait(0.0)
+    storage.close()

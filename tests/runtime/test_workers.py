@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+
+from tests.support.processes import DEADLINE, SPAWN, live_children, receive
+from torchrl_unilab.errors import WorkerError
+from torchrl_unilab.runtime import Link, WorkerGroup
+
+PROMPT = 2.0
+"""Seconds within which a failure must surface, counted from the failure."""
+
+
+def _serve(link: Link, number: int) -> None:
+    """Do what the parent asks for."""
+    link.ready({"number": number, "pid": os.getpid()})
+    while True:
+        request = link.request(block=True)
+        if request[0] == "double":
+            link.answer(2 * request[1])
+        elif request[0] == "raise":
+            _raise(request[1])
+        elif request[0] == "be deaf":
+            link.answer()
+            threading.Event().wait()
+        elif request[0] == "leave":
+            return
+
+
+def _raise(message: str) -> None:
+    raise LookupError(message)
+
+
+def _fail_at_start(link: Link, number: int) -> None:
+    """The last one fails; the first one never gets ready."""
+    if number:
+        raise LookupError(f"at {time.monotonic()}")
+    threading.Event().wait()
+
+
+def _group(count: int = 2) -> WorkerGroup:
+    return WorkerGroup(_serve, [(i,) for i in range(count)], name="server")
+
+
+def _gone(pids: list[int], within: float = DEADLINE) -> bool:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    return psutil.wait_procs(processes, timeout=within)[1] == []
+
+
+def test_workers_say_that_they_are_ready_answer_and_end_when_told():
+    group = _group()
+    pids = group.pids
+    assert len(group) == 2
+    assert group.started == [{"number": i, "pid": pid} for i, pid in enumerate(pids)]
+    assert group.ask(1, "double", 21) == 42
+    group.send(0, "double", 1)
+    assert group.ask(1, "double", 4) == 8
+    group.check()
+    began = time.monotonic()
+    assert group.wait([], 0.05) is False
+    assert time.monotonic() - began < PROMPT
+    readable, writable = os.pipe()
+    os.write(writable, b"x")
+    assert group.wait([readable], None) is True
+    os.close(readable)
+    os.close(writable)
+    began = time.monotonic()
+    group.stop(timeout=DEADLINE)
+    assert time.monotonic() - began < DEADLINE  # they ended by themselves
+    group.stop()
+    assert len(group) == 0
+    assert _gone(pids, 0.0)
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, object]:
+    """One group whose worker 1 raises a long error while worker 0 goes on."""
+    group = _group()
+    pids = group.pids
+    try:
+        began = time.monotonic()
+        group.send(1, "raise", "no such thing " + "x" * 1_000_000)
+        with pytest.raises(WorkerError) as waited:
+            group.wait([], DEADLINE)
+        seconds = time.monotonic() - began
+        with pytest.raises(WorkerError) as checked:
+            group.check()
+        with pytest.raises(WorkerError) as asked:
+            group.ask(1, "double", 1)
+    finally:
+        group.stop()
+    return {
+        "pids": pids,
+        "seconds": seconds,
+        "error": waited.value,
+        "later": [checked.value, asked.value],
+    }
+
+
+def test_what_a_worker_raises_surfaces_promptly_with_its_traceback(refusals):
+    assert refusals["seconds"] < PROMPT
+    message = str(refusals["error"])
+    assert message.startswith(f"server 1, process {refusals['pids'][1]}, failed:\nTraceback")
+    assert "in _raise" in message
+    assert "LookupError: no such thing" in message
+    assert len(message) < 30_000  # or the worker would wait for a reader of its pipe
+
+
+def test_a_failure_stays_what_it_was(refusals):
+    assert refusals["later"] == [refusals["error"]] * 2
+
+
+def test_a_group_with_a_failure_leaves_no_process(refusals):
+    assert _gone(refusals["pids"], 0.0)
+
+
+def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_ready():
+    with pytest.raises(WorkerError, match=r"server 1, process \d+, failed") as caught:
+        WorkerGroup(_fail_at_start, [(0,), (1,)], name="server")
+    failed = float(str(caught.value).partition("LookupError: at ")[2].split()[0])
+    assert time.monotonic() - failed < PROMPT
+    assert not live_children()
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("SIGKILL", "out of memory"), ("SIGSEGV", "Native code crashed")]
+)
+def test_a_worker_that_is_killed_is_named_with_its_signal_and_a_hint(name, hint):
+    group = _group(1)
+    try:
+        began = time.monotonic()
+        os.kill(group.pids[0], getattr(signal, name))
+        with pytest.raises(WorkerError, match=rf"server 0, .* was ended by {name}.*{hint}"):
+            group.ask(0, "double", 1)
+        assert time.monotonic() - began < PROMPT
+    finally:
+        group.stop()
+
+
+def test_a_worker_that_leaves_unasked_or_does_not_answer_is_an_error():
+    group = _group()
+    try:
+        group.send(0, "mumble")
+        with pytest.raises(WorkerError, match=r"no answer within 0\.05 s"):
+            group.ask(0, "mumble", timeout=0.05)
+        group.send(1, "leave")
+        with pytest.raises(WorkerError, match="ended by itself with exit code 0"):
+            group.wait([], DEADLINE)
+    finally:
+        group.stop()
+
+
+def test_stop_kills_in_time_those_that_do_not_listen():
+    group = _group(3)
+    pids = group.pids
+    group.ask(0, "be deaf")
+    os.kill(pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    group.stop(timeout=0.5)
+    assert 0.5 <= time.monotonic() - began < 0.5 + PROMPT
+    assert _gone(pids, 0.0)
+
+
+def _make_a_group(pipe: Connection) -> None:
+    pipe.send(_group(1).pids)
+    threading.Event().wait()
+
+
+def test_workers_end_when_their_parent_is_killed():
+    # Not daemonic, as it has children of its own.
+    here, there = SPAWN.Pipe()
+    parent = SPAWN.Process(target=_make_a_group, args=(there,))
+    parent.start()
+    there.close()
+    try:
+        workers = [psutil.Process(pid) for pid in receive(here)]
+    finally:
+        parent.kill()
+        parent.join(DEADLINE)
+        parent.close()
+        here.close()
+    assert psutil.wait_procs(workers, timeout=5.0)[1] == []

@@ -1,0 +1,148 @@
+"""Environments whose observations say where they come from, and which fail on demand."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from functools import partial
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.data import Binary, Bounded, Composite, Unbounded
+from torchrl.envs import EnvBase, GymEnv, RewardSum, StepCounter, TransformedEnv
+from torchrl.modules import ProbabilisticActor
+
+from torchrl_unilab.modules import make_actor
+
+SIZE = 3
+BREAKING = 1000.0
+"""Larger actions make `CountingEnv` raise."""
+
+
+class CountingEnv(EnvBase):
+    """Observes (a number drawn per episode, steps done, steps left); rewards that number.
+
+    Environment ``i`` draws from a generator seeded ``seed + i`` and ends after
+    ``limit + i`` steps, so the environments of a batch end at different times.
+
+    Args:
+        batch_size: Of the environment.
+        limit: Steps after which the first of them ends.
+        terminal: Whether an end is a terminal state, or a time limit.
+        state: Key under which to observe as much, tenfold, for a critic; None for nowhere.
+    """
+
+    def __init__(
+        self,
+        batch_size: tuple[int, ...] = (2,),
+        *,
+        limit: int = 5,
+        terminal: bool = False,
+        state: NestedKey | None = None,
+    ) -> None:
+        super().__init__(batch_size=batch_size)
+        self.terminal = terminal
+        self.state = state
+        self._limits = (limit + torch.arange(max(1, self.numel()))).reshape(batch_size)
+        self._drawn = torch.zeros(batch_size)
+        self._steps = torch.zeros(batch_size, dtype=torch.int64)
+        self.observation_spec = Composite(
+            observation=Unbounded((*batch_size, SIZE)), shape=batch_size
+        )
+        if state is not None:
+            spec = Unbounded((*batch_size, SIZE))
+            if isinstance(state, str):
+                self.observation_spec[state] = spec
+            else:
+                outer, inner = state
+                self.observation_spec[outer] = Composite({inner: spec}, shape=batch_size)
+        self.action_spec = Bounded(-1.0, 1.0, (*batch_size, 1))
+        self.reward_spec = Unbounded((*batch_size, 1))
+        flag = partial(Binary, 1, shape=(*batch_size, 1), dtype=torch.bool)
+        self.done_spec = Composite(
+            done=flag(), terminated=flag(), truncated=flag(), shape=batch_size
+        )
+        self._set_seed(None)
+
+    def _set_seed(self, seed: int | None) -> None:
+        count = max(1, self.numel())
+        self._rngs = [
+            np.random.default_rng(None if seed is None else seed + i) for i in range(count)
+        ]
+
+    def _observed(self, **more: torch.Tensor) -> TensorDictBase:
+        left = self._limits - self._steps
+        observation = torch.stack([self._drawn, self._steps.float(), left.float()], -1)
+        ended = (left <= 0).unsqueeze(-1)
+        out = TensorDict(
+            observation=observation,
+            done=ended,
+            terminated=ended & self.terminal,
+            truncated=ended & (not self.terminal),
+            batch_size=self.batch_size,
+            **more,
+        )
+        if self.state is not None:
+            out[self.state] = observation * 10.0
+        return out
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
+        mask = None if tensordict is None else tensordict.get("_reset", None)
+        where = (
+            torch.ones(self.batch_size, dtype=torch.bool)
+            if mask is None
+            else mask.reshape(self.batch_size)
+        )
+        drawn = self._drawn.flatten().clone()
+        for i in where.flatten().nonzero().flatten().tolist():
+            drawn[i] = self._rngs[i].random()
+        self._drawn = drawn.reshape(self.batch_size)
+        self._steps = torch.where(where, 0, self._steps)
+        return self._observed()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if (tensordict["action"] > BREAKING).any():
+            raise ArithmeticError("the physics exploded")
+        self._steps = self._steps + 1
+        return self._observed(reward=self._drawn.unsqueeze(-1))
+
+
+def env_for_parents_only() -> CountingEnv:
+    """Cannot be made in a worker."""
+    if mp.parent_process() is not None:
+        raise FileNotFoundError("no such robot")
+    return CountingEnv()
+
+
+def state_env() -> CountingEnv:
+    """Also observes what no actor may know."""
+    return CountingEnv(state=("critic", "state"))
+
+
+def flat_state_env() -> CountingEnv:
+    """The same, not nested."""
+    return CountingEnv((4,), state="state")
+
+
+def transformed_env() -> TransformedEnv:
+    """Counts steps and sums rewards."""
+    env = TransformedEnv(CountingEnv((4,), terminal=True, state=("critic", "state")), StepCounter())
+    env.append_transform(RewardSum())
+    return env
+
+
+def single_env() -> CountingEnv:
+    """Has no batch."""
+    return CountingEnv(())
+
+
+def gym_env() -> GymEnv:
+    """Pendulum, which has no batch either."""
+    return GymEnv("Pendulum-v1")
+
+
+def actor(seed: int = 0, size: int = SIZE, actions: int = 1) -> ProbabilisticActor:
+    """A small stochastic policy."""
+    torch.manual_seed(seed)
+    return make_actor(size, actions, hidden=(8,))

@@ -1,0 +1,113 @@
+"""Rollouts that know where they come from, and processes that write or read them.
+
+Every element of a rollout says which writer it is of and which of its rollouts it is, so a
+rollout with two values is mixed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+
+import torch
+
+from tests.support.processes import DEADLINE
+from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.shm.ring import RolloutRing
+
+ELEMENTS = 2048
+_WRITER = 1_000_000
+
+
+def stamped(writer: int, sequence: int, elements: int = ELEMENTS) -> dict[str, torch.Tensor]:
+    """Rollout `sequence` of `writer`, in two dtypes."""
+    mark = writer * _WRITER + sequence
+    return {
+        "first": torch.full((elements,), mark, dtype=torch.int64),
+        "next.last": torch.full((elements // 2, 2), float(mark)),  # exact below 2**24
+    }
+
+
+def stamp(rollout: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Writer and sequence of a rollout, which must be one and the same in every element."""
+    first, last = rollout["first"], rollout["next.last"]
+    mark = int(first[0])
+    assert bool((first == mark).all()), "a mixed rollout"
+    assert bool((last == mark).all()), "a mixed rollout"
+    return divmod(mark, _WRITER)
+
+
+def make_ring(**settings: object) -> RolloutRing:
+    """A ring of stamped rollouts."""
+    return RolloutRing(stamped(0, 0), **settings)
+
+
+def write_to_order(pipe: Connection, rings: Mapping[str, RolloutRing], writer: int) -> None:
+    """Write as many rollouts to the ring as the other end asks for, again and again.
+
+    Every second one is filled in place, field by field.
+    """
+    torch.set_num_threads(1)
+    pipe.send("ready")
+    while True:
+        name, count = pipe.recv()
+        ring = rings[name]
+        ring.use_writer(writer)
+        for sequence in range(1, count + 1):
+            rollout = stamped(writer, sequence)
+            if sequence % 2:
+                assert ring.write(rollout, DEADLINE)
+            else:
+                assert ring.claim(DEADLINE) is not None
+                for key, tensor in ring.write_buffer.items():
+                    tensor.copy_(rollout[key])
+                assert ring.signal_write_done() == sequence
+        pipe.send(count)
+
+
+def write_half(pipe: Connection, ring: RolloutRing, writer: int) -> None:
+    """Claim a slot, fill half of it, tell its index; when told, fill the rest and commit."""
+    ring.use_writer(writer)
+    views, rollout = ring.write_buffer, stamped(writer, 1)
+    views["first"].copy_(rollout["first"])
+    pipe.send(ring.write_slot)
+    pipe.recv()
+    views["next.last"].copy_(rollout["next.last"])
+    pipe.send(ring.signal_write_done())
+    pipe.recv()
+
+
+def write_until_refused(pipe: Connection, ring: RolloutRing) -> None:
+    """Fill the ring, say so, and wait for a slot; tell what came of it."""
+    while ring.write(stamped(0, 1), timeout=0):
+        pass
+    pipe.send(ring.write_count)
+    try:
+        pipe.send(ring.write(stamped(0, 1), DEADLINE))
+    except PeerGoneError as error:
+        pipe.send(str(error))
+
+
+def write_one_each(pipe: Connection, rings: Sequence[RolloutRing | str]) -> None:
+    """Write one rollout as writer 1 to each ring, or ring of that name; tell how it looks."""
+    for given in rings:
+        ring = RolloutRing.attach(given, stamped(0, 0)) if isinstance(given, str) else given
+        ring.use_writer(1)
+        ring.write(stamped(1, 7))
+        ring.close()
+        pipe.send((ring.slots, ring.writers, ring.overflow, ring.name, ring.slot_shapes))
+    pipe.recv()
+
+
+def hold_one(pipe: Connection, ring: RolloutRing) -> None:
+    """Take one rollout and tell its sequence; give it back when told, and say so."""
+    assert ring.wait_for_data(DEADLINE)
+    lease = ring.acquire()
+    assert lease is not None
+    pipe.send(lease.token.sequence)
+    pipe.recv()
+    assert stamp(lease.views) == (0, lease.token.sequence)
+    ring.release(lease)
+    pipe.send("released")
+    threading.Event().wait()

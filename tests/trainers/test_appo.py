@@ -1,0 +1,417 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.checkpoint import Checkpoint
+from torchrl.collectors import Collector
+from torchrl.data import Binary, Composite, OneHot, Unbounded
+from torchrl.envs import EnvBase
+
+from tests.support.collecting import SIZE, state_env
+from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors.rollout_worker import RolloutWorker, example_rollout
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
+from torchrl_unilab.objectives import APPOLoss
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+from torchrl_unilab.trainers.hooks import CollectorReport, EpisodeReturns, StopWhen
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+QUICK = {"num_envs": 4, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (8,)}
+FRAMES = 64
+
+create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
+
+
+def _loss(config: APPOConfig, size: int, **normalizers: ObservationNormalizer) -> APPOLoss:
+    torch.manual_seed(0)
+    normalizer = normalizers.get("actor")
+    return APPOLoss(
+        make_actor(size, 1, normalizer=normalizer, hidden=config.hidden),
+        make_critic(size, normalizer=normalizers.get("critic", normalizer), hidden=config.hidden),
+        gamma=config.gamma,
+        value_clip=None,
+        target_update_freq=config.epochs * config.minibatches,
+    )
+
+
+def _trainer(
+    rollouts: int = 5, *, inline: bool = True, collector: object = None, **settings: object
+) -> APPOTrainer:
+    """A trainer of a pendulum, everything seeded."""
+    kwargs = {
+        key: settings.pop(key)
+        for key in ("checkpoint", "save_trainer_file", "save_trainer_interval")
+        if key in settings
+    }
+    config = APPOConfig(**{**QUICK, **settings})
+    normalizer = ObservationNormalizer(4)
+    loss = _loss(config, 4, actor=normalizer)
+    scheme = UniLabShmScheme()
+    return APPOTrainer(
+        collector=collector
+        or APPOCollector(
+            create_pendulum,
+            loss.actor_network,
+            frames_per_batch=FRAMES,
+            weight_sync_schemes={"policy": scheme},
+            inline=inline,
+            lockstep=True,
+            seed=3,
+        ),
+        loss_module=loss,
+        total_frames=rollouts * FRAMES,
+        config=config,
+        normalizers={"observation": normalizer},
+        scheme=None if collector else scheme,
+        progress_bar=False,
+        seed=1,
+        **kwargs,
+    )
+
+
+def _parameters(trainer: APPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.loss_module.named_parameters()}
+
+
+def _trained(**settings: object) -> dict[str, torch.Tensor]:
+    trainer = _trainer(**settings)
+    before = _parameters(trainer)
+    trainer.train()
+    after = _parameters(trainer)
+    assert not any(torch.equal(before[name], value) for name, value in after.items())
+    return after
+
+
+def _assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def _batches(count: int) -> list[TensorDictBase]:
+    """Rollouts of the pendulum under the trainers' first policy."""
+    loss = _loss(APPOConfig(**QUICK), 4, actor=ObservationNormalizer(4))
+    collector = APPOCollector(
+        create_pendulum,
+        loss.actor_network,
+        frames_per_batch=FRAMES,
+        total_frames=count * FRAMES,
+        inline=True,
+        seed=3,
+    )
+    batches = list(collector)
+    collector.shutdown()
+    return batches
+
+
+@pytest.fixture(scope="module")
+def serial() -> dict[str, torch.Tensor]:
+    """Parameters after five rollouts collected in this process."""
+    return _trained()
+
+
+def test_training_is_repeatable_bit_for_bit(serial):
+    _assert_equal(serial, _trained())
+
+
+def test_serial_and_asynchronous_runs_agree_when_the_lag_is_zero(serial):
+    _assert_equal(serial, _trained(inline=False))
+
+
+def test_fused_and_unfused_steps_learn_the_same(serial):
+    unfused = _trained(fused=False)
+    for name, value in serial.items():
+        torch.testing.assert_close(unfused[name], value, rtol=2e-3, atol=2e-4, msg=name)
+    assert any(not torch.equal(value, unfused[name]) for name, value in serial.items())
+
+
+@pytest.mark.parametrize("pool", [1, 2, 3])
+def test_each_rollout_enters_the_normaliser_once_however_often_it_is_used(pool):
+    trainer = _trainer(4, pool=pool, lr=1e-4)
+    trainer.loss_module.target_update_freq = 1000
+    batches = _batches(4)
+    for batch in batches:
+        trainer.optim_steps(batch)
+    assert (len(trainer.pool), trainer.pool.data.batch_size) == (pool, (16, 4 * pool))
+    observations = torch.cat([batch["observation"] for batch in batches]).reshape(-1, 4).double()
+    normalizer = trainer.normalizers["observation"]
+    assert normalizer.count.item() == 4 * FRAMES
+    torch.testing.assert_close(normalizer.mean, observations.mean(0))
+    torch.testing.assert_close(normalizer.variance, observations.var(0, correction=0))
+    target = trainer.loss_module.target_actor_network[0].normalizer
+    assert torch.equal(target.mean, normalizer.mean)  # though no update of the target was due
+    newest = trainer.pool.data["observation"].reshape(-1, 4).sum().item()
+    expected = sum(batch["observation"].sum().item() for batch in batches[-pool:])
+    assert newest == pytest.approx(expected, rel=1e-4)
+    trainer.collector.shutdown()
+
+
+def test_rewards_are_scaled_for_learning_alone():
+    trainer = _trainer(reward_scale=0.25)
+    [batch] = _batches(1)
+    rewards = batch["next", "reward"].clone()
+    trainer.optim_steps(batch)
+    assert torch.equal(batch["next", "reward"], rewards)
+    assert torch.equal(trainer.pool.data["next", "reward"], 0.25 * rewards.transpose(0, 1))
+    trainer.collector.shutdown()
+
+
+def test_a_critic_may_see_more_than_the_actor():
+    config = APPOConfig(**QUICK)
+    key = ("critic", "state")
+    normalizers = {"observation": ObservationNormalizer(SIZE), key: ObservationNormalizer(SIZE)}
+    torch.manual_seed(0)
+    loss = APPOLoss(
+        make_actor(SIZE, 1, normalizer=normalizers["observation"], hidden=(8,)),
+        make_critic(SIZE, in_key=key, normalizer=normalizers[key], hidden=(8,)),
+    )
+    collector = APPOCollector(
+        state_env, loss.actor_network, frames_per_batch=32, inline=True, seed=0
+    )
+    trainer = APPOTrainer(
+        collector=collector,
+        loss_module=loss,
+        total_frames=96,
+        config=config,
+        normalizers=normalizers,
+        progress_bar=False,
+    )
+    before = _parameters(trainer)
+    trainer.train()
+    for name, parameter in _parameters(trainer).items():
+        assert torch.equal(before[name], parameter) is name.startswith("target_"), name
+    torch.testing.assert_close(normalizers[key].mean, 10 * normalizers["observation"].mean)
+    assert normalizers[key].count == 96
+    assert trainer.lag is None
+
+
+def test_a_batch_of_any_number_of_dimensions_is_taken_in():
+    trainer = _trainer()
+    [batch] = _batches(1)
+    trainer.optim_steps(batch.reshape(2, 2, 16))
+    trainer.optim_steps(batch)
+    assert trainer.pool.data.batch_size == (16, 4)
+    trainer.collector.shutdown()
+
+
+def _calls(trainer: APPOTrainer, *names: str) -> dict[str, list]:
+    """Register hooks at `names`; what they are called with is collected."""
+    calls: dict[str, list] = {name: [] for name in names}
+
+    def hook(name: str) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            calls[name].append(args[0] if args else None)
+            return {"seen": 1.0} if name.endswith("log") else (args[0] if args else None)
+
+        return call
+
+    for name in names:
+        trainer.register_op(name, hook(name))
+    return calls
+
+
+WHOLE = ("pre_optim_steps", "pre_epoch_log", "post_optim", "post_epoch_log", "post_epoch")
+WITHIN = ("pre_epoch", "process_optim_batch", "post_optim_log")
+
+
+def test_hooks_are_called_at_their_places_by_both_kinds_of_steps():
+    seeing = _trainer()
+    calls = _calls(seeing, *WHOLE, *WITHIN)
+    fused = _trainer()
+    fused_calls = _calls(fused, *WHOLE)
+    [batch] = _batches(1)
+    for trainer in (seeing, fused):
+        torch.manual_seed(5)
+        trainer.optim_steps(batch)
+        trainer.collector.shutdown()
+    expected = {"pre_optim_steps": 1, "post_optim": 4} | dict.fromkeys(WHOLE[1:2] + WHOLE[3:], 2)
+    assert {name: len(fused_calls[name]) for name in WHOLE} == expected
+    assert {name: len(calls[name]) for name in WHOLE} == expected
+    assert [td.numel() for td in calls["pre_epoch"]] == [64, 64]
+    assert [td.numel() for td in calls["process_optim_batch"]] == [32] * 4
+    assert [td.numel() for td in calls["post_optim_log"]] == [32] * 4
+    for name, value in _parameters(seeing).items():  # of one and the same optimiser's steps
+        torch.testing.assert_close(_parameters(fused)[name], value, rtol=2e-3, atol=2e-4)
+
+
+def test_a_hook_may_change_a_minibatch_and_the_optimiser_stays_the_same_one():
+    trainer = _trainer()
+    first, second = _batches(2)
+    trainer.optim_steps(first)
+    [state] = trainer.optimizer.state.values()
+    before, steps = state["exp_avg"].clone(), state["step"].item()
+    trainer.register_op(
+        "process_optim_batch", lambda td: td.clone().set("advantage", 0 * td["advantage"])
+    )
+    actor = [p.clone() for p in trainer.loss_module.actor_network.parameters()]
+    trainer.optim_steps(second)
+    [state] = trainer.optimizer.state.values()
+    assert state["step"].item() == steps + 4
+    assert not torch.equal(state["exp_avg"], before)
+    moved = max(
+        (p - q).abs().max().item()
+        for p, q in zip(actor, trainer.loss_module.actor_network.parameters(), strict=True)
+    )
+    assert moved > 0.0  # by what the optimiser still remembers
+    trainer.collector.shutdown()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_look_at_the_device_per_rollout_is_all(fused, monkeypatch):
+    trainer = _trainer(fused=fused)
+    first, second = _batches(2)
+    trainer.optim_steps(first)
+    looks = []
+    for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__"):
+        original = getattr(torch.Tensor, name)
+
+        def look(self, *args, name=name, original=original, **kwargs):
+            looks.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, look)
+    trainer.optim_steps(second)
+    monkeypatch.undo()
+    assert looks == ["tolist"]
+    trainer.collector.shutdown()
+
+
+def test_a_checkpoint_brings_loss_and_optimiser_back(tmp_path):
+    path = tmp_path / "checkpoint"
+    trainer = _trainer(3, checkpoint=Checkpoint(), save_trainer_file=path)
+    trainer.train()
+    restored = _trainer(3, checkpoint=Checkpoint(), save_trainer_file=path)
+    restored.load_from_file(path)
+    assert restored.collected_frames == 3 * FRAMES
+    assert restored.loss_module.steps == trainer.loss_module.steps == 12
+    _assert_equal(_parameters(trainer), _parameters(restored))
+    assert torch.equal(trainer.optimization_stepper.lr, restored.optimization_stepper.lr)
+    [batch] = _batches(1)
+    for each in (trainer, restored):
+        torch.manual_seed(5)
+        each.optim_steps(batch)
+    # The pools differ: the restored one has this rollout only. So do they with one rollout.
+    _assert_equal(_parameters(trainer), _parameters(restored))
+    restored.collector.shutdown()
+
+
+def test_the_collectors_word_and_the_policy_lag_are_logged():
+    trainer = _trainer()
+    trainer.train()
+    assert isinstance(trainer.returns, CollectorReport)
+    assert trainer.returns.last["dropped"] == trainer.returns.last["stale"] == 0
+    assert trainer.returns.last["termination_rate"] == 1.0
+    assert [frames for _, frames, _ in trainer.returns.curve][-1] == 5 * FRAMES
+    assert trainer.lag.histogram == {0: 5}
+    for name in ("lr", "kl", "rho_p99", "explained_variance", "fps", "return", "policy_lag_0"):
+        assert name in trainer._log_dict, name
+    assert 0.0 < trainer.busy_time.busy < 1.0
+
+
+def test_training_stops_at_a_return():
+    trainer = _trainer(100)
+    StopWhen(trainer.returns, stop_at=1.0).register(trainer)
+    trainer.train()
+    assert trainer.returns.mean >= 1.0
+    assert trainer.collected_frames < 10 * FRAMES
+
+
+def test_torchrls_own_collector_will_do():
+    torch.manual_seed(0)
+    loss = _loss(APPOConfig(**QUICK), 4, actor=ObservationNormalizer(4))
+    collector = Collector(
+        create_pendulum(),
+        loss.actor_network,
+        frames_per_batch=FRAMES,
+        total_frames=-1,
+        auto_register_policy_transforms=False,
+    )
+    trainer = APPOTrainer(
+        collector=collector,
+        loss_module=loss,
+        total_frames=5 * FRAMES,
+        config=APPOConfig(**QUICK),
+        normalizers={"observation": loss.actor_network[0].normalizer},
+        progress_bar=False,
+    )
+    before = _parameters(trainer)
+    trainer.train()
+    assert isinstance(trainer.returns, EpisodeReturns)
+    assert trainer.returns.finished
+    assert not any(torch.equal(before[name], p) for name, p in _parameters(trainer).items())
+
+
+# A process whose values are known
+
+
+class Ring(EnvBase):
+    """Walks a ring of `size` places, one per step, with reward 1; ends after `limit` steps."""
+
+    def __init__(self, size: int, limit: int, *, terminated: bool, truncated: bool) -> None:
+        super().__init__(batch_size=[])
+        self.size, self.limit = size, limit
+        self.flags = {"terminated": terminated, "truncated": truncated}
+        self.observation_spec = Composite(observation=OneHot(size, dtype=torch.float32))
+        self.action_spec = Unbounded((1,))
+        self.reward_spec = Unbounded((1,))
+        self.done_spec = Composite(
+            {key: Binary(1, dtype=torch.bool) for key in ("done", "terminated", "truncated")}
+        )
+
+    def _observed(self, **more: torch.Tensor) -> TensorDict:
+        over = torch.tensor([self.steps >= self.limit])
+        flags = {key: over & flag for key, flag in self.flags.items()}
+        place = torch.eye(self.size)[self.steps % self.size]
+        return TensorDict({"observation": place, "done": over, **flags, **more})
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDict:
+        self.steps = 0
+        return self._observed()
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDict:
+        self.steps += 1
+        return self._observed(reward=torch.ones(1))
+
+    def _set_seed(self, seed: int | None) -> None:
+        pass
+
+
+GAMMA = 0.9
+ENDLESS = 1.0 / (1.0 - GAMMA)
+
+
+def _learnt_values(env: Ring) -> list[float]:
+    """Values of the places that a critic with one weight per place learns."""
+    torch.manual_seed(0)
+    actor = make_actor(env.size, 1, hidden=())
+    critic = make_critic(env.size, hidden=())
+    loss = APPOLoss(actor, critic, gamma=GAMMA, lambda_=0.95, value_clip=None)
+    rollout = example_rollout(env, actor, 60).clone()
+    RolloutWorker(env, actor, 60).rollout(rollout)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=1.0)
+    for _ in range(25):
+        estimated = loss.estimate(rollout.unsqueeze(0)).reshape(-1)
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss(estimated)["loss_critic"].backward()
+            optimizer.step()
+    with torch.no_grad():
+        places = TensorDict(observation=torch.eye(env.size), batch_size=[env.size])
+        return critic(places)["state_value"].flatten().tolist()
+
+
+def test_a_time_limit_does_not_lower_values():
+    # Five steps over three places: each is left alone and each is where an episode was cut.
+    values = _learnt_values(Ring(3, 5, terminated=False, truncated=True))
+    assert values == pytest.approx([ENDLESS] * 3, rel=0.01)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_terminal_state_is_worth_nothing_also_if_time_is_up_just_then(truncated):
+    values = _learnt_values(Ring(4, 3, terminated=True, truncated=truncated))
+    finite = [(1.0 - GAMMA**left) * ENDLESS for left in (3, 2, 1)]
+    assert values[:3] == pytest.approx(finite, rel=0.01)

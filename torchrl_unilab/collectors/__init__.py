@@ -1,0 +1,6 @@
+"""Collectors whose workers never wait for the learner's weights."""
+
+from torchrl_unilab.collectors.appo import APPOCollector
+from torchrl_unilab.collectors.metrics import CollectorMetrics
+
+__all__ = ["APPOCollector", "CollectorMetrics"]

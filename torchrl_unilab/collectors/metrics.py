@@ -1,0 +1,182 @@
+"""What workers tell about their work: the latest word wins, and nobody waits for it.
+
+Each worker puts its totals and its last episodes into a snapshot of its own after each
+rollout; whoever is interested reads the newest. A worker never blocks on a reader, a slow
+reader only misses what is outdated, and a reader sees each snapshot whole.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchrl_unilab.shm import SnapshotCell
+
+__all__ = ["PHASES", "CollectorMetrics", "EpisodeLog", "LatestMetrics", "PhaseClock"]
+
+PHASES = ("physics", "policy", "write", "wait")
+"""Where a worker's time goes: environment, policy, filling the slot, waiting for one."""
+
+WINDOW = 64
+
+
+@dataclass(frozen=True)
+class CollectorMetrics:
+    """Totals of all workers, and means over their last 64 episodes together.
+
+    Attributes:
+        frames: Frames collected, the dropped ones among them.
+        episodes: Episodes finished.
+        episode_return: Mean return; NaN before the first episode ends.
+        episode_length: Mean length in steps; NaN before the first.
+        timeout_rate: Share of episodes that a time limit ended; NaN before the first.
+        termination_rate: Share that a terminal state ended; NaN before the first.
+        seconds: Seconds per phase, of `PHASES`, over all workers.
+    """
+
+    frames: int
+    episodes: int
+    episode_return: float
+    episode_length: float
+    timeout_rate: float
+    termination_rate: float
+    seconds: dict[str, float]
+
+    @property
+    def fps(self) -> dict[str, float]:
+        """Frames per second spent in each phase, over all workers."""
+        return {
+            phase: self.frames / seconds if seconds else float("inf")
+            for phase, seconds in self.seconds.items()
+        }
+
+
+class PhaseClock:
+    """Seconds that a worker spends in each of `PHASES`."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._since = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin to measure; the time since the last `to` belongs to no phase."""
+        self._since = time.perf_counter()
+
+    def to(self, phase: str) -> None:
+        """Count the time since the last call as `phase`."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self._since
+        self._since = now
+
+
+class EpisodeLog:
+    """Follows the episodes of one worker's environments through its rollouts.
+
+    Args:
+        num_envs: Environments.
+
+    Attributes:
+        episodes: Episodes finished so far.
+        last: The last 64, oldest overwritten, [64, 3]: return, length, 1 if terminated.
+
+    Example:
+        >>> log = EpisodeLog(1)
+        >>> no, yes = np.zeros((1, 2), bool), np.array([[False, True]])
+        >>> log.add(np.ones((1, 2)), done=yes, terminated=no)
+        >>> log.last[0].tolist()
+        [2.0, 2.0, 0.0]
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        self.episodes = 0
+        self.last: NDArray[np.float64] = np.zeros((WINDOW, 3))
+        self._returns = np.zeros(num_envs)
+        self._lengths = np.zeros(num_envs, dtype=np.int64)
+
+    def restart(self) -> None:
+        """Forget the episodes that have not ended: all environments were reset."""
+        self._returns[:] = 0.0
+        self._lengths[:] = 0
+
+    def add(
+        self,
+        reward: NDArray[np.floating],
+        done: NDArray[np.bool_],
+        terminated: NDArray[np.bool_],
+    ) -> None:
+        """Take a rollout in: arrays of shape [num_envs, num_steps]."""
+        sums = np.cumsum(reward, axis=1, dtype=np.float64)
+        counted = np.zeros_like(self._lengths)
+        summed = np.zeros_like(self._returns)
+        for step, env in np.argwhere(done.T):
+            total = self._returns[env] + sums[env, step] - summed[env]
+            length = self._lengths[env] + step + 1 - counted[env]
+            self.last[self.episodes % WINDOW] = total, length, terminated[env, step]
+            self.episodes += 1
+            self._returns[env] = self._lengths[env] = 0
+            summed[env], counted[env] = sums[env, step], step + 1
+        self._returns += sums[:, -1] - summed
+        self._lengths += reward.shape[1] - counted
+
+
+class LatestMetrics:
+    """One snapshot per worker, put by the worker and read by whoever has this object.
+
+    Args:
+        workers: How many.
+    """
+
+    def __init__(self, workers: int) -> None:
+        initial = {
+            "frames": torch.zeros((), dtype=torch.int64),
+            "episodes": torch.zeros((), dtype=torch.int64),
+            "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
+            "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
+        }
+        self._cells = [SnapshotCell(initial) for _ in range(workers)]
+
+    def put(self, worker: int, frames: int, log: EpisodeLog, clock: PhaseClock) -> None:
+        """Replace what worker `worker` said before. Never waits."""
+        self._cells[worker].publish_ordered(
+            [
+                torch.tensor(frames),
+                torch.tensor(log.episodes),
+                torch.tensor(list(clock.seconds.values()), dtype=torch.float64),
+                torch.from_numpy(log.last),
+            ]
+        )
+
+    def read(self) -> CollectorMetrics:
+        """Return the newest word of all workers, summed up."""
+        return _summed([cell.read()[1] for cell in self._cells])
+
+    def close(self) -> None:
+        """Give up the shared memory. Idempotent."""
+        for cell in self._cells:
+            cell.close()
+
+
+def _summed(parts: Sequence[dict[str, torch.Tensor]]) -> CollectorMetrics:
+    share = max(1, WINDOW // len(parts))  # of the window, per worker
+    rows = []
+    for part in parts:
+        episodes = int(part["episodes"])
+        newest = np.arange(episodes - min(share, episodes), episodes) % WINDOW
+        rows.append(part["last"].numpy()[newest])
+    last = np.concatenate(rows)
+    mean = last.mean(axis=0) if len(last) else np.full(3, np.nan)
+    seconds = torch.stack([part["seconds"] for part in parts]).sum(0).tolist()
+    return CollectorMetrics(
+        frames=sum(int(part["frames"]) for part in parts),
+        episodes=sum(int(part["episodes"]) for part in parts),
+        episode_return=float(mean[0]),
+        episode_length=float(mean[1]),
+        timeout_rate=float(1.0 - mean[2]),
+        termination_rate=float(mean[2]),
+        seconds=dict(zip(PHASES, seconds, strict=True)),
+    )

@@ -1,0 +1,306 @@
+"""What fills the slots of the rollout ring: the same loop in a worker process and in ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_unilab.collectors.metrics import EpisodeLog, LatestMetrics, PhaseClock
+from torchrl_unilab.data import RolloutRingStorage
+from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.runtime import Link
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = [
+    "POLICY_VERSION",
+    "TRAJECTORIES",
+    "RolloutWorker",
+    "WorkerSetup",
+    "collect_rollouts",
+    "example_rollout",
+    "fill_slot",
+    "own_randomness",
+]
+
+POLICY_VERSION = ("next", "policy_version")
+TRAJECTORIES = ("collector", "traj_ids")
+_ADDED = (POLICY_VERSION, TRAJECTORIES)
+_CLAIM_SECONDS = 0.1  # between two looks at the parent's requests
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker needs beside the memory it shares: picklable, equal for all workers.
+
+    Attributes:
+        payload: Pickled (environment factories, policy), by value, so that pickling moves
+            none of the learner's tensors into shared memory.
+        num_steps: Steps of each environment in a rollout.
+        exploration_type: How the policy acts.
+    """
+
+    payload: bytes
+    num_steps: int
+    exploration_type: ExplorationType
+
+
+def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) -> TensorDictBase:
+    """Return a rollout of `num_steps` in shape and dtypes, its content meaningless.
+
+    Args:
+        env: Is reset and stepped once.
+        policy: Acts once.
+        num_steps: Steps of each environment.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        step, _ = env.step_and_maybe_reset(policy(env.reset()))
+    step = step.detach().clone()
+    for key in _ADDED:
+        step.set(key, torch.zeros(env.batch_size, dtype=torch.int64))
+    time_dim = len(env.batch_size)
+    return step.unsqueeze(time_dim).expand(*env.batch_size, num_steps)
+
+
+class RolloutWorker:
+    """Steps one environment with one policy and writes whole rollouts.
+
+    Args:
+        env: The environment, of any batch size [...]. Closed with the worker.
+        policy: Acts on it, on the CPU.
+        num_steps: Steps of each environment in a rollout.
+        worker: Number of the worker: trajectory ids of workers do not overlap.
+        workers: How many workers there are.
+        scheme: Where the policy's weights come from, connected; None leaves them alone.
+        exploration_type: How the policy acts.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: TensorDictModuleBase,
+        num_steps: int,
+        *,
+        worker: int = 0,
+        workers: int = 1,
+        scheme: UniLabShmScheme | None = None,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+    ) -> None:
+        self.env = env
+        self.policy = policy
+        self.num_steps = num_steps
+        self.scheme = scheme
+        self.exploration_type = exploration_type
+        self.frames = 0
+        self.clock = PhaseClock()
+        self.num_envs = env.batch_size.numel()
+        self._stride = workers
+        self._next_trajectory = worker
+        self._carrier: TensorDictBase | None = None
+        self.log = EpisodeLog(self.num_envs)
+
+    def seed(self, env_seed: int, torch_seed: int) -> None:
+        """Seed environment and policy noise; the next rollout starts new episodes."""
+        self.env.set_seed(env_seed)
+        torch.manual_seed(torch_seed)
+        self._carrier = None
+
+    def reset(self) -> None:
+        """Start new episodes with the next rollout."""
+        self._carrier = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the environment's transforms, of the noise, and the frames."""
+        return {
+            "env": self.env.state_dict(),
+            "random": torch.get_rng_state(),
+            "frames": self.frames,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state; the next rollout starts new episodes."""
+        self.env.load_state_dict(state["env"])
+        torch.set_rng_state(state["random"])
+        self.frames = state["frames"]
+        self._carrier = None
+
+    def _start(self) -> TensorDictBase:
+        self.log.restart()
+        self._trajectories = self._new_trajectories(
+            torch.ones(self.env.batch_size, dtype=torch.bool)
+        )
+        return self.env.reset()
+
+    def _new_trajectories(self, where: torch.Tensor) -> torch.Tensor:
+        ids = torch.zeros(where.shape, dtype=torch.int64)
+        if self._carrier is not None:
+            ids.copy_(self._trajectories)
+        count = int(where.sum())
+        first = self._next_trajectory
+        self._next_trajectory += count * self._stride
+        ids[where] = torch.arange(first, self._next_trajectory, self._stride)
+        return ids
+
+    @torch.no_grad()
+    def rollout(self, slot: TensorDictBase) -> None:
+        """Collect one rollout into `slot`, a TensorDict [..., num_steps] as `example_rollout`'s.
+
+        Its time is counted as physics, policy and writing.
+        """
+        clock, scheme, env, policy = self.clock, self.scheme, self.env, self.policy
+        every_step = scheme is not None and scheme.pull_at == "step"
+        if scheme is not None and scheme.pull_at != "manual":
+            scheme.pull()
+        clock.start()
+        carrier = self._carrier
+        if carrier is None:
+            carrier = self._start()
+            clock.to("physics")
+        keys = [key for key in slot.keys(True, True) if key not in _ADDED]
+        columns: list[list[torch.Tensor]] = [[] for _ in keys]
+        trajectories, versions = [], []
+        with set_exploration_type(self.exploration_type):
+            for _ in range(self.num_steps):
+                if every_step:
+                    scheme.pull()  # type: ignore[union-attr]
+                versions.append(0 if scheme is None else scheme.applied_version)
+                carrier = policy(carrier)
+                clock.to("policy")
+                step, carrier = env.step_and_maybe_reset(carrier)
+                clock.to("physics")
+                for column, key in zip(columns, keys, strict=True):
+                    column.append(step.get(key))
+                trajectories.append(self._trajectories)
+                self._carrier = carrier
+                done = step.get(("next", "done"))
+                if done.any():
+                    self._trajectories = self._new_trajectories(done.reshape(env.batch_size))
+                clock.to("write")
+        time_dim = len(env.batch_size)
+        for column, key in zip(columns, keys, strict=True):
+            torch.stack(column, time_dim, out=slot.get(key))
+        slot.get(POLICY_VERSION).copy_(torch.tensor(versions))
+        torch.stack(trajectories, time_dim, out=slot.get(TRAJECTORIES))
+        after = slot.get("next")
+        shape = (self.num_envs, self.num_steps)
+        self.log.add(
+            *(after.get(key).reshape(shape).numpy() for key in ("reward", "done", "terminated"))
+        )
+        self.frames += slot.numel()
+        clock.to("write")
+
+    def close(self) -> None:
+        """Close the environment. Idempotent."""
+        if not self.env.is_closed:
+            self.env.close()
+
+
+def collect_rollouts(
+    link: Link,
+    storage: RolloutRingStorage,
+    setup: WorkerSetup,
+    scheme: UniLabShmScheme,
+    metrics: LatestMetrics,
+    worker: int,
+    workers: int,
+) -> None:
+    """A worker process: collect rollouts into the ring, as many as the parent asks for.
+
+    Requests: ``("collect", n)``, rollouts from now on, -1 for no end, 0 to pause;
+    ``("seed", env_seed, torch_seed)``, ``("reset",)``, ``("state",)`` and
+    ``("load", state)`` are answered between rollouts.
+
+    Args:
+        link: To the parent.
+        storage: The ring to fill, as writer `worker`.
+        setup: What to step and how.
+        scheme: Where the policy's weights come from.
+        metrics: Where to tell about the work.
+        worker: Number of this worker.
+        workers: How many there are.
+    """
+    create_env, policy = cloudpickle.loads(setup.payload)
+    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
+    scheme.connect(worker_idx=worker)
+    rollouts = RolloutWorker(
+        create_env[worker](),
+        policy,
+        setup.num_steps,
+        worker=worker,
+        workers=workers,
+        scheme=scheme,
+        exploration_type=setup.exploration_type,
+    )
+    storage.use_writer(worker)
+    link.ready()
+    wanted = 0
+    try:
+        while True:
+            request = link.request(block=wanted == 0)
+            if request is not None:
+                wanted = _served(link, rollouts, request, wanted)
+            elif fill_slot(storage, rollouts, _CLAIM_SECONDS):
+                metrics.put(worker, rollouts.frames, rollouts.log, rollouts.clock)
+                wanted -= wanted > 0
+    except PeerGoneError:
+        pass  # the learner has ended
+    finally:
+        rollouts.close()
+        storage.close()
+
+
+def fill_slot(storage: RolloutRingStorage, rollouts: RolloutWorker, timeout: float | None) -> bool:
+    """Collect one rollout into the ring; return False if no slot was free in time."""
+    rollouts.clock.start()
+    slot = storage.claim(timeout)
+    rollouts.clock.to("wait")
+    if slot is None:
+        return False
+    try:
+        rollouts.rollout(slot)
+    except BaseException:
+        storage.abandon()
+        raise
+    storage.commit()
+    return True
+
+
+def _served(link: Link, rollouts: RolloutWorker, request: tuple[Any, ...], wanted: int) -> int:
+    """Serve one request; return how many rollouts are wanted from now on."""
+    kind, *arguments = request
+    if kind == "collect":
+        return int(arguments[0])
+    if kind == "seed":
+        rollouts.seed(*arguments)
+        link.answer()
+    elif kind == "reset":
+        rollouts.reset()
+        link.answer()
+    elif kind == "state":
+        link.answer(cloudpickle.dumps(rollouts.state_dict()))
+    elif kind == "load":
+        rollouts.load_state_dict(cloudpickle.loads(*arguments))
+        link.answer()
+    else:
+        raise ValueError(f"request of the parent: {kind!r} (expected a known one). Update both.")
+    return wanted
+
+
+@contextlib.contextmanager
+def own_randomness(state: list[torch.Tensor]) -> Iterator[None]:
+    """Run with the random state in `state[0]` instead of the process's; keep what becomes of it."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state[0])
+    try:
+        yield
+    finally:
+        state[0] = torch.get_rng_state()
+        torch.set_rng_state(before)

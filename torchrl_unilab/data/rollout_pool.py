@@ -1,0 +1,96 @@
+"""The last rollouts, kept on the learner's device and used again."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
+
+__all__ = ["MAX_ROLLOUTS", "RolloutPool"]
+
+MAX_ROLLOUTS = 8
+
+
+class RolloutPool:
+    """The newest `size` rollouts side by side; a new one takes the place of the oldest.
+
+    IMPACT's circular buffer (Luo et al. 2019, arXiv 1912.00167, section 3.2): a learner
+    that is faster than its collectors goes over each rollout `size` times, as part of
+    `size` pools. Memory is taken once, with the first rollout; time comes first in it, so
+    that what walks through time reads memory in order.
+
+    Args:
+        size: Rollouts to keep, K, 1 to 8.
+        device: Where to keep them.
+
+    Raises:
+        ConfigError: `size` is out of range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> pool = RolloutPool(2)
+        >>> for reward in (1.0, 2.0, 3.0):
+        ...     _ = pool.add(TensorDict(reward=torch.full((4, 5), reward), batch_size=[4, 5]))
+        >>> pool.data.batch_size, sorted(set(pool.data["reward"].flatten().tolist()))
+        (torch.Size([5, 8]), [2.0, 3.0])
+    """
+
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        if not 1 <= size <= MAX_ROLLOUTS:
+            raise ConfigError(
+                f"rollout pool: {size} rollouts (expected 1 to {MAX_ROLLOUTS}). Use 1 to "
+                "learn from each rollout once."
+            )
+        self.size = size
+        self.device = torch.device(device)
+        self.added = 0
+        self._memory: TensorDictBase | None = None
+
+    def __len__(self) -> int:
+        return min(self.added, self.size)
+
+    def add(self, rollout: TensorDictBase) -> TensorDictBase:
+        """Copy a rollout [N, T] in, over the oldest if the pool is full.
+
+        Returns:
+            Its copy in the pool, a view [T, N], which may be changed in place.
+
+        Raises:
+            LayoutShapeError: Its batch size or keys are not those of the first.
+        """
+        if self._memory is None:
+            n, steps = rollout.batch_size
+            self._memory = (
+                rollout.transpose(0, 1)
+                .to_tensordict()
+                .apply(
+                    lambda t: t.new_empty((steps, self.size, *t.shape[1:]), device=self.device),
+                    batch_size=[steps, self.size, n],
+                )
+            )
+        column = self._memory[:, self.added % self.size]
+        expected = torch.Size([column.batch_size[1], column.batch_size[0]])
+        if rollout.batch_size != expected or set(rollout.keys(True, True)) != set(
+            column.keys(True, True)
+        ):
+            raise LayoutShapeError(
+                f"rollout for the pool: {tuple(rollout.batch_size)} with keys "
+                f"{sorted(map(str, rollout.keys(True, True)))} (expected {tuple(expected)} with "
+                f"{sorted(map(str, column.keys(True, True)))}). Use one pool per kind of rollout."
+            )
+        column.update_(rollout.transpose(0, 1))
+        self.added += 1
+        return column
+
+    @property
+    def data(self) -> TensorDictBase:
+        """The rollouts, a view [T, K * N] of those that are there.
+
+        Raises:
+            ConfigError: There is none yet.
+        """
+        if self._memory is None:
+            raise ConfigError("rollout pool: it is empty (expected a rollout). Add one first.")
+        filled: TensorDictBase = self._memory[:, : len(self)].flatten(1, 2)
+        return filled

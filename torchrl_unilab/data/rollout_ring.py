@@ -1,0 +1,1238 @@
+"""Rollouts of several processes for one learner, as storage, writer and sampler of TorchRL.
+
+`RolloutRingStorage` keeps whole rollouts in the slots of a shared ring
+(`torchrl_unilab.shm.ring`). A rollout is read once: whoever samples it takes it out. That
+is what on-policy training wants, and why there are no random positions to overwrite: item
+``i`` of the storage is the ``i``-th oldest rollout that nobody has read yet.
+
+The storage serves two kinds of users. Workers and a learner that know it claim and lease
+slots themselves and copy nothing they do not have to (`RolloutRingStorage.claim`,
+`RolloutRingStorage.acquire`). TorchRL's collectors and replay buffers use it through
+`RolloutRingWriter` and `RolloutRingSampler`: one copy in, one copy out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing as mp
+import os
+import secrets
+import select
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor
+from torchrl.data import Composite, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutDtypeError,
+    LayoutKeyError,
+    LayoutShapeError,
+    RingTimeoutError,
+    SegmentClosedError,
+)
+from torchrl_unilab.shm.layout import BlockLayout, dotted
+from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing, Token, TokenPipe, pipe_paths
+from torchrl_unilab.shm.segment import SegmentKind, named_directory
+
+__all__ = [
+    "RolloutLease",
+    "RolloutReplayBuffer",
+    "RolloutRingCheckpointer",
+    "RolloutRingSampler",
+    "RolloutRingStorage",
+    "RolloutRingWriter",
+]
+
+Take = Literal["oldest", "newest"]
+_LOCK_SECONDS = 60.0
+"""How long a process waits for another one that builds the ring."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a rollout looks like: batch size, and key, shape and dtype of each leaf."""
+
+    batch_size: tuple[int, ...]
+    fields: tuple[tuple[tuple[str, ...], tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, rollout: TensorDictBase) -> _Form:
+        """Return the form of a rollout.
+
+        Raises:
+            LayoutKeyError: Two keys have one dotted name, or there is no tensor.
+            LayoutDtypeError: A leaf is not a tensor.
+        """
+        leaves = list(_leaves(rollout))
+        names = [dotted(key) for key, _ in leaves]
+        if not names or len(set(names)) < len(names):
+            raise LayoutKeyError(
+                f"keys of a rollout: {names} (expected at least one, each dotted name once). "
+                "Rename one; nested and dotted keys share one namespace."
+            )
+        return cls(
+            tuple(rollout.batch_size),
+            tuple((key, tuple(leaf.shape), leaf.dtype) for key, leaf in leaves),
+        )
+
+    def meta(self) -> dict[str, torch.Tensor]:
+        """Dotted key to a tensor without memory."""
+        return {
+            dotted(key): torch.empty(shape, dtype=dtype, device="meta")
+            for key, shape, dtype in self.fields
+        }
+
+    def tensordict(
+        self, tensors: Iterable[torch.Tensor], batch: tuple[int, ...] = ()
+    ) -> TensorDict:
+        """A TensorDict of `tensors`, given in order, of batch size [*batch, *batch_size]."""
+        rollout = TensorDict(batch_size=[*batch, *self.batch_size], device=torch.device("cpu"))
+        for (key, _, _), tensor in zip(self.fields, tensors, strict=True):
+            rollout.set(key, tensor)
+        return rollout
+
+    def to_json(self) -> dict[str, Any]:
+        fields = [[list(key), list(shape), str(dtype)] for key, shape, dtype in self.fields]
+        return {"batch_size": list(self.batch_size), "fields": fields}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> _Form:
+        return cls(
+            tuple(saved["batch_size"]),
+            tuple(
+                (tuple(key), tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
+                for key, shape, dtype in saved["fields"]
+            ),
+        )
+
+
+def _leaves(rollout: TensorDictBase) -> Iterable[tuple[tuple[str, ...], torch.Tensor]]:
+    if not isinstance(rollout, TensorDictBase):
+        raise LayoutDtypeError(
+            f"cannot write a rollout: {type(rollout).__name__} (expected a TensorDict). "
+            "Convert it first."
+        )
+    for key, leaf in rollout.items(True, True, is_leaf=is_leaf_nontensor):
+        if not isinstance(leaf, torch.Tensor):
+            raise LayoutDtypeError(
+                f"entry {dotted(key)!r} of a rollout: {type(leaf).__name__} (expected a tensor). "
+                "Leave it out of the rollout."
+            )
+        yield (key,) if isinstance(key, str) else key, leaf
+
+
+def _named(rollout: TensorDictBase) -> dict[str, torch.Tensor]:
+    return {dotted(key): leaf for key, leaf in _leaves(rollout)}
+
+
+class _MeetingPoint:
+    """Where processes find a ring that none of them has built yet.
+
+    Whoever makes it holds the two pipes of the ring to be, so that nothing in them is lost
+    when the process that built the ring goes. The segment's name appears last and at once
+    (a link), so a ring that can be found is complete.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._pipes = [TokenPipe.open(path, create=True) for path in pipe_paths(name)]
+        paths = [self._path(), self._path(".layout"), self._path(".build")]
+        paths += [*pipe_paths(name), *pipe_paths(f"{name}.build")]
+        self.close = weakref.finalize(self, _leave, self._pipes, paths, os.getpid())
+
+    def _path(self, suffix: str = "") -> Path:
+        return named_directory() / (self.name + suffix)
+
+    @property
+    def ready(self) -> TokenPipe:
+        return self._pipes[1]
+
+    def find(self) -> tuple[RolloutRing, _Form] | None:
+        """Attach the ring, if it has been built."""
+        if not self._path().exists():
+            return None
+        form = _Form.from_json(json.loads(self._path(".layout").read_text()))
+        return RolloutRing.attach(self.name, form.meta()), form
+
+    def build(
+        self, form: _Form, slots: int, writers: int, overflow: Overflow
+    ) -> tuple[RolloutRing, _Form]:
+        """Build the ring for all. One process at a time."""
+        draft = f"{self.name}.build"
+        with RolloutRing(form.meta(), slots=slots, writers=writers, overflow=overflow, name=draft):
+            self._path(".layout").write_text(json.dumps(form.to_json()))
+            for slot in range(slots):
+                self._pipes[0].put(Token(slot, 0, 0, 0))
+            os.link(self._path(".build"), self._path())
+            return RolloutRing.attach(self.name, form.meta()), form
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _join, (self.name,)
+
+
+def _join(name: str) -> _MeetingPoint:
+    point = _MeetingPoint.__new__(_MeetingPoint)
+    point.name = name
+    point._pipes = [TokenPipe.open(path) for path in pipe_paths(name)]
+    point.close = weakref.finalize(point, _leave, point._pipes, [], os.getpid())
+    return point
+
+
+def _leave(pipes: list[TokenPipe], paths: list[Path], creator: int) -> None:
+    for pipe in pipes:
+        pipe.close()
+    if os.getpid() == creator:
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class RolloutLease:
+    """A committed rollout that the reader owns until it releases it.
+
+    Attributes:
+        token: What was committed: slot, writer, the writer's count of rollouts.
+        rollout: TensorDict of shared views, batch size of the example. Borrowed: valid
+            until the release.
+    """
+
+    token: Token
+    rollout: TensorDict
+
+
+class RolloutRingCheckpointer(StorageCheckpointerBase):
+    """Saves the unread rollouts of a `RolloutRingStorage`, and its counters, as one file.
+
+    Hooks of TorchRL's checkpointers rewrite the transitions of one long trajectory and do
+    not apply to rollouts; they are refused.
+    """
+
+    def dumps(self, storage: RolloutRingStorage, path: str | Path) -> None:
+        """Save to ``path/rollouts.pt``; whole or not at all."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        draft = path / "rollouts.pt.part"
+        torch.save(storage.state_dict(), draft)
+        draft.replace(path / "rollouts.pt")
+
+    def loads(self, storage: RolloutRingStorage, path: str | Path) -> None:
+        """Load what `dumps` saved, see `RolloutRingStorage.load_state_dict`."""
+        storage.load_state_dict(torch.load(Path(path) / "rollouts.pt", weights_only=True))
+
+    def _refuse_hook(self, hook: Any) -> None:
+        raise ConfigError(
+            f"hook of a rollout checkpoint: {hook!r} (expected none). "
+            "Change rollouts with a transform of the replay buffer."
+        )
+
+    register_save_hook = _refuse_hook
+    register_load_hook = _refuse_hook
+
+
+class RolloutRingStorage(TensorStorage):
+    """`slots` rollouts in shared memory, written by several processes, read by one, once.
+
+    An item is a whole rollout: a TensorDict of any batch size (``[num_envs, num_steps]``,
+    say), nested keys, mixed dtypes, always the same ones. Item ``i`` is the ``i``-th oldest
+    unread rollout. Pickle the storage, or the replay buffer it is in, to spawned processes;
+    each of them may write as one writer.
+
+    The layout comes from `example`, from a spec (`from_spec`), or from the first rollout
+    written. In the last case a process sees what it wrote itself; with ``shared_init=True``
+    all processes share one ring, built by whichever writes first.
+
+    The reader may hold slots: what it acquired, and what it waited for or looked at (`wait`,
+    `get`, `state_dict`) and has not taken out yet. Each is one less for the writers. With
+    ``overflow="overwrite"`` a process that is reader and writer drops the oldest rollout it
+    holds before it waits.
+
+    A process writes and reads in one thread at a time; replay buffers see to that by a lock.
+
+    Args:
+        slots: How many rollouts. With one per writer, one for the reader and one to spare,
+            no writer ever waits.
+        example: A rollout; only shapes and dtypes are used.
+        writers: How many processes may write.
+        overflow: What a writer does when no slot is free: ``"overwrite"`` drops the oldest
+            unread rollout, ``"block"`` waits.
+        name: Name of the segment; anonymous if not given.
+        kind: Kind of segment; the platform's default if not given.
+        shared_init: Without an example, let any process build the ring for all of them.
+        timeout: Seconds a write waits for a slot; without end if None.
+
+    Raises:
+        ConfigError: A count, `overflow` or `kind` cannot work.
+        SegmentSpaceError: It does not fit shared memory; says how many slots would.
+
+    Example:
+        >>> from torchrl.data import ReplayBuffer
+        >>> storage = RolloutRingStorage(4)
+        >>> rb = ReplayBuffer(
+        ...     storage=storage,
+        ...     sampler=RolloutRingSampler(),
+        ...     writer=RolloutRingWriter(),
+        ...     batch_size=1,
+        ... )
+        >>> rollout = TensorDict({"reward": torch.ones(2, 3)}, [2, 3])
+        >>> rb.extend(rollout)
+        tensor([0])
+        >>> [batch["reward"].shape for batch in rb], len(rb)
+        ([torch.Size([1, 2, 3])], 0)
+        >>> storage.close()
+    """
+
+    _default_checkpointer = RolloutRingCheckpointer
+    supports_conditional_update = False
+
+    def __init__(
+        self,
+        slots: int = 4,
+        *,
+        example: TensorDictBase | None = None,
+        writers: int = 1,
+        overflow: Overflow = "overwrite",
+        name: str | None = None,
+        kind: SegmentKind | None = None,
+        shared_init: bool = False,
+        timeout: float | None = 60.0,
+    ) -> None:
+        # A ring of nothing: refuses what the real one would, before there is a layout.
+        RolloutRing({}, slots=slots, writers=writers, overflow=overflow).close()
+        if shared_init and kind == "anonymous":
+            raise ConfigError(
+                "rollout ring: kind 'anonymous' with shared_init (expected 'named'). "
+                "Leave out kind, or give an example."
+            )
+        Storage.__init__(self, slots)  # what TensorStorage adds, the ring has
+        self.ndim = 1
+        self.device = torch.device("cpu")
+        self.writers = writers
+        self.overflow: Overflow = overflow
+        self.timeout = timeout
+        self.shared_init = shared_init
+        self._name = name
+        self._kind: SegmentKind | None = kind
+        self._closed = False
+        # Who writes as which writer; what to take off the ring's counts of written and
+        # dropped, for each writer; the same for rollouts read; rollouts skipped.
+        self._words = mp.Array("q", 3 * writers + 2)
+        self._writer = 0
+        self._writer_pid = 0
+        self._forget_reading()
+        self._ring: RolloutRing | None = None
+        self._form: _Form | None = None
+        self._meeting: _MeetingPoint | None = None
+        if example is not None:
+            self._build(_Form.of(example))
+        elif shared_init:
+            self._meeting = _MeetingPoint(
+                name or f"unilab-rollouts-{os.getpid()}-{secrets.token_hex(6)}"
+            )
+
+    @classmethod
+    def from_spec(cls, spec: Composite, slots: int = 4, **settings: Any) -> RolloutRingStorage:
+        """Build the storage for rollouts of `spec`.
+
+        Args:
+            spec: The spec of a whole rollout: its shape is the rollout's batch size.
+            slots: As for the storage.
+            **settings: As for the storage.
+        """
+        example = TensorDict(batch_size=spec.shape, device=torch.device("meta"))
+        for key, leaf in spec.items(include_nested=True, leaves_only=True):
+            example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+        return cls(slots, example=example, **settings)
+
+    def _forget_reading(self) -> None:
+        """Start as a process that has read nothing."""
+        self._held: deque[Lease] = deque()  # taken from the ring, still unread, oldest first
+        self._leased: dict[Token, Lease] = {}  # acquired and not released
+        self._drawn: torch.Tensor | None = None  # the index that takes rollouts out
+        self._rollouts: dict[int, TensorDict] = {}  # views of each slot
+
+    # The ring
+
+    @property
+    def ring(self) -> RolloutRing:
+        """The ring itself.
+
+        Raises:
+            RuntimeError: It has not been built yet.
+            SegmentClosedError: The storage is closed.
+        """
+        self._check_open()
+        if not self.initialized:
+            raise RuntimeError(
+                "cannot use rollout storage: no rollout has been written (expected one, or an "
+                "example). Build it from an example, or write first."
+            )
+        assert self._ring is not None
+        return self._ring
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the layout is known and the slots exist."""
+        if self._ring is None and self._meeting is not None and not self._closed:
+            found = self._meeting.find()
+            if found is not None:
+                self._use(*found)
+        return self._ring is not None
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed the storage."""
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SegmentClosedError(
+                "cannot use rollout storage: it is closed (expected an open one). Build it again."
+            )
+
+    def _build(self, form: _Form) -> None:
+        """Make the ring; if processes share the making of it, make it or find it."""
+        settings: dict[str, Any] = {
+            "slots": self.max_size,
+            "writers": self.writers,
+            "overflow": self.overflow,
+        }
+        if self._meeting is None:
+            ring = RolloutRing(form.meta(), name=self._name, kind=self._kind, **settings)
+            self._use(ring, form)
+            return
+        with self._locked():
+            self._use(*(self._meeting.find() or self._meeting.build(form, **settings)))
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Be alone among all processes that have the storage."""
+        lock = self._words.get_lock()
+        if not lock.acquire(timeout=_LOCK_SECONDS):
+            raise RingTimeoutError(
+                f"cannot use rollout storage: another process has been building the ring for "
+                f"{_LOCK_SECONDS:g} s (expected it to be done). Start all processes again."
+            )
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _use(self, ring: RolloutRing, form: _Form) -> None:
+        self._ring, self._form = ring, form
+        weakref.finalize(self, ring.close)  # at exit too: a writer that ended is not dead
+        if self._writer_pid == os.getpid():
+            ring.use_writer(self._writer)
+
+    def _views(self, slot: int, tensors: Iterable[torch.Tensor]) -> TensorDict:
+        rollout = self._rollouts.get(slot)
+        if rollout is None:
+            assert self._form is not None
+            rollout = self._rollouts[slot] = self._form.tensordict(tensors).lock_()
+        return rollout
+
+    # Counts
+
+    @property
+    def _shared(self) -> Any:
+        return self._words.get_obj()  # each word has one writer: no lock
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Rollouts that each writer has committed."""
+        self._check_open()
+        return self._since(self.ring.written if self.initialized else [0] * self.writers, 1)
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Rollouts of each writer that made room for newer ones before they were read."""
+        self._check_open()
+        return self._since(self.ring.dropped if self.initialized else [0] * self.writers, 2)
+
+    def _since(self, counts: Sequence[int], part: int) -> tuple[int, ...]:
+        base = self._shared[part * self.writers : (part + 1) * self.writers]
+        return tuple(count - off for count, off in zip(counts, base, strict=True))
+
+    @property
+    def write_count(self) -> int:
+        """Rollouts that all writers have committed."""
+        return sum(self.written)
+
+    @property
+    def read_count(self) -> int:
+        """Rollouts that were sampled, or acquired and released."""
+        self._check_open()
+        count = self.ring.read_count if self.initialized else 0
+        return count - int(self._shared[3 * self.writers])
+
+    @property
+    def skipped(self) -> int:
+        """Rollouts that were given up unread for newer ones, or by emptying the buffer."""
+        return int(self._shared[3 * self.writers + 1])
+
+    def _set_counts(self, counts: dict[str, Any]) -> None:
+        """Let the counts be these from now on."""
+        shift = [now - then for now, then in zip(self.written, counts["written"], strict=True)]
+        shift += [now - then for now, then in zip(self.dropped, counts["dropped"], strict=True)]
+        shift.append(self.read_count - counts["read"])
+        for i, off in enumerate(shift, start=self.writers):
+            self._shared[i] += off
+        self._shared[3 * self.writers + 1] = counts["skipped"]
+
+    def _give_up(self, lease: Lease, *, dropped: bool) -> None:
+        """Release an unread rollout, and count it as such."""
+        self.ring.release(lease)
+        self._shared[3 * self.writers] += 1  # not read
+        if dropped:
+            self._shared[2 * self.writers + lease.token.writer] -= 1
+        else:
+            self._shared[3 * self.writers + 1] += 1
+
+    # Writer
+
+    def use_writer(self, writer: int) -> None:
+        """Write as writer `writer` from now on. One process per writer.
+
+        Without it a process becomes the first writer nobody is when it first writes, also
+        in place of one whose process has died; what that one left half written is freed.
+
+        Raises:
+            ConfigError: There is no such writer, or another process is it.
+            RuntimeError: A slot is claimed.
+        """
+        if not 0 <= writer < self.writers:
+            raise ConfigError(
+                f"rollout writer: {writer} (expected 0 to {self.writers - 1}). "
+                "Build the storage for more writers."
+            )
+        self._become([writer])
+
+    def _become(self, choice: Sequence[int]) -> None:
+        """Become the first writer of `choice` that no living process is."""
+        own = os.getpid()
+        with self._locked():
+            taken = {w: self._shared[w] for w in choice}
+            free = [w for w, pid in taken.items() if pid in (0, own) or not process_is_alive(pid)]
+            if not free:
+                raise ConfigError(
+                    f"cannot write as rollout writer {list(choice)}: taken by processes "
+                    f"{list(taken.values())} (expected a free one). "
+                    f"Build the storage for more than {self.writers} writers."
+                )
+            writer = free[0]
+            if self._ring is not None:
+                if taken[writer] not in (0, own):
+                    self._ring.recover(writer)
+                self._ring.use_writer(writer)
+            self._stop_writing()
+            self._shared[writer] = own
+        self._writer, self._writer_pid = writer, own
+
+    def _stop_writing(self) -> None:
+        """Let another process be the writer that this one was."""
+        if self._writer_pid == os.getpid():
+            self._shared[self._writer] = 0
+            self._writer_pid = 0
+
+    def _claim(self, timeout: float | None) -> bool:
+        """Claim a slot in the ring, with room made by the reader's half of this process."""
+        ring = self.ring
+        if self._writer_pid != os.getpid():
+            self._become(range(self.writers))
+        if ring.overflow == "overwrite" and self._held:
+            if len(self) + len(self._leased) >= ring.slots:
+                self._drop_held()
+            while self._held and ring.claim(0.0) is None:
+                self._drop_held()
+        return ring.claim(self.timeout if timeout is None else timeout) is not None
+
+    def _drop_held(self) -> None:
+        self._drawn = None
+        self._give_up(self._held.popleft(), dropped=True)
+
+    def claim(self, timeout: float | None = None) -> TensorDict | None:
+        """Own a slot to fill, until `commit` or `abandon`.
+
+        Args:
+            timeout: Seconds to wait for a slot; the storage's if not given.
+
+        Returns:
+            TensorDict of shared views, locked, with what the slot last held; the one already
+            claimed if there is one; None after `timeout`.
+
+        Raises:
+            RuntimeError: No layout is known yet.
+            PeerGoneError: Every slot is taken and the reader has closed or died.
+        """
+        if not self._claim(timeout):
+            return None
+        return self._views(self.ring.write_slot, self.ring.write_buffer.values())
+
+    def commit(self) -> int:
+        """Hand the claimed slot to the reader; return how many this writer has committed.
+
+        Raises:
+            RuntimeError: No slot is claimed.
+        """
+        self.ring.signal_write_done()
+        self._bump_mutation_revision()
+        return self.written[self._writer]
+
+    def abandon(self) -> None:
+        """Give the claimed slot back unused; does nothing if none is."""
+        self.ring.abandon_write()
+
+    def write(self, rollout: TensorDictBase, timeout: float | None = None) -> bool:
+        """Commit a copy of `rollout`, which lies on any device.
+
+        A rollout that is a lazy stack, as collectors make them, is stacked into the slot.
+
+        Args:
+            rollout: The rollout, of batch size and keys of the example.
+            timeout: Seconds to wait for a slot; the storage's if not given.
+
+        Returns:
+            False if no slot was to be had in time.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; no slot was touched.
+            PeerGoneError: As for `claim`.
+        """
+        self._check_open()
+        if not self.initialized:
+            self._build(_Form.of(rollout))
+        return self._write(self._sources(rollout), timeout)
+
+    def _sources(self, rollout: TensorDictBase) -> tuple[int | None, list[torch.Tensor]]:
+        """The tensors to copy, checked: one per field, or one per field and stacked part."""
+        select = self.ring.layout.select
+        if not isinstance(rollout, LazyStackedTensorDict):
+            return None, select(_named(rollout))
+        dim = rollout.stack_dim
+        parts = [_named(part) for part in rollout.tensordicts]
+        # The shape that the stack of tensors like these has, without a stack.
+        stacked = {
+            key: t.unsqueeze(dim).expand(*t.shape[:dim], len(parts), *t.shape[dim:])
+            for key, t in parts[0].items()
+        }
+        select(stacked)
+        alike = BlockLayout.of({key: parts[0][key] for key in self.ring.layout.keys})
+        columns = [alike.select(part) for part in parts]
+        return dim, [part for field in zip(*columns, strict=True) for part in field]
+
+    def _write(
+        self, sources: tuple[int | None, list[torch.Tensor]], timeout: float | None = None
+    ) -> bool:
+        if not self._claim(timeout):
+            return False
+        dim, tensors = sources
+        fields = list(self.ring.write_buffer.values())
+        if dim is not None:
+            fields = [part for field in fields for part in field.unbind(dim)]
+        with torch.no_grad():
+            torch._foreach_copy_(fields, tensors)
+        self.commit()
+        return True
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Commit what `write_all` takes; `cursor` has no effect.
+
+        Raises:
+            RuntimeError: A rollout is to be replaced, as in ``storage[i] = rollout``.
+        """
+        if not set_cursor:
+            raise RuntimeError(
+                f"cannot replace rollout {cursor!r}: rollouts are read once (expected an "
+                "extend). Write it as a new one."
+            )
+        self.write_all(data)
+
+    def write_all(self, data: TensorDictBase | Sequence[TensorDictBase]) -> int:
+        """Commit one rollout, or several in order; return how many.
+
+        Args:
+            data: TensorDict of batch size [*batch] or [K, *batch], or a list of the former.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            RingTimeoutError: No slot was to be had in time.
+            RuntimeError: There is no rollout in `data`.
+        """
+        self._check_open()
+        rollouts = self._split(data)
+        if not rollouts:
+            raise RuntimeError(
+                "cannot extend rollout storage: no rollout in the data (expected at least one). "
+                "Check where the data comes from."
+            )
+        if not self.initialized:
+            self._build(_Form.of(rollouts[0]))
+        for written, sources in enumerate([self._sources(rollout) for rollout in rollouts]):
+            if not self._write(sources):
+                raise RingTimeoutError(
+                    f"cannot write rollout {written} of {len(rollouts)}: no slot was free for "
+                    f"{self.timeout} s (expected the reader to release one). Read faster, use "
+                    "more slots, or overflow='overwrite'."
+                )
+        return len(rollouts)
+
+    def _split(self, data: Any) -> Sequence[TensorDictBase]:
+        if isinstance(data, list):
+            return data
+        several = (
+            isinstance(data, TensorDictBase)
+            and self.initialized
+            and self._form is not None
+            and data.ndim == len(self._form.batch_size) + 1
+        )
+        return data.unbind(0) if several else [data]
+
+    # Reader
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when a rollout waits in the ring, to poll with others.
+
+        Rollouts that the reader holds have left the ring; `wait` knows of them too.
+        """
+        self._check_open()
+        if self._meeting is not None:
+            return self._meeting.ready.ends[0]
+        return self.ring.fileno()
+
+    def wait(self, timeout: float | None = 60.0) -> bool:
+        """Wait until there is an unread rollout, and hold it; return whether there is.
+
+        Args:
+            timeout: Seconds; without end if None.
+
+        Raises:
+            PeerGoneError: There is none and a writer has died; names its process.
+            RuntimeError: Nothing can come: the storage has no layout and shares none.
+        """
+        self._check_open()
+        return bool(self._held) or self._wait(timeout)
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Wait for one more than those that are held, and hold it."""
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self.initialized and self._meeting is not None:
+            poll = select.poll()
+            poll.register(self._meeting.ready.ends[0], select.POLLIN)
+            if not poll.poll(None if timeout is None else timeout * 1e3):
+                return False
+        left = None if until is None else max(0.0, until - time.monotonic())
+        return self.ring.wait_for_data(left) and self._lease(len(self._held) + 1)
+
+    def acquire(self) -> RolloutLease | None:
+        """Own the oldest unread rollout until `release`; None if there is none.
+
+        Several may be held at once; each is one less for the writers.
+
+        Raises:
+            SegmentError: Someone wrote to borrowed memory.
+        """
+        if not self._lease(1):
+            return None
+        self._drawn = None
+        lease = self._held.popleft()
+        self._leased[lease.token] = lease
+        return RolloutLease(lease.token, self._rollout(lease))
+
+    def release(self, lease: RolloutLease) -> None:
+        """Give a slot back to the writers.
+
+        Raises:
+            RuntimeError: It is not held.
+            SegmentError: The slot was written while it was held.
+        """
+        ring = self.ring
+        if lease.token not in self._leased:
+            raise RuntimeError(
+                f"cannot release {lease.token}: it is not held (expected one that was acquired). "
+                "Release each lease once, in the process that acquired it."
+            )
+        ring.release(self._leased.pop(lease.token))
+
+    def _lease(self, count: int) -> bool:
+        """Hold the `count` oldest unread rollouts; return whether there are as many."""
+        self._check_open()
+        while len(self._held) < count and self.initialized:
+            lease = self.ring.acquire()
+            if lease is None:
+                break
+            self._held.append(lease)
+        return len(self._held) >= count
+
+    def _rollout(self, lease: Lease) -> TensorDict:
+        return self._views(lease.token.slot, lease.views.values())
+
+    def draw(self, count: int, *, newest: bool = False, timeout: float = 0.0) -> torch.Tensor:
+        """Choose the rollouts that the `get` of the returned index takes out.
+
+        Args:
+            count: How many, at least 1.
+            newest: The newest ones instead of the oldest; `get` then skips the older ones.
+            timeout: Seconds to wait for as many.
+
+        Returns:
+            Their positions, int64 of shape [count]. This tensor itself takes them out;
+            another of the same content reads copies.
+
+        Raises:
+            ConfigError: There are not as many slots.
+            RingTimeoutError: There are not as many unread rollouts in time.
+        """
+        if not 1 <= count <= self.max_size:
+            raise ConfigError(
+                f"cannot sample {count} rollouts: the ring has {self.max_size} slots (expected 1 "
+                f"to {self.max_size}). Use a smaller batch_size, or more slots."
+            )
+        until = time.monotonic() + timeout
+        while not self._lease(count):
+            left = max(0.0, until - time.monotonic())
+            if not left or not self._wait(left):
+                raise RingTimeoutError(
+                    f"cannot sample {count} rollouts: {len(self)} are unread (expected at least "
+                    f"{count}). Write first, wait for them, or give the sampler a timeout."
+                )
+        if newest:
+            self._lease(self.max_size)
+        end = len(self._held) if newest else count
+        self._drawn = torch.arange(end - count, end)
+        return self._drawn
+
+    def get(self, index: Any) -> TensorDict:
+        """Return copies of unread rollouts, 0 the oldest, which stay unread.
+
+        The reader then holds all rollouts up to the last one asked for (all there are for a
+        slice, or one counted from the end): their slots are not free for writers of other
+        processes until they are taken out.
+
+        Args:
+            index: An int, or a slice, range, list, array or tensor (a mask, too) of them.
+
+        Returns:
+            TensorDict of batch size [*batch] for an int, else [K, *batch].
+
+        Raises:
+            IndexError: There is no such rollout.
+            RuntimeError: No layout is known yet.
+        """
+        drawn = self._drawn is not None and index is self._drawn
+        self.ring  # noqa: B018  # refuses a closed storage, and one without a layout
+        positions = self._positions(index)
+        single = isinstance(positions, int)
+        chosen = [positions] if isinstance(positions, int) else positions
+        rollouts = [self._rollout(self._held[i]) for i in chosen]
+        copy = self._copy(rollouts, single)
+        if drawn:
+            self._drawn = None
+            for _ in range(chosen[0]):
+                self._give_up(self._held.popleft(), dropped=False)
+            for _ in chosen:
+                self.ring.release(self._held.popleft())
+        return copy
+
+    def _copy(self, rollouts: list[TensorDict], single: bool) -> TensorDict:
+        if single:
+            return rollouts[0].clone()
+        if rollouts:
+            return torch.stack(rollouts, 0)
+        assert self._form is not None
+        empty = [torch.empty(0, *shape, dtype=dtype) for _, shape, dtype in self._form.fields]
+        return self._form.tensordict(empty, (0,))
+
+    def _positions(self, index: Any) -> int | list[int]:
+        """What an index means, of rollouts that are held: writers may drop others meanwhile."""
+        if isinstance(index, slice):
+            self._lease(self.max_size)
+            return list(range(len(self._held)))[index]
+        chosen = torch.as_tensor(list(index) if isinstance(index, range) else index)
+        if chosen.dtype is torch.bool:
+            chosen = chosen.nonzero()
+        wanted = chosen.flatten().tolist()
+        from_end = min(wanted, default=0) < 0
+        self._lease(self.max_size if from_end else max(wanted, default=-1) + 1)
+        unread = len(self._held)
+        for i in wanted:
+            if not -unread <= i < unread:
+                raise IndexError(
+                    f"no rollout {i}: {unread} are unread (expected {-unread} to {unread - 1}). "
+                    "Write first."
+                )
+        found = [int(i) % unread for i in wanted]
+        return found[0] if not chosen.ndim else found
+
+    def contains(self, item: Any) -> Any:
+        """Whether there is an unread rollout at a position: a bool, or one each for a tensor."""
+        unread = len(self)
+        if isinstance(item, torch.Tensor):
+            return (item >= -unread) & (item < unread)
+        return -unread <= item < unread
+
+    def __len__(self) -> int:
+        """Unread rollouts: those in the ring and those the reader holds unread."""
+        self._check_open()
+        return self.ring.available() + len(self._held) if self.initialized else 0
+
+    @property
+    def _len(self) -> int:
+        return len(self)
+
+    @property
+    def _total_shape(self) -> torch.Size:
+        return torch.Size([self.max_size])
+
+    def _empty(self) -> None:
+        """Skip all unread rollouts."""
+        self._drawn = None
+        self._lease(self.max_size)
+        while self._held:
+            self._give_up(self._held.popleft(), dropped=False)
+        self._stop_writing()
+        self._bump_mutation_revision()
+
+    # Checkpoints
+
+    @property
+    def checkpointer(self) -> StorageCheckpointerBase:
+        """What `dumps` and `loads` use: a `RolloutRingCheckpointer`."""
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, value: StorageCheckpointerBase | None) -> None:
+        if value is not None and not isinstance(value, RolloutRingCheckpointer):
+            raise ConfigError(
+                f"checkpointer of rollouts: {type(value).__name__} (expected "
+                "RolloutRingCheckpointer). Leave it out."
+            )
+        self._checkpointer = value or RolloutRingCheckpointer()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the unread rollouts, in order, and the counters.
+
+        The rollouts stay unread; as with `get`, the reader holds their slots from then on.
+        """
+        self._check_open()
+        form = self._form if self.initialized else None
+        return {
+            "form": None if form is None else form.to_json(),
+            "rollouts": None if form is None else _named(self.get(slice(None))),
+            "counts": {
+                "written": list(self.written),
+                "dropped": list(self.dropped),
+                "read": self.read_count,
+                "skipped": self.skipped,
+            },
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Write the rollouts of a `state_dict` and go on counting from its counters.
+
+        Do so before other processes write. Nothing is changed on error.
+
+        Raises:
+            RuntimeError: There are unread rollouts, or leases.
+            LayoutError: The rollouts have other keys, shapes or dtypes.
+            ConfigError: There are more of them than slots, or another number of writers.
+        """
+        if len(self) or self._leased:
+            raise RuntimeError(
+                f"cannot load rollouts: {len(self)} are unread and {len(self._leased)} leased "
+                "(expected none). Empty the buffer, or load into a new one."
+            )
+        counts = state_dict["counts"]
+        if len(counts["written"]) != self.writers:
+            raise ConfigError(
+                f"cannot load rollouts of {len(counts['written'])} writers (expected "
+                f"{self.writers}). Build the storage for as many."
+            )
+        if state_dict["form"] is not None:
+            self._load(_Form.from_json(state_dict["form"]), state_dict["rollouts"])
+        self._set_counts(counts)
+
+    def _load(self, form: _Form, saved: dict[str, torch.Tensor]) -> None:
+        unread = len(next(iter(saved.values())))
+        if unread > self.max_size:
+            raise ConfigError(
+                f"cannot load {unread} rollouts: the ring has {self.max_size} slots (expected at "
+                f"least {unread}). Use more slots."
+            )
+        if not self.initialized:
+            self._build(form)
+        self.ring.layout.select(form.meta())
+        assert self._form is not None
+        if form.batch_size != self._form.batch_size:
+            raise LayoutShapeError(
+                f"cannot load rollouts of batch size {list(form.batch_size)} (expected "
+                f"{list(self._form.batch_size)}). Build the storage from a rollout like them."
+            )
+        writing = self._writer_pid == os.getpid()
+        for i in range(unread):
+            self._write((None, [saved[key][i] for key in self.ring.layout.keys]))
+        if not writing:
+            self._stop_writing()
+
+    # End
+
+    def close(self) -> None:
+        """Give up the storage; its creator frees the memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_writing()
+        self._forget_reading()
+        if self._ring is not None:
+            self._ring.close()
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def __enter__(self) -> RolloutRingStorage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_open()
+        state: dict[str, Any] = Storage.__getstate__(self)
+        for name in ("_held", "_leased", "_drawn", "_rollouts", "_writer", "_writer_pid"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Storage.__setstate__(self, state)
+        self._writer, self._writer_pid = 0, 0
+        self._forget_reading()
+        if self._ring is not None and self._form is not None:
+            self._use(self._ring, self._form)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"unread={len(self)}"
+        return f"{type(self).__name__}(slots={self.max_size}, writers={self.writers}, {state})"
+
+
+class RolloutRingWriter(Writer):
+    """Commits rollouts to a `RolloutRingStorage`; with `RolloutRingSampler`, in any buffer.
+
+    `extend` takes one rollout, or several along one more leading dimension, or a list; `add`
+    takes one. What a writer returns is where the rollouts are among the unread ones, which
+    holds until the reader takes some out.
+
+    Example:
+        >>> storage = RolloutRingStorage(4)
+        >>> writer = RolloutRingWriter()
+        >>> writer.register_storage(storage)
+        >>> writer.extend(TensorDict({"reward": torch.ones(2, 3)}, [2, 3]))
+        tensor([0])
+        >>> storage.close()
+    """
+
+    _storage: RolloutRingStorage
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write to `storage`.
+
+        Raises:
+            ConfigError: It is not a `RolloutRingStorage`.
+        """
+        if not isinstance(storage, RolloutRingStorage):
+            raise ConfigError(
+                f"storage of a RolloutRingWriter: {type(storage).__name__} (expected "
+                "RolloutRingStorage). Use TorchRL's own writer."
+            )
+        super().register_storage(storage)
+
+    def add(self, data: TensorDictBase) -> int:
+        """Commit one rollout; return its position. Raises as `RolloutRingStorage.write_all`."""
+        self._storage.write_all([data])
+        return max(0, len(self._storage) - 1)
+
+    def extend(self, data: TensorDictBase | Sequence[TensorDictBase]) -> torch.Tensor:
+        """Commit one or several rollouts.
+
+        Returns:
+            Their positions, int64 of shape [K]. Raises as `RolloutRingStorage.write_all`.
+        """
+        count = self._storage.write_all(data)
+        end = len(self._storage)
+        return torch.arange(end - count, end).clamp_(min=0)
+
+    @property
+    def _write_count(self) -> int:
+        return self._storage.write_count
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        self._storage._empty()
+        if empty_write_count:
+            none = [0] * self._storage.writers
+            self._storage._set_counts({"written": none, "dropped": none, "read": 0, "skipped": 0})
+
+    # The storage has all there is to save.
+
+    def dumps(self, path: str | Path) -> None:
+        """Save nothing."""
+
+    def loads(self, path: str | Path) -> None:
+        """Load nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+class RolloutRingSampler(Sampler):
+    """Takes whole rollouts out of a `RolloutRingStorage`, each once.
+
+    ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest and
+    skips those before them. An iteration over the buffer ends when fewer than a batch are
+    unread; the next one goes on with what was written since. A buffer that prefetches more
+    than one batch may return batches in another order: its threads race for its lock.
+
+    Args:
+        take: ``"oldest"`` or ``"newest"``.
+        timeout: Seconds a sample waits for enough rollouts of other processes. The buffer's
+            locks are held meanwhile: use it in a `RolloutReplayBuffer`, which has no lock
+            between processes, or wait before sampling (`RolloutRingStorage.wait`).
+
+    Raises:
+        ConfigError: `take` is neither.
+
+    Example:
+        >>> storage = RolloutRingStorage(4)
+        >>> sampler = RolloutRingSampler(take="newest")
+        >>> rb = RolloutReplayBuffer(storage=storage, sampler=sampler, batch_size=1)
+        >>> for reward in (1.0, 2.0):
+        ...     _ = rb.extend(TensorDict({"reward": torch.full((2, 3), reward)}, [2, 3]))
+        >>> rb.sample()["reward"].unique().tolist(), storage.skipped
+        ([2.0], 1)
+        >>> storage.close()
+    """
+
+    def __init__(self, take: Take = "oldest", timeout: float = 0.0) -> None:
+        if take not in ("oldest", "newest"):
+            raise ConfigError(
+                f"take: {take!r} (expected 'oldest' or 'newest'). Leave it out for the oldest."
+            )
+        self.take: Take = take
+        self.timeout = timeout
+        self._empty()
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Choose rollouts, which leave the storage with the ``storage.get`` of the index.
+
+        Returns:
+            Their positions, int64 of shape [batch_size], and an empty dict.
+
+        Raises:
+            ConfigError: There are not as many slots, or `storage` is another one.
+            RingTimeoutError: There are not as many unread rollouts; none was taken.
+        """
+        if not isinstance(storage, RolloutRingStorage):
+            raise ConfigError(
+                f"storage of a RolloutRingSampler: {type(storage).__name__} (expected "
+                "RolloutRingStorage). Use TorchRL's own sampler."
+            )
+        index = storage.draw(batch_size, newest=self.take == "newest", timeout=self.timeout)
+        left = len(storage) - int(index[-1]) - 1
+        self._remaining_batches = left // batch_size
+        self.ran_out = left < batch_size
+        return index, {}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether enough rollouts are unread."""
+        return len(storage) >= batch_size
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether fewer rollouts than a batch were left after the last sample."""
+        return self._ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out = value
+
+    def _empty(self) -> None:
+        self._ran_out = False
+        self._remaining_batches = 0
+
+    def dumps(self, path: str | Path) -> None:
+        """Save to ``path/sampler.json``."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "sampler.json").write_text(json.dumps(self.state_dict()))
+
+    def loads(self, path: str | Path) -> None:
+        """Load what `dumps` saved."""
+        self.load_state_dict(json.loads((Path(path) / "sampler.json").read_text()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whether the last sample was the last of its iteration."""
+        return {"ran_out": self._ran_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict`."""
+        self._ran_out = state_dict["ran_out"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(take={self.take!r})"
+
+
+class RolloutReplayBuffer(TensorDictReplayBuffer):
+    """A `TensorDictReplayBuffer` of rollouts that takes no lock between processes.
+
+    A stock buffer works with the ring as well. Once it is shared, as collectors do, it
+    holds one lock of all processes while it writes or samples: writers copy one after the
+    other, one that is killed blocks all, and one that waits for a slot
+    (``overflow="block"``) keeps the sampler from freeing it until its timeout. The ring
+    needs none of that.
+
+    Args:
+        storage: The `RolloutRingStorage`.
+        sampler: A `RolloutRingSampler` of the oldest rollouts if not given.
+        **settings: As for `TensorDictReplayBuffer`.
+
+    Example:
+        >>> rb = RolloutReplayBuffer(storage=RolloutRingStorage(4), batch_size=1)
+        >>> rb.extend(TensorDict({"reward": torch.ones(2, 3)}, [2, 3]))
+        tensor([0])
+        >>> rb.sample()["reward"].shape
+        torch.Size([1, 2, 3])
+        >>> rb.storage.close()
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: RolloutRingStorage,
+        sampler: Sampler | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            storage=storage,
+            sampler=RolloutRingSampler() if sampler is None else sampler,
+            writer=RolloutRingWriter(),
+            **settings,
+        )
+
+    def share(self, shared: bool = True) -> RolloutReplayBuffer:
+        """Share the buffer and its transforms between processes."""
+        super().share(shared)
+        self._write_lock = contextlib.nullcontext()
+        return self
