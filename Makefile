@@ -8,7 +8,7 @@ TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race clean
+.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race curves clean
 
 install: $(STAMP)
 
@@ -22,7 +22,7 @@ train: install
 	$(BIN)/torchrl-unilab train appo --env $(TRAIN_ENV) --frames $(TRAIN_FRAMES) --seed $(SEED) --run-dir $(RUN_DIR)
 
 test: install
-	$(BIN)/python -m pytest --nbmake tests tutorials
+	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake tests tutorials
 
 test-all: install
 	$(BIN)/python -m pytest --nbmake -m "not gpu" tests tutorials
@@ -52,6 +52,7 @@ bench-tearing: install
 
 bench-appo: install
 	$(BIN)/python -m tests.benchmarks.bench_appo
+	$(BIN)/python -m tests.benchmarks.bench_overlap
 
 bench-ring: install
 	$(BIN)/python -m tests.benchmarks.bench_ring
@@ -61,6 +62,9 @@ bench-race: install
 
 bench-env: install
 	$(BIN)/python -m tests.benchmarks.bench_env
+
+curves: install
+	$(BIN)/python -m tests.benchmarks.learning_curves --plot runs/curves.png
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

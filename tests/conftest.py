@@ -2,24 +2,44 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.processes import live_children
 from torchrl_unilab.shm.segment import named_directory
 
-
-def _segments() -> set[str]:
-    """Names on the shared-memory mount, without the semaphores of Python's live queues."""
-    return {name for name in os.listdir(named_directory()) if not name.startswith("sem.")}
+# Several test processes may run at once: each has a directory of its own for named segments.
+_MOUNT = named_directory()
+_OWN = Path(tempfile.mkdtemp(prefix="unilab-tests-", dir=_MOUNT))
+os.environ["TORCHRL_UNILAB_SHM_DIR"] = str(_OWN)
+_BEFORE = set(os.listdir(_MOUNT))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_left_behind() -> Iterator[None]:
-    """After all tests: no child process and no new shared-memory segment."""
-    before = _segments()
+    """After all tests of a process: no child process and no segment of ours."""
     yield
     gc.collect()
     assert not live_children()
-    assert _segments() <= before
+    assert not os.listdir(_OWN)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """At the very end: nothing new on the shared-memory mount, of whoever's making.
+
+    Semaphores of Python's live queues do not count.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return  # the others are still at work
+    left = {name for name in os.listdir(_MOUNT) if not name.startswith("sem.")} - _BEFORE
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        print(f"\nleft on {_MOUNT}: {sorted(left)} (expected nothing)")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the directory, which is empty."""
+    os.rmdir(_OWN)

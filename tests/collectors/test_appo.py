@@ -19,6 +19,7 @@ from tests.support.collecting import (
     actor,
     env_for_parents_only,
     gym_env,
+    parallel_env,
     state_env,
     transformed_env,
 )
@@ -190,6 +191,14 @@ def test_any_environments_keys_travel(create_env, shape, keys):
     if ("critic", "state") in keys:
         expected = rollout["next", "observation"] * 10
         assert torch.equal(rollout["next", "critic", "state"], expected)
+    collector.shutdown()
+
+
+def test_a_worker_may_have_processes_of_its_own():
+    collector = _collector(actor(), parallel_env, total_frames=2 * FRAMES)
+    rollouts = list(collector)
+    assert [rollout.batch_size for rollout in rollouts] == [(2, 4)] * 2
+    assert collector.metrics().frames >= 2 * FRAMES
     collector.shutdown()
 
 

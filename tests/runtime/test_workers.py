@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil
 import pytest
@@ -186,3 +189,28 @@ def test_workers_end_when_their_parent_is_killed():
         parent.close()
         here.close()
     assert psutil.wait_procs(workers, timeout=5.0)[1] == []
+
+
+_LEFT_OPEN = """
+from tests.runtime.test_workers import _group
+
+if __name__ == "__main__":
+    group = _group(1)
+    print(group.pids[0], flush=True)
+"""
+
+
+def test_an_interpreter_that_exits_with_workers_at_work_takes_them_along(tmp_path):
+    script = tmp_path / "leaves_open.py"
+    script.write_text(_LEFT_OPEN)
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE * 2,
+        env={**os.environ, "PYTHONPATH": root},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not psutil.pid_exists(int(done.stdout))

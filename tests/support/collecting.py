@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.data import Binary, Bounded, Composite, Unbounded
-from torchrl.envs import EnvBase, GymEnv, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import EnvBase, GymEnv, ParallelEnv, RewardSum, StepCounter, TransformedEnv
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_unilab.modules import make_actor
@@ -140,6 +140,11 @@ def single_env() -> CountingEnv:
 def gym_env() -> GymEnv:
     """Pendulum, which has no batch either."""
     return GymEnv("Pendulum-v1")
+
+
+def parallel_env() -> ParallelEnv:
+    """Two environments in two processes of their own."""
+    return ParallelEnv(2, single_env)
 
 
 def actor(seed: int = 0, size: int = SIZE, actions: int = 1) -> ProbabilisticActor:

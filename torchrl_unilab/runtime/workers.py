@@ -8,13 +8,16 @@ What a worker raises is relayed with its traceback and raised in the parent as a
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing as mp
 import signal
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -107,6 +110,9 @@ class WorkerGroup:
         num_threads: int = 1,
     ) -> None:
         context = mp.get_context("spawn")
+        # Before multiprocessing's own end of the interpreter, which waits for all children.
+        self._at_exit = partial(_stop, weakref.ref(self))
+        atexit.register(self._at_exit)
         self._workers: list[_Worker] = []
         self._failed: WorkerError | None = None
         try:
@@ -116,7 +122,7 @@ class WorkerGroup:
                     target=_run,
                     args=(there, target, args, num_threads),
                     name=f"{name}-{index}",
-                    daemon=True,
+                    daemon=False,  # a worker may have processes of its own, as ParallelEnv has
                 )
                 process.start()
                 there.close()
@@ -242,6 +248,13 @@ class WorkerGroup:
                 worker.process.join()
             worker.process.close()
         self._workers = []
+        atexit.unregister(self._at_exit)
+
+
+def _stop(group: weakref.ref[WorkerGroup]) -> None:
+    alive = group()
+    if alive is not None:
+        alive.stop()
 
 
 def _run(
