@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     left = {name for name in os.listdir(_MOUNT) if not name.startswith("sem.")} - _BEFORE
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        print(f"\nleft on {_MOUNT}: {sorted(left)} (expected nothing)")
+        sys.stderr.write(f"\nleft on {_MOUNT}: {sorted(left)} (expected nothing)\n")
 
 
 def pytest_unconfigure() -> None:
