@@ -40,6 +40,34 @@ class _Stateless(TrainerHookBase):
         pass
 
 
+class _Report(_Stateless):
+    """A hook that logs several values before the optimisation steps, the first in the bar.
+
+    Attributes:
+        headlines: What the progress bar shows.
+    """
+
+    headlines: tuple[str, ...] = ()
+
+    def __call__(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Return all that is to be logged."""
+        raise NotImplementedError
+
+    def _headlines(self, batch: TensorDictBase) -> dict[str, Any]:
+        self._logged = self(batch)
+        return {key: self._logged[key] for key in self.headlines if key in self._logged} | {
+            "log_pbar": True
+        }
+
+    def _details(self, batch: TensorDictBase) -> dict[str, Any]:
+        return {key: value for key, value in self._logged.items() if key not in self.headlines}
+
+    def _register_report(self, trainer: Trainer, name: str) -> None:
+        trainer.register_op("pre_steps_log", self._headlines)
+        trainer.register_op("pre_steps_log", self._details)
+        trainer.register_module(name, self)
+
+
 class PublishWeights(TrainerHookBase):
     """Publishes models to the collector's workers, every n batches or optimiser steps.
 
@@ -119,7 +147,7 @@ class PublishWeights(TrainerHookBase):
         self._counted = state_dict["counted"]
 
 
-class LogPolicyLag(_Stateless):
+class LogPolicyLag(_Report):
     """Logs how many published versions the workers' rollouts are behind.
 
     Warns once if the lag only grows: the workers no longer pull.
@@ -131,6 +159,8 @@ class LogPolicyLag(_Stateless):
     Attributes:
         histogram: How many batches were that many versions behind.
     """
+
+    headlines = ("policy_lag",)
 
     def __init__(self, scheme: UniLabShmScheme, patience: int = 20) -> None:
         self.scheme = scheme
@@ -153,7 +183,7 @@ class LogPolicyLag(_Stateless):
             f"policy_lag_{behind}": count / self.histogram.total()
             for behind, count in self.histogram.items()
         }
-        return {"policy_lag": lag, "log_pbar": True, **shares}
+        return {"policy_lag": lag, **shares}
 
     def _watch(self, lag: float) -> None:
         self._grown = self._grown + 1 if lag > self._last else 0
@@ -168,11 +198,10 @@ class LogPolicyLag(_Stateless):
 
     def register(self, trainer: Trainer, name: str = "policy_lag") -> None:
         """Register to log before the optimisation steps of each batch."""
-        trainer.register_op("pre_steps_log", self)
-        trainer.register_module(name, self)
+        self._register_report(trainer, name)
 
 
-class LearningCurve(_Stateless):
+class LearningCurve(_Report):
     """Logs the mean return of the last episodes at each batch, and keeps the curve.
 
     Attributes:
@@ -180,6 +209,8 @@ class LearningCurve(_Stateless):
         seconds: Since training began, at the last batch.
         mean: Mean return of the last finished episodes; NaN before the first.
     """
+
+    headlines = ("return", "fps")
 
     def __init__(self) -> None:
         self.curve: list[tuple[float, int, float]] = []
@@ -204,14 +235,13 @@ class LearningCurve(_Stateless):
         if "return" in measured:
             self.mean = measured["return"]
             self.curve.append((self.seconds, frames, self.mean))
-        return {"fps": frames / self.seconds, "log_pbar": True, **measured}
+        return {"fps": frames / self.seconds, **measured}
 
     def register(self, trainer: Trainer, name: str = "learning_curve") -> None:
         """Register to log before the optimisation steps of each batch."""
         self._trainer = trainer
         trainer.register_op("setup", self.start)
-        trainer.register_op("pre_steps_log", self)
-        trainer.register_module(name, self)
+        self._register_report(trainer, name)
 
 
 class EpisodeReturns(LearningCurve):
