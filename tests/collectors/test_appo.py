@@ -32,7 +32,7 @@ from torchrl_unilab.weight_update import UniLabShmScheme
 
 ENVS, STEPS = 2, 4
 FRAMES = ENVS * STEPS
-PROMPT = 2.0
+PROMPT = 5.0
 """Seconds within which a failure must surface."""
 
 VERSION = ("next", "policy_version")

@@ -10,6 +10,7 @@ from torchrl.checkpoint import Checkpoint
 from torchrl.collectors import Collector
 from torchrl.data import Binary, Composite, OneHot, Unbounded
 from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.support.collecting import SIZE, state_env
 from torchrl_unilab.collectors import APPOCollector
@@ -18,6 +19,7 @@ from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+from torchrl_unilab.trainers.appo import APPOStepper
 from torchrl_unilab.trainers.hooks import CollectorReport, EpisodeReturns, StopWhen
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -415,3 +417,28 @@ def test_a_terminal_state_is_worth_nothing_also_if_time_is_up_just_then(truncate
     values = _learnt_values(Ring(4, 3, terminated=True, truncated=truncated))
     finite = [(1.0 - GAMMA**left) * ENDLESS for left in (3, 2, 1)]
     assert values[:3] == pytest.approx(finite, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_loss_takes_the_same_step():
+    moved = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        config = APPOConfig(fused=False, compile=compiled)
+        loss = APPOLoss(make_actor(3, 1, hidden=(8,)), make_critic(3, hidden=(8,)))
+        noise = TensorDict(observation=torch.randn(4, 8, 3), batch_size=[4, 8])
+        with set_exploration_type(ExplorationType.RANDOM):
+            rollout = loss.actor_network(noise).detach()
+        rollout["next"] = TensorDict(
+            observation=torch.randn(4, 8, 3),
+            reward=torch.randn(4, 8, 1),
+            done=torch.zeros(4, 8, 1, dtype=torch.bool),
+            terminated=torch.zeros(4, 8, 1, dtype=torch.bool),
+            batch_size=[4, 8],
+        )
+        APPOStepper(loss, config).step(None, loss.estimate(rollout).reshape(-1))
+        moved.append([p.detach().clone() for p in loss.actor_network.parameters()])
+    for eager, other in zip(*moved, strict=True):
+        torch.testing.assert_close(eager, other, rtol=1e-4, atol=1e-6)

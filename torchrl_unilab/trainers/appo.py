@@ -46,6 +46,7 @@ class APPOStepper(OptimizationStepper):
         self, loss: APPOLoss, config: APPOConfig, fused: FusedAPPOUpdate | None = None
     ) -> None:
         self.loss = loss
+        self._losses = torch.compile(loss.forward) if config.compile else loss
         self.desired_kl = config.desired_kl
         self.max_grad_norm = config.max_grad_norm
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
@@ -67,7 +68,7 @@ class APPOStepper(OptimizationStepper):
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """Take one step on a minibatch; return its losses, detached."""
-        losses = self.loss(sub_batch)
+        losses: TensorDictBase = self._losses(sub_batch)
         total = losses.get("loss_objective") + losses.get("loss_critic")
         (total + losses.get("loss_entropy")).backward()
         nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)

@@ -45,6 +45,8 @@ class APPOConfig:
         critic_coeff: Weight of the value loss.
         entropy_coeff: Weight of the entropy bonus.
         fused: Take steps by `FusedAPPOUpdate` where the networks allow.
+        compile: Compile the loss (`torch.compile`) where `fused` does not apply; pays off in
+            long runs only, as compiling takes half a minute and a C++ compiler.
         slots: Slots of the rollout ring; None for one per collector.
         overflow: What a collector does when no slot is free: ``"block"`` or ``"overwrite"``.
         max_policy_lag: Rollouts that began more published versions ago are dropped.
@@ -82,6 +84,7 @@ class APPOConfig:
     tau: float = 1.0
     target_update_freq: int | None = None
     fused: bool = True
+    compile: bool = False
     slots: int | None = None
     overflow: Overflow = "block"
     max_policy_lag: int | None = None
