@@ -27,12 +27,11 @@ from tests.support.processes import DEADLINE
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.collectors import appo as appo_module
 from torchrl_unilab.errors import ConfigError, RingTimeoutError, SegmentClosedError, WorkerError
-from torchrl_unilab.runtime.workers import STOP_SECONDS
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 ENVS, STEPS = 2, 4
 FRAMES = ENVS * STEPS
-PROMPT = 5.0
+PROMPT = 2.0
 """Seconds within which a failure must surface."""
 
 VERSION = ("next", "policy_version")
@@ -199,7 +198,7 @@ def test_a_worker_may_have_processes_of_its_own():
     collector = _collector(actor(), parallel_env, total_frames=2 * FRAMES)
     rollouts = list(collector)
     assert [rollout.batch_size for rollout in rollouts] == [(2, 4)] * 2
-    assert collector.metrics().frames >= FRAMES  # told right after the rollout is handed over
+    assert collector.metrics().frames >= 2 * FRAMES
     collector.shutdown()
 
 
@@ -512,7 +511,7 @@ def test_a_killed_worker_surfaces_while_others_go_on_and_all_ends(free):
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"collector 1, process \d+, was ended by SIGKILL"):
         _drain_slowly(free, batches)
-    assert time.monotonic() - began < PROMPT + STOP_SECONDS  # the others are ended meanwhile
+    assert time.monotonic() - began < PROMPT
     assert not any(psutil.pid_exists(pid) for pid in pids)
     free.shutdown()
 

@@ -16,7 +16,7 @@ from tests.support.processes import DEADLINE, SPAWN, live_children, receive
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import Link, WorkerGroup
 
-PROMPT = 5.0
+PROMPT = 2.0
 """Seconds within which a failure must surface, counted from the failure."""
 
 

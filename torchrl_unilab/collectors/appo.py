@@ -272,8 +272,7 @@ class APPOCollector(BaseCollector):
         """Return one new rollout of each worker, in the order of the workers."""
         if self._inline is not None:
             with own_randomness(self._random):
-                fill_slot(self._open_storage(), self._inline, None)
-            self._latest.put(0, self._inline.frames, self._inline.log, self._inline.clock)
+                fill_slot(self._open_storage(), self._inline, self._latest, 0, timeout=None)
         else:
             self._request("collect", 1)
         leases = [self._take() for _ in range(self.num_workers)]

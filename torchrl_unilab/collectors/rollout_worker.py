@@ -247,8 +247,7 @@ def collect_rollouts(
             request = link.request(block=wanted == 0)
             if request is not None:
                 wanted = _served(link, rollouts, request, wanted)
-            elif fill_slot(storage, rollouts, _CLAIM_SECONDS):
-                metrics.put(worker, rollouts.frames, rollouts.log, rollouts.clock)
+            elif fill_slot(storage, rollouts, metrics, worker, timeout=_CLAIM_SECONDS):
                 wanted -= wanted > 0
     except PeerGoneError:
         pass  # the learner has ended
@@ -257,8 +256,18 @@ def collect_rollouts(
         storage.close()
 
 
-def fill_slot(storage: RolloutRingStorage, rollouts: RolloutWorker, timeout: float | None) -> bool:
-    """Collect one rollout into the ring; return False if no slot was free in time."""
+def fill_slot(
+    storage: RolloutRingStorage,
+    rollouts: RolloutWorker,
+    metrics: LatestMetrics,
+    worker: int,
+    *,
+    timeout: float | None,
+) -> bool:
+    """Collect one rollout into the ring; return False if no slot was free in time.
+
+    The metrics know of a rollout before the learner has it.
+    """
     rollouts.clock.start()
     slot = storage.claim(timeout)
     rollouts.clock.to("wait")
@@ -269,6 +278,7 @@ def fill_slot(storage: RolloutRingStorage, rollouts: RolloutWorker, timeout: flo
     except BaseException:
         storage.abandon()
         raise
+    metrics.put(worker, rollouts.frames, rollouts.log, rollouts.clock)
     storage.commit()
     return True
 

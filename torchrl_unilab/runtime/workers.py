@@ -140,11 +140,6 @@ class WorkerGroup:
         """Process ids."""
         return [worker.process.pid or 0 for worker in self._workers]
 
-    @property
-    def processes(self) -> list[BaseProcess]:
-        """The processes."""
-        return [worker.process for worker in self._workers]
-
     def send(self, index: int, *request: Any) -> None:
         """Send a request that is not answered.
 
