@@ -3,8 +3,9 @@
 ``python -m tests.benchmarks.bench_ring [--rounds 9] [--seconds 0.3] [--samples 2000]``
 
 **Throughput.** A writer process calls ``ring.write`` and a reader process
-``copy_read_slot_to`` into tensors of its own, as fast as they can, with ``overflow="block"``,
-so that every rollout goes through. Each rollout is copied twice, once by each side, and the
+``copy_read_slot_to``, as fast as they can, with ``overflow="block"``, so that every rollout
+goes through: with a rollout that lies in memory as a slot does (``ring.blank``), and with one
+of 13 tensors of their own. Each rollout is copied twice, once by each side, and the
 two sides overlap: while the reader copies one rollout out, the writer copies the next one in.
 What the machine could do at best is therefore the same two copies at the same time without
 a ring between them. In the baselines the same two processes copy as many bytes, as one flat
@@ -13,7 +14,7 @@ others as the ring has slots, in turn, and the reader out of as many. Of these o
 process has its own (*private*: nothing passes from core to core, and what fits its cache
 stays there), or they are shared by both (*shared*: the bytes pass from the writer's core to
 the reader's as they must, though nothing keeps the two in step). A rollout's time is that of
-the slower side, and GB/s counts both copies, in all cases. The processor time of both sides
+the slower side. The processor time of both sides
 together is printed beside: other processes of the machine hardly change it. Ring and
 baselines take turns, and medians over the turns are printed.
 
@@ -41,7 +42,9 @@ from torchrl_unilab.shm import RolloutRing, SharedSegment
 SLOTS = 4
 STEPS = 32
 ENVS = {"HalfCheetah, 64 envs": 64, "576 envs": 576, "2304 envs": 2304}
-KINDS = ("ring", "private", "shared")
+RINGS = ("block", "tensors")
+BASELINES = ("private", "shared")
+KINDS = RINGS + BASELINES
 
 
 def make_rollout(envs: int) -> dict[str, torch.Tensor]:
@@ -67,12 +70,12 @@ def nbytes(rollout: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in rollout.values())
 
 
-def writes(ring: RolloutRing, rollout: dict[str, torch.Tensor]) -> Callable[[], object]:
+def writes(ring: RolloutRing, rollout: Mapping[str, torch.Tensor]) -> Callable[[], object]:
     """A call that writes one rollout."""
     return lambda: ring.write(rollout)
 
 
-def reads(ring: RolloutRing, rollout: dict[str, torch.Tensor]) -> Callable[[], object]:
+def reads(ring: RolloutRing, rollout: Mapping[str, torch.Tensor]) -> Callable[[], object]:
     """A call that reads one rollout."""
 
     def read() -> None:
@@ -110,8 +113,9 @@ def one_side(
     torch.set_num_threads(1)
     calls = {}
     for case, ring in rings.items():
-        rollout = make_rollout(ENVS[case])
-        calls["ring", case] = (writes if is_writer else reads)(ring, rollout)
+        move = writes if is_writer else reads
+        calls["tensors", case] = move(ring, make_rollout(ENVS[case]))
+        calls["block", case] = move(ring, ring.blank())
         shared = torch.from_numpy(segments[case].buffer).view(SLOTS, -1)
         calls["private", case] = copies(torch.ones_like(shared), inwards=is_writer)
         calls["shared", case] = copies(shared, inwards=is_writer)
@@ -155,7 +159,7 @@ def throughput(rounds: int, seconds: float) -> dict[str, dict[str, tuple[float, 
         for pipe in pipes:
             receive(pipe)
         for case in ENVS:
-            times = max(10, math.ceil(seconds / run("ring", case, 10)[0]))
+            times = max(10, math.ceil(seconds / run("tensors", case, 10)[0]))
             taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
             for turn in range(rounds + 1):
                 for kind in KINDS:
@@ -223,22 +227,20 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=5.0, help="seconds to wait in vain")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("Throughput; GB/s counts both copies of a rollout; ratio: ring to baseline\n")
-    print("| rollout | MB | rollouts/s | ring GB/s | private GB/s | ratio | ", end="")
-    print("shared GB/s | ratio | ring CPU µs | private CPU µs | shared CPU µs |")
-    print("|---|" + "---:|" * 10)
+    print("Throughput: µs of a rollout, and the rate of each ring to that of each baseline\n")
+    print("| rollout | MB | " + " | ".join(f"{kind} µs" for kind in KINDS), end=" | ")
+    print(" | ".join(f"{ring} : {base}" for ring in RINGS for base in BASELINES), end=" | ")
+    print(" | ".join(f"{kind} CPU µs" for kind in KINDS), end=" |\n")
+    print("|---|" + "---:|" * 13)
     for case, taken in throughput(options.rounds, options.seconds).items():
-        size = nbytes(make_rollout(ENVS[case]))
-        speed = {kind: 2 * size / wall * 1e-9 for kind, (wall, _) in taken.items()}
-        print(
-            f"| {case} | {size * 1e-6:.2f} | {1 / taken['ring'][0]:,.0f} | {speed['ring']:.1f} "
-            + "".join(
-                f"| {speed[kind]:.1f} | {speed['ring'] / speed[kind]:.2f} " for kind in KINDS[1:]
-            )
-            + "".join(f"| {1e6 * used:.0f} " for _, used in taken.values())
-            + "|",
-            flush=True,
-        )
+        wall = {kind: seconds for kind, (seconds, _) in taken.items()}
+        cells = [
+            f"{nbytes(make_rollout(ENVS[case])) * 1e-6:.2f}",
+            *(f"{1e6 * wall[kind]:.0f}" for kind in KINDS),
+            *(f"{wall[base] / wall[ring]:.2f}" for ring in RINGS for base in BASELINES),
+            *(f"{1e6 * taken[kind][1]:.0f}" for kind in KINDS),
+        ]
+        print(f"| {case} | " + " | ".join(cells) + " |", flush=True)
     print("\nFrom the commit until wait_for_data returns in the other process, µs\n")
     print("| samples | median | 99th percentile | most |")
     print("|---:|---:|---:|---:|")

@@ -43,6 +43,7 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.shm import RolloutRing, SharedSegment
 from torchrl_unilab.shm import ring as ring_module
+from torchrl_unilab.shm.ring import RolloutBlock
 from torchrl_unilab.shm.segment import named_directory
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
@@ -225,6 +226,41 @@ def test_a_copy_that_was_read_does_not_change_when_its_slot_is_filled_again():
         ring.advance_read()
         ring.write(_one(2))
         assert read["x"].tolist() == [1.0] * 3
+
+
+def filled(ring: RolloutRing, sequence: int) -> RolloutBlock:
+    block = ring.blank()
+    for key, tensor in stamped(0, sequence).items():
+        block[key].copy_(tensor)
+    return block
+
+
+def test_a_block_moves_in_one_copy_and_equals_what_its_tensors_would_have_been(monkeypatch):
+    with make_ring(slots=2) as ring:
+        first, second, out = filled(ring, 1), stamped(0, 2), ring.blank()
+        ring.write(first)
+        ring.write(second)
+        with monkeypatch.context() as patch:
+            patch.delattr(torch, "_foreach_copy_")
+            ring.copy_read_slot_to(out)
+        assert stamp(out) == (0, 1)
+        assert set(out) == set(second)
+        ring.advance_read()
+        ring.copy_read_slot_to(out)
+        assert stamp(out) == (0, 2)
+        first["first"][0] = 7  # private: no slot shows it
+        assert stamp(ring.read()) == (0, 2)
+
+
+def test_a_block_of_another_ring_is_taken_if_its_layout_is_equal_and_refused_else():
+    with make_ring() as ring, make_ring() as equal, RolloutRing({"x": torch.zeros(1)}) as other:
+        assert equal.write(filled(ring, 1))
+        assert stamp(equal.read()) == (0, 1)
+        with pytest.raises(LayoutKeyError, match="missing"):
+            equal.write(other.blank())
+        with pytest.raises(LayoutKeyError, match="destination"):
+            equal.copy_read_slot_to(other.blank())
+        assert equal.write_count == 1
 
 
 def test_tensors_that_require_a_gradient_are_written_as_plain_values():
@@ -608,7 +644,14 @@ def test_a_slot_that_is_written_while_it_is_read_is_noticed(borrow, to_the_end):
             _write_astray(ring, slot, to_the_end=to_the_end)
 
 
-@pytest.mark.parametrize("read", [RolloutRing.read, lambda r: r.copy_read_slot_to(stamped(0, 0))])
+@pytest.mark.parametrize(
+    "read",
+    [
+        RolloutRing.read,
+        lambda r: r.copy_read_slot_to(stamped(0, 0)),
+        lambda r: r.copy_read_slot_to(r.blank()),
+    ],
+)
 def test_a_slot_that_is_written_while_it_is_copied_is_noticed(read, monkeypatch):
     with make_ring() as ring:
         ring.write(stamped(0, 1))
@@ -619,6 +662,7 @@ def test_a_slot_that_is_written_while_it_is_copied_is_noticed(read, monkeypatch)
             copies.append(None)
 
         monkeypatch.setattr(torch.Tensor, "to", copy)
+        monkeypatch.setattr(torch.Tensor, "copy_", copy)
         monkeypatch.setattr(torch, "_foreach_copy_", copy)
         with pytest.raises(SegmentError, match="written without a claim"):
             read(ring)
@@ -664,7 +708,7 @@ def test_concurrent_rollouts_are_whole_in_order_and_all_accounted_for(crew, over
     rings, pipes = crew
     ring = rings[f"{overflow} {pace}"]
     seen: list[list[int]] = [[] for _ in range(WRITERS)]
-    copy, looks = stamped(0, 0), 20 if pace == "slow" else 1
+    copies, looks = [stamped(0, 0), ring.blank()], 20 if pace == "slow" else 1
     for pipe in pipes:
         pipe.send((f"{overflow} {pace}", EACH))
     until = time.monotonic() + 60
@@ -674,8 +718,9 @@ def test_concurrent_rollouts_are_whole_in_order_and_all_accounted_for(crew, over
             continue
         with ring.read_views() as views:
             marks = {stamp(views) for _ in range(looks)}  # the slower, the more it looks
-        ring.copy_read_slot_to(copy)
-        assert marks == {stamp(copy)}
+        copies.reverse()  # field by field and at once, in turn
+        ring.copy_read_slot_to(copies[0])
+        assert marks == {stamp(copies[0])}
         ring.advance_read()
         ((writer, sequence),) = marks
         seen[writer].append(sequence)

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_unilab.shm import ring as ring_module
-from torchrl_unilab.shm.ring import RolloutRing, Token
+from torchrl_unilab.shm.ring import RolloutRing
+from torchrl_unilab.shm.tokens import Token
 
 NOBODY = -1
 FILL = ("note", "odd", "fill 0", "fill 1", "even", "forget", "put", "count")

@@ -46,7 +46,7 @@ def make_ring(**settings: object) -> RolloutRing:
 def write_to_order(pipe: Connection, rings: Mapping[str, RolloutRing], writer: int) -> None:
     """Write as many rollouts to the ring as the other end asks for, again and again.
 
-    Every second one is filled in place, field by field.
+    In turn from tensors of their own, in place field by field, and as a block.
     """
     torch.set_num_threads(1)
     pipe.send("ready")
@@ -56,7 +56,12 @@ def write_to_order(pipe: Connection, rings: Mapping[str, RolloutRing], writer: i
         ring.use_writer(writer)
         for sequence in range(1, count + 1):
             rollout = stamped(writer, sequence)
-            if sequence % 2:
+            if sequence % 3 == 0:
+                block = ring.blank()
+                for key, tensor in block.items():
+                    tensor.copy_(rollout[key])
+                assert ring.write(block, DEADLINE)
+            elif sequence % 3 == 1:
                 assert ring.write(rollout, DEADLINE)
             else:
                 assert ring.claim(DEADLINE) is not None

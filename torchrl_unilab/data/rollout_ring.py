@@ -45,8 +45,9 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.shm.layout import BlockLayout, dotted
 from torchrl_unilab.shm.liveness import process_is_alive
-from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing, Token, TokenPipe, pipe_paths
+from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing
 from torchrl_unilab.shm.segment import SegmentKind, named_directory
+from torchrl_unilab.shm.tokens import Token, TokenPipe, pipe_paths
 
 __all__ = [
     "RolloutLease",

@@ -80,7 +80,10 @@ class SharedWords:
         (0, 3)
     """
 
-    __slots__ = ("_count", "_view")
+    __slots__ = ("view",)
+
+    view: memoryview
+    """The words themselves, format ``"Q"``, for whoever cannot afford the call."""
 
     def __init__(self, buffer: npt.NDArray[np.uint8], offset: int, count: int) -> None:
         if offset % LINE or offset + self.nbytes(count) > buffer.nbytes:
@@ -88,8 +91,8 @@ class SharedWords:
                 f"cannot place words: {count} at byte {offset} of {buffer.nbytes} "
                 f"(expected a multiple of {LINE} with room). Check the layout."
             )
-        self._count = count
-        self._view = buffer.data[offset : offset + self.nbytes(count)].cast("Q")
+        lines = buffer.data[offset : offset + self.nbytes(count)].cast("Q")
+        self.view = lines[::_WORDS_PER_LINE]
 
     @staticmethod
     def nbytes(count: int) -> int:
@@ -97,10 +100,10 @@ class SharedWords:
         return count * LINE
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.view)
 
     def __getitem__(self, index: int) -> int:
-        return self._view[index * _WORDS_PER_LINE]
+        return self.view[index]
 
     def __setitem__(self, index: int, value: int) -> None:
-        self._view[index * _WORDS_PER_LINE] = value
+        self.view[index] = value

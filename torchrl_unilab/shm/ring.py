@@ -23,13 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
-import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import reduction
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,79 +46,43 @@ from torchrl_unilab.shm.segment import (
     SharedSegment,
     default_kind,
     free_bytes,
-    named_directory,
 )
+from torchrl_unilab.shm.tokens import Token, TokenPipe, create_pipes, pipe_paths, waits
 
-__all__ = ["Lease", "Overflow", "RolloutRing", "Token", "TokenPipe"]
+__all__ = ["Lease", "Overflow", "RolloutBlock", "RolloutRing"]
 
 Overflow = Literal["overwrite", "block"]
 OVERFLOWS: tuple[Overflow, ...] = ("overwrite", "block")
 MAX_SLOTS = 2048  # tokens that surely fit a pipe of 64 KiB
-LIFE_CHECK_SECONDS = 0.2
-"""How often a wait looks whether the other side lives."""
 
 
-class Token(NamedTuple):
-    """What passes through a pipe: a slot, and what was last committed to it."""
-
-    slot: int
-    writer: int
-    sequence: int
-    generation: int
-
-
-_TOKEN = struct.Struct("=IIQQ")
-
-
-class TokenPipe:
-    """A first-in first-out queue of tokens in the kernel, shared between processes.
-
-    Writes of a token and reads of a token are atomic: a token is far below ``PIPE_BUF``, and
-    all tokens have one size.
+class RolloutBlock(Mapping[str, torch.Tensor]):
+    """A rollout in private memory that lies there as in a slot: one copy moves all of it.
 
     Args:
-        ends: Descriptors to read from and to write to, non-blocking.
+        layout: The layout of the ring's slots.
+
+    Attributes:
+        layout: The same.
+        memory: The bytes, uint8 of shape [layout.nbytes].
     """
 
-    def __init__(self, ends: tuple[int, int]) -> None:
-        self.ends = ends
+    def __init__(self, layout: BlockLayout) -> None:
+        self.layout = layout
+        self.memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        self._views = dict(zip(layout.keys, layout.views(self.memory), strict=True))
 
-    @classmethod
-    def create(cls) -> TokenPipe:
-        """Make an anonymous pipe, which goes with the last process that holds it."""
-        ends = os.pipe()
-        for end in ends:
-            os.set_blocking(end, False)
-        return cls(ends)
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._views[key]
 
-    @classmethod
-    def open(cls, path: Path, *, create: bool = False) -> TokenPipe:
-        """Open a named pipe, or make it first."""
-        if create:
-            os.mkfifo(path, 0o600)
-        # Both directions at once: opening waits for nobody, and no end is ever missing.
-        end = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        return cls((end, end))
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
 
-    def put(self, token: Token) -> None:
-        """Append a token."""
-        os.write(self.ends[1], _TOKEN.pack(*token))
-
-    def take(self) -> Token | None:
-        """Remove and return the oldest token, or None if there is none."""
-        try:
-            return Token(*_TOKEN.unpack(os.read(self.ends[0], _TOKEN.size)))
-        except BlockingIOError:
-            return None
-
-    def close(self) -> None:
-        """Close this process's ends."""
-        for end in set(self.ends):
-            os.close(end)
+    def __len__(self) -> int:
+        return len(self._views)
 
 
-@dataclass(frozen=True)
-class Lease:
+class Lease(NamedTuple):
     """A committed slot that the reader owns until it releases it.
 
     Attributes:
@@ -200,10 +159,7 @@ class RolloutRing:
         kind = kind or (default_kind() if name is None else "named")
         _check_room(layout, slots, writers, kind)
         segment = SharedSegment(_nbytes(layout, slots, writers), name=name, kind=kind)
-        if segment.name is None:
-            free, ready = TokenPipe.create(), TokenPipe.create()
-        else:
-            free, ready = _create_pipes(segment)
+        free, ready = create_pipes(segment)
         self._open(segment, layout, slots, writers, overflow, free, ready)
         for slot in range(slots):
             free.put(Token(slot, 0, 0, 0))
@@ -264,12 +220,12 @@ class RolloutRing:
         self._free = free
         self._ready = ready
         buffer = segment.buffer
-        self._header = SharedWords(buffer, 0, _HEADER_WORDS)
+        self._header = SharedWords(buffer, 0, _HEADER_WORDS).view
         offset = SharedWords.nbytes(_HEADER_WORDS)
-        self._writer_words = SharedWords(buffer, offset, writers * (3 + writers))
+        self._writer_words = SharedWords(buffer, offset, writers * (3 + writers)).view
         offset += SharedWords.nbytes(len(self._writer_words))
         # Written by the slot's owner of the moment alone.
-        self._generations = SharedWords(buffer, offset, slots)
+        self._generations = SharedWords(buffer, offset, slots).view
         offset += SharedWords.nbytes(slots)
         flat = torch.from_numpy(buffer)
         self._blocks = [
@@ -277,7 +233,9 @@ class RolloutRing:
             for i in range(slots)
         ]
         self._tensors = [layout.views(block) for block in self._blocks]
+        self._views = [dict(zip(layout.keys, views, strict=True)) for views in self._tensors]
         self._writer = 0
+        self._own = 0  # where the words of the own writer begin
         self._claimed: int | None = None
         self._awaited: Lease | None = None  # taken while waiting, not yet given out
         self._lease: Lease | None = None
@@ -331,10 +289,11 @@ class RolloutRing:
         return self._writer_words[writer * (3 + self.writers) + word]
 
     def _set_own(self, word: int, value: int) -> None:
-        self._writer_words[self._writer * (3 + self.writers) + word] = value
+        self._writer_words[self._own + word] = value
 
     def _check_open(self) -> None:
-        _ = self._segment.buffer  # a closed ring is refused
+        if not self._tensors:
+            _ = self._segment.buffer  # a closed ring is refused
 
     # Writer
 
@@ -357,6 +316,7 @@ class RolloutRing:
                 "(expected none). Commit it first."
             )
         self._writer = writer
+        self._own = writer * (3 + self.writers)
         self._set_own(_PID, os.getpid())
 
     def claim(self, timeout: float | None = None) -> int | None:
@@ -374,15 +334,17 @@ class RolloutRing:
         self._check_open()
         if self._claimed is not None:
             return self._claimed
-        if self._of_writer(self._writer, _PID) != os.getpid():
-            self._set_own(_PID, os.getpid())
+        words, own = self._writer_words, self._own
+        pid = os.getpid()
+        if words[own + _PID] != pid:
+            words[own + _PID] = pid
         token = self._take_to_fill()
         if token is None:
             token = self._wait_to_fill(timeout)
         if token is None:
             return None
         slot = token.slot
-        self._set_own(_FILLING, slot + 1)
+        words[own + _FILLING] = slot + 1
         # Odd, and never a value it had: the last owner may have died with it odd.
         self._generations[slot] = (self._generations[slot] + 1) | 1
         self._claimed = slot
@@ -399,10 +361,12 @@ class RolloutRing:
 
     def _wait_to_fill(self, timeout: float | None) -> Token | None:
         pipes = [self._free] if self.overflow == "block" else [self._free, self._ready]
-        for _ in _waits(pipes, timeout):
+        for slept in waits(pipes, timeout):
             token = self._take_to_fill()
             if token is not None:
                 return token
+            if not slept:
+                continue
             reader = self._header[_READER_PID]
             if self._header[_READER_GONE] or (reader and not process_is_alive(reader)):
                 raise PeerGoneError(
@@ -425,7 +389,7 @@ class RolloutRing:
     @property
     def write_buffer(self) -> dict[str, torch.Tensor]:
         """The tensors of the slot to fill, by dotted key."""
-        return dict(zip(self.layout.keys, self._tensors[self.write_slot], strict=True))
+        return dict(self._views[self.write_slot])
 
     def signal_write_done(self) -> int:
         """Commit the claimed slot; return how many rollouts this writer has committed.
@@ -439,13 +403,14 @@ class RolloutRing:
             raise RuntimeError(
                 "cannot commit: no slot is claimed (expected one). Fill write_buffer first."
             )
-        count = self._of_writer(self._writer, _COMMITTED) + 1
+        words, own = self._writer_words, self._own
+        count = words[own + _COMMITTED] + 1
         generation = self._generations[slot] + 1
         self._generations[slot] = generation
         self._claimed = None
-        self._set_own(_FILLING, 0)  # first: no slot may ever have two tokens
+        words[own + _FILLING] = 0  # first: no slot may ever have two tokens
         self._ready.put(Token(slot, self._writer, count, generation))
-        self._set_own(_COMMITTED, count)
+        words[own + _COMMITTED] = count
         return count
 
     def abandon_write(self) -> None:
@@ -456,8 +421,14 @@ class RolloutRing:
             self._set_own(_FILLING, 0)  # first, as above
             self._free.put(Token(slot, self._writer, 0, self._generations[slot]))
 
+    def blank(self) -> RolloutBlock:
+        """Return a private rollout of zeros, which `write` and `copy_read_slot_to` copy at once."""
+        return RolloutBlock(self.layout)
+
     def write(self, tensors: Mapping[str, torch.Tensor], timeout: float | None = None) -> bool:
         """Commit a copy of `tensors`, dotted key to tensor.
+
+        In one copy if they are a `blank` of this ring, and one for each tensor otherwise.
 
         Returns:
             False if no slot was to be had within `timeout` seconds.
@@ -466,14 +437,23 @@ class RolloutRing:
             LayoutError: Keys, shapes or dtypes differ; no slot was touched.
             PeerGoneError: As for `claim`.
         """
-        ordered = self.layout.select(tensors)
+        at_once = self._lies_as_a_slot(tensors)
+        ordered = [] if at_once else self.layout.select(tensors)
         slot = self.claim(timeout)
         if slot is None:
             return False
-        with torch.no_grad():
-            torch._foreach_copy_(self._tensors[slot], ordered)
+        if at_once:
+            self._blocks[slot].copy_(tensors.memory)  # type: ignore[attr-defined]
+        else:
+            with torch.no_grad():
+                torch._foreach_copy_(self._tensors[slot], ordered)
         self.signal_write_done()
         return True
+
+    def _lies_as_a_slot(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        return type(tensors) is RolloutBlock and (
+            tensors.layout is self.layout or tensors.layout == self.layout
+        )
 
     def recover(self, writer: int) -> bool:
         """Free the slot that a dead writer left half written; return if there was one.
@@ -514,7 +494,7 @@ class RolloutRing:
     def available(self) -> int:
         """How many committed rollouts wait to be read."""
         self._check_open()
-        return _queued(self._ready) + (self._awaited is not None)
+        return len(self._ready) + (self._awaited is not None)
 
     def wait_for_data(self, timeout: float | None = 60.0) -> bool:
         """Wait until a rollout is ready; return whether one is.
@@ -528,11 +508,13 @@ class RolloutRing:
         Raises:
             PeerGoneError: Nothing is ready and a writer has died; names its process.
         """
-        if self._take_ready():
+        if self._awaited is not None or self._take_ready():
             return True
-        for _ in _waits([self._ready], timeout):
+        for slept in waits([self._ready], timeout):
             if self._take_ready():
                 return True
+            if not slept:
+                continue
             for writer in range(self.writers):
                 pid = self._of_writer(writer, _PID)
                 if pid and not process_is_alive(pid):
@@ -550,8 +532,9 @@ class RolloutRing:
         return self._awaited is not None
 
     def _read_here(self) -> None:
-        if self._header[_READER_PID] != os.getpid() or self._header[_READER_GONE]:
-            self._header[_READER_PID] = os.getpid()
+        pid = os.getpid()
+        if self._header[_READER_PID] != pid or self._header[_READER_GONE]:
+            self._header[_READER_PID] = pid
             self._header[_READER_GONE] = 0
 
     def acquire(self) -> Lease | None:
@@ -562,17 +545,16 @@ class RolloutRing:
         Raises:
             SegmentError: The slot is not what was committed: someone wrote to borrowed memory.
         """
-        self._check_open()
-        self._read_here()
         if self._awaited is not None:
             lease, self._awaited = self._awaited, None
             return lease
+        self._check_open()
+        self._read_here()
         token = self._ready.take()
         if token is None:
             return None
         self._check_whole(token)
-        views = dict(zip(self.layout.keys, self._tensors[token.slot], strict=True))
-        return Lease(token, views)
+        return Lease(token, self._views[token.slot])
 
     def release(self, lease: Lease) -> None:
         """Give a slot back to the writers.
@@ -603,9 +585,9 @@ class RolloutRing:
         return self._current().token.slot
 
     def _current(self) -> Lease:
-        self._check_open()
         if self._lease is None:
             self._lease = self.acquire()
+        self._check_open()
         if self._lease is None:
             raise RingTimeoutError(
                 "cannot read: no rollout is ready (expected one). Call wait_for_data first."
@@ -640,6 +622,11 @@ class RolloutRing:
             LayoutDtypeError: (a ``TypeError``) A tensor has another dtype.
             RingTimeoutError: Nothing is ready.
         """
+        if self._lies_as_a_slot(destination):
+            lease = self._current()
+            destination.memory.copy_(self._blocks[lease.token.slot])  # type: ignore[attr-defined]
+            self._check_whole(lease.token)
+            return
         missing = [key for key in self.layout.keys if key not in destination]
         if missing:
             raise LayoutKeyError(
@@ -667,8 +654,8 @@ class RolloutRing:
         Raises:
             RuntimeError: No slot is being read, or its views are borrowed.
         """
-        self._check_open()
         if self._lease is None or self._borrows:
+            self._check_open()
             state = "its views are borrowed" if self._borrows else "no slot is being read"
             raise RuntimeError(
                 f"cannot advance: {state} (expected one that was read). "
@@ -692,6 +679,7 @@ class RolloutRing:
         # The memory goes with the last that looks at it: only what was borrowed may remain.
         del self._header, self._writer_words, self._generations
         self._tensors = []
+        self._views = []
         self._blocks = []
         self._lease = self._awaited = None
         self._segment.close()
@@ -744,54 +732,6 @@ def _attach_pickled(
     ring = RolloutRing.__new__(RolloutRing)
     ring._open(segment, layout, slots, writers, overflow, free, ready)
     return ring
-
-
-def pipe_paths(name: str) -> tuple[Path, Path]:
-    directory = named_directory()
-    return directory / f"{name}.free", directory / f"{name}.ready"
-
-
-def _create_pipes(segment: SharedSegment) -> list[TokenPipe]:
-    """Make the named pipes of a new segment, or give all of it up."""
-    assert segment.name is not None
-    paths = pipe_paths(segment.name)
-    pipes: list[TokenPipe] = []
-    try:
-        for path in paths:
-            pipes.append(TokenPipe.open(path, create=True))
-    except OSError as error:
-        segment.close()
-        for pipe, path in zip(pipes, paths, strict=False):
-            pipe.close()
-            path.unlink()
-        raise SegmentError(
-            f"cannot create the pipes of ring {segment.name!r}: {error} (expected a new name). "
-            "Choose another, or remove what an earlier process left behind."
-        ) from error
-    return pipes
-
-
-def _queued(pipe: TokenPipe) -> int:
-    """Tokens in a pipe."""
-    import fcntl
-    import termios
-
-    answer = fcntl.ioctl(pipe.ends[0], termios.FIONREAD, b"\0\0\0\0")
-    return int(struct.unpack("i", answer)[0]) // _TOKEN.size
-
-
-def _waits(pipes: Sequence[TokenPipe], timeout: float | None) -> Iterator[None]:
-    """Yield whenever a pipe has a token, and now and then, until `timeout`; once at least."""
-    poll = select.poll()
-    for pipe in pipes:
-        poll.register(pipe.ends[0], select.POLLIN)
-    until = None if timeout is None else time.monotonic() + timeout
-    while True:
-        left = LIFE_CHECK_SECONDS if until is None else until - time.monotonic()
-        poll.poll(max(0.0, min(left, LIFE_CHECK_SECONDS)) * 1e3)
-        yield
-        if until is not None and time.monotonic() >= until:
-            return
 
 
 def _check_room(layout: BlockLayout, slots: int, writers: int, kind: SegmentKind) -> None:
