@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import cloudpickle
-import numpy as np
-import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torchrl.collectors import BaseCollector
-from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 
-from torchrl_unilab.collectors.metrics import CollectorMetrics, LatestMetrics
+from torchrl_unilab.collectors.base import (
+    CreateEnv,
+    WorkerCollector,
+    env_factories,
+    policy_scheme,
+)
 from torchrl_unilab.collectors.rollout_worker import (
     POLICY_VERSION,
     RolloutWorker,
@@ -28,17 +26,14 @@ from torchrl_unilab.collectors.rollout_worker import (
     own_randomness,
 )
 from torchrl_unilab.data import RolloutLease, RolloutRingStorage
-from torchrl_unilab.errors import ConfigError, RingTimeoutError, SegmentClosedError
+from torchrl_unilab.errors import ConfigError, RingTimeoutError
 from torchrl_unilab.runtime import WorkerGroup
 from torchrl_unilab.shm.ring import Overflow
-from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["APPOCollector"]
 
-CreateEnv = Callable[[], EnvBase]
 
-
-class APPOCollector(BaseCollector):
+class APPOCollector(WorkerCollector):
     """Collects whole rollouts in worker processes, through a ring in shared memory.
 
     Each worker steps its own environment and writes its rollouts into slots of the ring;
@@ -119,10 +114,15 @@ class APPOCollector(BaseCollector):
         seed: int | None = None,
         timeout: float | None = None,
     ) -> None:
-        super().__init__()
-        factories = _factories(create_env_fn, num_collectors)
+        factories = env_factories(create_env_fn, num_collectors)
         workers = len(factories)
-        scheme = _scheme(weight_sync_schemes)
+        super().__init__(
+            policy,
+            workers,
+            policy_scheme(weight_sync_schemes),
+            total_frames=total_frames,
+            timeout=timeout,
+        )
         lockstep = lockstep or inline
         if inline and workers > 1:
             raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
@@ -136,22 +136,12 @@ class APPOCollector(BaseCollector):
                 f"lockstep: {slots} slots (expected at least {workers}, one per worker). "
                 "Leave slots out."
             )
-        self.policy = policy
-        self.policy_factory = [None] * workers
-        self.policy_device = [torch.device("cpu")] * workers
-        self.num_workers = workers
-        self.total_frames = total_frames
         self.lockstep = lockstep
         self.max_policy_lag = max_policy_lag
         self.use_buffers = use_buffers
-        self.timeout = timeout
         self.stale = 0
-        self._frames = 0
         self._lease: RolloutLease | None = None  # lent out
         self._waiting: list[RolloutLease] = []  # of this round of lockstep, not yet yielded
-        self._group: WorkerGroup | None = None
-        self._storage: RolloutRingStorage | None = None
-        self._inline: RolloutWorker | None = None
 
         env = factories[0]()
         self.num_envs: int = env.batch_size.numel()
@@ -163,52 +153,37 @@ class APPOCollector(BaseCollector):
                 )
             self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
             num_steps = frames_per_batch // self.num_envs
-            self._storage = RolloutRingStorage(
+            self._memory = RolloutRingStorage(
                 slots,
                 example=example_rollout(env, policy, num_steps),
                 writers=workers,
                 overflow="block" if lockstep else overflow,
             )
-            self._latest = LatestMetrics(workers)
-            scheme.init_on_sender(model_id="policy", context=self)
-            self._weight_sync_schemes = {"policy": scheme}
-            self.scheme = scheme
+            self._share_policy()
             if inline:
-                env = self._start_inline(env, num_steps, exploration_type)
+                copied, scheme = self._inline_policy()
+                self._inline = RolloutWorker(
+                    env, copied, num_steps, scheme=scheme, exploration_type=exploration_type
+                )
             else:
                 payload = cloudpickle.dumps((factories, policy))
                 setup = WorkerSetup(payload, num_steps, exploration_type)
                 self._group = WorkerGroup(
                     collect_rollouts,
                     [
-                        (self._storage, setup, scheme, self._latest, worker, workers)
+                        (self._memory, setup, self.scheme, self._latest, worker, workers)
                         for worker in range(workers)
                     ],
                     name="collector",
                     num_threads=num_threads,
                 )
-            scheme.connect()
-            self.set_seed(seed)
+            self._connect(seed)
         except BaseException:
             self.shutdown()
             raise
         finally:
             if self._inline is None or self._inline.env is not env:
                 env.close()
-
-    def _start_inline(
-        self, env: EnvBase, num_steps: int, exploration_type: ExplorationType
-    ) -> EnvBase:
-        """Step `env` here, with a copy of the policy as a worker would have."""
-        policy = copy.deepcopy(self.policy)
-        scheme = copy.copy(self.scheme)  # of the same shared memory, as a receiver
-        scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=0)
-        scheme.connect(worker_idx=0)
-        self._random = [torch.get_rng_state()]
-        self._inline = RolloutWorker(
-            env, policy, num_steps, scheme=scheme, exploration_type=exploration_type
-        )
-        return env
 
     # Collecting
 
@@ -270,9 +245,11 @@ class APPOCollector(BaseCollector):
 
     def _one_each(self) -> list[RolloutLease]:
         """Return one new rollout of each worker, in the order of the workers."""
+        storage = self._open_storage()
         if self._inline is not None:
+            assert self._latest is not None
             with own_randomness(self._random):
-                fill_slot(self._open_storage(), self._inline, self._latest, 0, timeout=None)
+                fill_slot(storage, self._inline, self._latest, 0, timeout=None)
         else:
             self._request("collect", 1)
         leases = [self._take() for _ in range(self.num_workers)]
@@ -281,29 +258,13 @@ class APPOCollector(BaseCollector):
     def _give_back(self) -> None:
         """Release the rollout that was lent out."""
         lease, self._lease = self._lease, None
-        if lease is not None and self._storage is not None:
-            self._storage.release(lease)
-
-    def _request(self, *request: Any) -> None:
-        if self._group is not None:
-            for worker in range(self.num_workers):
-                self._group.send(worker, *request)
-
-    def _ask(self, *requests: tuple[Any, ...]) -> list[Any]:
-        """Ask each worker its own request; return the answers."""
-        assert self._group is not None
-        return [self._group.ask(worker, *request) for worker, request in enumerate(requests)]
+        if lease is not None and self._memory is not None:
+            self._memory.release(lease)
 
     def _open_storage(self) -> RolloutRingStorage:
-        if self._storage is None:
-            raise SegmentClosedError(
-                "cannot use the collector: it is shut down (expected a running one). "
-                "Build a new one."
-            )
-        return self._storage
-
-    def _check_open(self) -> None:
-        self._open_storage()
+        self._check_open()
+        storage: RolloutRingStorage = self._memory
+        return storage
 
     # What there is to know
 
@@ -317,133 +278,12 @@ class APPOCollector(BaseCollector):
         """Rollouts that were overwritten before they were read."""
         return sum(self._open_storage().dropped)
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers."""
-        return [] if self._group is None else self._group.pids
-
-    def metrics(self) -> CollectorMetrics:
-        """Return what the workers last told about their work. Waits for nobody."""
-        self._check_open()
-        return self._latest.read()
-
-    # BaseCollector
-
-    def set_seed(self, seed: int | None, static_seed: bool = False) -> int:
-        """Seed environments and noise; the next rollouts start new episodes.
-
-        Worker ``w`` seeds its environment with ``seed + w * num_envs``, and environments
-        in a batch count on from there: no two environments share a seed. Rollouts that
-        were collected before stay in the ring.
-
-        Args:
-            seed: The first seed; None takes one from the operating system.
-            static_seed: Give all workers `seed` itself.
-
-        Returns:
-            The first seed that is not used yet.
-        """
-        self._check_open()
-        if seed is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
-        requests = []
-        for worker in range(self.num_workers):
-            noise = np.random.SeedSequence((seed, worker)).generate_state(1, np.uint64)[0]
-            own = seed if static_seed else seed + worker * self.num_envs
-            requests.append(("seed", own, int(noise)))
-        if self._inline is not None:
-            with own_randomness(self._random):
-                self._inline.seed(*requests[0][1:])
-        else:
-            self._ask(*requests)
-        return seed + self.num_workers * self.num_envs
-
-    def reset(self) -> None:
-        """Start new episodes with the workers' next rollouts."""
-        self._check_open()
-        if self._inline is not None:
-            self._inline.reset()
-        else:
-            self._ask(*[("reset",)] * self.num_workers)
-
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the workers' states and the count of frames. Safe while iterating."""
-        self._check_open()
-        if self._inline is not None:
-            with own_randomness(self._random):
-                states = [self._inline.state_dict()]
-        else:
-            answers = self._ask(*[("state",)] * self.num_workers)
-            states = [cloudpickle.loads(answer) for answer in answers]
-        return OrderedDict(workers=states, frames=self._frames)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
-        """Restore the workers' states; their next rollouts start new episodes.
-
-        Raises:
-            ValueError: The state is of another number of workers.
-        """
-        self._check_open()
-        states = state_dict["workers"]
-        if len(states) != self.num_workers:
-            raise ValueError(
-                f"state of {len(states)} workers (expected {self.num_workers}). "
-                "Use as many workers as when it was saved."
-            )
-        if self._inline is not None:
-            with own_randomness(self._random):
-                self._inline.load_state_dict(states[0])
-        else:
-            self._ask(*(("load", cloudpickle.dumps(state)) for state in states))
-        self._frames = state_dict["frames"]
-
-    def shutdown(self, timeout: float | None = None, close_env: bool = True, **_: Any) -> None:
-        """End the workers and free the ring. Idempotent."""
-        if self._group is not None:
-            self._group.stop() if timeout is None else self._group.stop(timeout)
-            self._group = None
-        if self._inline is not None and close_env:
-            self._inline.close()
-        if self._storage is not None:
-            self._lease, self._waiting = None, []
-            self._storage.close()
-            self._storage = None
-            if "_latest" in self.__dict__:
-                self._latest.close()
-
-    def __del__(self) -> None:
-        if "_group" in self.__dict__:  # absent if __init__ refused its arguments
-            self.shutdown()
+    def _give_up_memory(self) -> None:
+        self._lease, self._waiting = None, []
+        self._memory.close()
 
     def __repr__(self) -> str:
         return (
             f"APPOCollector({self.num_workers} workers, {self.frames_per_batch} frames each, "
             f"lockstep={self.lockstep})"
         )
-
-
-def _factories(
-    create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
-) -> list[CreateEnv]:
-    if callable(create_env_fn):
-        workers = 1 if num_collectors is None else num_collectors
-        if workers < 1:
-            raise ConfigError(f"num_collectors: {workers} (expected at least 1). Use 1.")
-        return [create_env_fn] * workers
-    factories = list(create_env_fn)
-    if not factories or num_collectors not in (None, len(factories)):
-        raise ConfigError(
-            f"num_collectors: {num_collectors} with {len(factories)} environment functions "
-            "(expected one function for each). Leave num_collectors out."
-        )
-    return factories
-
-
-def _scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:
-    scheme = UniLabShmScheme() if schemes is None else schemes.get("policy")
-    if not isinstance(scheme, UniLabShmScheme) or (schemes is not None and len(schemes) != 1):
-        raise ConfigError(
-            f"weight_sync_schemes: {schemes!r} (expected {{'policy': UniLabShmScheme()}}). "
-            "Leave it out."
-        )
-    return scheme

@@ -1,0 +1,253 @@
+"""What all collectors with worker processes have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torchrl.collectors import BaseCollector
+from torchrl.envs import EnvBase
+from torchrl.weight_update import WeightSyncScheme
+
+from torchrl_unilab.collectors.metrics import CollectorMetrics, LatestMetrics
+from torchrl_unilab.collectors.rollout_worker import RolloutWorker, own_randomness
+from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = ["CreateEnv", "WorkerCollector", "env_factories", "policy_scheme"]
+
+CreateEnv = Callable[[], EnvBase]
+
+
+class WorkerCollector(BaseCollector):
+    """Workers that act with published weights, in processes or (`inline`) in this one.
+
+    A collector derived from it sets `_memory` to what its workers fill, and `_group` or
+    `_inline` to those who fill it, and then calls `_connect`.
+
+    Args:
+        policy: Acts in the workers, which get copies.
+        workers: How many there are.
+        scheme: Publishes the policy's weights.
+        total_frames: Frames to yield, -1 for no end.
+        timeout: Seconds to wait for data; None waits as long as all workers live.
+    """
+
+    num_envs: int
+
+    def __init__(
+        self,
+        policy: TensorDictModuleBase,
+        workers: int,
+        scheme: UniLabShmScheme,
+        *,
+        total_frames: int,
+        timeout: float | None,
+    ) -> None:
+        super().__init__()
+        self.policy = policy
+        self.policy_factory = [None] * workers
+        self.policy_device = [torch.device("cpu")] * workers
+        self.num_workers = workers
+        self.total_frames = total_frames
+        self.timeout = timeout
+        self.scheme = scheme
+        self._weight_sync_schemes = {"policy": scheme}
+        self._frames = 0
+        self._memory: Any = None
+        self._latest: LatestMetrics | None = None
+        self._group: WorkerGroup | None = None
+        self._inline: RolloutWorker | None = None
+
+    def _share_policy(self) -> None:
+        """Allocate what the policy is published through, before any worker starts."""
+        self._latest = LatestMetrics(self.num_workers)
+        self.scheme.init_on_sender(model_id="policy", context=self)
+
+    def _inline_policy(self) -> tuple[TensorDictModuleBase, UniLabShmScheme]:
+        """Return a copy of the policy as a worker would have it, and its end of the scheme."""
+        policy = copy.deepcopy(self.policy)
+        scheme = copy.copy(self.scheme)  # of the same shared memory, as a receiver
+        scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=0)
+        scheme.connect(worker_idx=0)
+        self._random = [torch.get_rng_state()]
+        return policy, scheme
+
+    def _connect(self, seed: int | None) -> None:
+        """Make the workers known to the scheme, and seed them."""
+        self.scheme.connect()
+        self.set_seed(seed)
+
+    def _request(self, *request: Any) -> None:
+        """Send all workers a request that is not answered at once."""
+        if self._group is not None:
+            for worker in range(self.num_workers):
+                self._group.send(worker, *request)
+
+    def _ask(self, *requests: tuple[Any, ...]) -> list[Any]:
+        """Ask each worker its own request; return the answers."""
+        assert self._group is not None
+        return [self._group.ask(worker, *request) for worker, request in enumerate(requests)]
+
+    def _settle(self) -> None:
+        """Wait for what workers still owe an answer to."""
+
+    def _check_open(self) -> None:
+        if self._memory is None:
+            raise SegmentClosedError(
+                "cannot use the collector: it is shut down (expected a running one). "
+                "Build a new one."
+            )
+
+    # What there is to know
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [] if self._group is None else self._group.pids
+
+    def metrics(self) -> CollectorMetrics:
+        """Return what the workers last told about their work. Waits for nobody."""
+        self._check_open()
+        assert self._latest is not None
+        return self._latest.read()
+
+    # BaseCollector
+
+    def set_seed(self, seed: int | None, static_seed: bool = False) -> int:
+        """Seed environments and noise; what is collected next starts new episodes.
+
+        Worker ``w`` seeds its environment with ``seed + w * num_envs``, and environments
+        in a batch count on from there: no two environments share a seed. What was
+        collected before stays.
+
+        Args:
+            seed: The first seed; None takes one from the operating system.
+            static_seed: Give all workers `seed` itself.
+
+        Returns:
+            The first seed that is not used yet.
+        """
+        self._check_open()
+        self._settle()
+        if seed is None:
+            seed = int(np.random.SeedSequence().generate_state(1)[0])
+        requests = []
+        for worker in range(self.num_workers):
+            noise = np.random.SeedSequence((seed, worker)).generate_state(1, np.uint64)[0]
+            own = seed if static_seed else seed + worker * self.num_envs
+            requests.append(("seed", own, int(noise)))
+        if self._inline is not None:
+            with own_randomness(self._random):
+                self._inline.seed(*requests[0][1:])
+        else:
+            self._ask(*requests)
+        return seed + self.num_workers * self.num_envs
+
+    def reset(self) -> None:
+        """Start new episodes with what the workers collect next."""
+        self._check_open()
+        self._settle()
+        if self._inline is not None:
+            self._inline.reset()
+        else:
+            self._ask(*[("reset",)] * self.num_workers)
+
+    def state_dict(self) -> OrderedDict[str, Any]:
+        """Return the workers' states and the count of frames. Safe while iterating."""
+        self._check_open()
+        self._settle()
+        if self._inline is not None:
+            with own_randomness(self._random):
+                states = [self._inline.state_dict()]
+        else:
+            answers = self._ask(*[("state",)] * self.num_workers)
+            states = [cloudpickle.loads(answer) for answer in answers]
+        return OrderedDict(workers=states, frames=self._frames)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
+        """Restore the workers' states; what they collect next starts new episodes.
+
+        Raises:
+            ValueError: The state is of another number of workers.
+        """
+        self._check_open()
+        self._settle()
+        states = state_dict["workers"]
+        if len(states) != self.num_workers:
+            raise ValueError(
+                f"state of {len(states)} workers (expected {self.num_workers}). "
+                "Use as many workers as when it was saved."
+            )
+        if self._inline is not None:
+            with own_randomness(self._random):
+                self._inline.load_state_dict(states[0])
+        else:
+            self._ask(*(("load", cloudpickle.dumps(state)) for state in states))
+        self._frames = state_dict["frames"]
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, **_: Any) -> None:
+        """End the workers and free the memory they filled. Idempotent."""
+        if self._group is not None:
+            self._group.stop() if timeout is None else self._group.stop(timeout)
+            self._group = None
+        if self._inline is not None and close_env:
+            self._inline.close()
+        if self._memory is not None:
+            self._give_up_memory()
+            self._memory = None
+        if self._latest is not None:
+            self._latest.close()
+            self._latest = None
+
+    def _give_up_memory(self) -> None:
+        """Free `_memory`."""
+        self._memory.close()
+
+    def __del__(self) -> None:
+        if "_group" in self.__dict__:  # absent if the arguments were refused
+            self.shutdown()
+
+
+def env_factories(
+    create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
+) -> list[CreateEnv]:
+    """Return one environment function per worker.
+
+    Raises:
+        ConfigError: There are none, or not as many as workers.
+    """
+    if callable(create_env_fn):
+        workers = 1 if num_collectors is None else num_collectors
+        if workers < 1:
+            raise ConfigError(f"num_collectors: {workers} (expected at least 1). Use 1.")
+        return [create_env_fn] * workers
+    factories = list(create_env_fn)
+    if not factories or num_collectors not in (None, len(factories)):
+        raise ConfigError(
+            f"num_collectors: {num_collectors} with {len(factories)} environment functions "
+            "(expected one function for each). Leave num_collectors out."
+        )
+    return factories
+
+
+def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:
+    """Return the one scheme of ``{"policy": UniLabShmScheme()}``, or a new one.
+
+    Raises:
+        ConfigError: There are others.
+    """
+    scheme = UniLabShmScheme() if schemes is None else schemes.get("policy")
+    if not isinstance(scheme, UniLabShmScheme) or (schemes is not None and len(schemes) != 1):
+        raise ConfigError(
+            f"weight_sync_schemes: {schemes!r} (expected {{'policy': UniLabShmScheme()}}). "
+            "Leave it out."
+        )
+    return scheme
