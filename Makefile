@@ -8,7 +8,7 @@ TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race curves clean
+.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-off-policy-update curves clean
 
 install: $(STAMP)
 
@@ -59,6 +59,9 @@ bench-ring: install
 
 bench-race: install
 	$(BIN)/python -m tests.benchmarks.bench_race --plot runs/race.png
+
+bench-off-policy-update: install
+	$(BIN)/python -m tests.benchmarks.bench_offpolicy_update
 
 bench-env: install
 	$(BIN)/python -m tests.benchmarks.bench_env

@@ -11,11 +11,12 @@ import sys
 import typing
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 __all__ = ["main"]
 
-ALGORITHMS = ("appo",)
+ALGORITHMS = {"appo": "asynchronous PPO", "sac": "soft actor-critic", "td3": "twin delayed DDPG"}
 _HIDDEN_SETTINGS = (  # for Python callers
     "hidden",
     "critic_coeff",
@@ -23,6 +24,7 @@ _HIDDEN_SETTINGS = (  # for Python callers
     "c_bar",
     "observation",
     "critic_observation",
+    "algorithm",
 )
 
 
@@ -58,17 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a policy")
-    train.add_argument("algorithm", choices=ALGORITHMS, help="what to train with")
-    train.add_argument("--env", required=True, help="task, for example HalfCheetah-v5")
-    train.add_argument("--frames", type=int, required=True, help="frames to collect")
-    train.add_argument("--seed", type=int, default=0, help="seed of the whole run")
-    train.add_argument("--run-dir", required=True, help="new directory for everything written")
-    train.add_argument("--stop-at", type=float, help="stop early at this mean return")
-    train.add_argument("--max-seconds", type=float, help="stop early after so many seconds")
-    train.add_argument("--eval-episodes", type=int, default=16, help="of the final evaluation")
-    train.add_argument("--no-progress", action="store_true", help="show no progress bar")
-    _add_settings(train.add_argument_group("settings, instead of the task's own"))
-    train.set_defaults(run=_train)
+    algorithms = train.add_subparsers(required=True, metavar="ALGORITHM", dest="algorithm")
+    for name, title in ALGORITHMS.items():
+        _add_training(algorithms.add_parser(name, help=title), name)
 
     evaluation = commands.add_parser("eval", help="evaluate a run's checkpoint")
     evaluation.add_argument("--run-dir", required=True, help="directory of a run")
@@ -78,17 +72,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings() -> dict[str, Any]:
-    """The settings that are options too, with their types."""
-    from torchrl_unilab.trainers.configs import APPOConfig
+def _add_training(train: argparse.ArgumentParser, algorithm: str) -> None:
+    train.add_argument("--env", required=True, help="task, for example HalfCheetah-v5")
+    train.add_argument("--frames", type=int, required=True, help="frames to collect")
+    train.add_argument("--seed", type=int, default=0, help="seed of the whole run")
+    train.add_argument("--run-dir", required=True, help="new directory for everything written")
+    train.add_argument("--stop-at", type=float, help="stop early at this mean return")
+    train.add_argument("--max-seconds", type=float, help="stop early after so many seconds")
+    train.add_argument("--eval-episodes", type=int, default=16, help="of the final evaluation")
+    train.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    _add_settings(train.add_argument_group("settings, instead of the task's own"), algorithm)
+    train.set_defaults(run=_train)
 
-    types = typing.get_type_hints(APPOConfig)
-    names = [field.name for field in dataclasses.fields(APPOConfig)]
+
+def _settings(algorithm: str) -> dict[str, Any]:
+    """The settings that are options too, with their types."""
+    from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
+
+    config = APPOConfig if algorithm == "appo" else OffPolicyConfig
+    types = typing.get_type_hints(config)
+    names = [field.name for field in dataclasses.fields(config)]
     return {name: types[name] for name in names if name not in _HIDDEN_SETTINGS}
 
 
-def _add_settings(group: Any) -> None:
-    for name, kind in _settings().items():
+def _add_settings(group: Any, algorithm: str) -> None:
+    for name, kind in _settings(algorithm).items():
         flag = "--" + name.rstrip("_").replace("_", "-")
         if kind is bool:
             how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
@@ -100,15 +108,20 @@ def _add_settings(group: Any) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from torchrl_unilab.trainers import APPOConfig, train_appo
+    from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, train_appo, train_off_policy
 
-    overrides = {n: v for n in _settings() if (v := getattr(options, n)) is not None}
-    summary = train_appo(
+    names = _settings(options.algorithm)
+    overrides = {n: v for n in names if (v := getattr(options, n)) is not None}
+    if options.algorithm == "appo":
+        train = partial(train_appo, config=APPOConfig.for_task(options.env, **overrides))
+    else:
+        config = OffPolicyConfig.for_task(options.env, options.algorithm, **overrides)
+        train = partial(train_off_policy, config=config)
+    summary = train(
         options.env,
         frames=options.frames,
         seed=options.seed,
         run_dir=options.run_dir,
-        config=APPOConfig.for_task(options.env, **overrides),
         stop_at=options.stop_at,
         max_seconds=options.max_seconds,
         progress_bar=not options.no_progress,

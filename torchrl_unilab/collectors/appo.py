@@ -278,6 +278,15 @@ class APPOCollector(WorkerCollector):
         """Rollouts that were overwritten before they were read."""
         return sum(self._open_storage().dropped)
 
+    def status(self) -> dict[str, float]:
+        """Return how full the ring is, and how many rollouts were lost, and why."""
+        storage = self._open_storage()
+        return {
+            "ring_occupancy": len(storage) / storage.max_size,
+            "dropped": self.dropped,
+            "stale": self.stale,
+        }
+
     def _give_up_memory(self) -> None:
         self._lease, self._waiting = None, []
         self._memory.close()

@@ -119,6 +119,10 @@ class WorkerCollector(BaseCollector):
         assert self._latest is not None
         return self._latest.read()
 
+    def status(self) -> dict[str, float]:
+        """Return what there is to log of the memory that the workers fill."""
+        raise NotImplementedError
+
     # BaseCollector
 
     def set_seed(self, seed: int | None, static_seed: bool = False) -> int:

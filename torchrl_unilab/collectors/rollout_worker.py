@@ -21,6 +21,7 @@ from torchrl_unilab.runtime import Link
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
+    "ADDED",
     "POLICY_VERSION",
     "TRAJECTORIES",
     "RolloutWorker",
@@ -29,11 +30,12 @@ __all__ = [
     "example_rollout",
     "fill_slot",
     "own_randomness",
+    "serve",
 ]
 
 POLICY_VERSION = ("next", "policy_version")
 TRAJECTORIES = ("collector", "traj_ids")
-_ADDED = (POLICY_VERSION, TRAJECTORIES)
+ADDED = (POLICY_VERSION, TRAJECTORIES)
 _CLAIM_SECONDS = 0.1  # between two looks at the parent's requests
 
 
@@ -64,7 +66,7 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         step, _ = env.step_and_maybe_reset(policy(env.reset()))
     step = step.detach().clone()
-    for key in _ADDED:
+    for key in ADDED:
         step.set(key, torch.zeros(env.batch_size, dtype=torch.int64))
     time_dim = len(env.batch_size)
     return step.unsqueeze(time_dim).expand(*env.batch_size, num_steps)
@@ -164,7 +166,7 @@ class RolloutWorker:
         if carrier is None:
             carrier = self._start()
             clock.to("physics")
-        keys = [key for key in slot.keys(True, True) if key not in _ADDED]
+        keys = [key for key in slot.keys(True, True) if key not in ADDED]
         columns: list[list[torch.Tensor]] = [[] for _ in keys]
         trajectories, versions = [], []
         with set_exploration_type(self.exploration_type):
@@ -214,9 +216,8 @@ def collect_rollouts(
 ) -> None:
     """A worker process: collect rollouts into the ring, as many as the parent asks for.
 
-    Requests: ``("collect", n)``, rollouts from now on, -1 for no end, 0 to pause;
-    ``("seed", env_seed, torch_seed)``, ``("reset",)``, ``("state",)`` and
-    ``("load", state)`` are answered between rollouts.
+    Requests: ``("collect", n)``, rollouts from now on, -1 for no end, 0 to pause; those of
+    `serve` are answered between rollouts.
 
     Args:
         link: To the parent.
@@ -245,8 +246,10 @@ def collect_rollouts(
     try:
         while True:
             request = link.request(block=wanted == 0)
-            if request is not None:
-                wanted = _served(link, rollouts, request, wanted)
+            if request is not None and request[0] == "collect":
+                wanted = int(request[1])
+            elif request is not None:
+                serve(link, rollouts, request)
             elif fill_slot(storage, rollouts, metrics, worker, timeout=_CLAIM_SECONDS):
                 wanted -= wanted > 0
     except PeerGoneError:
@@ -283,11 +286,19 @@ def fill_slot(
     return True
 
 
-def _served(link: Link, rollouts: RolloutWorker, request: tuple[Any, ...], wanted: int) -> int:
-    """Serve one request; return how many rollouts are wanted from now on."""
+def serve(link: Link, rollouts: RolloutWorker, request: tuple[Any, ...]) -> None:
+    """Serve and answer a request about a worker's state.
+
+    Args:
+        link: To the parent.
+        rollouts: The worker.
+        request: ``("seed", env_seed, torch_seed)``, ``("reset",)``, ``("state",)`` or
+            ``("load", state)``, states being pickled by value.
+
+    Raises:
+        ValueError: It is none of them.
+    """
     kind, *arguments = request
-    if kind == "collect":
-        return int(arguments[0])
     if kind == "seed":
         rollouts.seed(*arguments)
         link.answer()
@@ -301,7 +312,6 @@ def _served(link: Link, rollouts: RolloutWorker, request: tuple[Any, ...], wante
         link.answer()
     else:
         raise ValueError(f"request of the parent: {kind!r} (expected a known one). Update both.")
-    return wanted
 
 
 @contextlib.contextmanager

@@ -35,12 +35,17 @@ def available_cores() -> int:
     return len(affinity(0)) if affinity else psutil.cpu_count() or 1
 
 
-def plan_threads(cores: int, collectors: int = 1, physics_threads: int | None = None) -> ThreadPlan:
-    """Share `cores` out: one thread for the learner, physics on all of them.
+def plan_threads(
+    cores: int,
+    collectors: int = 1,
+    physics_threads: int | None = None,
+    learner_threads: int = 1,
+) -> ThreadPlan:
+    """Share `cores` out: one thread for the learner if it asks no more, physics on all of them.
 
-    The learner's networks are small and run fastest on one thread; physics scales with
-    cores. All of them step physics, for the learner waits for data now and then and a
-    collector for its policy: what one leaves idle the other takes.
+    Small networks run fastest on one thread; physics scales with cores. All of them step
+    physics, for the learner waits for data now and then and a collector for its policy:
+    what one leaves idle the other takes.
 
     Raises:
         ConfigError: A count is not positive.
@@ -49,11 +54,13 @@ def plan_threads(cores: int, collectors: int = 1, physics_threads: int | None = 
         >>> print(plan_threads(8, collectors=2))
         8 cores: 1 learner thread(s), 2 collector(s) with 4 physics thread(s) each
     """
-    if cores < 1 or collectors < 1 or (physics_threads is not None and physics_threads < 1):
+    asked = (cores, collectors, learner_threads, 1 if physics_threads is None else physics_threads)
+    if min(asked) < 1:
         raise ConfigError(
             f"thread plan: {cores} cores, {collectors} collectors, {physics_threads} physics "
-            "threads (expected at least 1 each). Check the process's affinity and the settings."
+            f"and {learner_threads} learner threads (expected at least 1 each). "
+            "Check the process's affinity and the settings."
         )
     if physics_threads is None:
         physics_threads = max(1, cores // collectors)
-    return ThreadPlan(cores, collectors, 1, physics_threads)
+    return ThreadPlan(cores, collectors, learner_threads, physics_threads)

@@ -159,6 +159,15 @@ class WorkerGroup:
             WorkerError: The worker has failed, or has not answered in `timeout` seconds.
         """
         self.send(index, *request)
+        return self.receive(index, timeout)
+
+    def receive(self, index: int, timeout: float | None = None) -> Any:
+        """Return the answer to the oldest request sent that has not been received.
+
+        Raises:
+            WorkerError: The worker has failed, or has not answered in `timeout` seconds,
+                None being as many as it lives.
+        """
         return self._receive(self._workers[index], "answer", timeout)
 
     def wait(self, descriptors: Sequence[int], timeout: float | None) -> bool:
@@ -189,7 +198,7 @@ class WorkerGroup:
     def _sentinels(self) -> list[int]:
         return [worker.process.sentinel for worker in self._workers]
 
-    def _receive(self, worker: _Worker, kind: str, timeout: float) -> Any:
+    def _receive(self, worker: _Worker, kind: str, timeout: float | None) -> Any:
         ready = wait([worker.connection, *self._sentinels()], timeout)
         try:
             if worker.connection.poll():
@@ -202,7 +211,7 @@ class WorkerGroup:
         if ready:
             self.check()  # another one failed, which is no less of a reason
         raise WorkerError(
-            f"{worker.name}, process {worker.process.pid}: no answer within {timeout:g} s "
+            f"{worker.name}, process {worker.process.pid}: no answer within {timeout or 0:g} s "
             "(expected one). See whether it is stopped, or waits for something."
         )
 

@@ -12,7 +12,14 @@ from torchrl_unilab.trainers.hooks import (
     PublishWeights,
     StopWhen,
 )
-from torchrl_unilab.trainers.runs import evaluate_run, train_appo
+from torchrl_unilab.trainers.off_policy import (
+    OffPolicyTrainer,
+    build_reward_comparison_metrics,
+    compute_train_start_threshold,
+    replay_buffer_ready_for_learning,
+)
+from torchrl_unilab.trainers.off_policy_configs import OFF_POLICY_TASKS, OffPolicyConfig
+from torchrl_unilab.trainers.runs import evaluate_run, train_appo, train_off_policy
 
 __all__ = [
     "APPO_TASKS",
@@ -23,9 +30,16 @@ __all__ = [
     "EpisodeReturns",
     "LearningCurve",
     "LogPolicyLag",
+    "OFF_POLICY_TASKS",
+    "OffPolicyConfig",
+    "OffPolicyTrainer",
     "PublishWeights",
     "StopWhen",
+    "build_reward_comparison_metrics",
+    "compute_train_start_threshold",
     "evaluate",
     "evaluate_run",
+    "replay_buffer_ready_for_learning",
     "train_appo",
+    "train_off_policy",
 ]

@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torchrl.trainers import Trainer, UpdateWeights
 from torchrl.trainers.trainers import TrainerHookBase
 
-from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -289,7 +289,7 @@ class EpisodeReturns(LearningCurve):
 
 
 class CollectorReport(LearningCurve):
-    """Logs what an `APPOCollector`'s workers tell: returns, rates, ring, frames per second.
+    """Logs what a collector's workers tell: returns, rates, memory, frames per second.
 
     The workers count their episodes themselves, so returns are right also where rollouts
     are dropped. Reading waits for nobody.
@@ -301,7 +301,7 @@ class CollectorReport(LearningCurve):
         last: What was logged last.
     """
 
-    def __init__(self, collector: APPOCollector) -> None:
+    def __init__(self, collector: WorkerCollector) -> None:
         super().__init__()
         self.collector = collector
         self.last: dict[str, Any] = {}
@@ -311,9 +311,7 @@ class CollectorReport(LearningCurve):
         collector = self.collector
         metrics = collector.metrics()
         measured: dict[str, Any] = {
-            "ring_occupancy": len(collector.storage) / collector.storage.max_size,
-            "dropped": collector.dropped,
-            "stale": collector.stale,
+            **collector.status(),
             **{f"fps_{phase}": value for phase, value in metrics.fps.items()},
         }
         if metrics.episodes:
@@ -387,14 +385,20 @@ class BusyTime(_Stateless):
         """Share of time the learner was busy, in [0, 1]."""
         return 1.0 - self.waited / self.total if self.total else 0.0
 
-    def arrived(self, batch: TensorDictBase) -> TensorDictBase:
+    def arrived(self, batch: TensorDictBase | None) -> TensorDictBase | None:
         """A batch arrived: the wait is over."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now
         if self._idle_since is not None:
             self.waited += now - self._idle_since
+            self._idle_since = None
         return batch
+
+    def arrived_in_replay(self, batch: TensorDictBase | None) -> None:
+        """Data arrived that no batch shows, but the replay holds."""
+        if batch is None:
+            self.arrived(batch)
 
     def finished(self, batch: TensorDictBase) -> dict[str, Any]:
         """The batch is dealt with: the next wait begins."""
@@ -404,5 +408,6 @@ class BusyTime(_Stateless):
     def register(self, trainer: Trainer, name: str = "busy_time") -> None:
         """Register at both ends of the work on a batch."""
         trainer.register_op("batch_process", self.arrived)
+        trainer.register_op("pre_steps_log", self.arrived_in_replay)
         trainer.register_op("post_steps_log", self.finished)
         trainer.register_module(name, self)

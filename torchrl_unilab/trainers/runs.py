@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,27 +17,31 @@ from typing import Any
 
 import psutil
 import torch
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.envs import EnvBase
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
+from torchrl.trainers import Trainer
 
-from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.collectors.base import CreateEnv, WorkerCollector
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
-from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
+from torchrl_unilab.modules import PerEnvNoise
+from torchrl_unilab.runtime import available_cores, plan_threads
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.configs import APPOConfig
 from torchrl_unilab.trainers.evaluation import evaluate
-from torchrl_unilab.trainers.hooks import CollectorReport, StopWhen
+from torchrl_unilab.trainers.hooks import CollectorReport, LearningCurve, StopWhen
+from torchrl_unilab.trainers.learners import build_learner
 from torchrl_unilab.trainers.loggers import FanOutLogger
+from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
+from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.trainers.plots import plot_returns
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["evaluate_run", "train_appo"]
+__all__ = ["evaluate_run", "train_appo", "train_off_policy"]
 
 CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"
@@ -45,13 +49,12 @@ CONFIG = "config.json"
 _SAVED = ("policy", "loss_module", "optimizer", "trainer_state")
 
 
-@dataclass
-class _Learner:
-    """What is learned: the networks, and the loss over them."""
-
-    normalizers: dict[str, ObservationNormalizer]
-    actor: TensorDictModuleBase
-    loss: APPOLoss
+Announce = Callable[[str], None]
+_CONFIGS: Mapping[str, type[Any]] = {
+    "appo": APPOConfig,
+    "sac": OffPolicyConfig,
+    "td3": OffPolicyConfig,
+}
 
 
 def train_appo(
@@ -91,14 +94,70 @@ def train_appo(
         ConfigError: The run directory is not empty, or frames or episodes are not positive.
         ValueError: Unknown task (lists what exists).
     """
+    config = config or APPOConfig.for_task(env)
+    return _run(_APPO, env, "appo", config, **_arguments(locals()))
+
+
+def train_off_policy(
+    env: str,
+    *,
+    frames: int,
+    seed: int = 0,
+    run_dir: str | os.PathLike[str],
+    config: OffPolicyConfig | None = None,
+    create_env: CreateEnv | None = None,
+    stop_at: float | None = None,
+    max_seconds: float | None = None,
+    progress_bar: bool = True,
+    eval_episodes: int = 16,
+    announce: Announce = lambda line: None,
+) -> dict[str, Any]:
+    """Train by SAC or TD3, as `config` says, and leave in `run_dir` what `train_appo` does.
+
+    Arguments, result and errors are those of `train_appo`.
+    """
+    config = config or OffPolicyConfig.for_task(env)
+    return _run(_OFF_POLICY, env, config.algorithm, config, **_arguments(locals()))
+
+
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key not in ("env", "config")}
+
+
+@dataclass(frozen=True)
+class _Algorithm:
+    """What differs between the algorithms' runs: who collects, who trains, on what threads."""
+
+    collector: Callable[..., Any]
+    trainer: Callable[..., Any]
+    learner_threads: Callable[[Any, int], int]
+
+
+def _run(
+    algorithm: _Algorithm,
+    env: str,
+    algo: str,
+    config: Any,
+    *,
+    frames: int,
+    seed: int,
+    run_dir: str | os.PathLike[str],
+    create_env: CreateEnv | None,
+    stop_at: float | None,
+    max_seconds: float | None,
+    progress_bar: bool,
+    eval_episodes: int,
+    announce: Announce,
+) -> dict[str, Any]:
     if frames < 1:
         raise ConfigError(f"frames: {frames} (expected at least 1). Use for example 2000000.")
     if eval_episodes < 1:
         raise ConfigError(f"eval_episodes: {eval_episodes} (expected at least 1). Use 16.")
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed: {seed} (expected 0 to {2**32 - 1}). Use for example 0.")
-    config = config or APPOConfig.for_task(env)
-    plan = plan_threads(available_cores(), config.num_collectors, config.physics_threads)
+    cores = available_cores()
+    learner_threads = algorithm.learner_threads(config, cores)
+    plan = plan_threads(cores, config.num_collectors, config.physics_threads, learner_threads)
     if create_env is None:
         make_task(env)  # an unknown task is refused before anything is made
         create_env = _mujoco_env(env, config.num_envs, plan.physics_threads)
@@ -107,17 +166,17 @@ def train_appo(
     torch.set_num_threads(plan.learner_threads)
     torch.manual_seed(seed)
     proxy = create_env()
-    learner = _build_learner(proxy, config)
+    learner = build_learner(proxy, config)
     proxy.close()
     scheme = UniLabShmScheme()
-    collector = _start_collector(create_env, learner.actor, scheme, config, plan, seed)
+    collector = algorithm.collector(create_env, learner.actor, scheme, config, seed)
     try:
         # Whatever could be refused has been: from here on files are written.
         path.mkdir(parents=True, exist_ok=True)
-        settings = {"env": env, "algo": "appo", "seed": seed, **dataclasses.asdict(config)}
+        settings = {"env": env, "algo": algo, "seed": seed, **dataclasses.asdict(config)}
         (path / CONFIG).write_text(json.dumps(settings, indent=2))
         board = TensorboardLogger("tensorboard", log_dir=str(path))
-        trainer = APPOTrainer(
+        trainer = algorithm.trainer(
             collector=collector,
             loss_module=learner.loss,
             total_frames=frames,
@@ -130,7 +189,7 @@ def train_appo(
             checkpoint=Checkpoint(save_components=_SAVED),
             save_trainer_file=path / CHECKPOINT,
             save_trainer_interval=max(frames // 4, 1),
-            log_interval=min(10 * config.frames_per_rollout, frames // 20),
+            log_interval=min(10 * collector.frames_per_batch, frames // 20),
         )
         StopWhen(trainer.returns, stop_at=stop_at, max_seconds=max_seconds).register(trainer)
         cpu = _CollectorTime(collector)
@@ -152,21 +211,22 @@ def train_appo(
         eval_return = _mean_return(eval_env, learner.actor, seed)
     summary = {
         "env": env,
-        "algo": "appo",
+        "algo": algo,
         "seed": seed,
         "frames": trainer.collected_frames,
+        "optim_steps": trainer._optim_count,
         "seconds": trainer.returns.seconds,
         "final_return": trainer.returns.mean if trainer.returns.curve else None,
         "eval_return": eval_return,
         "interrupted": interrupted,
         "policy_lag": dict(sorted(trainer.lag.histogram.items())) if trainer.lag else {},
-        "collector": _last_report(trainer),
+        "collector": _last_report(trainer.returns),
         "busy": {"learner": trainer.busy_time.busy, "collectors": cpu.busy},
         "threads": dataclasses.asdict(plan),
         "curve": trainer.returns.curve,
         "versions": _versions(),
     }
-    plot_returns(path / "returns.png", f"{env}, APPO, seed {seed}", trainer.returns.curve)
+    plot_returns(path / "returns.png", f"{env}, {algo.upper()}, seed {seed}", trainer.returns.curve)
     (path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
     return summary
 
@@ -190,8 +250,9 @@ def evaluate_run(
         )
     try:
         settings = json.loads((path / CONFIG).read_text())
-        fields = {field.name for field in dataclasses.fields(APPOConfig)}
-        config = APPOConfig(**{k: v for k, v in settings.items() if k in fields})
+        kind = _CONFIGS[settings["algo"]]
+        fields = {field.name for field in dataclasses.fields(kind)}
+        config = kind(**{k: v for k, v in settings.items() if k in fields})
         task = make_task(settings["env"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -199,7 +260,7 @@ def evaluate_run(
             "run on a task of MujocoBatchEnv). Restore it, or train again."
         ) from error
     env = MujocoBatchEnv(task, num_envs=episodes, num_threads=available_cores())
-    learner = _build_learner(env, config)
+    learner = build_learner(env, config)
     try:
         Checkpoint(policy=learner.actor).load(path / CHECKPOINT)
     except (CheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
@@ -239,51 +300,11 @@ def _checked_run_dir(run_dir: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _build_learner(env: EnvBase, config: APPOConfig) -> _Learner:
-    sizes = {key: env.observation_spec[key].shape[-1] for key in config.observation_keys}
-    normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items()}
-    key, critic_key = config.observation, config.critic_observation
-    actor = make_actor(
-        sizes[key],
-        env.action_spec.shape[-1],
-        in_key=key,
-        normalizer=normalizers[key],
-        hidden=config.hidden,
-        log_std=config.log_std,
-    )
-    critic = make_critic(
-        sizes[critic_key],
-        in_key=critic_key,
-        normalizer=normalizers[critic_key],
-        hidden=config.hidden,
-    )
-    loss = APPOLoss(
-        actor,
-        critic,
-        clip_epsilon=config.clip_epsilon,
-        value_clip=config.value_clip,
-        entropy_coeff=config.entropy_coeff,
-        critic_coeff=config.critic_coeff,
-        gamma=config.gamma,
-        lambda_=config.lambda_,
-        rho_bar=config.rho_bar,
-        c_bar=config.c_bar,
-        tau=config.tau,
-        target_update_freq=(
-            config.epochs * config.minibatches
-            if config.target_update_freq is None
-            else config.target_update_freq
-        ),
-    )
-    return _Learner(normalizers, actor, loss)
-
-
-def _start_collector(
-    create_env: Callable[[], EnvBase],
+def _ring_collector(
+    create_env: CreateEnv,
     actor: TensorDictModuleBase,
     scheme: UniLabShmScheme,
     config: APPOConfig,
-    plan: ThreadPlan,
     seed: int,
 ) -> APPOCollector:
     return APPOCollector(
@@ -298,12 +319,61 @@ def _start_collector(
         max_policy_lag=config.max_policy_lag,
         lockstep=config.lockstep,
         use_buffers=False,
-        num_threads=plan.learner_threads,
+        num_threads=1,
         seed=seed,
     )
 
 
-def _train(trainer: APPOTrainer) -> bool:
+def _replay_collector(
+    create_env: CreateEnv,
+    actor: TensorDictModuleBase,
+    scheme: UniLabShmScheme,
+    config: OffPolicyConfig,
+    seed: int,
+) -> ReplayCollector:
+    frames = config.learning_starts * config.total_envs
+    return ReplayCollector(
+        create_env,
+        actor,
+        capacity=config.capacity,
+        num_collectors=config.num_collectors,
+        frames_per_batch=config.frames_per_tick,
+        total_frames=-1,  # the trainer counts
+        init_random_frames=frames if config.init_random else 0,
+        explore=_Explore(config) if config.algorithm == "td3" else None,
+        weight_sync_schemes={"policy": scheme},
+        lockstep=config.sync_collection,
+        num_threads=1,
+        seed=seed,
+        n_step=config.n_step,
+        gamma=config.gamma,
+    )
+
+
+@dataclass(frozen=True)
+class _Explore:
+    """Makes of TD3's actor what explores."""
+
+    config: OffPolicyConfig
+
+    def __call__(self, actor: TensorDictModuleBase) -> TensorDictModuleBase:
+        noise = PerEnvNoise(
+            actor.center - actor.reach,
+            actor.center + actor.reach,
+            std_min=self.config.noise_std_min,
+            std_max=self.config.noise_std_max,
+            init_key=None,
+        )
+        return TensorDictSequential(actor, noise)
+
+
+_APPO = _Algorithm(_ring_collector, APPOTrainer, lambda config, cores: 1)
+_OFF_POLICY = _Algorithm(
+    _replay_collector, OffPolicyTrainer, lambda config, cores: config.learner_threads or cores
+)
+
+
+def _train(trainer: Trainer) -> bool:
     """Train to the end, or until Ctrl-C; leave a checkpoint; return if it was Ctrl-C."""
     try:
         trainer.train()
@@ -316,9 +386,8 @@ def _train(trainer: APPOTrainer) -> bool:
     return False
 
 
-def _last_report(trainer: APPOTrainer) -> dict[str, Any]:
+def _last_report(report: LearningCurve) -> dict[str, Any]:
     """What the collectors told last; endless rates, of phases that took no time, left out."""
-    report = trainer.returns
     last = report.last if isinstance(report, CollectorReport) else {}
     return {key: value for key, value in last.items() if math.isfinite(value)}
 
@@ -341,7 +410,7 @@ class _CollectorTime:
         busy: One share per collector; above 1 if several threads step physics.
     """
 
-    def __init__(self, collector: APPOCollector) -> None:
+    def __init__(self, collector: WorkerCollector) -> None:
         self._processes = [psutil.Process(pid) for pid in collector.pids]
         self._started = 0.0
         self._before: list[float] = []

@@ -1,0 +1,128 @@
+"""One minibatch update of SAC and of TD3 beside the same mathematics in plain PyTorch.
+
+``python -m tests.benchmarks.bench_offpolicy_update [--blocks 15] [--compile]``
+
+All update an actor and two critics of 2x256 units on 256 transitions of HalfCheetah's sizes,
+with Adam and target networks, the policy in every step. They take turns in blocks. Plain
+PyTorch uses autograd and fused Adam; TorchRL its loss, fused Adam and `SoftUpdate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
+
+from tests.benchmarks.plain_offpolicy import PlainSAC, PlainTD3
+from torchrl_unilab.modules.q_value import make_q_value
+from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor
+from torchrl_unilab.objectives.fused_sac import FusedSACUpdate
+from torchrl_unilab.objectives.fused_td3 import FusedTD3Update
+
+OBSERVATION, ACTION = 17, 6
+LR, TAU = 3e-4, 0.005
+
+
+def make_batch(size: int) -> TensorDict:
+    """Random transitions, [size]."""
+    after = {
+        "observation": torch.randn(size, OBSERVATION),
+        "reward": torch.randn(size, 1),
+        "done": torch.zeros(size, 1, dtype=torch.bool),
+        "terminated": torch.zeros(size, 1, dtype=torch.bool),
+    }
+    tensors = {"observation": torch.randn(size, OBSERVATION), "next": after}
+    return TensorDict({**tensors, "action": 2 * torch.rand(size, ACTION) - 1}, batch_size=[size])
+
+
+def make_loss(algorithm: str) -> LossModule:
+    """The loss of an algorithm, with networks of 2x256 units."""
+    critic = make_q_value(OBSERVATION, ACTION)
+    if algorithm == "SAC":
+        loss = SACLoss(make_sac_actor(OBSERVATION, ACTION), critic)
+    else:
+        loss = TD3Loss(make_td3_actor(OBSERVATION, ACTION), critic, bounds=(-1.0, 1.0))
+    loss.make_value_estimator(gamma=0.99)
+    return loss
+
+
+def torchrl_step(loss: LossModule, batch: TensorDict) -> Callable[[], object]:
+    """A step by TorchRL's own parts."""
+    adam = torch.optim.Adam(loss.parameters(), lr=LR, fused=True)
+    targets = SoftUpdate(loss, tau=TAU)
+
+    def step() -> None:
+        losses = loss(batch)
+        sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
+        adam.step()
+        adam.zero_grad()
+        targets.step()
+
+    return step
+
+
+def make_ways(algorithm: str, size: int, *, compiled: bool) -> dict[str, Callable[[], object]]:
+    """The ways to take one step, by name."""
+    batch = make_batch(size)
+    tensors = {
+        "observation": batch["observation"],
+        "action": batch["action"],
+        "next_observation": batch["next", "observation"],
+        "reward": batch["next", "reward"].squeeze(1),
+        "terminated": batch["next", "terminated"].squeeze(1),
+    }
+    loss = make_loss(algorithm)
+    if algorithm == "SAC":
+        kind = PlainSAC
+        update = FusedSACUpdate(loss, lr_actor=LR, lr_critic=LR, lr_alpha=LR, tau=TAU)
+    else:
+        kind = PlainTD3
+        update = FusedTD3Update(loss, lr_actor=LR, lr_critic=LR, tau=TAU)
+    plain, packed = kind(OBSERVATION, ACTION), update.prepare(batch)
+    ways: dict[str, Callable[[], object]] = {
+        "plain PyTorch": lambda: plain.update(tensors),
+        type(update).__name__: lambda: update.step(packed),
+        "TorchRL": torchrl_step(make_loss(algorithm), batch),
+    }
+    if compiled:
+        step = torch.compile(kind(OBSERVATION, ACTION).update)
+        ways["plain PyTorch, compiled"] = lambda: step(tensors)
+    return ways
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument("--compile", action="store_true", help="add plain PyTorch, compiled")
+    options = parser.parse_args()
+    print(f"One update of {options.batch} transitions, actor and two critics of 2x256 units\n")
+    print("| algorithm | threads | way | median ms | updates/s | of plain |")
+    print("|---|---:|---|---:|---:|---:|")
+    for algorithm in ("SAC", "TD3"):
+        ways = make_ways(algorithm, options.batch, compiled=options.compile)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            for block in range(options.blocks):
+                for name, step in ways.items():
+                    for _ in range(10):
+                        started = time.perf_counter()
+                        step()
+                        if block:
+                            seconds[name].append(time.perf_counter() - started)
+            medians = {name: statistics.median(values) for name, values in seconds.items()}
+            for name, median in medians.items():
+                ratio = median / medians["plain PyTorch"]
+                figures = f"{median * 1e3:.2f} | {1 / median:.0f} | {ratio:.2f}x"
+                print(f"| {algorithm} | {threads} | {name} | {figures} |")
+
+
+if __name__ == "__main__":
+    main()

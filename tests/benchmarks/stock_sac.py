@@ -1,0 +1,164 @@
+"""SAC as a user of TorchRL writes it, with TorchRL's own parts alone.
+
+``python -m tests.benchmarks.stock_sac [--task HalfCheetah-v5] [--seconds 60]``
+
+One `Collector` steps one gymnasium environment in the learner's process, as TorchRL's own
+SAC example does; one update of 256 rows for each frame, networks of two layers of 256.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections import deque
+
+import mujoco
+import torch
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import DoubleToFloat, GymEnv, RewardSum, TransformedEnv
+from torchrl.envs.utils import ExplorationType
+from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
+from torchrl.objectives import SACLoss, SoftUpdate
+
+FRAMES, BATCH, RANDOM = 1000, 256, 4000
+
+
+def make_env(task: str) -> TransformedEnv:
+    """Make an environment of a task with summed rewards."""
+    handler = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(lambda message: None)
+    try:
+        env = TransformedEnv(GymEnv(task))
+    finally:
+        mujoco.set_mju_user_warning(handler)
+    env.append_transform(DoubleToFloat(in_keys=["observation"]))
+    env.append_transform(RewardSum())
+    return env
+
+
+class Learner:
+    """SAC's update with the usual settings.
+
+    Args:
+        env: For the specs.
+    """
+
+    def __init__(self, env: TransformedEnv) -> None:
+        actions = env.action_spec.shape[-1]
+        net = nn.Sequential(
+            MLP(out_features=2 * actions, num_cells=[256, 256], activation_class=nn.ReLU),
+            NormalParamExtractor(scale_mapping="biased_softplus_1.0", scale_lb=0.1),
+        )
+        self.actor = ProbabilisticActor(
+            TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
+            spec=env.action_spec,
+            in_keys=["loc", "scale"],
+            distribution_class=TanhNormal,
+            distribution_kwargs={"low": -1.0, "high": 1.0, "tanh_loc": False},
+            default_interaction_type=ExplorationType.RANDOM,
+        )
+        critic = ValueOperator(
+            MLP(out_features=1, num_cells=[256, 256], activation_class=nn.ReLU),
+            in_keys=["action", "observation"],
+        )
+        with torch.no_grad():
+            critic(self.actor(env.reset()))
+        self.loss = SACLoss(self.actor, critic, num_qvalue_nets=2, loss_function="l2")
+        self.loss.make_value_estimator(gamma=0.99)
+        self.target = SoftUpdate(self.loss, eps=0.995)
+        groups = (
+            list(self.loss.actor_network_params.flatten_keys().values()),
+            list(self.loss.qvalue_network_params.flatten_keys().values()),
+            [self.loss.log_alpha],
+        )
+        self.optimizers = [torch.optim.Adam(group, lr=3e-4) for group in groups]
+        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=BATCH)
+
+    def update(self) -> None:
+        """Take one step."""
+        losses = self.loss(self.buffer.sample())
+        (losses["loss_actor"] + losses["loss_qvalue"] + losses["loss_alpha"]).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.target.step()
+
+
+def train(
+    task: str, *, seed: int, seconds: float, threads: int
+) -> tuple[list[tuple[float, int, float]], float]:
+    """Train with SAC until the time is up.
+
+    Args:
+        task: Gymnasium's name of the task.
+        seed: Seeds networks, environment and sampling.
+        seconds: How long to train, from the first frame on.
+        threads: Torch's threads.
+
+    Returns:
+        (Seconds, frames, mean return of the last 16 finished episodes or fewer) after each
+        batch, and updates per second of all time after the random frames.
+    """
+    torch.manual_seed(seed)
+    finished: deque[float] = deque(maxlen=16)
+    curve: list[tuple[float, int, float]] = []
+    frames = updates = 0
+    began = None
+    with warnings.catch_warnings():
+        env = make_env(task)
+        env.set_seed(seed)
+        learner = Learner(env)
+        collector = Collector(
+            env,
+            learner.actor,
+            frames_per_batch=FRAMES,
+            total_frames=-1,
+            init_random_frames=RANDOM,
+            auto_register_policy_transforms=False,
+        )
+        torch.set_num_threads(threads)
+        started = time.perf_counter()
+        try:
+            for data in collector:
+                frames += data.numel()
+                finished.extend(data["next", "episode_reward"][data["next", "done"]].tolist())
+                learner.buffer.extend(data.reshape(-1))
+                if frames >= RANDOM:
+                    began = began or time.perf_counter()
+                    for _ in range(data.numel()):
+                        learner.update()
+                        updates += 1
+                        if time.perf_counter() - started >= seconds:
+                            break
+                    collector.update_policy_weights_()
+                elapsed = time.perf_counter() - started
+                if finished:
+                    curve.append((elapsed, frames, sum(finished) / len(finished)))
+                if elapsed >= seconds:
+                    break
+        finally:
+            collector.shutdown()
+    rate = updates / (time.perf_counter() - began) if began else 0.0
+    return curve, rate
+
+
+def main() -> None:
+    """Train once and print the end of the curve."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", default="HalfCheetah-v5")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    curve, rate = train(
+        options.task, seed=options.seed, seconds=options.seconds, threads=options.threads
+    )
+    print(f"{rate:.0f} updates/s; last {curve[-1] if curve else None}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+
+from tests.support.acting import make_policy, set_action
+from tests.support.collecting import CountingEnv, state_env
+from tests.support.processes import DEADLINE
+from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
+from torchrl_unilab.modules import PerEnvNoise
+
+ENVS, CAPACITY = 2, 64
+PROMPT = 2.0
+"""Seconds within which a failure must surface."""
+
+
+def _collector(policy=None, create_env=CountingEnv, **kwargs) -> ReplayCollector:
+    settings = {"capacity": CAPACITY, "frames_per_batch": ENVS, "seed": 100, "timeout": DEADLINE}
+    return ReplayCollector(create_env, policy or make_policy(0.0), **{**settings, **kwargs})
+
+
+def _ticks(collector: ReplayCollector, count: int) -> None:
+    for _, tick in zip(range(count), collector, strict=False):
+        assert tick is None
+
+
+def _rows(collector: ReplayCollector) -> TensorDictBase:
+    storage = collector.storage
+    return storage.get(torch.arange(storage.size)).clone()
+
+
+def _equal(a: TensorDictBase, b: TensorDictBase) -> bool:
+    return bool((a == b).all())
+
+
+@pytest.fixture
+def inline() -> Iterator[ReplayCollector]:
+    collector = _collector(inline=True)
+    yield collector
+    collector.shutdown()
+
+
+def test_a_tick_adds_the_rows_it_says_and_total_frames_end_the_collection():
+    collector = _collector(inline=True, frames_per_batch=6, total_frames=18)
+    sizes = [collector.storage.size for _ in collector]
+    assert sizes == [6, 12, 18]
+    assert collector.getattr_rb("write_count") == 18
+    collector.shutdown()
+
+
+def test_rows_are_transitions_with_true_final_observations(inline):
+    _ticks(inline, 12)
+    rows = _rows(inline)
+    drawn, steps, left = rows["observation"].unbind(-1)
+    after = rows["next", "observation"]
+    assert torch.equal(after[:, 0], drawn)  # the episode's own, also where it ends
+    assert torch.equal(after[:, 1], steps + 1)
+    assert torch.equal(after[:, 2], left - 1)
+    assert torch.equal(rows["next", "done"].squeeze(-1), left == 1)
+    assert torch.equal(rows["next", "reward"].squeeze(-1), drawn)
+    assert rows["next", "truncated"].any()
+    assert not rows["next", "terminated"].any()
+
+
+def test_a_replay_holds_what_critics_alone_may_see():
+    collector = _collector(inline=True, create_env=state_env)
+    _ticks(collector, 3)
+    rows = _rows(collector)
+    assert torch.equal(rows["critic", "state"], rows["observation"] * 10.0)
+    assert torch.equal(rows["next", "critic", "state"], rows["next", "observation"] * 10.0)
+    collector.shutdown()
+
+
+def test_a_worker_in_lockstep_writes_what_an_inline_collector_writes():
+    with_noise = {"explore": add_noise, "init_random_frames": 6}
+    one = _collector(inline=True, **with_noise)
+    other = _collector(lockstep=True, **with_noise)
+    for collector in (one, other):
+        for tick, _ in zip(range(10), collector, strict=False):
+            set_action(collector.policy, tick / 10)
+            collector.update_policy_weights_()
+    assert _equal(_rows(one), _rows(other))
+    one.shutdown()
+    other.shutdown()
+
+
+def add_noise(policy: TensorDictModuleBase) -> TensorDictModuleBase:
+    noise = PerEnvNoise(-1.0, 1.0, std_min=0.1, std_max=0.5, init_key=None)
+    return TensorDictSequential(policy, noise)
+
+
+def test_workers_collect_one_tick_ahead_and_no_further():
+    collector = _collector(num_collectors=2, frames_per_batch=2 * ENVS)
+    for tick, _ in zip(range(1, 6), collector, strict=False):
+        until = time.monotonic() + DEADLINE
+        while collector.storage.ptr < 4 * (tick + 1):  # without being asked again
+            assert time.monotonic() < until
+        collector.state_dict()  # is answered when all that was asked for is done
+        assert collector.storage.ptr == 4 * (tick + 1)
+        assert collector.getattr_rb("write_count") == 4 * tick
+    collector.shutdown()
+
+
+def test_a_tick_in_lockstep_acts_with_what_was_published_before_it(inline):
+    for tick, _ in zip(range(6), inline, strict=False):
+        actions = _rows(inline)["action"][-ENVS:]
+        assert torch.equal(actions, torch.full((ENVS, 1), tick / 10))
+        set_action(inline.policy, (tick + 1) / 10)
+        inline.update_policy_weights_()
+
+
+def test_first_frames_are_random_within_bounds_and_then_the_policy_acts():
+    collector = _collector(make_policy(0.5), inline=True, init_random_frames=10)
+    _ticks(collector, 8)
+    actions = _rows(collector)["action"]
+    assert actions[:10].abs().max() <= 1.0
+    assert len(actions[:10].unique()) == 10
+    assert (actions[10:] == 0.5).all()
+    collector.shutdown()
+
+
+def test_exploration_noise_of_each_environment_survives_weight_updates():
+    collector = _collector(inline=True, explore=add_noise)
+    noise = collector._inline.policy[1]
+    _ticks(collector, 1)
+    before = noise.std.clone()
+    set_action(collector.policy, 0.25)
+    collector.update_policy_weights_()
+    _ticks(collector, 20)
+    assert torch.equal(noise.std, before)
+    actions = _rows(collector)["action"][ENVS:].squeeze(-1)
+    assert len(actions.unique()) > 20
+    assert abs(actions.mean() - 0.25) < 0.25
+    collector.shutdown()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_is_killed_is_named_while_a_tick_is_waited_for(number):
+    collector = _collector()
+    ticks = iter(collector)
+    next(ticks)
+    os.kill(collector.pids[0], number)
+    started = time.monotonic()
+    with pytest.raises(WorkerError, match=number.name):
+        list(ticks)  # without end else
+    assert time.monotonic() - started < PROMPT
+    collector.shutdown()
+
+
+def test_an_error_in_the_environment_surfaces_with_its_traceback():
+    collector = _collector()
+    set_action(collector.policy, 2000.0)
+    collector.update_policy_weights_()
+    with pytest.raises(WorkerError, match="the physics exploded"):
+        _ticks(collector, 3)
+    collector.shutdown()
+
+
+def test_states_and_seeds_are_served_between_ticks():
+    collector = _collector()
+    _ticks(collector, 2)
+    state = collector.state_dict()
+    assert state["frames"] == 4
+    assert collector.set_seed(7) == 7 + ENVS
+    collector.load_state_dict(state)
+    _ticks(collector, 2)
+    collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"frames_per_batch": 3}, "multiple of 2"),
+        ({"frames_per_batch": 2, "num_collectors": 2}, "multiple of 4"),
+        ({"inline": True, "num_collectors": 2, "frames_per_batch": 4}, "inline: 2 workers"),
+        ({"init_random_frames": -1}, "init_random_frames"),
+        ({"num_collectors": 0}, "num_collectors"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        _collector(**settings)
+
+
+def test_after_shutdown_everything_is_refused_but_another_shutdown():
+    collector = _collector(inline=True)
+    _ticks(collector, 1)
+    collector.shutdown()
+    collector.shutdown()
+    for use in (lambda: next(iter(collector)), collector.metrics, lambda: collector.storage):
+        with pytest.raises(SegmentClosedError, match="shut down"):
+            use()

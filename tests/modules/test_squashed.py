@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import nn
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.modules import TanhNormal
+from torchrl.objectives import SACLoss, SoftUpdate
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules import ObservationNormalizer
+from torchrl_unilab.modules.q_value import make_q_value, relu_mlp
+from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor, squash
+
+LOW, HIGH = torch.tensor([-1.0, 0.5]), torch.tensor([0.25, 4.0])
+TYPES = [
+    ExplorationType.RANDOM,
+    ExplorationType.DETERMINISTIC,
+    ExplorationType.MEAN,
+    ExplorationType.MODE,
+]
+
+
+def _observations(*batch: int) -> TensorDict:
+    return TensorDict(observation=5 * torch.randn(*batch, 3), batch_size=batch)
+
+
+@pytest.mark.parametrize("how", TYPES, ids=str)
+@pytest.mark.parametrize("batch", [(), (4,), (2, 8)], ids=str)
+def test_the_direct_path_gives_what_torchrls_gives(how, batch):
+    torch.manual_seed(0)
+    actor = make_sac_actor(3, 2, low=LOW, high=HIGH, hidden=(8,))
+    observations = _observations(*batch)
+    with set_exploration_type(how):
+        torch.manual_seed(1)
+        stock = actor(observations.copy())  # with gradients
+        torch.manual_seed(1)
+        with torch.no_grad():
+            direct = actor(observations.copy())
+    assert set(direct.keys()) == set(stock.keys())
+    for key, value in direct.items():
+        torch.testing.assert_close(value, stock[key].detach(), rtol=1e-6, atol=1e-6)
+
+
+def test_without_exploration_the_action_is_the_squashed_mean():
+    actor = make_sac_actor(3, 2, low=LOW, high=HIGH)
+    with set_exploration_type(ExplorationType.DETERMINISTIC), torch.no_grad():
+        batch = actor(_observations(5))
+    expected = (LOW + HIGH) / 2 + (HIGH - LOW) / 2 * batch["loc"].tanh()
+    torch.testing.assert_close(batch["action"], expected)
+
+
+@pytest.mark.parametrize("how", TYPES, ids=str)
+def test_sac_actions_keep_off_their_bounds_so_that_they_have_a_probability(how):
+    actor = make_sac_actor(3, 2, low=LOW, high=HIGH)
+    with torch.no_grad():
+        actor[0].net[-1].weight.mul_(1e4)
+        with set_exploration_type(how):
+            batch = actor(_observations(200))
+        assert (batch["action"] >= LOW).all()
+        assert (batch["action"] <= HIGH).all()
+        stock = TanhNormal(batch["loc"], batch["scale"], low=LOW, high=HIGH)
+        assert stock.log_prob(batch["action"]).isfinite().all()
+
+
+def test_the_scale_stays_within_its_soft_bounds_and_keeps_a_gradient():
+    actor = make_sac_actor(1, 1, hidden=(), log_std_bounds=(-2.0, 1.0))
+    parameters = actor[0]
+    with torch.no_grad():
+        parameters.net[0].weight.copy_(torch.tensor([[0.0], [1.0]]))
+        parameters.net[0].bias.zero_()
+    raw = torch.tensor([[-100.0], [-4.0], [0.0], [4.0], [100.0]], requires_grad=True)
+    log_std = parameters(TensorDict(observation=raw, batch_size=[5]))["scale"].log()
+    ends = log_std.flatten().tolist()
+    assert (ends[0], ends[2], ends[-1]) == pytest.approx((-2.0, -0.5, 1.0), abs=1e-6)
+    log_std.sum().backward()
+    assert (raw.grad[1:4] > 1e-3).all()
+
+
+@given(st.floats(-50.0, 50.0), st.sampled_from([torch.float32, torch.float64]))
+def test_squash_is_tanh_that_never_reaches_one(x, dtype):
+    value = torch.tensor(x, dtype=dtype)
+    y = squash(value.clone())
+    resolution = torch.finfo(dtype).resolution
+    torch.testing.assert_close(y, value.tanh(), rtol=0.0, atol=2 * resolution)
+    assert y.abs().item() < 1.0
+
+
+def test_td3_acts_from_bound_to_bound():
+    actor = make_td3_actor(1, 2, low=LOW, high=HIGH, hidden=())
+    with torch.no_grad():
+        actor.net[0].weight.fill_(1.0)
+        actor.net[0].bias.zero_()
+    observation = torch.tensor([[-100.0], [0.0], [100.0]])
+    action = actor(TensorDict(observation=observation, batch_size=[3]))["action"]
+    torch.testing.assert_close(action, torch.stack([LOW, (LOW + HIGH) / 2, HIGH]))
+    half = make_td3_actor(1, 1, high=3.0, hidden=())  # low is -1
+    with torch.no_grad():
+        half.net[0].weight.zero_()
+        half.net[0].bias.fill_(0.5493061443340549)  # artanh 0.5
+    action = half(TensorDict(observation=torch.zeros(1, 1), batch_size=[1]))["action"]
+    assert action.item() == pytest.approx(2.0)
+
+
+def test_networks_are_relu_layers_with_or_without_normalisation():
+    plain = [type(layer) for layer in relu_mlp([3, 4, 5, 1])]
+    assert plain == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
+    normed = relu_mlp([3, 4, 1], layer_norm=True)
+    assert [type(layer) for layer in normed] == [nn.Linear, nn.LayerNorm, nn.ReLU, nn.Linear]
+    assert make_sac_actor(3, 2, hidden=(4,), layer_norm=True)[0].net[-1].out_features == 4
+    assert make_td3_actor(3, 2, hidden=(4,), layer_norm=True).net[1].normalized_shape == (4,)
+
+
+def test_a_critic_judges_observation_and_action_side_by_side():
+    critic = make_q_value(2, 1, in_key="state", hidden=())
+    with torch.no_grad():
+        critic.net[0].weight.copy_(torch.tensor([[1.0, 10.0, 100.0]]))
+        critic.net[0].bias.fill_(0.5)
+    batch = TensorDict(state=torch.tensor([[1.0, 2.0]]), action=torch.tensor([[3.0]]))
+    assert critic(batch)["state_action_value"].tolist() == [[321.5]]
+    assert list(critic.in_keys) == ["state", "action"]
+
+
+def test_the_critics_of_a_loss_normalise_by_the_actors_statistics_of_the_moment():
+    normalizer = ObservationNormalizer(3)
+    actor = make_sac_actor(3, 2, normalizer=normalizer, hidden=(8,))
+    critic = make_q_value(3, 2, normalizer=normalizer, hidden=(8,))
+    assert critic.normalizer is actor[0].normalizer
+    assert not any("normalizer" in key for key in critic.state_dict())
+    assert any(key.endswith("normalizer.mean") for key in actor.state_dict())  # published
+    loss = SACLoss(actor, critic)
+    loss.make_value_estimator(gamma=0.9)
+    SoftUpdate(loss, tau=0.1)
+    batch = _observations(16)
+    batch["action"] = torch.zeros(16, 2)
+    values = []
+    for _ in range(2):
+        td = batch.copy()
+        params = loss.target_qvalue_network_params[0]
+        with params.to_module(loss.qvalue_network):
+            values.append(loss.qvalue_network(td)["state_action_value"])
+        normalizer.update(torch.randn(50, 3) * 4 + 2)
+    assert not torch.equal(*values)
+
+
+def test_sac_finds_the_target_entropy_from_the_actor():
+    loss = SACLoss(make_sac_actor(3, 2, low=LOW, high=HIGH), make_q_value(3, 2))
+    assert loss.target_entropy.item() == -2.0
+
+
+@pytest.mark.parametrize(
+    ("bounds", "complaint"),
+    [
+        ({"low": torch.tensor([-1.0, 4.0]), "high": HIGH}, "low < high"),
+        ({"low": 1.0, "high": 1.0}, "low < high"),
+        ({"high": torch.ones(3)}, "or 2 of them"),
+        ({"high": float("inf")}, "finite"),
+        ({"hidden": (0,)}, "positive"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [make_sac_actor, make_td3_actor])
+def test_bounds_and_widths_that_cannot_work_are_refused(make, bounds, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        make(3, 2, **bounds)
+
+
+def test_bounds_of_the_scale_must_be_in_order():
+    with pytest.raises(ConfigError, match="log_std_bounds"):
+        make_sac_actor(3, 2, log_std_bounds=(1.0, 1.0))
+
+
+def test_an_actor_does_not_alias_the_bounds_it_was_given():
+    low = LOW.clone()
+    point, gaussian = (make(3, 2, low=low, high=HIGH) for make in (make_td3_actor, make_sac_actor))
+    low.fill_(-100.0)
+    for module in (point, gaussian[0]):
+        assert torch.equal(module.center, (LOW + HIGH) / 2)
+    assert torch.equal(gaussian.get_dist(_observations(1)).low, LOW)
+    assert torch.equal(gaussian.spec["action"].space.low, LOW)

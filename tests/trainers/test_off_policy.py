@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torchrl.objectives import DDPGLoss
+
+from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules import make_q_value, make_td3_actor
+from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
+from torchrl_unilab.trainers import (
+    OffPolicyConfig,
+    OffPolicyTrainer,
+    build_reward_comparison_metrics,
+    compute_train_start_threshold,
+    evaluate_run,
+    replay_buffer_ready_for_learning,
+    train_off_policy,
+)
+from torchrl_unilab.trainers.learners import build_off_policy
+from torchrl_unilab.trainers.off_policy import make_update
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+QUICK = {
+    "num_envs": 4,
+    "replay_buffer_n": 100,
+    "batch_size": 16,
+    "learning_starts": 8,
+    "updates_per_step": 2,
+    "hidden": (8,),
+}
+BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
+
+create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
+
+
+def _trainer(ticks: int = 20, *, inline: bool = True, **settings: object) -> OffPolicyTrainer:
+    """A trainer of a pendulum, everything seeded."""
+    torch.manual_seed(0)
+    config = OffPolicyConfig(**{**QUICK, **settings})
+    env = create_pendulum()
+    learner = build_off_policy(env, config)
+    env.close()
+    scheme = UniLabShmScheme()
+    collector = ReplayCollector(
+        create_pendulum,
+        learner.actor,
+        capacity=config.capacity,
+        frames_per_batch=config.frames_per_tick,
+        init_random_frames=8,
+        weight_sync_schemes={"policy": scheme},
+        inline=inline,
+        lockstep=not inline,
+        seed=0,
+    )
+    return OffPolicyTrainer(
+        collector=collector,
+        loss_module=learner.loss,
+        total_frames=ticks * config.frames_per_tick,
+        config=config,
+        normalizers=learner.normalizers,
+        scheme=scheme,
+        progress_bar=False,
+        seed=0,
+    )
+
+
+def _trained(trainer: OffPolicyTrainer) -> dict[str, torch.Tensor]:
+    trainer.train()
+    trainer.close()
+    return {key: value.clone() for key, value in trainer.loss_module.state_dict().items()}
+
+
+def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a
+    )
+
+
+# When learning starts
+
+
+@pytest.mark.parametrize(
+    ("batch", "starts", "envs", "rows"),
+    [(256, 0, 16, 256), (256, 100, 16, 1600), (256, -1, 16, 256), (8192, 1, 4096, 8192)],
+)
+def test_learning_starts_when_the_replay_has_a_batch_and_each_environments_steps(
+    batch, starts, envs, rows
+):
+    assert compute_train_start_threshold(batch, starts, envs) == rows
+    ready = partial(
+        replay_buffer_ready_for_learning, batch_size=batch, learning_starts=starts, num_envs=envs
+    )
+    assert ready(rows)
+    assert not ready(rows - 1)
+
+
+def test_runs_are_compared_by_the_mean_of_the_last_hundred_episodes():
+    history = [1000.0, *[1.0] * 50, *[3.0] * 50]
+    assert build_reward_comparison_metrics(history, 0.0) == {"reward_100_episodes": 2.0}
+    assert build_reward_comparison_metrics([], 5.0) == {"reward_100_episodes": 5.0}
+
+
+def test_no_update_is_taken_before_and_the_stated_number_after():
+    trainer = _trainer(ticks=20)  # 4 rows a tick, from 32 rows on: ticks 8 to 20
+    _trained(trainer)
+    assert trainer.collected_frames == 80
+    assert trainer.updates == trainer._optim_count == 2 * 13
+
+
+# One update after the other
+
+
+@BOTH
+def test_runs_in_lockstep_are_repeatable_bit_for_bit_in_one_process_and_in_two(algorithm):
+    inline = _trained(_trainer(algorithm=algorithm))
+    assert _equal(_trained(_trainer(algorithm=algorithm)), inline)
+    assert _equal(_trained(_trainer(algorithm=algorithm, inline=False)), inline)
+
+
+@BOTH
+def test_known_networks_are_updated_by_the_fused_step_and_others_by_the_loss(algorithm):
+    kinds = {"sac": FusedSACUpdate, "td3": FusedTD3Update}
+    trainer = _trainer(algorithm=algorithm)
+    assert type(trainer._update) is kinds[algorithm]
+    trainer.collector.shutdown()
+    general = _trainer(algorithm=algorithm, fused=False)
+    assert type(general._update) is not kinds[algorithm]
+    before = {key: value.clone() for key, value in general.loss_module.state_dict().items()}
+    assert not _equal(_trained(general), before)
+    assert "loss_qvalue" in general._log_dict
+
+
+@BOTH
+def test_the_policy_moves_once_in_policy_frequency_updates_and_the_critics_each_time(algorithm):
+    for frequency, moves in ((3, True), (1000, False)):
+        trainer = _trainer(algorithm=algorithm, policy_frequency=frequency)
+        before = {key: value.clone() for key, value in trainer.loss_module.state_dict().items()}
+        after = _trained(trainer)
+        moved = {key for key in before if not torch.equal(before[key], after[key])}
+        assert any(key.startswith("qvalue_network_params") for key in moved)
+        assert any(key.startswith("target_qvalue_network_params") for key in moved)
+        assert any(key.startswith("actor_network_params") for key in moved) is moves
+
+
+def test_what_is_learnt_reaches_the_collector():
+    trainer = _trainer(ticks=8)  # in the last of which the first updates are taken
+    worker = trainer.collector._inline.policy
+    before = {key: value.clone() for key, value in worker.state_dict().items()}
+    trainer.train()
+    assert _equal(dict(worker.state_dict()), before)
+    trainer = _trainer(ticks=9)
+    worker = trainer.collector._inline.policy
+    trainer.train()
+    assert not _equal(dict(worker.state_dict()), before)
+
+
+def test_the_normaliser_counts_each_row_once_though_rows_are_drawn_often():
+    trainer = _trainer(obs_normalization=True, ticks=130)  # 520 rows in a replay of 400
+    rows = []
+    storage = trainer.storage
+    trainer.register_op(
+        "pre_steps_log", lambda _: rows.append(storage.get(_last(storage))["observation"].clone())
+    )
+    _trained_keeping(trainer)
+    (normalizer,) = trainer.normalizers.values()
+    assert normalizer.count == 520
+    seen = torch.cat(rows).double()
+    torch.testing.assert_close(normalizer.mean, seen.mean(0))
+    torch.testing.assert_close(normalizer.variance, seen.var(0, correction=0))
+
+
+def _last(storage) -> torch.Tensor:
+    return torch.arange(storage.ptr - 4, storage.ptr) % storage.max_size
+
+
+def _trained_keeping(trainer: OffPolicyTrainer) -> None:
+    trainer.train()
+    trainer.close()
+
+
+def test_any_off_policy_loss_is_trained():
+    config = OffPolicyConfig(**QUICK)
+    torch.manual_seed(0)
+    actor = make_td3_actor(4, 1, low=-3.0, high=3.0, hidden=(8,))
+    loss = DDPGLoss(actor, make_q_value(4, 1, hidden=(8,)), delay_value=True)
+    loss.make_value_estimator(gamma=0.99)
+    update = make_update(loss, config)
+    before = {key: v.clone() for key, v in loss.state_dict().items()}
+    env = create_pendulum(seed=0)
+    batch = env.rollout(8, actor, break_when_any_done=False).reshape(-1)
+    env.close()
+    for minibatch in update.minibatches(update.prepare(batch), 2):
+        observed = update.step(minibatch)
+    assert observed.isfinite().all()
+    assert "loss_value" in update.statistics
+    assert not _equal(dict(loss.state_dict()), before)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "ppo"},
+        {"batch_size": 0},
+        {"updates_per_step": -1},
+        {"policy_frequency": 0},
+        {"lr_actor": float("nan")},
+        {"tau": 1.5},
+        {"gamma": -0.1},
+        {"noise_std_min": 0.5, "noise_std_max": 0.1},
+        {"target_noise": -1.0},
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings):
+    with pytest.raises(ConfigError, match=r"expected"):
+        OffPolicyConfig(**settings)
+
+
+def test_a_replay_that_never_has_enough_for_the_first_update_is_refused():
+    collector = ReplayCollector(
+        create_pendulum,
+        make_td3_actor(4, 1, low=-3.0, high=3.0, hidden=(8,)),
+        capacity=16,
+        frames_per_batch=4,
+        inline=True,
+    )
+    config = OffPolicyConfig(**QUICK)
+    env = create_pendulum()
+    loss = build_off_policy(env, config).loss
+    env.close()
+    with pytest.raises(ConfigError, match=r"replay of 16 rows \(expected at least 32"):
+        OffPolicyTrainer(collector=collector, loss_module=loss, total_frames=100, config=config)
+    collector.shutdown()
+
+
+# Whole runs
+
+
+@BOTH
+def test_a_run_leaves_what_an_appo_run_leaves_and_can_be_evaluated(tmp_path, algorithm):
+    config = OffPolicyConfig.for_task("InvertedPendulum-v5", algorithm, **QUICK)
+    summary = train_off_policy(
+        "InvertedPendulum-v5",
+        frames=200,
+        run_dir=tmp_path / "run",
+        config=config,
+        progress_bar=False,
+        eval_episodes=2,
+    )
+    assert summary["algo"] == algorithm
+    assert summary["frames"] == 200
+    assert summary["optim_steps"] == 2 * (50 - 7)
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {"summary.json", "config.json", "returns.png", "checkpoint"} <= files
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["algorithm"] == algorithm
+    result = evaluate_run(tmp_path / "run", episodes=2, seed=0)
+    assert result["mean"] == pytest.approx(summary["eval_return"])
+
+
+@BOTH
+@pytest.mark.learning
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_the_pendulum_is_learnt(tmp_path, algorithm):
+    config = OffPolicyConfig.for_task("InvertedPendulum-v5", algorithm, hidden=(64, 64))
+    summary = train_off_policy(
+        "InvertedPendulum-v5",
+        frames=200_000,
+        run_dir=tmp_path / "run",
+        config=config,
+        stop_at=800.0,
+        max_seconds=90.0,
+        progress_bar=False,
+        eval_episodes=4,
+    )
+    assert summary["final_return"] >= 800.0

@@ -1,0 +1,68 @@
+"""Checkpoints of packed rows: straight from shared memory to one file, and back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+
+from torchrl_unilab.errors import ConfigError, LayoutDigestError
+
+if TYPE_CHECKING:
+    from torchrl_unilab.data.packed_replay import PackedReplayStorage
+
+__all__ = ["PackedReplayCheckpointer"]
+
+_CHUNK = 1 << 24  # bytes written at a time
+
+
+class PackedReplayCheckpointer(StorageCheckpointerBase):
+    """Saves a `PackedReplayStorage` as one file, straight from shared memory.
+
+    Writers wait meanwhile; samplers do not. Hooks of TorchRL's checkpointers get the whole
+    content as tensors, which this one never makes; they are refused.
+    """
+
+    def dumps(self, storage: PackedReplayStorage, path: str | Path) -> None:
+        """Save to ``path/rows.bin``; whole or not at all."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        draft = path / "rows.bin.part"
+        with draft.open("wb") as file:
+            with storage.saved() as (head, parts):
+                text = json.dumps(head).encode()
+                file.write(len(text).to_bytes(8, "little") + text)
+                for part in parts:
+                    for start in range(0, part.nbytes, _CHUNK):
+                        file.write(part[start : start + _CHUNK].data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path / "rows.bin")
+
+    def loads(self, storage: PackedReplayStorage, path: str | Path) -> None:
+        """Load what `dumps` saved, in place of what there is.
+
+        Raises:
+            LayoutDigestError: The storage holds other rows, or the file is not whole.
+        """
+        with (Path(path) / "rows.bin").open("rb") as file:
+            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            with storage.restored(head) as parts:
+                for part in parts:
+                    if file.readinto(part.data) != part.nbytes:
+                        raise LayoutDigestError(
+                            f"cannot load rows: {path} ends too early (expected "
+                            f"{part.nbytes} bytes more). Load another checkpoint."
+                        )
+
+    def _refuse_hook(self, hook: Any) -> None:
+        raise ConfigError(
+            f"hook of a packed checkpoint: {hook!r} (expected none). "
+            "Change rows with a transform of the replay buffer."
+        )
+
+    register_save_hook = _refuse_hook
+    register_load_hook = _refuse_hook

@@ -1,0 +1,155 @@
+"""Which row follows which: rows of a writer, linked as they come."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from torchrl_unilab.data.packed_form import StagedRows
+from torchrl_unilab.shm.rows import SharedRows
+
+__all__ = ["RowLinker", "successors"]
+
+
+def successors(
+    following: torch.Tensor, observed: torch.Tensor, first: torch.Tensor
+) -> torch.Tensor:
+    """Find where what follows is observed, bit by bit.
+
+    Args:
+        following: int32 of shape [m, words].
+        observed: int32 of shape [n, words].
+        first: Of each of the m, the first of the n that may be it, int64 of shape [m].
+
+    Returns:
+        Index into `observed` of shape [m], -1 where there is none. Of several equal ones only
+        the first of all is tried.
+
+    Example:
+        >>> x = torch.tensor([[1], [2], [3]], dtype=torch.int32)
+        >>> successors(x + 1, x, torch.zeros(3, dtype=torch.int64))
+        tensor([ 1,  2, -1])
+    """
+    if not len(following) or not len(observed):
+        return torch.full((len(following),), -1)
+    weights = _weights(observed.shape[1])
+    hashes, order = (observed.long() * weights).sum(1).sort(stable=True)
+    at = torch.searchsorted(hashes, (following.long() * weights).sum(1))
+    found = order[at.clamp(max=len(order) - 1)]
+    same = (observed[found] == following).all(1) & (found >= first)
+    return torch.where(same, found, -1)
+
+
+@functools.cache
+def _weights(words: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(words)
+    return torch.randint(-(2**62), 2**62, (words,), generator=generator) | 1
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Rows written last, whose successors may come with the next ones.
+
+    Attributes:
+        lanes: Environments, a row each in order; 0 if the rows are of no known order.
+        rows: Their numbers, int64 of shape [p].
+        following: Their next observations, int32 of shape [p, words].
+        slots: Their slots of the side table, or empty.
+        version: The rows' version then.
+    """
+
+    lanes: int
+    rows: torch.Tensor
+    following: torch.Tensor
+    slots: torch.Tensor
+    version: int
+
+
+class RowLinker:
+    """Writes the rows of one writer and links each to the one that follows it.
+
+    A row's successor is the row whose observation is, bit by bit, the next observation of the
+    row: with `lanes` (rows in steps of so many environments) only the same environment's row
+    of the next step; else any later row of the same write, or of the next one.
+
+    Args:
+        rows: Where to write; its rows have links.
+    """
+
+    def __init__(self, rows: SharedRows) -> None:
+        self._rows = rows
+        self._waiting: _Waiting | None = None
+
+    def write(self, staged: StagedRows, count: int, lanes: int = 0, at: int | None = None) -> int:
+        """Append rows; return the number of the first one that was kept.
+
+        Args:
+            staged: The rows, the last ones if there are more than fit.
+            count: How many there are.
+            lanes: Environments per step, or 0.
+            at: Position of the first row, if it is to be checked.
+        """
+        assert staged.following is not None
+        rows, layout = self._rows, self._rows.layout
+        words, following, kept = staged.words, staged.following, len(staged.words)
+        observed = words[:, : layout.linked_words]
+        inner = _inner(following, observed, lanes)
+        open_ = (inner < 0).nonzero().squeeze(1)
+        sides = len(open_) if rows.side_slots else 0
+        waiting, met = self._waiting, None
+        if waiting is not None and waiting.lanes == lanes and kept == count:
+            met = self._meets(waiting, observed)
+        self._waiting = None
+        with rows.reserve(count, sides, at) as (first, slots):
+            version, start = rows.version, first + count - kept
+            codes = rows.row_code(inner.add_(start))
+            if sides:
+                codes[open_] = rows.slot_code(slots)
+                rows.write_side(slots, open_ + start, following[open_])
+            else:
+                codes[open_] = 0
+            words[:, layout.link] = layout.pack(codes, staged.flags)
+            rows.write(start, words)
+        if waiting is not None and met is not None:
+            self._link(waiting, met, start)
+        if lanes:
+            open_ = open_[max(0, len(open_) - lanes) :]  # of the last step
+            slots = slots[max(0, len(slots) - lanes) :]
+        if lanes <= kept:
+            self._waiting = _Waiting(lanes, open_ + start, following[open_], slots, version)
+        return start
+
+    def _link(self, waiting: _Waiting, met: torch.Tensor, start: int) -> None:
+        """Link rows to those they have met, numbered from `start`."""
+        numbers, slots = waiting.rows, waiting.slots
+        hit = (met >= 0).nonzero().squeeze(1)
+        if len(hit) < len(met):
+            met, numbers = met[hit], numbers[hit]
+            slots = slots[hit] if len(slots) else slots
+        self._rows.relink(numbers, met + start, slots, waiting.version)
+
+    @staticmethod
+    def _meets(waiting: _Waiting, observed: torch.Tensor) -> torch.Tensor:
+        if not waiting.lanes:
+            first = torch.zeros(len(waiting.rows), dtype=torch.int64)
+            return successors(waiting.following, observed, first)
+        met = torch.arange(waiting.lanes)
+        return met.masked_fill_((waiting.following != observed[: waiting.lanes]).any(1), -1)
+
+    def forget(self) -> None:
+        """Link nothing to the rows written last."""
+        self._waiting = None
+
+
+def _inner(following: torch.Tensor, observed: torch.Tensor, lanes: int) -> torch.Tensor:
+    """Successors within one write."""
+    count = len(observed)
+    if not lanes:
+        return successors(following, observed, torch.arange(1, count + 1))
+    inner = torch.full((count,), -1)
+    if lanes < count:
+        same = (following[:-lanes] == observed[lanes:]).all(1)
+        inner[:-lanes] = torch.arange(lanes, count).masked_fill_(~same, -1)
+    return inner

@@ -1,0 +1,839 @@
+"""Transitions of several processes in shared memory, one packed row each, to sample from.
+
+`PackedReplayStorage` keeps all tensors of a transition side by side in one row of bytes, so a
+batch is one gather (two if next observations are derived) into one flat run of memory, and
+its tensors are views of that. How rows of several writers stay whole is the business of
+`torchrl_unilab.shm.rows`; which row follows which, of `torchrl_unilab.data.packed_links`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from torchrl.data import Composite
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+
+from torchrl_unilab.data.packed_append import NonFinite, RowAppender
+from torchrl_unilab.data.packed_checkpoint import PackedReplayCheckpointer
+from torchrl_unilab.data.packed_form import DONE, REWARD, RowForm, key_path
+from torchrl_unilab.data.packed_sampling import BatchMemory, RowGatherer
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutDigestError,
+    LayoutKeyError,
+    LayoutShapeError,
+    SegmentClosedError,
+    SnapshotContendedError,
+)
+from torchrl_unilab.shm.place import SharedPlace
+from torchrl_unilab.shm.row_store import RowStore
+from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
+
+__all__ = [
+    "PackedReplayStorage",
+    "ReplaySnapshot",
+]
+
+NextObservation = Literal["stored", "derived"]
+
+
+class ReplaySnapshot(NamedTuple):
+    """What there is to sample from.
+
+    Attributes:
+        ptr: Rows ever written, since the storage was last emptied.
+        size: Rows that can be sampled, the last ones of these.
+    """
+
+    ptr: int
+    size: int
+
+
+class PackedReplayStorage(TensorStorage):
+    """`max_size` transitions in shared memory, one contiguous row each.
+
+    A drop-in for ``LazyTensorStorage`` in ``ReplayBuffer`` and ``TensorDictReplayBuffer``:
+    same indices, same batches for a seed. Pickle it, or its buffer, to spawned processes, also
+    before it knows its rows; each process that writes becomes one of `writers`. With
+    `PackedReplayWriter` they need no lock of the buffer between them.
+
+    Rows have the keys, shapes and dtypes of `example`, of a spec (`from_spec`), or of the
+    first data. What is read are copies, also ``storage[:]``: in-place changes of them
+    (``rb.update_``) do not reach the storage; write rows again instead (``storage[i] = row``).
+
+    With ``next_observation="derived"`` an observation is kept once: the next observation of a
+    row is read from its successor. For rows that have none (an episode's last, and until the
+    successor has come), it is kept in a table of `final_observations` entries. If the table is
+    full, the oldest rows are given up: `size` is then less than ``max_size``. Rows cannot be
+    rewritten then.
+
+    Args:
+        max_size: Rows.
+        example: A transition: shapes and dtypes, not the content.
+        writers: Processes that may write at a time. More cost 256 bytes each.
+        next_observation: Whether next observations are ``"stored"`` in full or ``"derived"``.
+        observation_keys: Keys whose next observations are derived or tell successors; if not
+            given, all that are also under ``"next"`` with the same shape and dtype, without
+            done, terminated, truncated and reward.
+        final_observations: Entries of the table; if not given, one for each 64 rows and 256.
+        n_step: Steps a sampled transition takes (Sutton and Barto, 2nd edition, chapter 7):
+            the reward is the discounted sum, everything else under ``"next"`` is of the last
+            step; fewer where an episode or what was written so far ends. The batch has more
+            keys then, those of TorchRL's ``MultiStepTransform``: ``"steps_to_next_obs"``,
+            ``"gamma"`` (``gamma ** steps``), ``"nonterminal"``, ``("next", "original_reward")``.
+        gamma: Discount of a step.
+        non_finite: Rows whose reward or action is not finite: ``"refuse"`` raises before
+            anything is written, ``"count"`` stores and counts them (`non_finite`), ``"pass"``
+            does not look.
+        reuse: Sample into so many batches in turn; a batch is valid for as many samples. 0
+            for fresh memory each time.
+        kind: Kind of segment; the platform's default if not given.
+        timeout: Seconds to wait for a row that another process is writing.
+
+    Raises:
+        ConfigError: A setting cannot work.
+        SegmentSpaceError: It does not fit memory; says how many rows would. Raised when the
+            rows are known.
+
+    Example:
+        >>> from torchrl.data import ReplayBuffer
+        >>> storage = PackedReplayStorage(1000)
+        >>> rb = ReplayBuffer(storage=storage, writer=PackedReplayWriter(), batch_size=4)
+        >>> rb.extend(TensorDict({"observation": torch.ones(3, 2)}, [3]))
+        tensor([0, 1, 2])
+        >>> rb.sample()["observation"].shape, storage.sample(8)["index"].shape
+        (torch.Size([4, 2]), torch.Size([8]))
+        >>> storage.close()
+    """
+
+    _default_checkpointer = PackedReplayCheckpointer
+    supports_conditional_update = False
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        example: TensorDictBase | None = None,
+        writers: int = 8,
+        next_observation: NextObservation = "stored",
+        observation_keys: Sequence[str | tuple[str, ...]] | None = None,
+        final_observations: int | None = None,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        non_finite: NonFinite = "refuse",
+        reuse: int = 0,
+        kind: SegmentKind | None = None,
+        timeout: float = 10.0,
+    ) -> None:
+        if final_observations is None:
+            final_observations = min(max_size, max_size // 64 + 256)
+        for setting, count, least in (
+            ("max_size", max_size, 1),
+            ("writers", writers, 1),
+            ("final_observations", final_observations, 1),
+            ("n_step", n_step, 1),
+            ("reuse", reuse, 0),
+        ):
+            if count < least:
+                raise ConfigError(
+                    f"replay storage {setting}: {count} (expected at least {least}). Raise it."
+                )
+        for setting, value, choice in (
+            ("next_observation", next_observation, ("stored", "derived")),
+            ("non_finite", non_finite, ("refuse", "count", "pass")),
+        ):
+            if value not in choice:
+                raise ConfigError(
+                    f"replay storage {setting}: {value!r} (expected one of {choice}). Choose one."
+                )
+        if not 0.0 <= gamma <= 1.0 or timeout <= 0.0:
+            raise ConfigError(
+                f"replay storage: gamma {gamma}, timeout {timeout} (expected 0 to 1, above 0). "
+                "Check them."
+            )
+        Storage.__init__(self, max_size)
+        # The rows themselves count what these would, for all processes and without a lock.
+        del self._mutation_revision_value, self._last_cursor_index_value
+        self.ndim = 1
+        self.device = torch.device("cpu")
+        self.writers = writers
+        self.next_observation: NextObservation = next_observation
+        self.observation_keys = None if observation_keys is None else list(observation_keys)
+        self.final_observations = final_observations if next_observation == "derived" else 0
+        self.n_step, self.gamma = n_step, gamma
+        self.non_finite_policy: NonFinite = non_finite
+        self.reuse = reuse
+        self.timeout = timeout
+        self._place = SharedPlace(kind, timeout)
+        self._closed = False
+        self._start_process()
+        if example is not None:
+            self._build(example)
+
+    @classmethod
+    def from_spec(cls, spec: Composite, max_size: int, **settings: Any) -> PackedReplayStorage:
+        """Build the storage for rows of `spec`.
+
+        Args:
+            spec: The spec of one row: its shape is the row's batch size.
+            max_size: As for the storage.
+            **settings: As for the storage.
+        """
+        example = TensorDict(batch_size=spec.shape, device=torch.device("meta"))
+        for key, leaf in spec.items(include_nested=True, leaves_only=True):
+            example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+        return cls(max_size, example=example, **settings)
+
+    def _start_process(self) -> None:
+        """What each process has for itself."""
+        self._writing = threading.RLock()
+        self._attached: SharedRows | None = None
+        self._form: RowForm | None = None
+        self._appender: RowAppender | None = None
+        self._batches: dict[int, deque[BatchMemory]] = {}
+        self._gatherer: RowGatherer | None = None
+        self._wanted_writer: int | None = None
+
+    # The rows
+
+    @property
+    def rows(self) -> SharedRows:
+        """The rows themselves.
+
+        Raises:
+            RuntimeError: Nothing is known of them yet.
+            SegmentClosedError: The storage is closed.
+        """
+        if self._attached is not None:
+            return self._attached
+        if not self.initialized or self._attached is None:
+            raise RuntimeError(
+                f"cannot use replay storage: 0 of {self.max_size} rows written (expected some, or "
+                "an example). Write first, or make it from an example."
+            )
+        return self._attached
+
+    @property
+    def initialized(self) -> bool:
+        """Whether keys, shapes and dtypes are known."""
+        if self._closed:
+            raise SegmentClosedError(
+                "cannot use replay storage: it is closed (expected an open one). Make it again."
+            )
+        if self._attached is None:
+            segment = self._place.find()
+            if segment is not None:
+                self._attach(segment)
+        return self._attached is not None
+
+    def _attach(self, segment: SharedSegment) -> bool:
+        """Use the rows that another process, or an earlier user, has made; return if whole."""
+        meta = RowStore.read_meta(segment, self.writers)
+        if meta is None:
+            return False
+        self._use(RowForm.from_json(json.loads(meta)), segment)
+        return True
+
+    def _build(self, row: TensorDictBase) -> None:
+        """Make rows like `row`, unless another process has made some."""
+        derived = self.next_observation == "derived"
+        links = derived or self.n_step > 1
+        keys = self.observation_keys
+        linked = None if keys is None else [key_path(key) for key in keys]
+        form = RowForm.of(row, links=links, derived=derived, linked=linked)
+        if self.n_step > 1 and not {REWARD, DONE} <= {*form.names}:
+            raise LayoutKeyError(
+                f"rows for n_step={self.n_step}: {list(form.names)} (expected {REWARD!r} and "
+                f"{DONE!r} among them). Write these too."
+            )
+        store = self._store(form)
+        with self._place.lock:
+            segment = self._place.find()
+            if segment is None or not self._attach(segment):
+                self._use(form, store.build(self._place, json.dumps(form.to_json()).encode()))
+
+    def _store(self, form: RowForm) -> RowStore:
+        layout = form.layout(self.max_size + 1 + self.final_observations)
+        meta = len(json.dumps(form.to_json()).encode())
+        return RowStore(layout, self.max_size, self.writers, self.final_observations, meta)
+
+    def _use(self, form: RowForm, segment: SharedSegment) -> None:
+        rows = SharedRows(self._store(form), self._place, segment, self.timeout)
+        self._form = form
+        self._gatherer = RowGatherer(rows, form, self.n_step, self.gamma)
+        self._appender = RowAppender(rows, form, self.non_finite_policy)
+        self._attached = rows
+        if self._wanted_writer is not None:
+            rows.use_writer(self._wanted_writer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory that all takes: rows, tables, cursors."""
+        return self.rows.store.nbytes
+
+    # Counts
+
+    def snapshot(self) -> ReplaySnapshot:
+        """Return what there is to sample from now."""
+        if not self.initialized:
+            return ReplaySnapshot(0, 0)
+        seen = self.rows.window()
+        return ReplaySnapshot(seen.end, max(0, seen.end - seen.floor))
+
+    @property
+    def size(self) -> int:
+        """Rows that can be sampled."""
+        return self.snapshot().size
+
+    @property
+    def ptr(self) -> int:
+        """Rows ever written, since the storage was last emptied, up to the first unfinished."""
+        return self.snapshot().ptr
+
+    @property
+    def non_finite(self) -> int:
+        """Rows with a reward or action that is not finite, with ``non_finite="count"``."""
+        return self.rows.non_finite if self.initialized else 0
+
+    def __len__(self) -> int:
+        """Positions that have been written."""
+        if not self.initialized:
+            return 0
+        seen = self.rows.window()
+        return seen.end if seen.head <= self.max_size else self.max_size
+
+    @property
+    def _len(self) -> int:
+        return len(self)
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        """What a writer sets after it has written is what it is."""
+
+    @property
+    def _len_along_dim0(self) -> int:
+        return len(self)
+
+    @property
+    def _total_shape(self) -> torch.Size:
+        return torch.Size([self.max_size])
+
+    @property
+    def shape(self) -> torch.Size:
+        """Rows that have been written."""
+        return torch.Size([len(self)])
+
+    @property
+    def _mutation_revision(self) -> int:
+        if not self.initialized:
+            return 0
+        return (self.rows.version << 48) + self.rows.window().head
+
+    def _bump_mutation_revision(self) -> None:
+        """Writing counts by itself."""
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        head = self.rows.window().head if self.initialized else 0
+        return (head - 1) % self.max_size if head else None
+
+    # Writing
+
+    def use_writer(self, writer: int) -> None:
+        """Write as writer `writer` from now on.
+
+        Without it a process becomes the first writer nobody is when it first writes, also in
+        place of one whose process has died; what that one left half written is mended.
+
+        Raises:
+            ConfigError: There is no such writer, or another process is it.
+        """
+        if not 0 <= writer < self.writers:
+            raise ConfigError(
+                f"replay writer: {writer} (expected 0 to {self.writers - 1}). "
+                "Make the storage for more writers."
+            )
+        self._wanted_writer = writer
+        if self.initialized:
+            self.rows.use_writer(writer)
+
+    def recover(self, writer: int) -> bool:
+        """Mend the rows that a dead writer left half written; return if there were any.
+
+        Complete rows are copied over them. Nobody has to call this: who meets such rows does.
+
+        Raises:
+            RuntimeError: The writer is alive.
+        """
+        return self.rows.recover(writer)
+
+    def add(
+        self,
+        rows: TensorDictBase,
+        *,
+        terminal_mask: torch.Tensor | None = None,
+        terminal_next_obs: torch.Tensor | TensorDictBase | None = None,
+    ) -> int:
+        """Append steps of N environments; return the position of the first row.
+
+        Next done is what terminated or truncated are; a row that is both is terminated only,
+        so that nothing is bootstrapped from it.
+
+        Args:
+            rows: One step [N] or several [N, T]; rows then lie step by step.
+            terminal_mask: Rows whose next observation is replaced, bool of the rows' shape.
+            terminal_next_obs: What by: as many observations as rows, or as rows masked (in the
+                order of ``rows[mask]``); a tensor for the only observation, or a TensorDict of
+                observations without ``"next"``.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            ConfigError: A reward or action is not finite; nothing was written.
+        """
+        mask, capacity = terminal_mask, int(self.max_size)
+        if (mask is None) != (terminal_next_obs is None):
+            raise LayoutShapeError(
+                f"final observations: mask {mask is not None}, observations "
+                f"{terminal_next_obs is not None} (expected both or none). Give both."
+            )
+        if rows.ndim not in (1, 2) or not rows.numel():
+            raise LayoutShapeError(
+                f"cannot add rows: batch size {list(rows.batch_size)} (expected [N] or [N, T], "
+                "not empty). Reshape them."
+            )
+        if mask is not None and (mask.shape != rows.batch_size or mask.dtype is not torch.bool):
+            raise LayoutShapeError(
+                f"terminal_mask: {mask.dtype} of shape {tuple(mask.shape)} (expected torch.bool of "
+                f"{tuple(rows.batch_size)}). One entry for each row."
+            )
+        with self._writing:
+            appender = self._need_appender(rows if rows.ndim == 1 else rows[0])
+            return appender.add(rows, mask, terminal_next_obs) % capacity
+
+    def append(self, rows: TensorDictBase, at: int | None = None) -> torch.Tensor:
+        """Append rows [n] as they are; return their positions, int64 [n].
+
+        Of rows that are linked, each is followed by a later one, in the same write or the
+        writer's next one, that observes its next observation.
+
+        Args:
+            rows: The rows.
+            at: Position that the first one must have.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            ConfigError: A reward or action is not finite; nothing was written.
+            RuntimeError: There is no row, or the next position is not `at`.
+        """
+        count = rows.batch_size[0] if rows.batch_size else 0
+        if not count:
+            raise RuntimeError(
+                f"cannot append rows: batch size {list(rows.batch_size)} (expected at least one "
+                "row). Check where they come from."
+            )
+        with self._writing:
+            start = self._need_appender(rows).append(rows, at)
+        first = (start + min(count, self.max_size) - count) % self.max_size
+        index = torch.arange(first, first + count)
+        return index if first + count <= self.max_size else index.remainder_(self.max_size)
+
+    def _need_appender(self, rows: TensorDictBase) -> RowAppender:
+        """What appends, to rows like `rows` if there are none yet."""
+        if self._appender is None and not self.initialized:
+            self._build(rows[0])
+        assert self._appender is not None
+        return self._appender
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write rows at positions: new ones at the next positions, others in place.
+
+        Args:
+            cursor: An int, or a slice, range, list or tensor of positions.
+            data: One row for an int, else rows [n], or a list of rows.
+            set_cursor: False to write in place whatever the positions are.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            RuntimeError: Positions before these have not been written, or rows with derived
+                next observations would be rewritten.
+        """
+        if isinstance(data, list):
+            data = LazyStackedTensorDict.maybe_dense_stack(data)
+        single = isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+        if single:
+            data = data.unsqueeze(0)
+        count = data.batch_size[0]
+        positions = self._as_positions([int(cursor)] if single else cursor)
+        if len(positions) != count:
+            raise LayoutShapeError(
+                f"cannot write rows: {count} at {len(positions)} positions (expected as many). "
+                "Check the index."
+            )
+        if not count:
+            return
+        with self._writing:
+            head = self.rows.window().head if self.initialized else 0
+            first = int(positions[0])
+            if set_cursor and first == head % self.max_size:
+                run = torch.arange(first, first + count).remainder_(self.max_size)
+                if torch.equal(positions, run):
+                    self.append(data, at=first)
+                    return
+            self._rewrite(positions, data, len(self))
+
+    def _rewrite(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
+        if int(positions.max()) >= length:
+            raise RuntimeError(
+                f"cannot write row {int(positions.max())}: {length} are written (expected rows one "
+                "after the other). Write through one writer, or use PackedReplayWriter."
+            )
+        if self.next_observation == "derived":
+            raise RuntimeError(
+                f"cannot rewrite {len(positions)} rows: their observations are others' next ones "
+                "(expected rows to append). Use next_observation='stored'."
+            )
+        appender = self._need_appender(data)
+        self.rows.rewrite(positions, appender.stage(data).words)
+        appender.forget()
+
+    # Reading
+
+    def _as_positions(self, index: Any) -> torch.Tensor:
+        """An index as positions, int64, flat; negative ones count from the end."""
+        length = len(self)
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        if isinstance(index, slice):
+            start, stop, step = index.indices(length)
+            return (
+                torch.arange(start, max(start, stop), step)
+                if step > 0
+                else torch.tensor(range(start, stop, step), dtype=torch.int64)
+            )
+        if isinstance(index, np.ndarray):
+            index = torch.from_numpy(index)
+        elif not isinstance(index, torch.Tensor):
+            index = torch.tensor(list(index), dtype=torch.int64)
+        if index.dtype is torch.bool:
+            index = index.nonzero().squeeze(1)
+        flat: torch.Tensor = index.reshape(-1).to(device="cpu", dtype=torch.int64)
+        return flat
+
+    def get(self, index: Any) -> TensorDict:
+        """Return copies of rows.
+
+        Args:
+            index: An int, or a slice, range, list, array or tensor (a mask, too) of positions.
+
+        Returns:
+            TensorDict, [] for an int, [*index.shape] for a tensor of integers, else [n].
+
+        Raises:
+            IndexError: There is no such row, or it was given up (see `final_observations`).
+            RuntimeError: Nothing is known of the rows yet.
+            SnapshotContendedError: A row was not complete in time; names the writer.
+        """
+        rows = self.rows
+        if isinstance(index, int) or (
+            isinstance(index, (torch.Tensor, np.ndarray)) and not index.ndim
+        ):
+            return self.get([int(index)])[0]
+        positions, length = self._as_positions(index), len(self)
+        if len(positions):
+            low, high = (int(bound) for bound in torch.aminmax(positions))
+            if low < -length or high >= length:
+                raise IndexError(
+                    f"no row {low if low < -length else high}: {length} are written (expected "
+                    f"{-length} to {length - 1}). Write first."
+                )
+            if low < 0:
+                positions = positions.remainder(length)
+        assert self._gatherer is not None
+        memory = self._memory(len(positions))
+        rows.read_at(positions, self._gatherer.into(memory))
+        batch = self._gatherer.tensordict(memory, index=False)
+        if isinstance(index, torch.Tensor) and index.ndim > 1 and index.dtype is not torch.bool:
+            return batch.view(*index.shape, *batch.batch_size[1:])
+        return batch
+
+    def _memory(self, count: int) -> BatchMemory:
+        assert self._gatherer is not None
+        if not self.reuse:
+            return self._gatherer.memory(count)
+        with self._writing:
+            batches = self._batches.setdefault(count, deque(maxlen=self.reuse))
+            if len(batches) < self.reuse:
+                batches.append(self._gatherer.memory(count))
+            else:
+                batches.rotate(-1)
+            return batches[-1]
+
+    def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
+        """Draw positions as any storage does, of rows that are not being written."""
+        rows = self.rows
+        seen = rows.wait_readable()
+        length = seen.end if seen.head <= self.max_size else self.max_size
+        index = torch.randint(0, max(1, length), (batch_size,), generator=self._rng)
+        if seen.end == seen.head and seen.floor == max(0, seen.head - self.max_size):
+            return index
+        numbers = rows.rows_at(index, seen.head)
+        bad = ((numbers < seen.floor) | (numbers >= seen.end)).nonzero().squeeze(1)
+        if len(bad):
+            drawn = torch.randint(seen.floor, seen.end, (len(bad),), generator=self._rng)
+            index[bad] = drawn.remainder_(self.max_size)
+        return index
+
+    def empty_batch(
+        self, count: int, *, pin_memory: bool = False, shared: bool = False
+    ) -> TensorDict:
+        """Make memory for batches of `count` rows, to `sample` into.
+
+        All tensors are views of one flat run of bytes.
+
+        Args:
+            count: Rows.
+            pin_memory: Page-lock it.
+            shared: Share it with processes it is passed to.
+        """
+        gatherer = self._need_gatherer()
+        flat = torch.zeros(gatherer.nbytes(count), dtype=torch.uint8, pin_memory=pin_memory)
+        if shared:
+            flat.share_memory_()
+        return gatherer.tensordict(gatherer.memory(count, flat), index=True)
+
+    def _need_gatherer(self) -> RowGatherer:
+        self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
+        assert self._gatherer is not None
+        return self._gatherer
+
+    def sample(
+        self,
+        count: int,
+        *,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        snapshot: ReplaySnapshot | None = None,
+        out: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Sample rows uniformly, with replacement.
+
+        The same seed and snapshot give the same batch, as long as the rows of it are there;
+        those overwritten since are drawn again from the rest of the snapshot.
+
+        Args:
+            count: Rows, at least 1.
+            seed: Seed of the draw.
+            generator: Source of the draw if there is no seed; the storage's or the global one
+                if not given.
+            snapshot: What to sample from; what there is now if not given.
+            out: A batch of `empty_batch` to sample into.
+
+        Returns:
+            TensorDict [count] with the rows' positions as ``"index"``; `out` if given.
+
+        Raises:
+            RuntimeError: There are no rows.
+            SnapshotContendedError: None of the snapshot's rows is left, or no row was complete
+                in time.
+            ConfigError: `count` is not positive, or `out` was not made for as many rows.
+        """
+        if count < 1:
+            raise ConfigError(f"rows to sample: {count} (expected at least 1). Ask for some.")
+        gatherer, rows = self._need_gatherer(), self.rows
+        seen = rows.wait_readable()
+        low, high = seen.floor, seen.end
+        if snapshot is not None:
+            low, high = snapshot.ptr - snapshot.size, snapshot.ptr
+        if low >= high or high > seen.head:
+            raise RuntimeError(
+                f"cannot sample {count} rows: {max(0, high - low)} of {seen.end} can be sampled "
+                "(expected at least 1, of those written). Write first, or take a new snapshot."
+            )
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+        source = self._rng if generator is None else generator
+        if out is None:
+            memory = self._memory(count)
+        else:
+            memory = gatherer.memory_of(out)
+            if len(memory.index) != count:
+                raise ConfigError(
+                    f"batch to sample {count} rows into: {len(memory.index)} rows (expected "
+                    f"{count}). Make one with empty_batch({count})."
+                )
+
+        def redraw(number: int) -> torch.Tensor:
+            floor = max(low, rows.window().floor)
+            if floor >= high:
+                raise SnapshotContendedError(
+                    f"cannot sample {count} rows: all of the snapshot's {high - low} have been "
+                    "overwritten (expected some left). Sample sooner, or make the storage larger."
+                )
+            return torch.randint(floor, high, (number,), generator=source)
+
+        numbers = torch.randint(low, high, (count,), generator=source)
+        rows.read_rows(numbers, low, gatherer.into(memory), redraw)
+        return gatherer.tensordict(memory, index=True) if out is None else out
+
+    def contains(self, item: Any) -> Any:
+        """Whether there is a row at a position: a bool, or one each for a tensor."""
+        length = len(self)
+        if isinstance(item, torch.Tensor):
+            return (item >= -length) & (item < length)
+        return -length <= item < length
+
+    def _empty(self) -> None:
+        """Forget all rows."""
+        if self.initialized:
+            with self._writing, self.rows.frozen(clear=True):
+                pass
+            if self._appender is not None:
+                self._appender.forget()
+
+    # Checkpoints
+
+    @property
+    def checkpointer(self) -> StorageCheckpointerBase:
+        """What `dumps` and `loads` use: a `PackedReplayCheckpointer`."""
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, value: StorageCheckpointerBase | None) -> None:
+        if value is not None and not isinstance(value, PackedReplayCheckpointer):
+            raise ConfigError(
+                f"checkpointer of packed rows: {type(value).__name__} (expected "
+                "PackedReplayCheckpointer). Leave it out."
+            )
+        self._checkpointer = value or PackedReplayCheckpointer()
+
+    @contextmanager
+    def saved(self) -> Iterator[tuple[dict[str, Any], list[np.ndarray[Any, Any]]]]:
+        """Hold all writers; give what describes the rows, and their bytes as they lie.
+
+        Raises:
+            RuntimeError: Nothing is known of the rows yet.
+            SnapshotContendedError: Rows were not complete in time; names the writer.
+        """
+        rows = self.rows
+        assert self._form is not None
+        with self._writing, rows.frozen():
+            head = {
+                "form": self._form.to_json(),
+                "max_size": self.max_size,
+                "final_observations": self.final_observations,
+                "cursors": rows.cursors(),
+            }
+            yield head, rows.parts(head["cursors"]["head"])
+
+    @contextmanager
+    def restored(self, head: dict[str, Any]) -> Iterator[list[np.ndarray[Any, Any]]]:
+        """Hold all writers; give where the bytes that were saved belong.
+
+        Args:
+            head: What described the rows.
+
+        Raises:
+            LayoutDigestError: The storage holds other rows, or as many of other ones.
+        """
+        form = RowForm.from_json(head["form"])
+        mine = {"max_size": self.max_size, "final_observations": self.final_observations}
+        if self.initialized:
+            mine["form"] = self._form and self._form.to_json()
+        elif form.derived == (self.next_observation == "derived"):
+            self._build(form.meta())
+            mine["form"] = self._form and self._form.to_json()
+        other = {key: head[key] for key in mine if head[key] != mine[key]}
+        if other or "form" not in mine:
+            raise LayoutDigestError(
+                f"cannot load rows: {other} (expected { {key: mine[key] for key in other} }). "
+                "Load into a storage made like the one that was saved."
+            )
+        rows = self.rows
+        with self._writing, rows.frozen(clear=True):
+            yield rows.parts(head["cursors"]["head"])
+            rows.set_cursors(head["cursors"])
+        if self._appender is not None:
+            self._appender.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the rows and all that belongs to them."""
+        if not self.initialized:
+            return {"head": None, "parts": []}
+        with self.saved() as (head, parts):
+            return {"head": head, "parts": [torch.from_numpy(part.copy()) for part in parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict`, in place of what there is.
+
+        Raises:
+            LayoutDigestError: The storage holds other rows.
+        """
+        if state_dict["head"] is None:
+            self._empty()
+            return
+        with self.restored(state_dict["head"]) as parts:
+            for part, saved in zip(parts, state_dict["parts"], strict=True):
+                np.copyto(part, saved.numpy())
+
+    # End
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed the storage."""
+        return self._closed
+
+    def close(self) -> None:
+        """Give up the storage. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._attached is not None:
+            self._attached.leave()
+            self._attached.segment.close()
+        self._start_process()
+        self._place.close()
+
+    def __enter__(self) -> PackedReplayStorage:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._closed:
+            self.initialized  # noqa: B018  # refuses
+        state = self.__dict__.copy()
+        for name in _OF_A_PROCESS:
+            del state[name]
+        state["_rng"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_process()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"size={self.size}"
+        return f"{type(self).__name__}(max_size={self.max_size}, writers={self.writers}, {state})"
+
+
+_ARRAYS = (torch.Tensor, np.ndarray)
+_OF_A_PROCESS = (
+    "_writing",
+    "_attached",
+    "_form",
+    "_appender",
+    "_batches",
+    "_gatherer",
+    "_wanted_writer",
+)

@@ -1,0 +1,91 @@
+"""TorchRL's writer of packed rows, without a cursor or a lock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_unilab.data.packed_replay import PackedReplayStorage
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["PackedReplayWriter"]
+
+
+class PackedReplayWriter(Writer):
+    """Appends rows to a `PackedReplayStorage`, whose cursor all processes share.
+
+    TorchRL's round-robin writers work too, but keep a cursor of their own: their processes
+    have to write one after the other, as they do in a buffer that is shared.
+
+    Example:
+        >>> storage = PackedReplayStorage(4)
+        >>> writer = PackedReplayWriter()
+        >>> writer.register_storage(storage)
+        >>> writer.extend(TensorDict({"reward": torch.ones(3)}, [3]))
+        tensor([0, 1, 2])
+        >>> storage.close()
+    """
+
+    _storage: PackedReplayStorage
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write to `storage`.
+
+        Raises:
+            ConfigError: It is not a `PackedReplayStorage`.
+        """
+        if not isinstance(storage, PackedReplayStorage):
+            raise ConfigError(
+                f"storage of a PackedReplayWriter: {type(storage).__name__} (expected "
+                "PackedReplayStorage). Use TorchRL's own writer."
+            )
+        super().register_storage(storage)
+
+    def add(self, data: TensorDictBase) -> int:
+        """Append one row []; return its position. Raises as `PackedReplayStorage.append`."""
+        return int(self.extend(data.unsqueeze(0))[0])
+
+    def extend(self, data: TensorDictBase | Sequence[TensorDictBase]) -> torch.Tensor:
+        """Append rows [n], or a list of rows; return their positions, int64 [n].
+
+        Raises as `PackedReplayStorage.append`.
+        """
+        if isinstance(data, list):
+            data = LazyStackedTensorDict.maybe_dense_stack(data)
+        index = self._storage.append(data)
+        for entity in self._storage._attached_entities:
+            entity.mark_update(index)
+        return index
+
+    @property
+    def _cursor(self) -> int:
+        capacity: int = self._storage.max_size
+        return self._storage.ptr % capacity
+
+    @property
+    def _write_count(self) -> int:
+        return self._storage.ptr
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        """The buffer empties the storage, and so the cursor."""
+
+    # The storage has all there is to save.
+
+    def dumps(self, path: str | Path) -> None:
+        """Save nothing."""
+
+    def loads(self, path: str | Path) -> None:
+        """Load nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""

@@ -1,0 +1,128 @@
+"""Exploration noise of a strength of its own in each environment."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torchrl.envs.utils import ExplorationType, exploration_type
+
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
+
+__all__ = ["PerEnvNoise"]
+
+
+class PerEnvNoise(TensorDictModuleBase):
+    """Adds Gaussian noise to a collector's actions, stronger in some environments than others.
+
+    Each environment draws a standard deviation, uniform between two bounds, and keeps it
+    for an episode: where ``is_init`` is true (`torchrl.envs.InitTracker` writes it) it
+    draws another one. Noise is in units of half the distance between an action's bounds,
+    and what goes beyond them is cut off. Without exploration, that is for an exploration
+    type other than RANDOM, actions pass unchanged, while episodes are still followed.
+
+    The deviations are neither parameters nor buffers: publishing weights, loading a state
+    dict and `TensorDict.from_module` neither see nor change them.
+
+    Args:
+        low: Lowest action, one number or one per dimension.
+        high: Highest action, likewise.
+        std_min: Lowest standard deviation.
+        std_max: Highest standard deviation.
+        init_key: Where the first steps of episodes are marked, [*B, 1] or [*B]; None keeps
+            each environment's first deviation for ever.
+        generator: Source of all draws; the device's global one by default.
+
+    Raises:
+        ConfigError: Bounds or standard deviations are not in order.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import TensorDictSequential
+        >>> from torchrl.envs.utils import set_exploration_type
+        >>> from torchrl_unilab.modules.squashed import make_td3_actor
+        >>> noise = PerEnvNoise(-1.0, 1.0, std_min=0.1, std_max=0.5, init_key=None)
+        >>> policy = TensorDictSequential(make_td3_actor(3, 2), noise)
+        >>> with set_exploration_type(ExplorationType.RANDOM):
+        ...     batch = policy(TensorDict(observation=torch.zeros(8, 3), batch_size=[8]))
+        >>> noise.std.shape
+        torch.Size([8, 1])
+    """
+
+    out_keys = ("action",)
+
+    def __init__(
+        self,
+        low: float | torch.Tensor,
+        high: float | torch.Tensor,
+        *,
+        std_min: float,
+        std_max: float,
+        init_key: NestedKey | None = "is_init",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not 0.0 <= std_min <= std_max < float("inf"):
+            raise ConfigError(
+                f"PerEnvNoise: std_min {std_min}, std_max {std_max} (expected 0 <= std_min <= "
+                "std_max, finite). They are in units of half the distance between the bounds."
+            )
+        super().__init__()
+        self.in_keys = ["action"] if init_key is None else ["action", init_key]
+        self.init_key = init_key
+        self.std_min = std_min
+        self.std_max = std_max
+        # In a tuple, where `nn.Module` does not look for tensors: nothing here is published.
+        self._bounds = tuple(
+            torch.as_tensor(bound, dtype=torch.get_default_dtype()) for bound in (low, high)
+        )
+        self._generator = generator
+        self._std: torch.Tensor | None = None
+        if not (self._bounds[0] < self._bounds[1]).all():
+            raise ConfigError(
+                f"PerEnvNoise: low {low}, high {high} (expected low < high in all dimensions). "
+                "Take the action spec's."
+            )
+
+    @property
+    def std(self) -> torch.Tensor | None:
+        """Each environment's standard deviation now, [*B, 1]; None before the first action."""
+        return self._std
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Add noise to ``action``, [*B, n]."""
+        action = tensordict.get("action")
+        std = self._draw(action[..., :1], self._first_steps(tensordict, action))
+        if exploration_type() not in (ExplorationType.RANDOM, None):
+            return tensordict
+        low, high = (bound.to(action) for bound in self._bounds)
+        noise = torch.empty_like(action).normal_(generator=self._generator)
+        noise = noise.mul_(std).mul_((high - low) / 2).add_(action)
+        return tensordict.set("action", noise.clamp_(low, high))
+
+    def _first_steps(self, tensordict: TensorDictBase, action: torch.Tensor) -> torch.Tensor | None:
+        """Return where episodes start, [*B, 1]; None where they are not followed."""
+        if self.init_key is None:
+            return None
+        first: torch.Tensor | None = tensordict.get(self.init_key, None)
+        if first is None:
+            raise LayoutKeyError(
+                f"PerEnvNoise: no {self.init_key!r} beside the action (expected where episodes "
+                "start). Append torchrl.envs.InitTracker to the environment, or give "
+                "init_key=None."
+            )
+        return first.reshape(*action.shape[:-1], 1)
+
+    def _draw(self, like: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
+        """Return the deviations, new ones where an episode starts or none is known yet."""
+        known = self._std
+        if known is not None and known.shape == like.shape and known.device == like.device:
+            if first is None:
+                return known
+        else:
+            known = None
+        drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
+        drawn.uniform_(self.std_min, self.std_max, generator=self._generator)
+        self._std = drawn if known is None or first is None else torch.where(first, drawn, known)
+        return self._std

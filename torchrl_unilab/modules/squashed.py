@@ -1,0 +1,293 @@
+"""Actors whose actions a tanh keeps within bounds: SAC's Gaussian and TD3's point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+from torchrl.data import Bounded
+from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.modules import ProbabilisticActor, TanhNormal
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules.normalizer import ObservationNormalizer
+from torchrl_unilab.modules.q_value import relu_mlp
+
+__all__ = [
+    "SquashedGaussianActor",
+    "SquashedGaussianParameters",
+    "SquashedNormal",
+    "SquashedPoint",
+    "make_sac_actor",
+    "make_td3_actor",
+    "squash",
+]
+
+_POINTS = (ExplorationType.DETERMINISTIC, ExplorationType.MEAN, ExplorationType.MODE)
+
+
+def squash(x: torch.Tensor) -> torch.Tensor:
+    """Return tanh, kept off -1 and 1 by the dtype's resolution, as `TanhNormal` does.
+
+    So that an action can be mapped back. ``x`` is overwritten.
+
+    Example:
+        >>> squash(torch.tensor([0.0, 100.0])).tolist()
+        [0.0, 0.9999...]
+    """
+    limit = 1.0 - torch.finfo(x.dtype).resolution
+    return x.tanh_().clamp_(-limit, limit)
+
+
+class SquashedNormal(TanhNormal):
+    """TorchRL's `TanhNormal`, which acts without exploration in one way.
+
+    A squashed Gaussian's mean and mode have no closed form. What SAC acts by, here as
+    elsewhere, is the squashed mean of the Gaussian; so all exploration types but RANDOM
+    take that, where `TanhNormal` estimates a mean from samples and refuses a mode.
+    """
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The squashed mean of the Gaussian, not the mean of the squashed Gaussian."""
+        mean: torch.Tensor = self.deterministic_sample
+        return mean
+
+    @property
+    def mode(self) -> torch.Tensor:
+        """The squashed mode of the Gaussian, not the mode of the squashed Gaussian."""
+        mode: torch.Tensor = self.deterministic_sample
+        return mode
+
+
+class SquashedGaussianParameters(TensorDictModuleBase):
+    """Reads an observation, writes ``loc`` and ``scale`` of a Gaussian before its tanh.
+
+    The network's second half of outputs, ``r``, sets the scale within soft bounds, which
+    leave it a gradient everywhere::
+
+        log scale = low + (high - low) * (tanh(r) + 1) / 2
+
+    Args:
+        in_key: Where the observation is.
+        normalizer: Normalises observations.
+        net: Observation to twice as many values as an action has.
+        low: Lowest actions, [n].
+        high: Highest actions, [n].
+        log_std_bounds: Bounds of the scale's logarithm.
+    """
+
+    out_keys = ("loc", "scale")
+    center: torch.Tensor
+    reach: torch.Tensor
+
+    def __init__(
+        self,
+        in_key: str,
+        normalizer: nn.Module,
+        net: nn.Module,
+        low: torch.Tensor,
+        high: torch.Tensor,
+        log_std_bounds: tuple[float, float],
+    ) -> None:
+        super().__init__()
+        self.in_keys = (in_key,)
+        self.normalizer = normalizer
+        self.net = net
+        self.log_std_bounds = log_std_bounds
+        self.register_buffer("center", (high + low) / 2)
+        self.register_buffer("reach", (high - low) / 2)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``loc`` and ``scale``, [..., action size]."""
+        loc, raw = self.net(self.normalizer(tensordict.get(self.in_keys[0]))).chunk(2, dim=-1)
+        low, high = self.log_std_bounds
+        tensordict.set("loc", loc)
+        return tensordict.set("scale", (low + (high - low) / 2 * (raw.tanh() + 1.0)).exp())
+
+
+class SquashedGaussianActor(ProbabilisticActor):
+    """A tanh-squashed Gaussian policy that acts without building a distribution.
+
+    Without gradients it computes the action in a handful of operations; in all other cases
+    it is the `torchrl.modules.ProbabilisticActor` that it inherits from, with equal results.
+
+    Args:
+        parameters: Writes ``loc`` and ``scale``.
+        low: Lowest actions, [n], as the parameters have them.
+        high: Highest actions, [n], as the parameters have them.
+    """
+
+    def __init__(
+        self, parameters: SquashedGaussianParameters, low: torch.Tensor, high: torch.Tensor
+    ) -> None:
+        super().__init__(
+            parameters,
+            in_keys=["loc", "scale"],
+            spec=Bounded(low, high, shape=low.shape, dtype=low.dtype),
+            distribution_class=SquashedNormal,
+            distribution_kwargs={"low": low, "high": high},
+        )
+
+    def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
+        """Write ``loc``, ``scale`` and ``action``, [..., n]."""
+        how = exploration_type()
+        direct = how == ExplorationType.RANDOM or how in _POINTS
+        if args or kwargs or torch.is_grad_enabled() or not direct:
+            out: TensorDictBase = super().forward(tensordict, *args, **kwargs)
+            return out
+        parameters = self.module[0]
+        tensordict = parameters(tensordict)
+        loc = tensordict.get("loc")
+        if how == ExplorationType.RANDOM:
+            x = torch.addcmul(loc, torch.randn_like(loc), tensordict.get("scale"))
+        else:
+            x = loc.clone()
+        action = torch.addcmul(parameters.center, squash(x), parameters.reach)
+        return tensordict.set("action", action)
+
+
+class SquashedPoint(TensorDictModuleBase):
+    """Reads an observation, writes one ``action`` within bounds: ``center + reach tanh(net)``.
+
+    Args:
+        in_key: Where the observation is.
+        normalizer: Normalises observations.
+        net: Observation to as many values as an action has.
+        low: Lowest actions, [n].
+        high: Highest actions, [n].
+    """
+
+    out_keys = ("action",)
+    center: torch.Tensor
+    reach: torch.Tensor
+
+    def __init__(
+        self,
+        in_key: str,
+        normalizer: nn.Module,
+        net: nn.Module,
+        low: torch.Tensor,
+        high: torch.Tensor,
+    ) -> None:
+        super().__init__()
+        self.in_keys = (in_key,)
+        self.normalizer = normalizer
+        self.net = net
+        self.register_buffer("center", (high + low) / 2)
+        self.register_buffer("reach", (high - low) / 2)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``action``, [..., n]."""
+        x = self.net(self.normalizer(tensordict.get(self.in_keys[0])))
+        return tensordict.set("action", torch.addcmul(self.center, x.tanh(), self.reach))
+
+
+def make_sac_actor(
+    observation_size: int,
+    action_size: int,
+    *,
+    low: float | torch.Tensor = -1.0,
+    high: float | torch.Tensor = 1.0,
+    in_key: str = "observation",
+    normalizer: ObservationNormalizer | None = None,
+    hidden: Sequence[int] = (256, 256),
+    layer_norm: bool = False,
+    log_std_bounds: tuple[float, float] = (-5.0, 2.0),
+) -> SquashedGaussianActor:
+    """Return SAC's actor: a Gaussian, squashed by tanh into bounds (arXiv 1812.05905, app. C).
+
+    Args:
+        observation_size: Length of the observation vector.
+        action_size: Length of the action vector.
+        low: Lowest action, one number or one per dimension, [action_size].
+        high: Highest action, likewise.
+        in_key: Where the observation is.
+        normalizer: Normalises observations; part of the actor, so it is published with it.
+        hidden: Widths of the relu layers.
+        layer_norm: Whether to normalise what goes into each relu.
+        log_std_bounds: Soft bounds of the standard deviation's logarithm, before the tanh.
+
+    Raises:
+        ConfigError: A size or a pair of bounds cannot work.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> actor = make_sac_actor(3, 2, low=torch.tensor([-1.0, 0.0]), high=2.0)
+        >>> actor(TensorDict(observation=torch.zeros(5, 3), batch_size=[5]))["action"].shape
+        torch.Size([5, 2])
+    """
+    if not log_std_bounds[0] < log_std_bounds[1]:
+        raise ConfigError(
+            f"log_std_bounds: {log_std_bounds} (expected a lower and a higher number). "
+            "Leave it out for the default."
+        )
+    lowest, highest = _bounds(low, high, action_size)
+    net = relu_mlp([observation_size, *hidden, 2 * action_size], layer_norm=layer_norm)
+    parameters = SquashedGaussianParameters(
+        in_key, normalizer or nn.Identity(), net, lowest, highest, log_std_bounds
+    )
+    return SquashedGaussianActor(parameters, lowest, highest)
+
+
+def make_td3_actor(
+    observation_size: int,
+    action_size: int,
+    *,
+    low: float | torch.Tensor = -1.0,
+    high: float | torch.Tensor = 1.0,
+    in_key: str = "observation",
+    normalizer: ObservationNormalizer | None = None,
+    hidden: Sequence[int] = (256, 256),
+    layer_norm: bool = False,
+) -> SquashedPoint:
+    """Return TD3's actor: an action within bounds, without noise (arXiv 1802.09477).
+
+    Args:
+        observation_size: Length of the observation vector.
+        action_size: Length of the action vector.
+        low: Lowest action, one number or one per dimension, [action_size].
+        high: Highest action, likewise.
+        in_key: Where the observation is.
+        normalizer: Normalises observations; part of the actor, so it is published with it.
+        hidden: Widths of the relu layers.
+        layer_norm: Whether to normalise what goes into each relu.
+
+    Raises:
+        ConfigError: A size or a pair of bounds cannot work.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> actor = make_td3_actor(3, 2, low=0.0, high=2.0)
+        >>> batch = actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))
+        >>> bool((batch["action"] > 0.0).all())
+        True
+    """
+    lowest, highest = _bounds(low, high, action_size)
+    net = relu_mlp([observation_size, *hidden, action_size], layer_norm=layer_norm)
+    return SquashedPoint(in_key, normalizer or nn.Identity(), net, lowest, highest)
+
+
+def _bounds(
+    low: float | torch.Tensor, high: float | torch.Tensor, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return bounds as tensors of their own, [size]; refuse those that leave no room."""
+    bounds = []
+    for name, value in (("low", low), ("high", high)):
+        bound = torch.as_tensor(value, dtype=torch.get_default_dtype())
+        if bound.shape not in ((), (size,)) or not bound.isfinite().all():
+            raise ConfigError(
+                f"action bound {name}: {value} (expected a finite number, or {size} of them). "
+                "Take the action spec's."
+            )
+        bounds.append(bound.expand(size).clone())
+    if not (bounds[0] < bounds[1]).all():
+        raise ConfigError(
+            f"action bounds: low {low}, high {high} (expected low < high in all dimensions). "
+            "Take the action spec's."
+        )
+    return bounds[0], bounds[1]

@@ -1,0 +1,297 @@
+"""`OffPolicyTrainer`: SAC, TD3 and their like on TorchRL's trainer, beside their collectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
+from torchrl.trainers import Trainer
+
+from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.data import DoubleBufferReplayPipeline, ReplayPipeline
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules import ObservationNormalizer
+from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
+from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
+from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = [
+    "OffPolicyTrainer",
+    "build_reward_comparison_metrics",
+    "compute_train_start_threshold",
+    "replay_buffer_ready_for_learning",
+]
+
+
+def compute_train_start_threshold(batch_size: int, learning_starts: int, num_envs: int) -> int:
+    """Return how many rows the replay must have before the first update.
+
+    Args:
+        batch_size: Rows of a minibatch.
+        learning_starts: Steps of each environment; below 0 counts as 0.
+        num_envs: Environments.
+
+    Example:
+        >>> compute_train_start_threshold(256, 100, 16)
+        1600
+    """
+    return max(batch_size, max(learning_starts, 0) * num_envs)
+
+
+def replay_buffer_ready_for_learning(
+    replay_buffer_size: int, *, batch_size: int, learning_starts: int, num_envs: int
+) -> bool:
+    """Return whether a replay of so many rows suffices for the first update.
+
+    Example:
+        >>> replay_buffer_ready_for_learning(
+        ...     255, batch_size=256, learning_starts=0, num_envs=16)
+        False
+    """
+    return replay_buffer_size >= compute_train_start_threshold(
+        batch_size, learning_starts, num_envs
+    )
+
+
+def build_reward_comparison_metrics(
+    reward_history: Sequence[float], smoothed_reward: float
+) -> dict[str, float]:
+    """Return the mean return of the last 100 episodes, the way runs are compared.
+
+    Args:
+        reward_history: Returns of the episodes, oldest first.
+        smoothed_reward: What to report before the first episode has ended.
+
+    Example:
+        >>> build_reward_comparison_metrics([0.0, 2.0], 7.0)
+        {'reward_100_episodes': 1.0}
+        >>> build_reward_comparison_metrics([], 7.0)
+        {'reward_100_episodes': 7.0}
+    """
+    last = list(reward_history)[-100:]
+    return {"reward_100_episodes": sum(last) / len(last) if last else float(smoothed_reward)}
+
+
+class _LossUpdate:
+    """Updates by a loss module's backward pass, Adam and `SoftUpdate`: for any loss.
+
+    Args:
+        loss: Any off-policy loss of TorchRL.
+        config: Learning rates and tau.
+    """
+
+    def __init__(self, loss: LossModule, config: OffPolicyConfig) -> None:
+        self.loss = loss
+        parameters = dict(loss.named_parameters())
+        self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                part = "actor" if name.startswith("actor") else "critic"
+                self._groups["alpha" if name == "log_alpha" else part].append(parameter)
+        rates = {"actor": config.lr_actor, "critic": config.lr_critic, "alpha": config.lr_alpha}
+        self.optimizers = {
+            part: torch.optim.Adam(group, lr=rates[part], fused=True)
+            for part, group in self._groups.items()
+            if group
+        }
+        self._target = SoftUpdate(loss, tau=config.tau)
+        self.statistics: tuple[str, ...] = ()
+
+    def prepare(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch."""
+        return batch
+
+    def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:
+        """Cut a batch into minibatches."""
+        chunks: Iterable[TensorDictBase] = prepared.chunk(count)
+        return chunks
+
+    def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
+        """Take one step; return the losses, named by `statistics`."""
+        losses = self.loss(minibatch)
+        names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
+        parts = [losses.get(key) for key in names if key.startswith("loss_")]
+        torch.stack([part.reshape(()) for part in parts]).sum().backward()
+        for part, optimizer in self.optimizers.items():
+            if update_policy or part == "critic":
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._target.step()
+        self.statistics = names
+        return torch.stack([losses.get(key).detach().reshape(()) for key in names])
+
+
+class _Learnt:
+    """What learning goes on from beside the loss, to be checkpointed together.
+
+    Args:
+        optimizers: By what they step.
+        normalizers: By observation key; critics refer to theirs without containing it.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        normalizers: Mapping[str, ObservationNormalizer],
+    ) -> None:
+        self._parts: dict[str, torch.optim.Optimizer | ObservationNormalizer] = {
+            **{f"optimizer_{part}": optimizer for part, optimizer in optimizers.items()},
+            **{f"normalizer_{key}": normalizer for key, normalizer in normalizers.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state_dict[name])
+
+
+class OffPolicyTrainer(Trainer):
+    """Trains by an off-policy loss while the collector's workers fill the replay.
+
+    Per tick of the collector: publish, let the normalisers count the new rows, take one
+    large sample and as many updates as `config` says. Nothing but one look per tick waits
+    for the learner's device.
+
+    Args:
+        collector: Fills its replay.
+        loss_module: `SACLoss`, `TD3Loss`, or another off-policy loss of TorchRL.
+        total_frames: Frames to collect.
+        config: Settings.
+        normalizers: Observation key to the normaliser in the networks that learns from it.
+        scheme: The collector's scheme, for the policy lag; not logged if not given.
+        pipeline: Prepares the samples; in this thread if not given.
+        **kwargs: As for `torchrl.trainers.Trainer`.
+
+    Attributes:
+        returns: The hook that follows episode returns.
+        lag: The hook that follows the policy lag, if there is a scheme.
+        busy_time: The hook that measures the learner's waiting.
+        updates: Updates taken.
+
+    Raises:
+        ConfigError: The replay holds less than the first update needs.
+    """
+
+    def __init__(
+        self,
+        *,
+        collector: ReplayCollector,
+        loss_module: LossModule,
+        total_frames: int,
+        config: OffPolicyConfig,
+        normalizers: Mapping[str, ObservationNormalizer] | None = None,
+        scheme: UniLabShmScheme | None = None,
+        pipeline: ReplayPipeline | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.config = config
+        self.normalizers = dict(normalizers or {})
+        self.storage = collector.storage
+        threshold = compute_train_start_threshold(
+            config.batch_size, config.learning_starts, config.total_envs
+        )
+        if threshold > self.storage.max_size:
+            raise ConfigError(
+                f"replay of {self.storage.max_size} rows (expected at least {threshold}, which "
+                "the first update needs). Raise replay_buffer_n, or lower learning_starts or "
+                "batch_size."
+            )
+        self._update = make_update(loss_module, config)
+        super().__init__(
+            collector=collector,
+            total_frames=total_frames,
+            frame_skip=1,
+            optim_steps_per_batch=config.updates_per_step,
+            loss_module=loss_module,
+            optimizer=None,
+            **kwargs,
+        )
+        self.register_module("optimizer", _Learnt(self._update.optimizers, self.normalizers))
+        self.updates = 0
+        self._tick = 0
+        self._counted = 0  # rows that the normalisers know
+        device = next(loss_module.parameters()).device
+        self.pipeline = pipeline or DoubleBufferReplayPipeline(
+            self.storage,
+            device=device,
+            sample_count=config.batch_size * config.updates_per_step,
+            base_seed=int(torch.randint(2**31, ())),
+            packer="inline" if device.type == "cpu" else "thread",
+        )
+        self.busy_time = BusyTime()
+        self.busy_time.register(self)
+        self.returns = CollectorReport(collector)
+        self.returns.register(self)
+        self.lag: LogPolicyLag | None = None
+        if scheme is not None:
+            self.lag = LogPolicyLag(scheme)
+            self.lag.register(self)
+        PublishWeights(collector).register(self)
+
+    def optim_steps(self, batch: TensorDictBase | None) -> None:
+        """Take a tick's updates, if the replay has enough rows."""
+        config = self.config
+        self._count_rows()
+        if not replay_buffer_ready_for_learning(
+            self.storage.size,
+            batch_size=config.batch_size,
+            learning_starts=config.learning_starts,
+            num_envs=config.total_envs,
+        ):
+            return
+        self._pre_optim_hook()
+        update, count = self._update, config.batch_size * config.updates_per_step
+        sample = self.pipeline.sample_large_batch(self._tick, count)
+        if config.reward_scale != 1.0:
+            sample.get(("next", "reward")).mul_(config.reward_scale)
+        prepared = update.prepare(sample)
+        observed = []
+        for minibatch in update.minibatches(prepared, config.updates_per_step):
+            self._optim_count += 1
+            self.updates += 1
+            policy = self.updates % config.policy_frequency == 0
+            observed.append(update.step(minibatch, update_policy=policy))
+            self._post_optim_hook()
+        self.pipeline.after_tick()
+        self._tick += 1
+        # The one look at the device per tick; what the policy's steps alone tell may be NaN.
+        means = torch.stack(observed).nanmean(0).tolist()
+        known = {
+            name: mean for name, mean in zip(update.statistics, means, strict=True) if mean == mean
+        }
+        self._log(optim_steps=self._optim_count, **known)
+
+    def _count_rows(self) -> None:
+        """Let the normalisers learn from the rows that are new, each once."""
+        if not self.normalizers:
+            return
+        end = self.storage.ptr
+        begin = max(self._counted, end - self.storage.max_size)
+        if end > begin:
+            rows = self.storage.get(torch.arange(begin, end) % self.storage.max_size)
+            for key, normalizer in self.normalizers.items():
+                normalizer.update(rows.get(key))
+        self._counted = end
+
+    def close(self) -> None:
+        """Let go of the pipeline. Idempotent."""
+        self.pipeline.close()
+
+
+def make_update(
+    loss: LossModule, config: OffPolicyConfig
+) -> FusedSACUpdate | FusedTD3Update | _LossUpdate:
+    """Return what takes the updates: a fused one where the loss allows."""
+    rates = {"lr_actor": config.lr_actor, "lr_critic": config.lr_critic, "tau": config.tau}
+    if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
+        return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **rates)
+    if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
+        return FusedTD3Update(loss, **rates)
+    return _LossUpdate(loss, config)

@@ -1,0 +1,175 @@
+"""Settings of SAC and TD3, and what differs per task, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["OFF_POLICY_TASKS", "Algorithm", "OffPolicyConfig"]
+
+Algorithm = Literal["sac", "td3"]
+
+_COUNTS = (
+    "num_envs",
+    "num_collectors",
+    "replay_buffer_n",
+    "batch_size",
+    "updates_per_step",
+    "policy_frequency",
+    "env_steps_per_sync",
+    "n_step",
+)
+_POSITIVE = ("lr_actor", "lr_critic", "lr_alpha", "alpha", "reward_scale")
+_NOT_NEGATIVE = ("target_noise", "target_noise_clip", "noise_std_min", "noise_std_max")
+
+
+@dataclass(frozen=True)
+class OffPolicyConfig:
+    """Settings of one SAC or TD3 run.
+
+    A *tick* is ``env_steps_per_sync`` steps of all environments, followed by
+    ``updates_per_step`` updates on as many minibatches.
+
+    Attributes:
+        algorithm: ``"sac"`` or ``"td3"``.
+        num_envs: Environments per collector.
+        num_collectors: Collector processes.
+        physics_threads: Threads that step each collector's environment; None to share out
+            the cores.
+        learner_threads: Torch threads of the learner; None for all cores, which collecting
+            at a few steps per update leaves nearly idle.
+        replay_buffer_n: Rows of the replay per environment.
+        batch_size: Rows of a minibatch.
+        learning_starts: Steps of each environment before the first update, see
+            `compute_train_start_threshold`.
+        init_random: Whether those steps are taken at random, and not by the policy.
+        updates_per_step: Updates per tick.
+        policy_frequency: Critic updates per update of the policy.
+        sync_collection: Collect only when the learner asks: repeatable bit for bit. Else
+            the collectors take the next tick's steps while the learner updates.
+        env_steps_per_sync: Steps of each environment in a tick.
+        obs_normalization: Normalise observations by running statistics of all rows, each
+            counted once.
+        n_step: Rewards that are summed up before a value is looked up.
+        observation: Key that the actor reads.
+        critic_observation: Key that the critics read.
+        hidden: Widths of the layers of actor and critics.
+        layer_norm: Normalise the inputs of the hidden layers' relus.
+        gamma: Discount.
+        tau: Share of the networks that their targets take over in each update.
+        lr_actor: Learning rate of the actor.
+        lr_critic: Learning rate of the critics.
+        lr_alpha: Learning rate of SAC's temperature.
+        alpha: SAC's initial temperature.
+        target_noise: TD3's noise on target actions, in halves of the action's range.
+        target_noise_clip: Bound of that noise.
+        noise_std_min: Lowest standard deviation of TD3's exploration noise; each
+            environment has its own.
+        noise_std_max: Highest one.
+        reward_scale: Factor on rewards for learning; reported returns are unscaled.
+        fused: Take updates by `FusedSACUpdate` or `FusedTD3Update`.
+
+    Raises:
+        ConfigError: A setting cannot work.
+    """
+
+    algorithm: Algorithm = "sac"
+    num_envs: int = 16
+    num_collectors: int = 1
+    physics_threads: int | None = None
+    learner_threads: int | None = None
+    replay_buffer_n: int = 62_500
+    batch_size: int = 256
+    learning_starts: int = 250
+    init_random: bool = True
+    updates_per_step: int = 4
+    policy_frequency: int = 1
+    sync_collection: bool = False
+    env_steps_per_sync: int = 1
+    obs_normalization: bool = False
+    n_step: int = 1
+    observation: str = "observation"
+    critic_observation: str = "observation"
+    hidden: tuple[int, ...] = (256, 256)
+    layer_norm: bool = False
+    gamma: float = 0.99
+    tau: float = 0.005
+    lr_actor: float = 3e-4
+    lr_critic: float = 3e-4
+    lr_alpha: float = 3e-4
+    alpha: float = 1.0
+    target_noise: float = 0.2
+    target_noise_clip: float = 0.5
+    noise_std_min: float = 0.05
+    noise_std_max: float = 0.4
+    reward_scale: float = 1.0
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.algorithm not in ("sac", "td3"):
+            raise ConfigError(
+                f"algorithm: {self.algorithm!r} (expected 'sac' or 'td3'). Use 'sac'."
+            )
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"{name}: {value!r} (expected an integer of at least 1). "
+                    "Leave it out for the default."
+                )
+        for name in (*_POSITIVE, *_NOT_NEGATIVE):
+            value = getattr(self, name)
+            least = "positive" if name in _POSITIVE else "non-negative"
+            if not math.isfinite(value) or value < 0 or (name in _POSITIVE and value == 0):
+                raise ConfigError(
+                    f"{name}: {value!r} (expected a finite {least} number). "
+                    "Leave it out for the default."
+                )
+        for name in ("gamma", "tau"):
+            value = getattr(self, name)
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"{name}: {value!r} (expected within [0, 1]). Leave it out.")
+        if self.noise_std_min > self.noise_std_max:
+            raise ConfigError(
+                f"noise_std_min: {self.noise_std_min} (expected at most noise_std_max, "
+                f"{self.noise_std_max}). Leave both out for the defaults."
+            )
+
+    @property
+    def total_envs(self) -> int:
+        """Environments of all collectors."""
+        return self.num_envs * self.num_collectors
+
+    @property
+    def frames_per_tick(self) -> int:
+        """Rows that a tick adds to the replay."""
+        return self.total_envs * self.env_steps_per_sync
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the replay."""
+        return self.replay_buffer_n * self.total_envs
+
+    @classmethod
+    def for_task(cls, task: str, algorithm: Algorithm = "sac", **overrides: Any) -> OffPolicyConfig:
+        """Return the settings of a task, with `overrides` on top."""
+        own = {**ALGORITHM_DEFAULTS.get(algorithm, {}), **OFF_POLICY_TASKS.get(task, {})}
+        return dataclasses.replace(cls(algorithm=algorithm, **own), **overrides)
+
+
+ALGORITHM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "sac": {},
+    "td3": {"policy_frequency": 2},
+}
+"""What differs from the defaults, per algorithm."""
+
+OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
+    "InvertedPendulum-v5": {"num_envs": 4, "learning_starts": 100},
+}
+"""What differs from the defaults, per task."""
