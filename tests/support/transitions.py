@@ -200,6 +200,7 @@ def stop_half_way(
         whole(rows, start, torch.full_like(words[: max(1, len(words) // 2)], -7))
         pipe.send(os.getpid())
         os.kill(os.getpid(), signal_)
+        whole(rows, start, words)
 
     SharedRows.write = half  # type: ignore[method-assign]
     storage.append(stamped(torch.arange(count)))

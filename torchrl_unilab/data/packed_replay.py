@@ -268,13 +268,13 @@ class PackedReplayStorage(TensorStorage):
         return RowStore(layout, self.max_size, self.writers, self.final_observations, meta)
 
     def _use(self, form: RowForm, segment: SharedSegment) -> None:
-        rows = SharedRows(self._store(form), self._place, segment, self.timeout)
+        rows = SharedRows(
+            self._store(form), self._place, segment, self.timeout, self._wanted_writer
+        )
         self._form = form
         self._gatherer = RowGatherer(rows, form, self.n_step, self.gamma)
         self._appender = RowAppender(rows, form, self.non_finite_policy)
         self._attached = rows
-        if self._wanted_writer is not None:
-            rows.use_writer(self._wanted_writer)
 
     @property
     def nbytes(self) -> int:
@@ -287,7 +287,7 @@ class PackedReplayStorage(TensorStorage):
         """Return what there is to sample from now."""
         if not self.initialized:
             return ReplaySnapshot(0, 0)
-        seen = self.rows.window()
+        seen = self.rows.look()
         return ReplaySnapshot(seen.end, max(0, seen.end - seen.floor))
 
     @property

@@ -100,10 +100,16 @@ class SharedRows:
         place: Holds the lock.
         segment: The memory.
         timeout: Seconds to wait for another writer's rows.
+        writer: Which writer to become on writing; the first that nobody is if not given.
     """
 
     def __init__(
-        self, store: RowStore, place: SharedPlace, segment: SharedSegment, timeout: float
+        self,
+        store: RowStore,
+        place: SharedPlace,
+        segment: SharedSegment,
+        timeout: float,
+        writer: int | None = None,
     ) -> None:
         self.layout, self.capacity, self.writers = store.layout, store.capacity, store.writers
         self.side_slots = store.side_slots
@@ -123,6 +129,8 @@ class SharedRows:
         self.side = side.view(self.side_slots, -1) if self.side_slots else side.view(0, 0)
         self._no_slots = torch.empty(0, dtype=torch.int64)
         self._writer, self._writer_pid = 0, 0
+        self._wanted = writer
+        self._look_again = 0.0
 
     # What may be read
 
@@ -136,6 +144,18 @@ class SharedRows:
             if first and first <= end:
                 end = first - 1
         return Window(self._header[FLOOR], end, head)
+
+    def look(self) -> Window:
+        """Return the window; now and then, mend what dead writers left in it first."""
+        seen = self.window()
+        if seen.end < seen.head and (now := time.monotonic()) > self._look_again:
+            self._look_again = now + _LIFE_CHECK_SECONDS
+            for writer in range(self.writers):
+                pid = self._words[writer * WRITER_WORDS + _PID]
+                if self._in_flight(writer) and pid and not process_is_alive(pid):
+                    self.recover(writer)
+            return self.window()
+        return seen
 
     @property
     def version(self) -> int:
@@ -273,7 +293,7 @@ class SharedRows:
         """
         until = time.monotonic() + self.timeout
         while True:
-            seen = self.window()
+            seen = self.look()
             if seen.floor < seen.end or not seen.head:
                 return seen
             first = [w for w in range(self.writers) if self._in_flight(w)]
@@ -351,7 +371,7 @@ class SharedRows:
 
     def _need_writer(self) -> None:
         if self._writer_pid != os.getpid():
-            self.use_writer(None)
+            self.use_writer(self._wanted)
 
     def leave(self) -> None:
         """Let another process be the writer that this one was."""

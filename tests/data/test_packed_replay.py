@@ -1,0 +1,667 @@
+"""Packed replay in one process: against TorchRL's own storage, and its native surface."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from tensordict import NonTensorData, TensorDict
+from torchrl.data import (
+    Bounded,
+    Composite,
+    LazyTensorStorage,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+    Unbounded,
+)
+from torchrl.data.replay_buffers import (
+    PrioritizedSampler,
+    RandomSampler,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
+from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
+from torchrl.envs.transforms import RewardScaling
+
+from tests.support.transitions import flags, stamped, transitions
+from torchrl_unilab.data.packed_replay import PackedReplayStorage, ReplaySnapshot
+from torchrl_unilab.data.packed_writer import PackedReplayWriter
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutDigestError,
+    LayoutDtypeError,
+    LayoutError,
+    LayoutKeyError,
+    LayoutShapeError,
+    SegmentClosedError,
+    SegmentSpaceError,
+    SnapshotContendedError,
+)
+
+
+def same(a: TensorDict, b: TensorDict) -> bool:
+    """Equal keys, shapes, dtypes and values."""
+    keys = set(a.keys(True, True))
+    assert keys == set(b.keys(True, True))
+    assert a.batch_size == b.batch_size
+    for key in keys:
+        assert a[key].dtype == b[key].dtype
+        assert torch.equal(a[key], b[key]), key
+    return True
+
+
+def buffers(sampler, cls=ReplayBuffer, capacity=100, **settings):
+    """A stock buffer and a packed one, of the same samplers and seeds."""
+    pair = []
+    for storage in (LazyTensorStorage(capacity), PackedReplayStorage(capacity)):
+        buffer = cls(storage=storage, sampler=sampler(), batch_size=32, **settings)
+        generator = torch.Generator().manual_seed(3)
+        buffer.set_rng(generator)
+        pair.append(buffer)
+    return pair
+
+
+# Against TorchRL's own storage
+
+
+@pytest.mark.parametrize("cls", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("sampler", [RandomSampler, SamplerWithoutReplacement])
+@pytest.mark.parametrize("sizes", [[40], [40, 50, 30], [7, 100, 1], [99, 1, 1]])
+def test_batches_equal_the_stock_storages_for_a_seed(cls, sampler, sizes):
+    stock, packed = buffers(sampler, cls)
+    for seed, size in enumerate(sizes):
+        for buffer in (stock, packed):
+            torch.manual_seed(seed)
+            buffer.extend(transitions(size, seed))
+        assert len(stock) == len(packed)
+        assert stock.write_count == packed.write_count
+        for _ in range(3):
+            batches = []
+            for buffer in (stock, packed):
+                torch.manual_seed(seed)
+                batches.append(buffer.sample())
+            assert same(*batches)
+    assert same(stock[:], packed[:])
+
+
+class Tree:
+    """What a segment tree does, for samplers where TorchRL's extension is not to be had."""
+
+    def __init__(self, capacity: int) -> None:
+        self.values = torch.full((capacity,), self.neutral)
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+    def __setitem__(self, index, value):
+        self.values[index] = torch.as_tensor(value, dtype=torch.float32)
+
+
+class SumTree(Tree):
+    neutral = 0.0
+
+    def query(self, start, end):
+        return self.values[start:end].sum().item()
+
+    def scan_lower_bound(self, mass):
+        return torch.searchsorted(self.values.cumsum(0), torch.as_tensor(mass).float())
+
+
+class MinTree(Tree):
+    neutral = float("inf")
+
+    def query(self, start, end):
+        return self.values[start:end].min().item()
+
+
+def test_prioritised_batches_and_weights_equal_the_stock_storages(monkeypatch):
+    module = "torchrl.data.replay_buffers.samplers.prioritized"
+    for precision in ("32", "64"):
+        monkeypatch.setattr(f"{module}.SumSegmentTreeFp{precision}", SumTree)
+        monkeypatch.setattr(f"{module}.MinSegmentTreeFp{precision}", MinTree)
+
+    def make():
+        return PrioritizedSampler(100, 0.7, 0.5)
+
+    stock, packed = buffers(make, TensorDictReplayBuffer)
+    for seed in range(4):
+        batches = []
+        for buffer in (stock, packed):
+            torch.manual_seed(seed)
+            np.random.seed(seed)
+            data = transitions(40, seed).set("td_error", torch.arange(40.0))
+            buffer.extend(data)
+            batch = buffer.sample()
+            batch["td_error"] = batch["next", "reward"][:, 0]
+            buffer.update_tensordict_priority(batch)
+            batches.append(batch)
+        assert same(*batches)
+
+
+@pytest.mark.parametrize("key", ["episode", None])
+def test_slices_equal_the_stock_storages(key):
+    def make():
+        return SliceSampler(
+            slice_len=4,
+            traj_key=key,
+            end_key=None if key else ("next", "done"),
+            strict_length=False,
+        )
+
+    stock, packed = buffers(make)
+    for buffer in (stock, packed):
+        for seed in range(5):
+            data = transitions(30, seed)
+            buffer.extend(data.set("episode", torch.arange(30) // 10 + seed * 3))
+    batches = []
+    for buffer in (stock, packed):
+        torch.manual_seed(0)
+        batches.append(buffer.sample())
+    assert same(*batches)
+
+
+def test_transforms_and_prefetch_see_the_same_batches():
+    batches = []
+    for storage in (LazyTensorStorage(100), PackedReplayStorage(100, reuse=4)):
+        buffer = TensorDictReplayBuffer(
+            storage=storage,
+            batch_size=16,
+            prefetch=2,
+            transform=RewardScaling(loc=1.0, scale=2.0, in_keys=[("next", "reward")]),
+        )
+        buffer.extend(transitions(60))
+        torch.manual_seed(0)
+        got = torch.stack([buffer.sample() for _ in range(3)])
+        assert torch.equal(
+            got["next", "reward"],
+            transitions(60)["next", "reward"][got["index"]] * 2.0 + 1.0,
+        )
+        batches.append(got)
+    assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        3,
+        -1,
+        slice(2, 9),
+        slice(None, None, 3),
+        slice(9, 2, -2),
+        range(4),
+        [1, -2, 1],
+        torch.tensor(2),
+        torch.tensor([[1, 2], [3, 4]]),
+        torch.arange(20) % 3 == 0,
+        np.array([5, 6]),
+        torch.tensor([], dtype=torch.int64),
+    ],
+    ids=str,
+)
+def test_every_kind_of_index_reads_what_it_does_in_a_tensor(index):
+    data = transitions(20)
+    with PackedReplayStorage(20) as storage:
+        storage.set(range(20), data)
+        if isinstance(index, slice) and index.step and index.step < 0:
+            expected = data[list(range(20))[index]]
+        else:
+            expected = data[index]
+        assert same(storage.get(index).exclude("index"), expected)
+
+
+@pytest.mark.parametrize("index", [20, -21, [0, 20], torch.tensor([-21])], ids=str)
+def test_an_index_out_of_range_is_refused(index):
+    with PackedReplayStorage(40) as storage:
+        storage.set(range(20), transitions(20))
+        with pytest.raises(IndexError, match="20 are written"):
+            storage.get(index)
+
+
+def test_rows_are_rewritten_in_place():
+    data = transitions(20)
+    with PackedReplayStorage(20) as storage:
+        storage.set(range(20), data)
+        other = transitions(3, 1)
+        storage[torch.tensor([4, 2, 19])] = other
+        storage[0] = other[1]
+        data[[4, 2, 19]] = other
+        data[0] = other[1]
+        assert same(storage[:], data)
+        assert storage.ptr == 20
+
+
+def test_rows_that_leave_a_gap_are_refused():
+    with PackedReplayStorage(20) as storage:
+        storage.set(range(5), transitions(5))
+        with pytest.raises(RuntimeError, match="5 are written"):
+            storage.set(range(7, 9), transitions(2))
+        assert len(storage) == 5
+
+
+def test_add_of_one_row_and_of_a_list_of_rows():
+    rows = transitions(4)
+    buffer = ReplayBuffer(storage=PackedReplayStorage(10), batch_size=2)
+    assert buffer.add(rows[0]) == 0
+    assert buffer.extend([rows[1], rows[2], rows[3]]).tolist() == [1, 2, 3]
+    assert same(buffer[:], rows)
+    buffer.storage.close()
+
+
+def test_emptied_and_filled_again_it_counts_from_zero():
+    for writer in (None, PackedReplayWriter()):
+        buffer = ReplayBuffer(storage=PackedReplayStorage(10), batch_size=2, writer=writer)
+        buffer.extend(transitions(13))
+        buffer.empty()
+        assert (len(buffer), buffer.write_count, buffer.storage.size) == (0, 0, 0)
+        with pytest.raises(RuntimeError, match="empty"):
+            buffer.sample()
+        assert buffer.extend(transitions(3, 2)).tolist() == [0, 1, 2]
+        assert same(buffer[:], transitions(3, 2))
+        buffer.storage.close()
+
+
+def test_the_packed_writer_writes_where_the_stock_one_does():
+    stock, packed = (
+        ReplayBuffer(storage=PackedReplayStorage(10), batch_size=2, writer=writer)
+        for writer in (None, PackedReplayWriter())
+    )
+    for seed, size in enumerate([4, 8, 25, 10, 1]):
+        data = transitions(size, seed)
+        assert stock.extend(data).tolist() == packed.extend(data).tolist()
+        assert same(stock[:], packed[:])
+        assert stock.write_count == packed.write_count
+
+
+def test_contains_is_what_has_been_written():
+    with PackedReplayStorage(10) as storage:
+        assert 0 not in storage
+        storage.set(range(4), transitions(4))
+        assert 3 in storage
+        assert -4 in storage
+        assert 4 not in storage
+        assert storage.contains(torch.tensor([0, 4, -5])).tolist() == [True, False, False]
+
+
+# Forms
+
+
+def test_nested_keys_and_mixed_dtypes_come_back_as_they_were():
+    data = TensorDict(
+        {
+            "a": torch.rand(5, 2, 3, dtype=torch.float64),
+            "b": {"c": {"d": torch.arange(5, dtype=torch.int16)}, "e": torch.rand(5, 1).bfloat16()},
+            "f": torch.rand(5, 3) < 0.5,
+            "g": torch.rand(5, 1, dtype=torch.complex64),
+            "h": torch.arange(5, dtype=torch.uint8).unsqueeze(1),
+            "critic": torch.rand(5, 9),
+        },
+        [5],
+    )
+    with PackedReplayStorage(5) as storage:
+        storage.set(range(5), data)
+        assert same(storage[:], data)
+        assert list(storage[:].keys(True, True)) == list(data.keys(True, True))
+
+
+def test_rows_with_a_time_dimension_keep_it():
+    data = transitions(6).reshape(2, 3)
+    buffer = ReplayBuffer(storage=PackedReplayStorage(5), batch_size=4)
+    buffer.extend(data)
+    assert buffer.sample().batch_size == (4, 3)
+    assert same(buffer[:], data)
+
+
+def test_a_spec_makes_the_storage():
+    spec = Composite(
+        observation=Unbounded((3,)),
+        action=Bounded(-1, 1, (2,)),
+        next=Composite(done=Unbounded((1,), dtype=torch.bool)),
+    )
+    with PackedReplayStorage.from_spec(spec, 7) as storage:
+        storage.set(range(4), spec.expand(4).zero())
+        assert same(storage[:], spec.expand(4).zero())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "key"),
+    [
+        (lambda d: d.set("extra", torch.zeros(3)), LayoutKeyError, "extra"),
+        (lambda d: d.exclude("action"), LayoutKeyError, "action"),
+        (lambda d: d.set("action", torch.zeros(3, 5)), LayoutShapeError, "action"),
+        (lambda d: d.set("action", torch.zeros(3, 6).double()), LayoutDtypeError, "action"),
+        (lambda d: d.set("text", NonTensorData("x", batch_size=[3])), LayoutDtypeError, "text"),
+        (lambda d: d.set(("next", "reward"), torch.zeros(3, 1, 1)), LayoutShapeError, "reward"),
+    ],
+)
+def test_rows_that_do_not_match_are_refused_and_nothing_is_written(change, error, key):
+    with PackedReplayStorage(10) as storage:
+        storage.set(range(3), transitions(3))
+        before = storage[:]
+        for write in (storage.append, storage.add):
+            with pytest.raises(error, match=key):
+                write(change(transitions(3, 1)))
+        assert storage.ptr == 3
+        assert same(storage[:], before)
+
+
+def test_what_cannot_be_a_row_is_refused():
+    with PackedReplayStorage(10) as storage:
+        for data, error in (
+            (TensorDict({"a": TensorDict({}, [2]), "b": torch.zeros(2)}, [2]), LayoutKeyError),
+            (TensorDict({}, [2]), LayoutKeyError),
+            (TensorDict({"a": NonTensorData("x", batch_size=[2])}, [2]), LayoutDtypeError),
+        ):
+            with pytest.raises(error):
+                storage.append(data)
+        assert not storage.initialized
+        with pytest.raises(RuntimeError, match="at least one"):
+            storage.append(transitions(3)[:0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_size": 0},
+        {"writers": 0},
+        {"n_step": 0},
+        {"reuse": -1},
+        {"gamma": 1.5},
+        {"next_observation": "both"},
+        {"non_finite": "drop"},
+        {"final_observations": 0},
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused(settings):
+    with pytest.raises(ConfigError):
+        PackedReplayStorage(**{"max_size": 10, **settings})
+
+
+def test_rows_that_do_not_fit_are_refused_with_what_would_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr("torchrl_unilab.shm.row_store.free_bytes", lambda kind: 1 << 20)
+    with PackedReplayStorage(1 << 20) as storage:
+        with pytest.raises(SegmentSpaceError, match="rows would"):
+            storage.append(transitions(2))
+        assert not storage.initialized
+
+
+# Native surface
+
+
+def test_capacity_one_holds_the_last_row():
+    with PackedReplayStorage(1) as storage:
+        for seed in range(3):
+            storage.append(transitions(2, seed))
+            assert same(storage[:], transitions(2, seed)[1:])
+            assert storage.sample(3)["index"].tolist() == [0, 0, 0]
+
+
+def test_of_more_rows_than_fit_the_last_ones_stay():
+    with PackedReplayStorage(10) as storage:
+        storage.append(transitions(3))
+        index = storage.append(stamped_like(25))
+        assert index.tolist() == [(3 + i) % 10 for i in range(25)]
+        at = torch.arange(18, 28).remainder(10)
+        assert same(storage.get(at), stamped_like(25)[15:])
+        assert storage.snapshot() == ReplaySnapshot(28, 10)
+
+
+def stamped_like(count: int) -> TensorDict:
+    return transitions(count, 5)
+
+
+def test_steps_lie_one_after_the_other_whatever_the_batch_is_shaped_like():
+    rows = transitions(12).reshape(4, 3)  # environments, steps
+    for name in ("next",):
+        rows[name, "done"] = rows[name, "terminated"] | rows[name, "truncated"]
+        rows[name, "truncated"] &= ~rows[name, "terminated"]
+    with PackedReplayStorage(12) as storage:
+        assert storage.add(rows) == 0
+        assert same(storage[:], rows.transpose(0, 1).reshape(-1))
+
+
+def test_done_is_terminated_or_truncated_and_both_is_terminated():
+    rows = transitions(4)
+    rows["next", "terminated"] = torch.tensor([[0], [1], [0], [1]]).bool()
+    rows["next", "truncated"] = torch.tensor([[0], [0], [1], [1]]).bool()
+    rows["next", "done"] = flags(4)
+    with PackedReplayStorage(4) as storage:
+        storage.add(rows)
+        got = storage[:]["next"]
+    assert got["done"].flatten().tolist() == [False, True, True, True]
+    assert got["terminated"].flatten().tolist() == [False, True, False, True]
+    assert got["truncated"].flatten().tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("form", ["rows", "masked", "tensordict"])
+@pytest.mark.parametrize("steps_", [1, 3])
+@pytest.mark.parametrize("derived", ["stored", "derived"])
+def test_the_true_final_observation_takes_the_place_of_the_reset_one(form, steps_, derived):
+    rows = transitions(4 * steps_).reshape(4, steps_)
+    finals = torch.rand(4, steps_, 17)
+    mask = torch.rand(4, steps_) < 0.5
+    mask[0, 0], mask[1, 0] = True, False
+    expected = torch.where(mask.unsqueeze(-1), finals, rows["next", "observation"])
+    given = {
+        "rows": finals,
+        "masked": finals[mask],
+        "tensordict": TensorDict({"observation": finals[mask]}, [int(mask.sum())]),
+    }[form]
+    if steps_ == 1:
+        rows, mask, expected = rows[:, 0], mask[:, 0], expected[:, 0]
+        given = finals[:, 0] if form == "rows" else given
+    with PackedReplayStorage(20, next_observation=derived) as storage:
+        storage.add(rows, terminal_mask=mask, terminal_next_obs=given)
+        got = storage[:]["next", "observation"]
+    assert torch.equal(got, expected.reshape(4, steps_, 17).transpose(0, 1).reshape(-1, 17))
+
+
+@pytest.mark.parametrize(
+    ("mask", "finals"),
+    [
+        (torch.zeros(3, dtype=torch.bool), torch.zeros(4, 17)),
+        (torch.zeros(4, 1, dtype=torch.bool), torch.zeros(4, 17)),
+        (torch.zeros(4), torch.zeros(4, 17)),
+        (torch.zeros(4, dtype=torch.bool), None),
+        (None, torch.zeros(4, 17)),
+        (torch.ones(4, dtype=torch.bool), torch.zeros(3, 17)),
+        (torch.ones(4, dtype=torch.bool), torch.zeros(4, 16)),
+        (torch.ones(4, dtype=torch.bool), TensorDict({"pixels": torch.zeros(4, 1)}, [4])),
+    ],
+)
+def test_a_final_observation_of_the_wrong_shape_is_an_error(mask, finals):
+    with PackedReplayStorage(10) as storage:
+        with pytest.raises(LayoutError):
+            storage.add(transitions(4), terminal_mask=mask, terminal_next_obs=finals)
+        assert storage.ptr == 0
+
+
+@pytest.mark.parametrize("key", ["action", ("next", "reward")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_refused_counted_or_passed(key, value):
+    rows = transitions(5)
+    rows[key][3, 0] = value
+    rows[key][1, 0] = value
+    with PackedReplayStorage(10) as storage:
+        with pytest.raises(ConfigError, match="row 1 is not finite"):
+            storage.append(rows)
+        assert storage.ptr == 0
+    for policy, counted in (("count", 2), ("pass", 0)):
+        with PackedReplayStorage(10, non_finite=policy) as storage:
+            storage.append(rows)
+            assert (storage.ptr, storage.non_finite) == (5, counted)
+
+
+def test_large_finite_values_are_not_taken_for_infinite_ones():
+    rows = transitions(5)
+    rows["next", "reward"].fill_(3e38)
+    with PackedReplayStorage(10) as storage:
+        storage.append(rows)
+        assert storage.ptr == 5
+
+
+def test_the_same_seed_and_snapshot_give_the_same_batch_while_its_rows_are_there():
+    with PackedReplayStorage(100) as storage:
+        storage.append(transitions(60))
+        snapshot = storage.snapshot()
+        assert snapshot == (60, 60)
+        first = storage.sample(50, seed=7, snapshot=snapshot).clone()
+        storage.append(transitions(40, 1))
+        assert same(storage.sample(50, seed=7, snapshot=snapshot), first)
+        assert not torch.equal(
+            storage.sample(50, seed=8, snapshot=snapshot)["index"], first["index"]
+        )
+        assert (storage.sample(500, seed=7)["index"] >= 60).any()
+
+
+def test_rows_of_a_snapshot_that_are_gone_are_drawn_from_those_that_are_left():
+    with PackedReplayStorage(100) as storage:
+        storage.append(transitions(100))
+        snapshot = storage.snapshot()
+        first = storage.sample(50, seed=7, snapshot=snapshot).clone()
+        storage.append(transitions(60, 1))
+        again = storage.sample(50, seed=7, snapshot=snapshot)
+        kept = first["index"] >= 60
+        assert same(again[kept], first[kept])
+        assert (again["index"] >= 60).all()
+        storage.append(transitions(40, 1))
+        with pytest.raises(SnapshotContendedError, match="overwritten"):
+            storage.sample(50, seed=7, snapshot=snapshot)
+
+
+def test_sampling_is_uniform_over_the_rows_there_are():
+    with PackedReplayStorage(16) as storage:
+        storage.append(transitions(20))
+        counts = torch.bincount(storage.sample(16_000, seed=0)["index"], minlength=16)
+    assert 850 < counts.min() <= counts.max() < 1150  # five standard deviations
+
+
+def test_sampling_before_any_row_says_so():
+    with PackedReplayStorage(10, example=transitions(1)[0]) as storage:
+        with pytest.raises(RuntimeError, match=r"0 of 0 can be sampled \(expected at least 1"):
+            storage.sample(4)
+        assert storage.snapshot() == (0, 0)
+        with pytest.raises(ConfigError, match="at least 1"):
+            storage.sample(0)
+    with PackedReplayStorage(10) as storage, pytest.raises(RuntimeError, match="0 of 10 rows"):
+        storage.sample(4)
+
+
+def test_a_batch_to_sample_into_is_filled_in_place():
+    with PackedReplayStorage(50) as storage:
+        storage.append(transitions(50))
+        out = storage.empty_batch(20)
+        pointer = out["next", "reward"].data_ptr()
+        got = storage.sample(20, seed=1, out=out)
+        assert got is out
+        assert got["next", "reward"].data_ptr() == pointer
+        assert same(out, storage.sample(20, seed=1))
+        assert len({leaf.untyped_storage().data_ptr() for leaf in out.values(True, True)}) == 1
+        with pytest.raises(ConfigError, match="20"):
+            storage.sample(21, out=out)
+        with pytest.raises(ConfigError, match="empty_batch"):
+            storage.sample(20, out=transitions(20))
+
+
+def test_batches_are_valid_for_as_many_samples_as_are_reused():
+    with PackedReplayStorage(50, reuse=2) as storage:
+        storage.append(transitions(50))
+        first = storage.sample(20)
+        kept = first.clone()
+        second = storage.sample(20)
+        assert same(first, kept)
+        third = storage.sample(20)
+        assert third["action"].data_ptr() == first["action"].data_ptr()
+        assert second["action"].data_ptr() != third["action"].data_ptr()
+    with PackedReplayStorage(50) as storage:
+        storage.append(transitions(50))
+        batches = [storage.sample(20) for _ in range(3)]
+        assert len({batch["action"].data_ptr() for batch in batches}) == 3
+
+
+# Saved and ended
+
+
+@pytest.mark.parametrize("derived", ["stored", "derived"])
+@pytest.mark.parametrize("count", [7, 33])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_checkpoint_brings_everything_back(tmp_path, derived, count, known):
+    settings = {"next_observation": derived}
+    example = transitions(1)[0] if known else None
+    one = TensorDictReplayBuffer(storage=PackedReplayStorage(20, **settings), batch_size=4)
+    one.extend(transitions(count))
+    one.dumps(tmp_path / "saved")
+    two = TensorDictReplayBuffer(
+        storage=PackedReplayStorage(20, example=None if example is None else one[0], **settings),
+        batch_size=4,
+    )
+    two.loads(tmp_path / "saved")
+    state = TensorDictReplayBuffer(storage=PackedReplayStorage(20, **settings), batch_size=4)
+    state.load_state_dict(one.state_dict())
+    assert not list((tmp_path / "saved" / "storage").glob("*.part"))
+    for other in (two, state):
+        assert same(other[:], one[:])
+        assert other.storage.snapshot() == one.storage.snapshot()
+        assert other.extend(transitions(5, 9)).tolist() == [(count + i) % 20 for i in range(5)]
+    one.extend(transitions(5, 9))
+    assert same(two[:], one[:])
+    assert same(two.storage.sample(9, seed=1), one.storage.sample(9, seed=1))
+
+
+def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
+    with PackedReplayStorage(20) as one, PackedReplayStorage(21) as two:
+        one.append(transitions(7))
+        one.dumps(tmp_path)
+        with pytest.raises(LayoutDigestError, match="max_size"):
+            two.loads(tmp_path)
+        with PackedReplayStorage(20) as three:
+            three.append(stamped(torch.arange(3)))
+            with pytest.raises(LayoutDigestError):
+                three.loads(tmp_path)
+            assert three.ptr == 3
+
+
+def test_a_checkpoint_that_ends_too_early_is_refused_and_leaves_no_rows(tmp_path):
+    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as two:
+        one.append(transitions(7))
+        two.append(transitions(9))
+        one.dumps(tmp_path)
+        whole = (tmp_path / "rows.bin").read_bytes()
+        (tmp_path / "rows.bin").write_bytes(whole[:-10])
+        with pytest.raises(LayoutDigestError, match="too early"):
+            two.loads(tmp_path)
+        assert (two.ptr, two.size) == (0, 0)
+        two.append(transitions(3))
+        assert same(two[:], transitions(3))
+
+
+def test_other_checkpointers_and_hooks_are_refused():
+    with PackedReplayStorage(5) as storage:
+        with pytest.raises(ConfigError, match="PackedReplayCheckpointer"):
+            storage.checkpointer = TensorStorageCheckpointer()
+        with pytest.raises(ConfigError, match="hook"):
+            storage.register_save_hook(lambda data, path: data)
+
+
+def test_after_close_everything_is_a_python_error():
+    storage = PackedReplayStorage(10)
+    storage.append(transitions(3))
+    batch = storage.sample(2)
+    storage.close()
+    storage.close()
+    assert storage.closed
+    for use in (
+        lambda: storage.append(transitions(1)),
+        lambda: storage.add(transitions(1)),
+        lambda: storage.get(0),
+        lambda: storage.sample(1),
+        lambda: storage.snapshot(),
+        lambda: len(storage),
+        lambda: pickle.dumps(storage),
+    ):
+        with pytest.raises(SegmentClosedError, match="closed"):
+            use()
+    assert batch["action"].shape == (2, 6)
+    assert "closed" in repr(storage)
