@@ -158,17 +158,13 @@ def test_training_stops_once_the_time_is_up_and_not_before():
     assert stopped == []
 
 
-class _Ring(list):
-    max_size = 4
-
-
 class _Reporting:
     """What the report reads of a collector."""
 
-    dropped, stale, episodes = 3, 2, 0
+    episodes = 0
 
-    def __init__(self) -> None:
-        self.storage = _Ring([None])
+    def status(self) -> dict[str, float]:
+        return {"ring_occupancy": 0.25, "dropped": 3, "stale": 2}
 
     def metrics(self) -> CollectorMetrics:
         seconds = {"physics": 2.0, "policy": 4.0, "write": 0.5, "wait": 0.0}
