@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import live_children
+from tests.support.processes import live_children, start_from_a_server
 from torchrl_unilab.shm.segment import named_directory
 
 # Several test processes may run at once: each has a directory of its own for named segments.
@@ -17,6 +17,7 @@ _MOUNT = named_directory()
 _OWN = Path(tempfile.mkdtemp(prefix="unilab-tests-", dir=_MOUNT))
 os.environ["TORCHRL_UNILAB_SHM_DIR"] = str(_OWN)
 _BEFORE = set(os.listdir(_MOUNT))
+start_from_a_server()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import multiprocessing as mp
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ from multiprocessing.synchronize import Barrier
 
 import torch
 
-from tests.support.processes import SPAWN, receive, spawned
+from tests.support.processes import receive, spawned
 from torchrl_unilab.shm import RolloutRing, SharedSegment
 
 SLOTS = 4
@@ -144,7 +145,7 @@ def throughput(rounds: int, seconds: float) -> dict[str, dict[str, tuple[float, 
             case: stack.enter_context(SharedSegment(SLOTS * nbytes(make_rollout(envs))))
             for case, envs in ENVS.items()
         }
-        barrier = SPAWN.Barrier(2)
+        barrier = mp.Barrier(2)
         pipes = [
             stack.enter_context(spawned(one_side, rings, segments, barrier, is_writer))[1]
             for is_writer in (True, False)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.processes import DEADLINE, SPAWN, live_children, receive
+from tests.support.processes import DEADLINE, live_children, receive
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import Link, WorkerGroup
 
@@ -177,8 +178,8 @@ def _make_a_group(pipe: Connection) -> None:
 
 def test_workers_end_when_their_parent_is_killed():
     # Not daemonic, as it has children of its own.
-    here, there = SPAWN.Pipe()
-    parent = SPAWN.Process(target=_make_a_group, args=(there,))
+    here, there = mp.Pipe()
+    parent = mp.Process(target=_make_a_group, args=(there,))
     parent.start()
     there.close()
     try:

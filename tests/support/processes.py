@@ -1,9 +1,10 @@
-"""Spawned helpers with a deadline: no test waits for ever, none leaves a child behind."""
+"""Helper processes with a deadline: no test waits for ever, none leaves a child behind."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing as mp
+import multiprocessing.forkserver
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -12,14 +13,23 @@ from typing import Any
 import psutil
 
 DEADLINE = 30.0
-SPAWN = mp.get_context("spawn")
+
+
+def start_from_a_server() -> None:
+    """Start processes from one that has imported TorchRL, once and not five seconds each.
+
+    Arguments are pickled for them as for spawned ones. Scripts that tests run, and the
+    tutorials, spawn theirs.
+    """
+    mp.set_start_method("forkserver")
+    mp.set_forkserver_preload(["torchrl_unilab.trainers", "torchrl_unilab.envs"])
 
 
 @contextlib.contextmanager
 def spawned(target: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Run `target(pipe, *args)` in a spawned process, which is ended on the way out."""
-    here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=target, args=(there, *args), daemon=True)
+    """Run `target(pipe, *args)` in a process of its own, which is ended on the way out."""
+    here, there = mp.Pipe()
+    process = mp.Process(target=target, args=(there, *args), daemon=True)
     process.start()
     there.close()
     try:
@@ -32,11 +42,12 @@ def spawned(target: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProces
 
 
 def live_children() -> list[psutil.Process]:
-    """Child processes of this one, without Python's own resource tracker."""
+    """Child processes of this one, without Python's own resource tracker and fork server."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if not any("resource_tracker" in part for part in child.cmdline())
+        if child.pid != server and not any("resource_tracker" in part for part in child.cmdline())
     ]
 
 

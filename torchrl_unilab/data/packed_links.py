@@ -72,7 +72,8 @@ class RowLinker:
 
     A row's successor is the row whose observation is, bit by bit, the next observation of the
     row: with `lanes` (rows in steps of so many environments) only the same environment's row
-    of the next step; else any later row of the same write, or of the next one.
+    of the next step. Without, any later row of the same write, or of the next one; but if most
+    rows of one write are followed by those of the next in the same order, these are steps too.
 
     Args:
         rows: Where to write; its rows have links.
@@ -95,30 +96,34 @@ class RowLinker:
         rows, layout = self._rows, self._rows.layout
         words, following, kept = staged.words, staged.following, len(staged.words)
         observed = words[:, : layout.linked_words]
-        inner = _inner(following, observed, lanes)
-        open_ = (inner < 0).nonzero().squeeze(1)
-        sides = len(open_) if rows.side_slots else 0
-        waiting, met = self._waiting, None
+        waiting, met, goes_on = self._waiting, None, False
         if waiting is not None and waiting.lanes == lanes and kept == count:
-            met = self._meets(waiting, observed)
+            met, goes_on = _meets(waiting, observed)
+        inner = None if goes_on and not lanes else _inner(following, observed, lanes)
+        open_ = None if inner is None else (inner < 0).nonzero().squeeze(1)
+        opened = kept if open_ is None else len(open_)
+        sides = opened if rows.side_slots else 0
         self._waiting = None
         with rows.reserve(count, sides, at) as (first, slots):
             version, start = rows.version, first + count - kept
-            codes = rows.row_code(inner.add_(start))
-            if sides:
-                codes[open_] = rows.slot_code(slots)
-                rows.write_side(slots, open_ + start, following[open_])
+            own = rows.slot_code(slots) if sides else torch.zeros(opened, dtype=torch.int64)
+            if inner is None or open_ is None:
+                codes, numbers = own, torch.arange(start, start + kept)
             else:
-                codes[open_] = 0
+                codes, numbers = rows.row_code(inner.add_(start)), open_ + start
+                codes[open_] = own
+                following = following[open_]
+            if sides:
+                rows.write_side(slots, numbers, following)
             words[:, layout.link] = layout.pack(codes, staged.flags)
             rows.write(start, words)
         if waiting is not None and met is not None:
             self._link(waiting, met, start)
-        if lanes:
-            open_ = open_[max(0, len(open_) - lanes) :]  # of the last step
-            slots = slots[max(0, len(slots) - lanes) :]
+        if lanes:  # those of the last step
+            last = max(0, opened - lanes)
+            numbers, following, slots = numbers[last:], following[last:], slots[last:]
         if lanes <= kept:
-            self._waiting = _Waiting(lanes, open_ + start, following[open_], slots, version)
+            self._waiting = _Waiting(lanes, numbers, following.clone(), slots, version)
         return start
 
     def _link(self, waiting: _Waiting, met: torch.Tensor, start: int) -> None:
@@ -130,26 +135,31 @@ class RowLinker:
             slots = slots[hit] if len(slots) else slots
         self._rows.relink(numbers, met + start, slots, waiting.version)
 
-    @staticmethod
-    def _meets(waiting: _Waiting, observed: torch.Tensor) -> torch.Tensor:
-        if not waiting.lanes:
-            first = torch.zeros(len(waiting.rows), dtype=torch.int64)
-            return successors(waiting.following, observed, first)
-        met = torch.arange(waiting.lanes)
-        return met.masked_fill_((waiting.following != observed[: waiting.lanes]).any(1), -1)
-
     def forget(self) -> None:
         """Link nothing to the rows written last."""
         self._waiting = None
 
 
-def _inner(following: torch.Tensor, observed: torch.Tensor, lanes: int) -> torch.Tensor:
-    """Successors within one write."""
+def _meets(waiting: _Waiting, observed: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """Where the rows that wait go on, -1 for nowhere; and whether most do row by row."""
+    count = len(waiting.rows)
+    met = torch.arange(count)
+    if waiting.lanes or count == len(observed):
+        met.masked_fill_((waiting.following != observed[:count]).any(1), -1)
+        goes_on = int((met >= 0).sum()) * 2 > count
+        if waiting.lanes or goes_on:
+            return met, goes_on
+    return successors(waiting.following, observed, torch.zeros(count, dtype=torch.int64)), False
+
+
+def _inner(following: torch.Tensor, observed: torch.Tensor, lanes: int) -> torch.Tensor | None:
+    """Successors within one write, -1 for none; None if there is none at all."""
     count = len(observed)
+    if lanes >= count:
+        return None
     if not lanes:
         return successors(following, observed, torch.arange(1, count + 1))
     inner = torch.full((count,), -1)
-    if lanes < count:
-        same = (following[:-lanes] == observed[lanes:]).all(1)
-        inner[:-lanes] = torch.arange(lanes, count).masked_fill_(~same, -1)
+    same = (following[:-lanes] == observed[lanes:]).all(1)
+    inner[:-lanes] = torch.arange(lanes, count).masked_fill_(~same, -1)
     return inner

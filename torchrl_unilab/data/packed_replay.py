@@ -673,13 +673,14 @@ class PackedReplayStorage(TensorStorage):
                 )
 
         def redraw(number: int) -> torch.Tensor:
-            floor = max(low, rows.window().floor)
-            if floor >= high:
+            now = rows.wait_readable()
+            first, end = max(low, now.floor), now.end if snapshot is None else high
+            if first >= end:
                 raise SnapshotContendedError(
                     f"cannot sample {count} rows: all of the snapshot's {high - low} have been "
                     "overwritten (expected some left). Sample sooner, or make the storage larger."
                 )
-            return torch.randint(floor, high, (number,), generator=source)
+            return torch.randint(first, end, (number,), generator=source)
 
         numbers = torch.randint(low, high, (count,), generator=source)
         rows.read_rows(numbers, low, gatherer.into(memory), redraw)

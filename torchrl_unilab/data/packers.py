@@ -299,7 +299,7 @@ class ProcessPacker:
             The packer, for the pipeline, and the link, an argument of the process to spawn.
         """
         batches = [source.empty_batch(count, shared=True) for _ in range(SLOTS)]
-        here, there = mp.get_context("spawn").Pipe()
+        here, there = mp.Pipe()
         packer = cls(here, batches, source)
         packer._link = PackerLink(there, batches)
         return packer, packer._link

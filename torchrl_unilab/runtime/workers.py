@@ -4,6 +4,10 @@ A worker runs ``target(link, *args)``. Its `Link` is a pipe to the parent: the p
 the worker answers; the worker's end also shows when the parent is gone, however it went.
 What a worker raises is relayed with its traceback and raised in the parent as a
 `WorkerError`; a worker that is killed is named with its signal as soon as it is dead.
+
+Workers start as multiprocessing's start method says, which TorchRL sets to ``"spawn"``. With
+``"forkserver"``, and `torchrl_unilab.trainers` among what it preloads, they start in
+milliseconds. They are never forked from the parent, whose threads and locks they would copy.
 """
 
 from __future__ import annotations
@@ -85,7 +89,7 @@ class _Worker:
 
 
 class WorkerGroup:
-    """Spawned processes that all run one target.
+    """Processes that all run one target.
 
     Args:
         target: Top-level function ``target(link, *args)``. It returns when the parent asks
@@ -109,7 +113,8 @@ class WorkerGroup:
         name: str = "worker",
         num_threads: int = 1,
     ) -> None:
-        context = mp.get_context("spawn")
+        method = mp.get_start_method()
+        context = mp.get_context("spawn" if method == "fork" else method)
         # Before multiprocessing's own end of the interpreter, which waits for all children.
         self._at_exit = partial(_stop, weakref.ref(self))
         atexit.register(self._at_exit)

@@ -189,7 +189,8 @@ class SharedRows:
             redraw: Draws so many other rows.
 
         Raises:
-            SnapshotContendedError: Rows are being rewritten, and not done in time.
+            SnapshotContendedError: Rows are being rewritten, or overwritten faster than they are
+                read, and not done in time.
         """
         until = time.monotonic() + self.timeout
         todo: torch.Tensor | None = None
@@ -219,6 +220,11 @@ class SharedRows:
                 else:
                     rows[todo] = chosen
             todo = bad if todo is None else todo[bad]
+            if time.monotonic() > until:
+                raise SnapshotContendedError(
+                    f"cannot read rows: {len(todo)} were overwritten on each try for "
+                    f"{self.timeout:g} s (expected time to gather them). Make room for more rows."
+                )
 
     def read_at(self, positions: torch.Tensor, gather: Gather) -> None:
         """Gather the rows, whole, that lie at positions, int64 of shape [n], when they do.
@@ -249,6 +255,11 @@ class SharedRows:
             if bad is None or not len(bad):
                 return
             todo = bad if todo is None else todo[bad]
+            if time.monotonic() > until:
+                raise SnapshotContendedError(
+                    f"cannot read rows: {len(todo)} were overwritten on each try for "
+                    f"{self.timeout:g} s (expected time to gather them). Make room for more rows."
+                )
 
     def _readable(self, positions: torch.Tensor, seen: Window, until: float) -> bool:
         """Whether all rows at `positions` are complete; if not, wait a little or raise."""
@@ -433,6 +444,8 @@ class SharedRows:
                 in_way = self._first_in_flight(below=floor)
                 if in_way is None:
                     self._raise_floor(min(floor, head))
+                    # Before: publishing needs no lock, so by afterwards they may be complete.
+                    in_way = self._first_in_flight(below=head) if slots else None
                     taken = self._take_slots(slots)
                     if taken is not None:
                         self._words[own + _COUNT] = count
@@ -441,7 +454,6 @@ class SharedRows:
                             header[FLOOR] = floor
                         header[HEAD] = head + count
                         return Reservation(head, taken)
-                    in_way = self._first_in_flight(below=head)
                     if in_way is None:
                         raise SegmentSpaceError(
                             f"cannot write {count} rows: {self._slots_free()} slots of the table "
@@ -707,9 +719,12 @@ class SharedRows:
         return True
 
 
-def _ring(first: int, count: int, size: int) -> torch.Tensor:
+def _ring(first: int, count: int, size: int) -> slice | torch.Tensor:
     """Places of `count` items in a ring, from the `first` one on."""
-    return torch.arange(first, first + count).remainder(max(1, size))
+    at = first % max(1, size)
+    if at + count <= size:
+        return slice(at, at + count)
+    return torch.arange(at, at + count).remainder_(max(1, size))
 
 
 def _union(mask: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,257 @@
+"""Packed replay beside TorchRL's storages and a plain gather.
+
+``python -m tests.benchmarks.bench_replay [--rounds 15] [--calls 8] [--torn 10000000]``
+
+All storages hold 262,144 rows with random content, and are full. A contender's call is timed
+in blocks of so many calls; blocks of all contenders take turns, in an order that changes from
+round to round, and the median over the rounds is printed. One thread.
+
+**Sample.** Uniform, with replacement, other rows in each call. *stock* is a `ReplayBuffer`
+over `LazyTensorStorage` with a `RandomSampler`, *memmap* over `LazyMemmapStorage`; *packed* is
+the same buffer over `PackedReplayStorage`, *native* its own `sample`, *reused* the same into
+one batch (`out`), *derived* the buffer with ``next_observation="derived"``. *gather* is the
+limit: `torch.index_select` of as many rows from one float32 tensor of the row's size, at
+positions drawn beforehand.
+
+**Extend.** 1024 rows a call, of 64 blocks made beforehand. *storage* is `set` of the stock
+storages and `add`, `append` and `set` of ours; *copy* is the limit: one block of as many bytes
+copied to its place among the 262,144.
+
+**Torn.** Rows that mix two, found in so many samples while two processes write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+from tensordict import TensorDict
+from torchrl._utils import logger as torchrl_logger
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+
+from tests.support.processes import receive, spawned
+from tests.support.transitions import append_until_told, mixed, stamped
+from torchrl_unilab.data.packed_replay import PackedReplayStorage
+from torchrl_unilab.data.packed_writer import PackedReplayWriter
+
+CAPACITY = 262_144
+BLOCK = 1024
+BLOCKS = 64
+SIZES = {"172 B": (17, 6), "912 B": (102, 21)}
+SAMPLES = (256, 2048, 8192, 32_768)
+
+Call = Callable[[], object]
+
+
+def make_blocks(observations: int, actions: int) -> list[TensorDict]:
+    """Steps of 1024 environments that go on from each to the next, and in a circle."""
+    seen = torch.rand(BLOCKS + 1, BLOCK, observations)
+    seen[-1] = seen[0]
+
+    def flags() -> dict[str, torch.Tensor]:
+        names = ("done", "terminated", "truncated")
+        return {name: torch.zeros(BLOCK, 1, dtype=torch.bool) for name in names}
+
+    return [
+        TensorDict(
+            {
+                "observation": seen[i].clone(),
+                "action": torch.rand(BLOCK, actions),
+                **flags(),
+                "next": {
+                    "observation": seen[i + 1].clone(),
+                    "reward": torch.rand(BLOCK, 1),
+                    **flags(),
+                },
+            },
+            [BLOCK],
+        )
+        for i in range(BLOCKS)
+    ]
+
+
+def race(calls: dict[str, Call], rounds: int, times: int) -> dict[str, float]:
+    """Median microseconds of a call, by contender."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    names = list(calls)
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            call = calls[name]
+            started = time.perf_counter()
+            for _ in range(times):
+                call()
+            if turn:  # the first warms up
+                taken[name].append((time.perf_counter() - started) / times * 1e6)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def print_row(case: str, medians: dict[str, float], limit: str) -> None:
+    """One line of a table: microseconds, with how many times as fast as stock."""
+    stock = medians["stock"]
+    cells = [f"{us:,.0f} ({stock / us:.1f}x)" for us in medians.values()]
+    ours = [name for name in ("packed", "native", "add") if name in medians]
+    beside = ", ".join(f"{name} {medians[name] / medians[limit]:.2f}" for name in ours)
+    print(f"| {case} | " + " | ".join(cells) + f" | {beside} |", flush=True)
+
+
+class Contenders:
+    """All storages with rows of one size."""
+
+    def __init__(self, size: str, stack: contextlib.ExitStack) -> None:
+        self.blocks = make_blocks(*SIZES[size])
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
+        self.packed = stack.enter_context(PackedReplayStorage(CAPACITY, writers=1))
+        self.derived = stack.enter_context(
+            PackedReplayStorage(CAPACITY, writers=1, next_observation="derived")
+        )
+        self.storages = {
+            "stock": LazyTensorStorage(CAPACITY),
+            "memmap": LazyMemmapStorage(CAPACITY, scratch_dir=scratch),
+            "packed": self.packed,
+            "derived": self.derived,
+        }
+        self.buffers = {
+            name: ReplayBuffer(
+                storage=storage,
+                writer=PackedReplayWriter() if name in ("packed", "derived") else None,
+            )
+            for name, storage in self.storages.items()
+        }
+        for i in range(CAPACITY // BLOCK):
+            block = self.blocks[i % BLOCKS]
+            self.derived.add(block)
+            for name in ("stock", "memmap", "packed"):
+                self.buffers[name].extend(block)
+        self.turn = 0
+
+    def block(self) -> TensorDict:
+        """The next block."""
+        self.turn += 1
+        return self.blocks[self.turn % BLOCKS]
+
+    def sampling(self, count: int) -> dict[str, Call]:
+        """A call that samples `count` rows, by contender."""
+        out = self.packed.empty_batch(count)
+        words = self.packed.rows.layout.words
+        plain = self.packed.rows.block.clone().view(torch.float32)
+        assert plain.shape == (CAPACITY, words)
+        positions = [torch.randint(0, CAPACITY, (count,)) for _ in range(32)]
+
+        def gather() -> torch.Tensor:
+            self.turn += 1
+            return plain.index_select(0, positions[self.turn % len(positions)])
+
+        calls: dict[str, Call] = {
+            name: (lambda buffer=buffer: buffer.sample(count))  # type: ignore[misc]
+            for name, buffer in self.buffers.items()
+        }
+        return calls | {
+            "native": lambda: self.packed.sample(count),
+            "reused": lambda: self.packed.sample(count, out=out),
+            "derived native": lambda: self.derived.sample(count),
+            "gather": gather,
+        }
+
+    def extending(self) -> dict[str, Call]:
+        """A call that extends a buffer by a block, by contender."""
+        return {
+            name: (lambda buffer=buffer: buffer.extend(self.block()))  # type: ignore[misc]
+            for name, buffer in self.buffers.items()
+        }
+
+    def writing(self) -> dict[str, Call]:
+        """A call that writes a block to a storage, by contender."""
+        at = dict.fromkeys(self.storages, 0)
+        source = torch.zeros(BLOCK, self.packed.rows.layout.words)
+        target = torch.zeros(CAPACITY, self.packed.rows.layout.words)
+
+        def positions(name: str) -> torch.Tensor:
+            start = at[name]
+            at[name] = (start + BLOCK) % CAPACITY
+            return torch.arange(start, start + BLOCK)
+
+        def copy() -> None:
+            target[positions("packed")[0] :][:BLOCK].copy_(source)
+
+        def set_(name: str) -> Call:
+            return lambda: self.storages[name].set(positions(name), self.block())
+
+        return {
+            "stock": set_("stock"),
+            "memmap": set_("memmap"),
+            "add": lambda: self.packed.add(self.block()),
+            "append": lambda: self.packed.append(self.block()),
+            "derived add": lambda: self.derived.add(self.block()),
+            "copy": copy,
+        }
+
+
+def torn(rows: int) -> tuple[int, int, float]:
+    """Sampled rows that mix two, rows written meanwhile, seconds."""
+    storage = PackedReplayStorage(8192, example=stamped(torch.zeros(1))[0].contiguous())
+    bad, done, started = 0, 0, time.monotonic()
+    with storage, contextlib.ExitStack() as stack:
+        pipes = [
+            stack.enter_context(spawned(append_until_told, storage, writer, 300 + 57 * writer))[1]
+            for writer in range(2)
+        ]
+        for pipe in pipes:
+            receive(pipe)
+        while storage.ptr < 8192:
+            pass
+        while done < rows:
+            bad += mixed(storage.sample(8192))
+            done += 8192
+        for pipe in pipes:
+            pipe.send("stop")
+        written = sum(receive(pipe) for pipe in pipes)
+    return bad, written, time.monotonic() - started
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=8, help="of a block")
+    parser.add_argument("--torn", type=int, default=10_000_000, help="rows to sample; 0: none")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torchrl_logger.setLevel("ERROR")
+    for size in SIZES:
+        with contextlib.ExitStack() as stack:
+            contenders = Contenders(size, stack)
+            for title, cases, limit in (
+                ("Sample", {f"{n:,}": contenders.sampling(n) for n in SAMPLES}, "gather"),
+                ("Extend a buffer", {"1,024": contenders.extending()}, "stock"),
+                ("Write to a storage", {"1,024": contenders.writing()}, "copy"),
+            ):
+                names = list(next(iter(cases.values())))
+                print(f"\n{title}, rows of {size}: µs (times as fast as stock)\n")
+                print(f"| rows | {' | '.join(names)} | time / {limit} |")
+                print("|---:|" + "---:|" * len(names) + "---|")
+                for case, calls in cases.items():
+                    print_row(case, race(calls, options.rounds, options.calls), limit)
+            nbytes = {
+                name: s.nbytes / CAPACITY
+                for name, s in (("packed", contenders.packed), ("derived", contenders.derived))
+            }
+            row = sum(leaf.nbytes for leaf in contenders.blocks[0].values(True, True)) / BLOCK
+            print(
+                f"\nBytes of a row, all told: stock {row:.1f}, packed {nbytes['packed']:.1f}, "
+                f"derived {nbytes['derived']:.1f} ({nbytes['derived'] / row:.3f} of stock)"
+            )
+    if options.torn:
+        bad, written, seconds = torn(options.torn)
+        print(
+            f"\nTorn: {bad} of {options.torn:,} rows sampled in {seconds:.0f} s, while two "
+            f"processes wrote {written:,}"
+        )
+
+
+if __name__ == "__main__":
+    main()
