@@ -20,10 +20,10 @@ import os
 import secrets
 import select
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,7 +153,7 @@ class _MeetingPoint:
         self._pipes = [TokenPipe.open(path, create=True) for path in pipe_paths(name)]
         paths = [self._path(), self._path(".layout"), self._path(".build")]
         paths += [*pipe_paths(name), *pipe_paths(f"{name}.build")]
-        self.close = weakref.finalize(self, _leave, self._pipes, paths, os.getpid())
+        self.close = Finalize(self, _leave, (self._pipes, paths, os.getpid()), exitpriority=0)
 
     def _path(self, suffix: str = "") -> Path:
         return named_directory() / (self.name + suffix)
@@ -189,7 +189,7 @@ def _join(name: str) -> _MeetingPoint:
     point = _MeetingPoint.__new__(_MeetingPoint)
     point.name = name
     point._pipes = [TokenPipe.open(path) for path in pipe_paths(name)]
-    point.close = weakref.finalize(point, _leave, point._pipes, [], os.getpid())
+    point.close = Finalize(point, _leave, (point._pipes, [], os.getpid()), exitpriority=0)
     return point
 
 
@@ -434,7 +434,6 @@ class RolloutRingStorage(TensorStorage):
 
     def _use(self, ring: RolloutRing, form: _Form) -> None:
         self._ring, self._form = ring, form
-        weakref.finalize(self, ring.close)  # at exit too: a writer that ended is not dead
         if self._writer_pid == os.getpid():
             ring.use_writer(self._writer)
 

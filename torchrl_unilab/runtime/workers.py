@@ -12,7 +12,6 @@ milliseconds. They are never forked from the parent, whose threads and locks the
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing as mp
 import signal
 import sys
@@ -21,9 +20,9 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -114,10 +113,9 @@ class WorkerGroup:
         num_threads: int = 1,
     ) -> None:
         method = mp.get_start_method()
-        context = mp.get_context("spawn" if method == "fork" else method)
-        # Before multiprocessing's own end of the interpreter, which waits for all children.
-        self._at_exit = partial(_stop, weakref.ref(self))
-        atexit.register(self._at_exit)
+        context: Any = mp.get_context("spawn" if method == "fork" else method)
+        # When this process ends, and before multiprocessing waits for all its children.
+        self._at_exit = Finalize(None, _stop, (weakref.ref(self),), exitpriority=0)
         self._workers: list[_Worker] = []
         self._failed: WorkerError | None = None
         try:
@@ -257,7 +255,7 @@ class WorkerGroup:
                 worker.process.join()
             worker.process.close()
         self._workers = []
-        atexit.unregister(self._at_exit)
+        self._at_exit.cancel()
 
 
 def _stop(group: weakref.ref[WorkerGroup]) -> None:

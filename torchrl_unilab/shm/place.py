@@ -9,8 +9,8 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from multiprocessing import reduction
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -124,8 +124,10 @@ class SharedPlace:
         self.name = name
         path = f"/proc/self/fd/{descriptor}" if name is None else str(named_directory() / name)
         self.lock = ProcessLock(path, timeout)
-        self.close = weakref.finalize(
-            self, _leave, self.lock, descriptor, path if creator else None, os.getpid()
+        own = path if creator else None
+        # Unlike weakref's, this finalizer runs at the end of workers from a fork server too.
+        self.close = Finalize(
+            self, _leave, (self.lock, descriptor, own, os.getpid()), exitpriority=0
         )
 
     @property

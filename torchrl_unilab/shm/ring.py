@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import reduction
+from multiprocessing.util import Finalize
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -238,6 +240,7 @@ class RolloutRing:
         self._own = 0  # where the words of the own writer begin
         self._claimed: int | None = None
         self._awaited: Lease | None = None  # taken while waiting, not yet given out
+        self._at_end: Finalize | None = None
         self._lease: Lease | None = None
         self._borrows = 0
 
@@ -317,7 +320,19 @@ class RolloutRing:
             )
         self._writer = writer
         self._own = writer * (3 + self.writers)
-        self._set_own(_PID, os.getpid())
+        self._write_here(os.getpid())
+
+    def _write_here(self, pid: int) -> None:
+        self._set_own(_PID, pid)
+        self._close_at_end()
+
+    def _close_at_end(self) -> None:
+        """Close when this process ends: who ended has not died.
+
+        Multiprocessing's finalizers run at the end of its workers too, where atexit's may not.
+        """
+        if self._at_end is None:
+            self._at_end = Finalize(None, _close, (weakref.ref(self),), exitpriority=0)
 
     def claim(self, timeout: float | None = None) -> int | None:
         """Own a slot to fill, until it is committed; return it.
@@ -337,7 +352,7 @@ class RolloutRing:
         words, own = self._writer_words, self._own
         pid = os.getpid()
         if words[own + _PID] != pid:
-            words[own + _PID] = pid
+            self._write_here(pid)
         token = self._take_to_fill()
         if token is None:
             token = self._wait_to_fill(timeout)
@@ -536,6 +551,7 @@ class RolloutRing:
         if self._header[_READER_PID] != pid or self._header[_READER_GONE]:
             self._header[_READER_PID] = pid
             self._header[_READER_GONE] = 0
+            self._close_at_end()
 
     def acquire(self) -> Lease | None:
         """Own the oldest committed slot until `release`; None if there is none.
@@ -670,6 +686,8 @@ class RolloutRing:
         """Give up the ring; its creator frees it. Idempotent."""
         if self._segment.closed:
             return
+        if self._at_end is not None:
+            self._at_end.cancel()
         if self._header[_READER_PID] == os.getpid():
             self._header[_READER_GONE] = 1
         for writer in range(self.writers):
@@ -707,6 +725,12 @@ class RolloutRing:
         ends = [reduction.DupFd(end) for end in (*self._free.ends, *self._ready.ends)]
         shape = (self.slots, self.writers, self.overflow)
         return _attach_pickled, (self._segment, self.layout, *shape, ends)
+
+
+def _close(ring: weakref.ref[RolloutRing]) -> None:
+    alive = ring()
+    if alive is not None:
+        alive.close()
 
 
 def _attach_named(segment: SharedSegment, layout: BlockLayout) -> RolloutRing:
