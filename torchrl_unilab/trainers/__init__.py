@@ -19,6 +19,7 @@ from torchrl_unilab.trainers.off_policy import (
     replay_buffer_ready_for_learning,
 )
 from torchrl_unilab.trainers.off_policy_configs import OFF_POLICY_TASKS, OffPolicyConfig
+from torchrl_unilab.trainers.prefetch import PrefetchReplay
 from torchrl_unilab.trainers.runs import evaluate_run, train_appo, train_off_policy
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "OFF_POLICY_TASKS",
     "OffPolicyConfig",
     "OffPolicyTrainer",
+    "PrefetchReplay",
     "PublishWeights",
     "StopWhen",
     "build_reward_comparison_metrics",

@@ -1,0 +1,103 @@
+"""`PrefetchReplay`: batches from a replay pipeline for TorchRL's own off-policy trainers."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from types import MethodType
+from typing import Any
+
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.trainers import ReplayBufferTrainer, Trainer
+from torchrl.trainers.trainers import TrainerHookBase
+
+from torchrl_unilab.data import DoubleBufferReplayPipeline
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["PrefetchReplay"]
+
+
+class PrefetchReplay(TrainerHookBase):
+    """Gives a trainer minibatches out of large batches that are packed while it learns.
+
+    Takes the place of the sampling that TorchRL's `SACTrainer` and `TD3Trainer` register for
+    their replay buffer (`ReplayBufferTrainer`); the buffer is still extended by it. A large
+    batch is drawn when the one before it is begun, so its rows are at most one large batch of
+    optimiser steps behind the buffer.
+
+    Args:
+        pipeline: Samples from the buffer's storage. Whoever made it closes it.
+        minibatches: How many minibatches a large batch is cut into; the trainer's
+            ``optim_steps_per_batch`` for one large batch per batch of frames.
+
+    Raises:
+        ConfigError: The pipeline's ``sample_count`` is no multiple of `minibatches`.
+
+    Attributes:
+        ticks: Large batches begun.
+
+    Example:
+        >>> from torchrl_unilab.data import DoubleBufferReplayPipeline
+        >>> with DoubleBufferReplayPipeline(
+        ...     storage, sample_count=8 * 256) as pipeline:  # doctest: +SKIP
+        ...     PrefetchReplay(pipeline, minibatches=8).register(trainer)
+        ...     trainer.train()
+    """
+
+    def __init__(self, pipeline: DoubleBufferReplayPipeline, minibatches: int) -> None:
+        if minibatches < 1 or pipeline.sample_count % minibatches:
+            raise ConfigError(
+                f"PrefetchReplay: {minibatches} minibatches of {pipeline.sample_count} rows "
+                "(expected minibatches of equal size). Change the pipeline's sample_count."
+            )
+        self.pipeline = pipeline
+        self.minibatches = minibatches
+        self.ticks = 0
+        self._left: deque[TensorDictBase] = deque()
+
+    def __call__(self, batch: TensorDictBase | None = None) -> TensorDictBase:
+        """Return the next minibatch, [sample_count / minibatches], on the pipeline's device.
+
+        It is the pipeline's memory, valid until the large batch after the next is begun.
+        """
+        if not self._left:
+            pipeline, count = self.pipeline, self.pipeline.sample_count
+            large = pipeline.sample_large_batch(self.ticks, count)
+            self.ticks += 1
+            pipeline.start_prepare(self.ticks, count)
+            self._left.extend(large.split(count // self.minibatches))
+        return self._left.popleft()
+
+    def register(self, trainer: Trainer, name: str = "prefetch_replay") -> None:
+        """Register in place of the trainer's own sampling.
+
+        Raises:
+            ConfigError: The trainer samples by priority, which is known only when it learns.
+        """
+        kept = []
+        for op, arguments in trainer._process_optim_batch_ops:
+            hook = inspect.unwrap(op)  # TorchRL times its hooks
+            owner = hook.__self__ if isinstance(hook, MethodType) else None
+            if not isinstance(owner, ReplayBufferTrainer):
+                kept.append((op, arguments))
+            elif isinstance(owner.replay_buffer.sampler, PrioritizedSampler):
+                raise ConfigError(
+                    "PrefetchReplay: the trainer's buffer has a PrioritizedSampler (expected one "
+                    "that does not depend on what is learnt). Use a RandomSampler."
+                )
+        trainer._process_optim_batch_ops[:] = kept
+        trainer.register_op("process_optim_batch", self)
+        trainer.register_module(name, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many large batches were begun: who goes on draws others."""
+        return {"ticks": self.ticks}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; what was prepared is not used."""
+        pipeline, count = self.pipeline, self.pipeline.sample_count
+        if pipeline.wait_until_ready(self.ticks, count):
+            pipeline.sample_large_batch(self.ticks, count)
+        self.ticks = state_dict["ticks"]
+        self._left.clear()
