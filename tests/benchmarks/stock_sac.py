@@ -12,6 +12,7 @@ import argparse
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 
 import mujoco
 import torch
@@ -89,15 +90,21 @@ class Learner:
 
 
 def train(
-    task: str, *, seed: int, seconds: float, threads: int
+    task: str,
+    *,
+    seed: int,
+    threads: int,
+    stop: Callable[[ProbabilisticActor, int, int], bool],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[tuple[float, int, float]], float]:
-    """Train with SAC until the time is up.
+    """Train with SAC until it is told to stop.
 
     Args:
         task: Gymnasium's name of the task.
         seed: Seeds networks, environment and sampling.
-        seconds: How long to train, from the first frame on.
         threads: Torch's threads.
+        stop: Asked after each batch of frames and each update, with the frames and updates so far.
+        clock: Seconds of training.
 
     Returns:
         (Seconds, frames, mean return of the last 16 finished episodes or fewer) after each
@@ -121,29 +128,28 @@ def train(
             auto_register_policy_transforms=False,
         )
         torch.set_num_threads(threads)
-        started = time.perf_counter()
         try:
             for data in collector:
                 frames += data.numel()
                 finished.extend(data["next", "episode_reward"][data["next", "done"]].tolist())
                 learner.buffer.extend(data.reshape(-1))
+                over = stop(learner.actor, frames, updates)
                 if frames >= RANDOM:
-                    began = began or time.perf_counter()
-                    for _ in range(data.numel()):
+                    began = clock() if began is None else began
+                    for _ in range(0 if over else data.numel()):
                         learner.update()
                         updates += 1
-                        if time.perf_counter() - started >= seconds:
+                        over = stop(learner.actor, frames, updates)
+                        if over:
                             break
                     collector.update_policy_weights_()
-                elapsed = time.perf_counter() - started
                 if finished:
-                    curve.append((elapsed, frames, sum(finished) / len(finished)))
-                if elapsed >= seconds:
+                    curve.append((clock(), frames, sum(finished) / len(finished)))
+                if over:
                     break
         finally:
             collector.shutdown()
-    rate = updates / (time.perf_counter() - began) if began else 0.0
-    return curve, rate
+    return curve, updates / (clock() - began) if began is not None else 0.0
 
 
 def main() -> None:
@@ -154,8 +160,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    until = time.perf_counter() + options.seconds
     curve, rate = train(
-        options.task, seed=options.seed, seconds=options.seconds, threads=options.threads
+        options.task,
+        seed=options.seed,
+        threads=options.threads,
+        stop=lambda actor, frames, updates: time.perf_counter() >= until,
     )
     print(f"{rate:.0f} updates/s; last {curve[-1] if curve else None}")
 

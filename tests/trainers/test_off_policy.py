@@ -7,6 +7,7 @@ import pytest
 import torch
 from torchrl.objectives import DDPGLoss
 
+from tests.support.collecting import flat_state_env
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
@@ -136,6 +137,19 @@ def test_known_networks_are_updated_by_the_fused_step_and_others_by_the_loss(alg
 
 
 @BOTH
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiled_loss_takes_the_same_step(algorithm):
+    moved = []
+    for compiled in (False, True):
+        trainer = _trainer(8, algorithm=algorithm, fused=False, compile=compiled)
+        moved.append(_trained(trainer))
+    for key, eager in moved[0].items():
+        torch.testing.assert_close(eager, moved[1][key], rtol=1e-3, atol=1e-5)
+
+
+@BOTH
 def test_the_policy_moves_once_in_policy_frequency_updates_and_the_critics_each_time(algorithm):
     for frequency, moves in ((3, True), (1000, False)):
         trainer = _trainer(algorithm=algorithm, policy_frequency=frequency)
@@ -262,6 +276,32 @@ def test_a_run_leaves_what_an_appo_run_leaves_and_can_be_evaluated(tmp_path, alg
     assert json.loads((tmp_path / "run" / "config.json").read_text())["algorithm"] == algorithm
     result = evaluate_run(tmp_path / "run", episodes=2, seed=0)
     assert result["mean"] == pytest.approx(summary["eval_return"])
+
+
+@BOTH
+def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, algorithm):
+    config = OffPolicyConfig(
+        algorithm,
+        **QUICK,
+        num_collectors=2,
+        critic_observation="state",
+        obs_normalization=True,
+        layer_norm=True,
+        n_step=3,
+    )
+    summary = train_off_policy(
+        "Counting",
+        create_env=flat_state_env,
+        config=config,
+        frames=400,
+        run_dir=tmp_path,
+        progress_bar=False,
+    )
+    assert summary["optim_steps"] == 2 * (50 - 7)
+    assert len(summary["busy"]["collectors"]) == 2
+    assert summary["collector"]["timeout_rate"] == 1.0
+    assert summary["collector"]["replay_size"] >= 400
+    assert 0.0 < summary["final_return"] < 8.0
 
 
 @BOTH

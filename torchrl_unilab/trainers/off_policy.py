@@ -82,11 +82,12 @@ class _LossUpdate:
 
     Args:
         loss: Any off-policy loss of TorchRL.
-        config: Learning rates and tau.
+        config: Learning rates, tau, and whether to compile.
     """
 
     def __init__(self, loss: LossModule, config: OffPolicyConfig) -> None:
         self.loss = loss
+        self._losses = torch.compile(loss.forward) if config.compile else loss
         parameters = dict(loss.named_parameters())
         self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
         for name, parameter in parameters.items():
@@ -113,7 +114,7 @@ class _LossUpdate:
 
     def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
         """Take one step; return the losses, named by `statistics`."""
-        losses = self.loss(minibatch)
+        losses = self._losses(minibatch)
         names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
         parts = [losses.get(key) for key in names if key.startswith("loss_")]
         torch.stack([part.reshape(()) for part in parts]).sum().backward()
