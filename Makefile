@@ -8,7 +8,7 @@ TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-off-policy-update curves clean
+.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update curves clean
 
 install: $(STAMP)
 
@@ -42,7 +42,7 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-weights bench-tearing bench-env bench-appo bench-ring bench-race
+bench: bench-weights bench-tearing bench-env bench-appo bench-ring bench-replay bench-off-policy-update bench-off-policy bench-race bench-off-policy-race
 
 bench-weights: install
 	$(BIN)/python -m tests.benchmarks.bench_weights
@@ -59,6 +59,15 @@ bench-ring: install
 
 bench-race: install
 	$(BIN)/python -m tests.benchmarks.bench_race --plot runs/race.png
+
+bench-replay: install
+	$(BIN)/python -m tests.benchmarks.bench_replay
+
+bench-off-policy: install
+	$(BIN)/python -m tests.benchmarks.bench_off_policy
+
+bench-off-policy-race: install
+	$(BIN)/python -m tests.benchmarks.bench_off_policy --race
 
 bench-off-policy-update: install
 	$(BIN)/python -m tests.benchmarks.bench_offpolicy_update

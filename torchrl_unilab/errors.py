@@ -89,7 +89,7 @@ class SnapshotContendedError(UniLabError, RuntimeError):
 
 
 class WorkersBehindError(UniLabError, TimeoutError):
-    """Some workers have not applied a published version in time."""
+    """Workers have not applied a published version, or not written enough rows, in time."""
 
 
 class RingTimeoutError(UniLabError, TimeoutError):

@@ -1,8 +1,14 @@
 """Experience between processes in shared memory, as parts of TorchRL's replay buffers."""
 
-from torchrl_unilab.data.packed_replay import PackedReplayStorage, ReplaySnapshot
+from torchrl_unilab.data.packed_replay import PackedReplayStorage
 from torchrl_unilab.data.packed_writer import PackedReplayWriter
-from torchrl_unilab.data.packers import ProcessPacker, ReplayPacker, ReplaySource
+from torchrl_unilab.data.packers import (
+    PackerLink,
+    ProcessPacker,
+    ReplayPacker,
+    ReplaySnapshot,
+    ReplaySource,
+)
 from torchrl_unilab.data.pipelines import (
     DoubleBufferReplayPipeline,
     ReplayPipeline,
@@ -17,11 +23,22 @@ from torchrl_unilab.data.rollout_ring import (
     RolloutRingStorage,
     RolloutRingWriter,
 )
+from torchrl_unilab.data.transfer import (
+    CPUTransfer,
+    CUDATransfer,
+    PortableTransfer,
+    TransferBackend,
+    make_transfer,
+)
 
 __all__ = [
+    "CPUTransfer",
+    "CUDATransfer",
     "DoubleBufferReplayPipeline",
     "PackedReplayStorage",
     "PackedReplayWriter",
+    "PackerLink",
+    "PortableTransfer",
     "ProcessPacker",
     "ReplayPacker",
     "ReplayPipeline",
@@ -35,4 +52,6 @@ __all__ = [
     "RolloutRingSampler",
     "RolloutRingStorage",
     "RolloutRingWriter",
+    "TransferBackend",
+    "make_transfer",
 ]

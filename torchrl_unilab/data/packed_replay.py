@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torchrl_unilab.data.packed_append import NonFinite, RowAppender
 from torchrl_unilab.data.packed_checkpoint import PackedReplayCheckpointer
 from torchrl_unilab.data.packed_form import DONE, REWARD, RowForm, key_path
 from torchrl_unilab.data.packed_sampling import BatchMemory, RowGatherer
+from torchrl_unilab.data.packers import ReplaySnapshot
 from torchrl_unilab.errors import (
     ConfigError,
     LayoutDigestError,
@@ -45,18 +46,6 @@ __all__ = [
 ]
 
 NextObservation = Literal["stored", "derived"]
-
-
-class ReplaySnapshot(NamedTuple):
-    """What there is to sample from.
-
-    Attributes:
-        ptr: Rows ever written, since the storage was last emptied.
-        size: Rows that can be sampled, the last ones of these.
-    """
-
-    ptr: int
-    size: int
 
 
 class PackedReplayStorage(TensorStorage):

@@ -47,8 +47,8 @@ class ReplaySnapshot(NamedTuple):
     """What there is to sample from.
 
     Attributes:
-        ptr: Rows ever written.
-        size: Rows that can be sampled.
+        ptr: Rows ever written, since the storage was last emptied.
+        size: Rows that can be sampled, the last ones of these.
     """
 
     ptr: int
