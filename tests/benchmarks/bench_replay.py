@@ -166,17 +166,17 @@ class Contenders:
 
     def writing(self) -> dict[str, Call]:
         """A call that writes a block to a storage, by contender."""
-        at = dict.fromkeys(self.storages, 0)
+        at = dict.fromkeys((*self.storages, "copy"), 0)
         source = torch.zeros(BLOCK, self.packed.rows.layout.words)
         target = torch.zeros(CAPACITY, self.packed.rows.layout.words)
 
         def positions(name: str) -> torch.Tensor:
-            start = at[name]
+            start = self.packed.ptr % CAPACITY if name == "packed" else at[name]
             at[name] = (start + BLOCK) % CAPACITY
             return torch.arange(start, start + BLOCK)
 
         def copy() -> None:
-            target[positions("packed")[0] :][:BLOCK].copy_(source)
+            target[positions("copy")[0] :][:BLOCK].copy_(source)
 
         def set_(name: str) -> Call:
             return lambda: self.storages[name].set(positions(name), self.block())
@@ -186,6 +186,7 @@ class Contenders:
             "memmap": set_("memmap"),
             "add": lambda: self.packed.add(self.block()),
             "append": lambda: self.packed.append(self.block()),
+            "set": set_("packed"),
             "derived add": lambda: self.derived.add(self.block()),
             "copy": copy,
         }

@@ -10,9 +10,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 
+from torchrl_unilab.data.packed_append import RowAppender
 from torchrl_unilab.data.packed_replay import PackedReplayStorage
 from torchrl_unilab.shm.row_store import REWRITING, VERSION
-from torchrl_unilab.shm.rows import SharedRows
 
 OBSERVATIONS = 17
 ACTIONS = 6
@@ -194,17 +194,18 @@ def stop_half_way(
     """Write half of `count` rows of garbage, then get a signal, in mid-write."""
     torch.set_num_threads(1)
     storage.use_writer(writer)
-    whole = SharedRows.write
+    whole = RowAppender._put
 
-    def half(rows: SharedRows, start: int, words: torch.Tensor) -> None:
-        whole(rows, start, torch.full_like(words[: max(1, len(words) // 2)], -7))
+    def half(appender: RowAppender, chosen: list[torch.Tensor], at: int, number: int) -> None:
+        some = max(1, number // 2)
+        whole(appender, [torch.full_like(leaf[:some], 7) for leaf in chosen], at, some)
         pipe.send(os.getpid())
         os.kill(os.getpid(), signal_)
-        whole(rows, start, words)
+        whole(appender, chosen, at, number)
 
-    SharedRows.write = half  # type: ignore[method-assign]
+    RowAppender._put = half  # type: ignore[method-assign]
     storage.append(stamped(torch.arange(count)))
-    SharedRows.write = whole  # type: ignore[method-assign]
+    RowAppender._put = whole  # type: ignore[method-assign]
     storage.append(stamped(torch.arange(count)))
     pipe.send("went on")
     pipe.recv()

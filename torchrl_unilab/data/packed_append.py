@@ -27,6 +27,7 @@ __all__ = ["NonFinite", "RowAppender"]
 
 NonFinite = Literal["refuse", "count", "pass"]
 _STAGES = 8  # private blocks kept, by number of rows
+_PLACES = 512  # of the shared block, whose views are kept if there are no more
 
 
 class RowAppender:
@@ -43,6 +44,10 @@ class RowAppender:
         self._rows, self._form, self._policy = rows, form, non_finite
         self._linker = RowLinker(rows) if form.linked else None
         self._stages: dict[int, StagedRows] = {}
+        self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
+        if self._linker is None:
+            views = rows.layout.views(rows.block)
+            self._columns = [views[name] for name in form.names]
 
     def forget(self) -> None:
         """Follow nothing up: rows have been rewritten or are no more."""
@@ -51,7 +56,29 @@ class RowAppender:
 
     def append(self, rows: TensorDictBase, at: int | None) -> int:
         """Append rows [n]; return the number of the first one. See the storage's `append`."""
-        return self._write(self.stage(rows), len(rows), at=at)
+        count = rows.batch_size[0]
+        if self._linker is not None or count > self._rows.capacity:
+            return self._write(self.stage(rows), count, at=at)
+        with torch.no_grad():
+            chosen = self._check(rows, count)
+            with self._rows.reserve(count, 0, at) as (start, _):
+                self._put(chosen, start % self._rows.capacity, count)
+        return start
+
+    def _put(self, chosen: list[torch.Tensor], at: int, count: int) -> None:
+        """Copy checked tensors [n, ...] of rows without links straight to their position."""
+        first = min(count, self._rows.capacity - at)
+        if first < count:
+            self._put([leaf[first:] for leaf in chosen], 0, count - first)
+            chosen = [leaf[:first] for leaf in chosen]
+        place = self._places.get((at, first))
+        if place is None:
+            place = [column[at : at + first] for column in self._columns]
+            if self._rows.capacity <= _PLACES * first:
+                if len(self._places) >= _PLACES:
+                    self._places.clear()
+                self._places[at, first] = place
+        torch._foreach_copy_(place, chosen)
 
     def add(
         self,
@@ -127,17 +154,22 @@ class RowAppender:
     def stage(self, rows: TensorDictBase) -> StagedRows:
         """Copy rows [n] to private memory, checked."""
         form, count = self._form, len(rows)
-        chosen = form.select(rows)
         staged = self._stages.get(count)
         if staged is None:
             if len(self._stages) >= _STAGES:
                 self._stages.clear()
             staged = self._stages[count] = form.stage(self._rows.layout, count)
         with torch.no_grad():
-            if self._policy != "pass":
-                self._check_finite(chosen, count)
+            chosen = self._check(rows, count)
             torch._foreach_copy_([staged.views[name] for name in form.names], chosen)
         return staged
+
+    def _check(self, rows: TensorDictBase, count: int) -> list[torch.Tensor]:
+        """Return the tensors of rows [n] in order, if they may be written."""
+        chosen = self._form.select(rows)
+        if self._policy != "pass":
+            self._check_finite(chosen, count)
+        return chosen
 
     def _check_finite(self, chosen: list[torch.Tensor], count: int) -> None:
         bad: torch.Tensor | None = None

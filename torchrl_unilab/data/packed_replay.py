@@ -333,7 +333,7 @@ class PackedReplayStorage(TensorStorage):
 
     @property
     def _last_cursor_index(self) -> int | None:
-        head = self.rows.window().head if self.initialized else 0
+        head = self.rows.head if self.initialized else 0
         return (head - 1) % self.max_size if head else None
 
     # Writing
@@ -430,11 +430,14 @@ class PackedReplayStorage(TensorStorage):
                 f"cannot append rows: batch size {list(rows.batch_size)} (expected at least one "
                 "row). Check where they come from."
             )
-        with self._writing:
-            start = self._need_appender(rows).append(rows, at)
+        start = self._append(rows, at)
         first = (start + min(count, self.max_size) - count) % self.max_size
         index = torch.arange(first, first + count)
         return index if first + count <= self.max_size else index.remainder_(self.max_size)
+
+    def _append(self, rows: TensorDictBase, at: int | None) -> int:
+        with self._writing:
+            return self._need_appender(rows).append(rows, at)
 
     def _need_appender(self, rows: TensorDictBase) -> RowAppender:
         """What appends, to rows like `rows` if there are none yet."""
@@ -471,12 +474,14 @@ class PackedReplayStorage(TensorStorage):
         if not count:
             return
         with self._writing:
-            head = self.rows.window().head if self.initialized else 0
+            head = self.rows.head if self.initialized else 0
             first = int(positions[0])
             if set_cursor and first == head % self.max_size:
-                run = torch.arange(first, first + count).remainder_(self.max_size)
+                run = torch.arange(first, first + count)
+                if first + count > self.max_size:
+                    run.remainder_(self.max_size)
                 if torch.equal(positions, run):
-                    self.append(data, at=first)
+                    self._append(data, first)
                     return
             self._rewrite(positions, data, len(self))
 
@@ -499,11 +504,10 @@ class PackedReplayStorage(TensorStorage):
 
     def _as_positions(self, index: Any) -> torch.Tensor:
         """An index as positions, int64, flat; negative ones count from the end."""
-        length = len(self)
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         if isinstance(index, slice):
-            start, stop, step = index.indices(length)
+            start, stop, step = index.indices(len(self))
             return (
                 torch.arange(start, max(start, stop), step)
                 if step > 0
@@ -515,7 +519,9 @@ class PackedReplayStorage(TensorStorage):
             index = torch.tensor(list(index), dtype=torch.int64)
         if index.dtype is torch.bool:
             index = index.nonzero().squeeze(1)
-        flat: torch.Tensor = index.reshape(-1).to(device="cpu", dtype=torch.int64)
+        flat: torch.Tensor = index
+        if index.ndim != 1 or index.dtype is not torch.int64 or index.device.type != "cpu":
+            flat = index.reshape(-1).to(device="cpu", dtype=torch.int64)
         return flat
 
     def get(self, index: Any) -> TensorDict:

@@ -145,6 +145,11 @@ class SharedRows:
                 end = first - 1
         return Window(self._header[FLOOR], end, head)
 
+    @property
+    def head(self) -> int:
+        """The number of the next row to be reserved."""
+        return self._header[HEAD]
+
     def look(self) -> Window:
         """Return the window; now and then, mend what dead writers left in it first."""
         seen = self.window()
