@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import itertools
 import json
 from functools import partial
 
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torchrl.objectives import DDPGLoss
 
 from tests.support.collecting import flat_state_env
 from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_q_value, make_td3_actor
@@ -134,6 +137,46 @@ def test_known_networks_are_updated_by_the_fused_step_and_others_by_the_loss(alg
     before = {key: value.clone() for key, value in general.loss_module.state_dict().items()}
     assert not _equal(_trained(general), before)
     assert "loss_qvalue" in general._log_dict
+
+
+class _Noted:
+    """A pipeline that notes what it is asked."""
+
+    def __init__(self, storage: PackedReplayStorage) -> None:
+        self.real = DoubleBufferReplayPipeline(storage, sample_count=32, packer="inline")
+        self.calls: list[tuple[str, int]] = []
+
+    def start_prepare(self, tick_id: int, sample_count: int) -> bool:
+        self.calls.append(("prepare", tick_id))
+        return self.real.start_prepare(tick_id, sample_count)
+
+    def sample_large_batch(self, tick_id: int, sample_count: int) -> TensorDictBase:
+        self.calls.append(("sample", tick_id))
+        return self.real.sample_large_batch(tick_id, sample_count)
+
+    def after_tick(self) -> None:
+        self.calls.append(("after", -1))
+        self.real.after_tick()
+
+    def close(self) -> None:
+        self.calls.append(("close", -1))
+        self.real.close()
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_the_next_sample_is_begun_while_this_one_is_learnt_from_if_it_is_asked_for(prefetch):
+    trainer = _trainer(9)
+    assert trainer.prefetch is False  # on the processor
+    trainer.pipeline.close()
+    noted = _Noted(trainer.collector.storage)
+    trainer.pipeline, trainer.prefetch = noted, prefetch
+    _trained(trainer)
+    expected = [
+        [("sample", t), *([("prepare", t + 1)] if prefetch else []), ("after", -1)]
+        for t in range(len(noted.calls) // (3 if prefetch else 2))
+    ]
+    assert noted.calls == [*itertools.chain(*expected), ("close", -1)]
+    assert len(expected) >= 2
 
 
 @BOTH

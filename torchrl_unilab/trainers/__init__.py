@@ -12,6 +12,7 @@ from torchrl_unilab.trainers.hooks import (
     PublishWeights,
     StopWhen,
 )
+from torchrl_unilab.trainers.learners import Learner, build_learner
 from torchrl_unilab.trainers.off_policy import (
     OffPolicyTrainer,
     build_reward_comparison_metrics,
@@ -29,6 +30,7 @@ __all__ = [
     "BusyTime",
     "CollectorReport",
     "EpisodeReturns",
+    "Learner",
     "LearningCurve",
     "LogPolicyLag",
     "OFF_POLICY_TASKS",
@@ -37,6 +39,7 @@ __all__ = [
     "PrefetchReplay",
     "PublishWeights",
     "StopWhen",
+    "build_learner",
     "build_reward_comparison_metrics",
     "compute_train_start_threshold",
     "evaluate",

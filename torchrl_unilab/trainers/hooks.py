@@ -174,10 +174,10 @@ class LogPolicyLag(_Report):
         versions = None if batch is None else batch.get(("next", "policy_version"), None)
         if versions is not None:
             lag = self.scheme.version - float(versions.float().mean())
-            self.histogram[round(lag)] += 1
         else:
             applied = [v for v in self.scheme.applied_versions.values() if v is not None]
             lag = float(self.scheme.version - min(applied, default=self.scheme.version))
+        self.histogram[round(lag)] += 1
         self._watch(lag)
         shares = {
             f"policy_lag_{behind}": count / self.histogram.total()

@@ -167,7 +167,11 @@ class OffPolicyTrainer(Trainer):
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given.
-        pipeline: Prepares the samples; in this thread if not given.
+        pipeline: Prepares the samples. If not given: for a learner on the processor, in this
+            thread, as it has all cores; for another, in a thread of its own.
+        prefetch: Whether the next tick's sample is prepared while this one is learnt from, so
+            that it has rows up to this tick only. If not given, it is where the pipeline has a
+            thread of its own and collection is not ``sync_collection``, which is repeatable.
         **kwargs: As for `torchrl.trainers.Trainer`.
 
     Attributes:
@@ -190,6 +194,7 @@ class OffPolicyTrainer(Trainer):
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
         scheme: UniLabShmScheme | None = None,
         pipeline: ReplayPipeline | None = None,
+        prefetch: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self.config = config
@@ -219,12 +224,14 @@ class OffPolicyTrainer(Trainer):
         self._tick = 0
         self._counted = 0  # rows that the normalisers know
         device = next(loss_module.parameters()).device
+        threaded = pipeline is None and device.type != "cpu"
+        self.prefetch = threaded and not config.sync_collection if prefetch is None else prefetch
         self.pipeline = pipeline or DoubleBufferReplayPipeline(
             self.storage,
             device=device,
             sample_count=config.batch_size * config.updates_per_step,
             base_seed=int(torch.randint(2**31, ())),
-            packer="inline" if device.type == "cpu" else "thread",
+            packer="thread" if threaded else "inline",
         )
         self.busy_time = BusyTime()
         self.busy_time.register(self)
@@ -250,6 +257,9 @@ class OffPolicyTrainer(Trainer):
         self._pre_optim_hook()
         update, count = self._update, config.batch_size * config.updates_per_step
         sample = self.pipeline.sample_large_batch(self._tick, count)
+        self._tick += 1
+        if self.prefetch:
+            self.pipeline.start_prepare(self._tick, count)
         if config.reward_scale != 1.0:
             sample.get(("next", "reward")).mul_(config.reward_scale)
         prepared = update.prepare(sample)
@@ -261,7 +271,6 @@ class OffPolicyTrainer(Trainer):
             observed.append(update.step(minibatch, update_policy=policy))
             self._post_optim_hook()
         self.pipeline.after_tick()
-        self._tick += 1
         # The one look at the device per tick; what the policy's steps alone tell may be NaN.
         means = torch.stack(observed).nanmean(0).tolist()
         known = {

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchrl_unilab.data.packed_replay import NextObservation
 from torchrl_unilab.errors import ConfigError
 
 __all__ = ["OFF_POLICY_TASKS", "Algorithm", "OffPolicyConfig"]
@@ -56,6 +57,8 @@ class OffPolicyConfig:
         obs_normalization: Normalise observations by running statistics of all rows, each
             counted once.
         n_step: Rewards that are summed up before a value is looked up.
+        next_observation: ``"stored"`` with each row, or ``"derived"`` from the row that
+            follows, for about half the memory (`PackedReplayStorage`).
         observation: Key that the actor reads.
         critic_observation: Key that the critics read.
         hidden: Widths of the layers of actor and critics.
@@ -95,6 +98,7 @@ class OffPolicyConfig:
     env_steps_per_sync: int = 1
     obs_normalization: bool = False
     n_step: int = 1
+    next_observation: NextObservation = "stored"
     observation: str = "observation"
     critic_observation: str = "observation"
     hidden: tuple[int, ...] = (256, 256)
@@ -118,6 +122,11 @@ class OffPolicyConfig:
         if self.algorithm not in ("sac", "td3"):
             raise ConfigError(
                 f"algorithm: {self.algorithm!r} (expected 'sac' or 'td3'). Use 'sac'."
+            )
+        if self.next_observation not in ("stored", "derived"):
+            raise ConfigError(
+                f"next_observation: {self.next_observation!r} (expected 'stored' or 'derived'). "
+                "Use 'stored'."
             )
         for name in _COUNTS:
             value = getattr(self, name)

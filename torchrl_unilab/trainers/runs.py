@@ -131,6 +131,7 @@ class _Algorithm:
     collector: Callable[..., Any]
     trainer: Callable[..., Any]
     learner_threads: Callable[[Any, int], int]
+    close: Callable[[Any], None]
 
 
 def _run(
@@ -198,6 +199,7 @@ def _run(
         try:
             interrupted = _train(trainer)
         finally:
+            algorithm.close(trainer)
             board.experiment.close()  # ends its thread
     finally:
         collector.shutdown()
@@ -347,6 +349,7 @@ def _replay_collector(
         seed=seed,
         n_step=config.n_step,
         gamma=config.gamma,
+        next_observation=config.next_observation,
     )
 
 
@@ -367,9 +370,14 @@ class _Explore:
         return TensorDictSequential(actor, noise)
 
 
-_APPO = _Algorithm(_ring_collector, APPOTrainer, lambda config, cores: 1)
+_APPO = _Algorithm(
+    _ring_collector, APPOTrainer, lambda config, cores: 1, close=lambda trainer: None
+)
 _OFF_POLICY = _Algorithm(
-    _replay_collector, OffPolicyTrainer, lambda config, cores: config.learner_threads or cores
+    _replay_collector,
+    OffPolicyTrainer,
+    lambda config, cores: config.learner_threads or cores,
+    close=OffPolicyTrainer.close,
 )
 
 
