@@ -543,7 +543,7 @@ def test_a_ring_is_attached_by_name_only_if_it_is_one_of_that_layout():
     with make_ring(name=NAME) as ring:
         with pytest.raises(LayoutDigestError, match="layout digest"):
             RolloutRing.attach(NAME, stamped(0, 0, elements=4))
-        ring._header[ring_module._READY] = 0  # as before its creator has finished it
+        ring._header[ring_module.READY] = 0  # as before its creator has finished it
         with pytest.raises(LayoutDigestError, match="not a complete rollout ring"):
             RolloutRing.attach(NAME, stamped(0, 0))
     for nbytes in (64, 4096):

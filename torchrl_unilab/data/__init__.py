@@ -14,14 +14,16 @@ from torchrl_unilab.data.pipelines import (
     ReplayPipeline,
     ReplayTickMetadata,
 )
+from torchrl_unilab.data.rollout_buffer import (
+    RolloutReplayBuffer,
+    RolloutRingSampler,
+    RolloutRingWriter,
+)
 from torchrl_unilab.data.rollout_pool import RolloutPool
 from torchrl_unilab.data.rollout_ring import (
     RolloutLease,
-    RolloutReplayBuffer,
     RolloutRingCheckpointer,
-    RolloutRingSampler,
     RolloutRingStorage,
-    RolloutRingWriter,
 )
 from torchrl_unilab.data.transfer import (
     CPUTransfer,

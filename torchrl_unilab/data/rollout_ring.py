@@ -14,7 +14,6 @@ slots themselves and copy nothing they do not have to (`RolloutRingStorage.claim
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing as mp
 import os
 import secrets
@@ -23,182 +22,37 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor
-from torchrl.data import Composite, TensorDictReplayBuffer
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from torchrl.data import Composite
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
-from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
-from torchrl.data.replay_buffers.writers import Writer
 
+from torchrl_unilab.data.ring_meeting import RingMeetingPoint
+from torchrl_unilab.data.rollout_form import RolloutForm, named_leaves
 from torchrl_unilab.errors import (
     ConfigError,
-    LayoutDtypeError,
-    LayoutKeyError,
     LayoutShapeError,
     RingTimeoutError,
     SegmentClosedError,
 )
-from torchrl_unilab.shm.layout import BlockLayout, dotted
+from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing
-from torchrl_unilab.shm.segment import SegmentKind, named_directory
-from torchrl_unilab.shm.tokens import Token, TokenPipe, pipe_paths
+from torchrl_unilab.shm.segment import SegmentKind
+from torchrl_unilab.shm.tokens import Token
 
 __all__ = [
     "RolloutLease",
-    "RolloutReplayBuffer",
     "RolloutRingCheckpointer",
-    "RolloutRingSampler",
     "RolloutRingStorage",
-    "RolloutRingWriter",
 ]
 
-Take = Literal["oldest", "newest"]
 _LOCK_SECONDS = 60.0
 """How long a process waits for another one that builds the ring."""
-
-
-@dataclass(frozen=True)
-class _Form:
-    """What a rollout looks like: batch size, and key, shape and dtype of each leaf."""
-
-    batch_size: tuple[int, ...]
-    fields: tuple[tuple[tuple[str, ...], tuple[int, ...], torch.dtype], ...]
-
-    @classmethod
-    def of(cls, rollout: TensorDictBase) -> _Form:
-        """Return the form of a rollout.
-
-        Raises:
-            LayoutKeyError: Two keys have one dotted name, or there is no tensor.
-            LayoutDtypeError: A leaf is not a tensor.
-        """
-        leaves = list(_leaves(rollout))
-        names = [dotted(key) for key, _ in leaves]
-        if not names or len(set(names)) < len(names):
-            raise LayoutKeyError(
-                f"keys of a rollout: {names} (expected at least one, each dotted name once). "
-                "Rename one; nested and dotted keys share one namespace."
-            )
-        return cls(
-            tuple(rollout.batch_size),
-            tuple((key, tuple(leaf.shape), leaf.dtype) for key, leaf in leaves),
-        )
-
-    def meta(self) -> dict[str, torch.Tensor]:
-        """Dotted key to a tensor without memory."""
-        return {
-            dotted(key): torch.empty(shape, dtype=dtype, device="meta")
-            for key, shape, dtype in self.fields
-        }
-
-    def tensordict(
-        self, tensors: Iterable[torch.Tensor], batch: tuple[int, ...] = ()
-    ) -> TensorDict:
-        """A TensorDict of `tensors`, given in order, of batch size [*batch, *batch_size]."""
-        rollout = TensorDict(batch_size=[*batch, *self.batch_size], device=torch.device("cpu"))
-        for (key, _, _), tensor in zip(self.fields, tensors, strict=True):
-            rollout.set(key, tensor)
-        return rollout
-
-    def to_json(self) -> dict[str, Any]:
-        fields = [[list(key), list(shape), str(dtype)] for key, shape, dtype in self.fields]
-        return {"batch_size": list(self.batch_size), "fields": fields}
-
-    @classmethod
-    def from_json(cls, saved: dict[str, Any]) -> _Form:
-        return cls(
-            tuple(saved["batch_size"]),
-            tuple(
-                (tuple(key), tuple(shape), getattr(torch, dtype.removeprefix("torch.")))
-                for key, shape, dtype in saved["fields"]
-            ),
-        )
-
-
-def _leaves(rollout: TensorDictBase) -> Iterable[tuple[tuple[str, ...], torch.Tensor]]:
-    if not isinstance(rollout, TensorDictBase):
-        raise LayoutDtypeError(
-            f"cannot write a rollout: {type(rollout).__name__} (expected a TensorDict). "
-            "Convert it first."
-        )
-    for key, leaf in rollout.items(True, True, is_leaf=is_leaf_nontensor):
-        if not isinstance(leaf, torch.Tensor):
-            raise LayoutDtypeError(
-                f"entry {dotted(key)!r} of a rollout: {type(leaf).__name__} (expected a tensor). "
-                "Leave it out of the rollout."
-            )
-        yield (key,) if isinstance(key, str) else key, leaf
-
-
-def _named(rollout: TensorDictBase) -> dict[str, torch.Tensor]:
-    return {dotted(key): leaf for key, leaf in _leaves(rollout)}
-
-
-class _MeetingPoint:
-    """Where processes find a ring that none of them has built yet.
-
-    Whoever makes it holds the two pipes of the ring to be, so that nothing in them is lost
-    when the process that built the ring goes. The segment's name appears last and at once
-    (a link), so a ring that can be found is complete.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._pipes = [TokenPipe.open(path, create=True) for path in pipe_paths(name)]
-        paths = [self._path(), self._path(".layout"), self._path(".build")]
-        paths += [*pipe_paths(name), *pipe_paths(f"{name}.build")]
-        self.close = Finalize(self, _leave, (self._pipes, paths, os.getpid()), exitpriority=0)
-
-    def _path(self, suffix: str = "") -> Path:
-        return named_directory() / (self.name + suffix)
-
-    @property
-    def ready(self) -> TokenPipe:
-        return self._pipes[1]
-
-    def find(self) -> tuple[RolloutRing, _Form] | None:
-        """Attach the ring, if it has been built."""
-        if not self._path().exists():
-            return None
-        form = _Form.from_json(json.loads(self._path(".layout").read_text()))
-        return RolloutRing.attach(self.name, form.meta()), form
-
-    def build(
-        self, form: _Form, slots: int, writers: int, overflow: Overflow
-    ) -> tuple[RolloutRing, _Form]:
-        """Build the ring for all. One process at a time."""
-        draft = f"{self.name}.build"
-        with RolloutRing(form.meta(), slots=slots, writers=writers, overflow=overflow, name=draft):
-            self._path(".layout").write_text(json.dumps(form.to_json()))
-            for slot in range(slots):
-                self._pipes[0].put(Token(slot, 0, 0, 0))
-            os.link(self._path(".build"), self._path())
-            return RolloutRing.attach(self.name, form.meta()), form
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _join, (self.name,)
-
-
-def _join(name: str) -> _MeetingPoint:
-    point = _MeetingPoint.__new__(_MeetingPoint)
-    point.name = name
-    point._pipes = [TokenPipe.open(path) for path in pipe_paths(name)]
-    point.close = Finalize(point, _leave, (point._pipes, [], os.getpid()), exitpriority=0)
-    return point
-
-
-def _leave(pipes: list[TokenPipe], paths: list[Path], creator: int) -> None:
-    for pipe in pipes:
-        pipe.close()
-    if os.getpid() == creator:
-        for path in paths:
-            path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -281,6 +135,7 @@ class RolloutRingStorage(TensorStorage):
 
     Example:
         >>> from torchrl.data import ReplayBuffer
+        >>> from torchrl_unilab.data import RolloutRingSampler, RolloutRingWriter
         >>> storage = RolloutRingStorage(4)
         >>> rb = ReplayBuffer(
         ...     storage=storage,
@@ -335,12 +190,12 @@ class RolloutRingStorage(TensorStorage):
         self._writer_pid = 0
         self._forget_reading()
         self._ring: RolloutRing | None = None
-        self._form: _Form | None = None
-        self._meeting: _MeetingPoint | None = None
+        self._form: RolloutForm | None = None
+        self._meeting: RingMeetingPoint | None = None
         if example is not None:
-            self._build(_Form.of(example))
+            self._build(RolloutForm.of(example))
         elif shared_init:
-            self._meeting = _MeetingPoint(
+            self._meeting = RingMeetingPoint(
                 name or f"unilab-rollouts-{os.getpid()}-{secrets.token_hex(6)}"
             )
 
@@ -404,7 +259,7 @@ class RolloutRingStorage(TensorStorage):
                 "cannot use rollout storage: it is closed (expected an open one). Build it again."
             )
 
-    def _build(self, form: _Form) -> None:
+    def _build(self, form: RolloutForm) -> None:
         """Make the ring; if processes share the making of it, make it or find it."""
         settings: dict[str, Any] = {
             "slots": self.max_size,
@@ -432,7 +287,7 @@ class RolloutRingStorage(TensorStorage):
         finally:
             lock.release()
 
-    def _use(self, ring: RolloutRing, form: _Form) -> None:
+    def _use(self, ring: RolloutRing, form: RolloutForm) -> None:
         self._ring, self._form = ring, form
         if self._writer_pid == os.getpid():
             ring.use_writer(self._writer)
@@ -613,16 +468,16 @@ class RolloutRingStorage(TensorStorage):
         """
         self._check_open()
         if not self.initialized:
-            self._build(_Form.of(rollout))
+            self._build(RolloutForm.of(rollout))
         return self._write(self._sources(rollout), timeout)
 
     def _sources(self, rollout: TensorDictBase) -> tuple[int | None, list[torch.Tensor]]:
         """The tensors to copy, checked: one per field, or one per field and stacked part."""
         select = self.ring.layout.select
         if not isinstance(rollout, LazyStackedTensorDict):
-            return None, select(_named(rollout))
+            return None, select(named_leaves(rollout))
         dim = rollout.stack_dim
-        parts = [_named(part) for part in rollout.tensordicts]
+        parts = [named_leaves(part) for part in rollout.tensordicts]
         # The shape that the stack of tensors like these has, without a stack.
         stacked = {
             key: t.unsqueeze(dim).expand(*t.shape[:dim], len(parts), *t.shape[dim:])
@@ -679,7 +534,7 @@ class RolloutRingStorage(TensorStorage):
                 "Check where the data comes from."
             )
         if not self.initialized:
-            self._build(_Form.of(rollouts[0]))
+            self._build(RolloutForm.of(rollouts[0]))
         for written, sources in enumerate([self._sources(rollout) for rollout in rollouts]):
             if not self._write(sources):
                 raise RingTimeoutError(
@@ -930,7 +785,7 @@ class RolloutRingStorage(TensorStorage):
         form = self._form if self.initialized else None
         return {
             "form": None if form is None else form.to_json(),
-            "rollouts": None if form is None else _named(self.get(slice(None))),
+            "rollouts": None if form is None else named_leaves(self.get(slice(None))),
             "counts": {
                 "written": list(self.written),
                 "dropped": list(self.dropped),
@@ -961,10 +816,10 @@ class RolloutRingStorage(TensorStorage):
                 f"{self.writers}). Build the storage for as many."
             )
         if state_dict["form"] is not None:
-            self._load(_Form.from_json(state_dict["form"]), state_dict["rollouts"])
+            self._load(RolloutForm.from_json(state_dict["form"]), state_dict["rollouts"])
         self._set_counts(counts)
 
-    def _load(self, form: _Form, saved: dict[str, torch.Tensor]) -> None:
+    def _load(self, form: RolloutForm, saved: dict[str, torch.Tensor]) -> None:
         unread = len(next(iter(saved.values())))
         if unread > self.max_size:
             raise ConfigError(
@@ -1023,216 +878,3 @@ class RolloutRingStorage(TensorStorage):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"unread={len(self)}"
         return f"{type(self).__name__}(slots={self.max_size}, writers={self.writers}, {state})"
-
-
-class RolloutRingWriter(Writer):
-    """Commits rollouts to a `RolloutRingStorage`; with `RolloutRingSampler`, in any buffer.
-
-    `extend` takes one rollout, or several along one more leading dimension, or a list; `add`
-    takes one. What a writer returns is where the rollouts are among the unread ones, which
-    holds until the reader takes some out.
-
-    Example:
-        >>> storage = RolloutRingStorage(4)
-        >>> writer = RolloutRingWriter()
-        >>> writer.register_storage(storage)
-        >>> writer.extend(TensorDict({"reward": torch.ones(2, 3)}, [2, 3]))
-        tensor([0])
-        >>> storage.close()
-    """
-
-    _storage: RolloutRingStorage
-
-    def register_storage(self, storage: Storage) -> None:
-        """Write to `storage`.
-
-        Raises:
-            ConfigError: It is not a `RolloutRingStorage`.
-        """
-        if not isinstance(storage, RolloutRingStorage):
-            raise ConfigError(
-                f"storage of a RolloutRingWriter: {type(storage).__name__} (expected "
-                "RolloutRingStorage). Use TorchRL's own writer."
-            )
-        super().register_storage(storage)
-
-    def add(self, data: TensorDictBase) -> int:
-        """Commit one rollout; return its position. Raises as `RolloutRingStorage.write_all`."""
-        self._storage.write_all([data])
-        return max(0, len(self._storage) - 1)
-
-    def extend(self, data: TensorDictBase | Sequence[TensorDictBase]) -> torch.Tensor:
-        """Commit one or several rollouts.
-
-        Returns:
-            Their positions, int64 of shape [K]. Raises as `RolloutRingStorage.write_all`.
-        """
-        count = self._storage.write_all(data)
-        end = len(self._storage)
-        return torch.arange(end - count, end).clamp_(min=0)
-
-    @property
-    def _write_count(self) -> int:
-        return self._storage.write_count
-
-    def _empty(self, empty_write_count: bool = True) -> None:
-        self._storage._empty()
-        if empty_write_count:
-            none = [0] * self._storage.writers
-            self._storage._set_counts({"written": none, "dropped": none, "read": 0, "skipped": 0})
-
-    # The storage has all there is to save.
-
-    def dumps(self, path: str | Path) -> None:
-        """Save nothing."""
-
-    def loads(self, path: str | Path) -> None:
-        """Load nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""
-
-
-class RolloutRingSampler(Sampler):
-    """Takes whole rollouts out of a `RolloutRingStorage`, each once.
-
-    ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest and
-    skips those before them. An iteration over the buffer ends when fewer than a batch are
-    unread; the next one goes on with what was written since. A buffer that prefetches more
-    than one batch may return batches in another order: its threads race for its lock.
-
-    Args:
-        take: ``"oldest"`` or ``"newest"``.
-        timeout: Seconds a sample waits for enough rollouts of other processes. The buffer's
-            locks are held meanwhile: use it in a `RolloutReplayBuffer`, which has no lock
-            between processes, or wait before sampling (`RolloutRingStorage.wait`).
-
-    Raises:
-        ConfigError: `take` is neither.
-
-    Example:
-        >>> storage = RolloutRingStorage(4)
-        >>> sampler = RolloutRingSampler(take="newest")
-        >>> rb = RolloutReplayBuffer(storage=storage, sampler=sampler, batch_size=1)
-        >>> for reward in (1.0, 2.0):
-        ...     _ = rb.extend(TensorDict({"reward": torch.full((2, 3), reward)}, [2, 3]))
-        >>> rb.sample()["reward"].unique().tolist(), storage.skipped
-        ([2.0], 1)
-        >>> storage.close()
-    """
-
-    def __init__(self, take: Take = "oldest", timeout: float = 0.0) -> None:
-        if take not in ("oldest", "newest"):
-            raise ConfigError(
-                f"take: {take!r} (expected 'oldest' or 'newest'). Leave it out for the oldest."
-            )
-        self.take: Take = take
-        self.timeout = timeout
-        self._empty()
-
-    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Choose rollouts, which leave the storage with the ``storage.get`` of the index.
-
-        Returns:
-            Their positions, int64 of shape [batch_size], and an empty dict.
-
-        Raises:
-            ConfigError: There are not as many slots, or `storage` is another one.
-            RingTimeoutError: There are not as many unread rollouts; none was taken.
-        """
-        if not isinstance(storage, RolloutRingStorage):
-            raise ConfigError(
-                f"storage of a RolloutRingSampler: {type(storage).__name__} (expected "
-                "RolloutRingStorage). Use TorchRL's own sampler."
-            )
-        index = storage.draw(batch_size, newest=self.take == "newest", timeout=self.timeout)
-        left = len(storage) - int(index[-1]) - 1
-        self._remaining_batches = left // batch_size
-        self.ran_out = left < batch_size
-        return index, {}
-
-    def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether enough rollouts are unread."""
-        return len(storage) >= batch_size
-
-    @property
-    def ran_out(self) -> bool:
-        """Whether fewer rollouts than a batch were left after the last sample."""
-        return self._ran_out
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        self._ran_out = value
-
-    def _empty(self) -> None:
-        self._ran_out = False
-        self._remaining_batches = 0
-
-    def dumps(self, path: str | Path) -> None:
-        """Save to ``path/sampler.json``."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "sampler.json").write_text(json.dumps(self.state_dict()))
-
-    def loads(self, path: str | Path) -> None:
-        """Load what `dumps` saved."""
-        self.load_state_dict(json.loads((Path(path) / "sampler.json").read_text()))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return whether the last sample was the last of its iteration."""
-        return {"ran_out": self._ran_out}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`."""
-        self._ran_out = state_dict["ran_out"]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}(take={self.take!r})"
-
-
-class RolloutReplayBuffer(TensorDictReplayBuffer):
-    """A `TensorDictReplayBuffer` of rollouts that takes no lock between processes.
-
-    A stock buffer works with the ring as well. Once it is shared, as collectors do, it
-    holds one lock of all processes while it writes or samples: writers copy one after the
-    other, one that is killed blocks all, and one that waits for a slot
-    (``overflow="block"``) keeps the sampler from freeing it until its timeout. The ring
-    needs none of that.
-
-    Args:
-        storage: The `RolloutRingStorage`.
-        sampler: A `RolloutRingSampler` of the oldest rollouts if not given.
-        **settings: As for `TensorDictReplayBuffer`.
-
-    Example:
-        >>> rb = RolloutReplayBuffer(storage=RolloutRingStorage(4), batch_size=1)
-        >>> rb.extend(TensorDict({"reward": torch.ones(2, 3)}, [2, 3]))
-        tensor([0])
-        >>> rb.sample()["reward"].shape
-        torch.Size([1, 2, 3])
-        >>> rb.storage.close()
-    """
-
-    def __init__(
-        self,
-        *,
-        storage: RolloutRingStorage,
-        sampler: Sampler | None = None,
-        **settings: Any,
-    ) -> None:
-        super().__init__(
-            storage=storage,
-            sampler=RolloutRingSampler() if sampler is None else sampler,
-            writer=RolloutRingWriter(),
-            **settings,
-        )
-
-    def share(self, shared: bool = True) -> RolloutReplayBuffer:
-        """Share the buffer and its transforms between processes."""
-        super().share(shared)
-        self._write_lock = contextlib.nullcontext()
-        return self

@@ -9,6 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from torchrl_unilab.objectives.fused_adam import fused_adam
+
 __all__ = ["FlatAdam", "ReluNetwork", "flatten", "is_relu_mlp"]
 
 
@@ -61,24 +63,8 @@ class FlatAdam:
         }
 
     def step(self) -> None:
-        """Do what the optimiser's `step` does, in the kernel's time alone."""
-        group, state = self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
-        state["step"].add_(1)
-        torch._fused_adam_(
-            [self.flat],
-            [self._grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        """Take a step of the optimiser."""
+        fused_adam(self.optimizer, self._parameter, self._grad)
 
 
 @dataclass

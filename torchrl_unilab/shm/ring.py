@@ -33,7 +33,6 @@ import torch
 
 from torchrl_unilab.errors import (
     ConfigError,
-    LayoutDigestError,
     LayoutKeyError,
     PeerGoneError,
     RingTimeoutError,
@@ -41,6 +40,7 @@ from torchrl_unilab.errors import (
     SegmentSpaceError,
 )
 from torchrl_unilab.shm.counters import SharedWords
+from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.segment import (
@@ -97,9 +97,8 @@ class Lease(NamedTuple):
 
 
 _MAGIC = 0x554E494C_52494E47
-_MAGIC_WORD, _DIGEST, _SLOTS, _WRITERS, _OVERFLOW, _READY, _READER_PID, _READER_GONE, _READ = range(
-    9
-)
+# Beside the words of every header.
+_SLOTS, _WRITERS, _OVERFLOW, _READER_PID, _READER_GONE, _READ = 2, 3, 4, 6, 7, 8
 _HEADER_WORDS = 9
 # Words of each writer: its process, the rollouts it committed, and the slot it fills plus
 # one; then how many rollouts of each writer it has dropped.
@@ -166,12 +165,12 @@ class RolloutRing:
         for slot in range(slots):
             free.put(Token(slot, 0, 0, 0))
         header = self._header
-        header[_MAGIC_WORD] = _MAGIC
-        header[_DIGEST] = layout.digest
+        header[MAGIC] = _MAGIC
+        header[DIGEST] = layout.digest
         header[_SLOTS] = slots
         header[_WRITERS] = writers
         header[_OVERFLOW] = OVERFLOWS.index(overflow)
-        header[_READY] = 1
+        header[READY] = 1
 
     @classmethod
     def attach(cls, name: str, initial: Mapping[str, torch.Tensor]) -> RolloutRing:
@@ -185,23 +184,8 @@ class RolloutRing:
             SegmentError: There is no segment of that name.
             LayoutDigestError: It is not a ring, or its slots have another layout.
         """
-        segment = SharedSegment.attach(name)
         layout = BlockLayout.of(initial)
-        large_enough = segment.nbytes >= SharedWords.nbytes(_HEADER_WORDS)
-        header = SharedWords(segment.buffer, 0, _HEADER_WORDS) if large_enough else None
-        if header is None or header[_MAGIC_WORD] != _MAGIC or not header[_READY]:
-            segment.close()
-            raise LayoutDigestError(
-                f"cannot attach {name!r}: not a complete rollout ring (expected one). "
-                "Check the name, and that its creator has started."
-            )
-        if header[_DIGEST] != layout.digest:
-            found = header[_DIGEST]
-            segment.close()
-            raise LayoutDigestError(
-                f"cannot attach {name!r}: layout digest {found:#x} (expected "
-                f"{layout.digest:#x}). Both sides must name the same keys, shapes and dtypes."
-            )
+        segment = attach_complete(name, "rollout ring", _MAGIC, layout.digest, _HEADER_WORDS)
         return _attach_named(segment, layout)
 
     def _open(

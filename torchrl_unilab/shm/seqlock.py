@@ -24,8 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrl_unilab.errors import ConfigError, LayoutDigestError, SnapshotContendedError
+from torchrl_unilab.errors import ConfigError, SnapshotContendedError
 from torchrl_unilab.shm.counters import LINE, SharedWords, is_weakly_ordered
+from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
@@ -156,7 +157,8 @@ def _crc(payload: npt.NDArray[np.uint8], version: int) -> int:
 
 # Words ahead of the seqlock: what a process that attaches by name checks and reads.
 _MAGIC = 0x554E494C_41420001
-_MAGIC_WORD, _DIGEST, _SLOTS, _READERS, _CHECKSUM, _READY, _WRITER_PID = range(7)
+# Beside the words of every header.
+_SLOTS, _READERS, _CHECKSUM, _WRITER_PID = 2, 3, 4, 6
 _HEADER_WORDS = 7
 # Words of each reader: the version it applied plus one, its pid, its overtaken tries.
 _APPLIED, _PID, _OVERTAKEN = range(3)
@@ -209,8 +211,8 @@ class SnapshotCell:
         nbytes = _cell_nbytes(layout, slots, readers)
         self._open(SharedSegment(nbytes, name=name, kind=kind), layout, slots, readers, checksum)
         header = self._header
-        header[_MAGIC_WORD] = _MAGIC
-        header[_DIGEST] = layout.digest
+        header[MAGIC] = _MAGIC
+        header[DIGEST] = layout.digest
         header[_SLOTS] = slots
         header[_READERS] = readers
         header[_CHECKSUM] = int(checksum)
@@ -218,7 +220,7 @@ class SnapshotCell:
             with torch.no_grad():
                 torch._foreach_copy_(self._views[0], list(initial.values()))
         self._lock.seal_initial()
-        header[_READY] = 1
+        header[READY] = 1
 
     @classmethod
     def attach(cls, name: str, layout: BlockLayout) -> SnapshotCell:
@@ -228,21 +230,8 @@ class SnapshotCell:
             SegmentError: There is no segment of that name.
             LayoutDigestError: It is not a snapshot cell, or holds another layout.
         """
-        segment = SharedSegment.attach(name)
-        header = SharedWords(segment.buffer, 0, _HEADER_WORDS) if segment.nbytes > 512 else None
-        if header is None or header[_MAGIC_WORD] != _MAGIC or not header[_READY]:
-            segment.close()
-            raise LayoutDigestError(
-                f"cannot attach {name!r}: not a complete snapshot cell (expected one). "
-                "Check the name, and that its creator has started."
-            )
-        if header[_DIGEST] != layout.digest:
-            found = header[_DIGEST]
-            segment.close()
-            raise LayoutDigestError(
-                f"cannot attach {name!r}: layout digest {found:#x} (expected "
-                f"{layout.digest:#x}). Both sides must name the same keys, shapes and dtypes."
-            )
+        segment = attach_complete(name, "snapshot cell", _MAGIC, layout.digest, _HEADER_WORDS)
+        header = SharedWords(segment.buffer, 0, _HEADER_WORDS)
         cell = cls.__new__(cls)
         cell._open(segment, layout, header[_SLOTS], header[_READERS], bool(header[_CHECKSUM]))
         return cell

@@ -1,0 +1,236 @@
+"""Writer, sampler and replay buffer for a `RolloutRingStorage`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_unilab.data.rollout_ring import RolloutRingStorage
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["RolloutReplayBuffer", "RolloutRingSampler", "RolloutRingWriter"]
+
+Take = Literal["oldest", "newest"]
+
+
+class RolloutRingWriter(Writer):
+    """Commits rollouts to a `RolloutRingStorage`; with `RolloutRingSampler`, in any buffer.
+
+    `extend` takes one rollout, or several along one more leading dimension, or a list; `add`
+    takes one. What a writer returns is where the rollouts are among the unread ones, which
+    holds until the reader takes some out.
+
+    Example:
+        >>> storage = RolloutRingStorage(4)
+        >>> writer = RolloutRingWriter()
+        >>> writer.register_storage(storage)
+        >>> writer.extend(TensorDict({"reward": torch.ones(2, 3)}, [2, 3]))
+        tensor([0])
+        >>> storage.close()
+    """
+
+    _storage: RolloutRingStorage
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write to `storage`.
+
+        Raises:
+            ConfigError: It is not a `RolloutRingStorage`.
+        """
+        if not isinstance(storage, RolloutRingStorage):
+            raise ConfigError(
+                f"storage of a RolloutRingWriter: {type(storage).__name__} (expected "
+                "RolloutRingStorage). Use TorchRL's own writer."
+            )
+        super().register_storage(storage)
+
+    def add(self, data: TensorDictBase) -> int:
+        """Commit one rollout; return its position. Raises as `RolloutRingStorage.write_all`."""
+        self._storage.write_all([data])
+        return max(0, len(self._storage) - 1)
+
+    def extend(self, data: TensorDictBase | Sequence[TensorDictBase]) -> torch.Tensor:
+        """Commit one or several rollouts.
+
+        Returns:
+            Their positions, int64 of shape [K]. Raises as `RolloutRingStorage.write_all`.
+        """
+        count = self._storage.write_all(data)
+        end = len(self._storage)
+        return torch.arange(end - count, end).clamp_(min=0)
+
+    @property
+    def _write_count(self) -> int:
+        return self._storage.write_count
+
+    def _empty(self, empty_write_count: bool = True) -> None:
+        self._storage._empty()
+        if empty_write_count:
+            none = [0] * self._storage.writers
+            self._storage._set_counts({"written": none, "dropped": none, "read": 0, "skipped": 0})
+
+    # The storage has all there is to save.
+
+    def dumps(self, path: str | Path) -> None:
+        """Save nothing."""
+
+    def loads(self, path: str | Path) -> None:
+        """Load nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+class RolloutRingSampler(Sampler):
+    """Takes whole rollouts out of a `RolloutRingStorage`, each once.
+
+    ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest and
+    skips those before them. An iteration over the buffer ends when fewer than a batch are
+    unread; the next one goes on with what was written since. A buffer that prefetches more
+    than one batch may return batches in another order: its threads race for its lock.
+
+    Args:
+        take: ``"oldest"`` or ``"newest"``.
+        timeout: Seconds a sample waits for enough rollouts of other processes. The buffer's
+            locks are held meanwhile: use it in a `RolloutReplayBuffer`, which has no lock
+            between processes, or wait before sampling (`RolloutRingStorage.wait`).
+
+    Raises:
+        ConfigError: `take` is neither.
+
+    Example:
+        >>> storage = RolloutRingStorage(4)
+        >>> sampler = RolloutRingSampler(take="newest")
+        >>> rb = RolloutReplayBuffer(storage=storage, sampler=sampler, batch_size=1)
+        >>> for reward in (1.0, 2.0):
+        ...     _ = rb.extend(TensorDict({"reward": torch.full((2, 3), reward)}, [2, 3]))
+        >>> rb.sample()["reward"].unique().tolist(), storage.skipped
+        ([2.0], 1)
+        >>> storage.close()
+    """
+
+    def __init__(self, take: Take = "oldest", timeout: float = 0.0) -> None:
+        if take not in ("oldest", "newest"):
+            raise ConfigError(
+                f"take: {take!r} (expected 'oldest' or 'newest'). Leave it out for the oldest."
+            )
+        self.take: Take = take
+        self.timeout = timeout
+        self._empty()
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Choose rollouts, which leave the storage with the ``storage.get`` of the index.
+
+        Returns:
+            Their positions, int64 of shape [batch_size], and an empty dict.
+
+        Raises:
+            ConfigError: There are not as many slots, or `storage` is another one.
+            RingTimeoutError: There are not as many unread rollouts; none was taken.
+        """
+        if not isinstance(storage, RolloutRingStorage):
+            raise ConfigError(
+                f"storage of a RolloutRingSampler: {type(storage).__name__} (expected "
+                "RolloutRingStorage). Use TorchRL's own sampler."
+            )
+        index = storage.draw(batch_size, newest=self.take == "newest", timeout=self.timeout)
+        left = len(storage) - int(index[-1]) - 1
+        self._remaining_batches = left // batch_size
+        self.ran_out = left < batch_size
+        return index, {}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        """Whether enough rollouts are unread."""
+        return len(storage) >= batch_size
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether fewer rollouts than a batch were left after the last sample."""
+        return self._ran_out
+
+    @ran_out.setter
+    def ran_out(self, value: bool) -> None:
+        self._ran_out = value
+
+    def _empty(self) -> None:
+        self._ran_out = False
+        self._remaining_batches = 0
+
+    def dumps(self, path: str | Path) -> None:
+        """Save to ``path/sampler.json``."""
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "sampler.json").write_text(json.dumps(self.state_dict()))
+
+    def loads(self, path: str | Path) -> None:
+        """Load what `dumps` saved."""
+        self.load_state_dict(json.loads((Path(path) / "sampler.json").read_text()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return whether the last sample was the last of its iteration."""
+        return {"ran_out": self._ran_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict`."""
+        self._ran_out = state_dict["ran_out"]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(take={self.take!r})"
+
+
+class RolloutReplayBuffer(TensorDictReplayBuffer):
+    """A `TensorDictReplayBuffer` of rollouts that takes no lock between processes.
+
+    A stock buffer works with the ring as well. Once it is shared, as collectors do, it
+    holds one lock of all processes while it writes or samples: writers copy one after the
+    other, one that is killed blocks all, and one that waits for a slot
+    (``overflow="block"``) keeps the sampler from freeing it until its timeout. The ring
+    needs none of that.
+
+    Args:
+        storage: The `RolloutRingStorage`.
+        sampler: A `RolloutRingSampler` of the oldest rollouts if not given.
+        **settings: As for `TensorDictReplayBuffer`.
+
+    Example:
+        >>> rb = RolloutReplayBuffer(storage=RolloutRingStorage(4), batch_size=1)
+        >>> rb.extend(TensorDict({"reward": torch.ones(2, 3)}, [2, 3]))
+        tensor([0])
+        >>> rb.sample()["reward"].shape
+        torch.Size([1, 2, 3])
+        >>> rb.storage.close()
+    """
+
+    def __init__(
+        self,
+        *,
+        storage: RolloutRingStorage,
+        sampler: Sampler | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(
+            storage=storage,
+            sampler=RolloutRingSampler() if sampler is None else sampler,
+            writer=RolloutRingWriter(),
+            **settings,
+        )
+
+    def share(self, shared: bool = True) -> RolloutReplayBuffer:
+        """Share the buffer and its transforms between processes."""
+        super().share(shared)
+        self._write_lock = contextlib.nullcontext()
+        return self
