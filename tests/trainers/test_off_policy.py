@@ -349,18 +349,21 @@ def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, al
 
 @BOTH
 @pytest.mark.learning
-@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_the_pendulum_is_learnt(tmp_path, algorithm):
-    config = OffPolicyConfig.for_task("InvertedPendulum-v5", algorithm, hidden=(64, 64))
+    config = OffPolicyConfig.for_task(
+        "InvertedPendulum-v5",
+        algorithm,
+        sync_collection=True,  # the same run every time
+        physics_threads=1,
+        learner_threads=1,
+    )
     summary = train_off_policy(
         "InvertedPendulum-v5",
-        frames=200_000,
+        frames=16_000,
         run_dir=tmp_path / "run",
         config=config,
-        stop_at=800.0,
-        max_seconds=90.0,
         progress_bar=False,
         eval_episodes=4,
     )
-    assert summary["final_return"] >= 800.0
+    assert summary["eval_return"] >= 800.0

@@ -191,6 +191,14 @@ _FAST: Mapping[str, Any] = {
 
 OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {**_FAST, "tau": 0.01},
-    "InvertedPendulum-v5": {"num_envs": 4, "learning_starts": 100},
+    "InvertedPendulum-v5": {
+        **_FAST,
+        "num_envs": 8,
+        "learning_starts": 50,
+        "hidden": (64, 64),
+        "batch_size": 128,
+        "gamma": 0.98,
+        "tau": 0.02,
+    },
 }
 """What differs from the defaults, per task."""
