@@ -665,3 +665,33 @@ def test_after_close_everything_is_a_python_error():
             use()
     assert batch["action"].shape == (2, 6)
     assert "closed" in repr(storage)
+
+
+def test_rows_that_cannot_be_copied_leave_nothing_behind():
+    with PackedReplayStorage(8, example=stamped(torch.zeros(1))[0].contiguous()) as storage:
+        storage.append(stamped(torch.arange(3)))
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            storage.append(stamped(torch.arange(2)).to("meta"))
+        assert storage.snapshot() == (3, 3)
+        assert storage.append(stamped(torch.arange(3, 5))).tolist() == [3, 4]
+        assert storage[:]["count"][:, 0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_rows_first_seen_in_inference_mode_are_written_in_any():
+    with PackedReplayStorage(8) as storage:
+        with torch.inference_mode():
+            storage.append(stamped(torch.arange(2)))
+            storage.add(stamped(torch.arange(2, 4)))
+        storage.append(stamped(torch.arange(4, 6)))
+        storage.add(stamped(torch.arange(6, 8)))
+        assert storage[:]["count"][:, 0].tolist() == list(range(8))
+
+
+def test_rows_reserved_by_a_write_that_was_interrupted_are_mended_by_the_next():
+    with PackedReplayStorage(8, example=stamped(torch.zeros(1))[0].contiguous()) as storage:
+        storage.append(stamped(torch.arange(2)))
+        storage.rows._reserve(2, 0, None)  # and never published
+        assert storage.snapshot() == (2, 2)
+        storage.append(stamped(torch.arange(2, 4)))
+        assert storage.snapshot() == (6, 6)
+        assert storage[:]["count"][:, 0].tolist() == [0, 1, 0, 1, 2, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -257,3 +258,27 @@ def sample_into(pipe, storage: PackedReplayStorage, out) -> None:
     """Sample into a batch that the parent has made."""
     storage.sample(32, seed=5, out=out)
     pipe.send("sampled")
+
+
+def test_a_thread_writes_on_when_its_process_has_nothing_else_to_do():
+    with PackedReplayStorage(64, example=EXAMPLE, writers=1) as storage:
+        with spawned(write_in_a_thread, storage) as (process, pipe):
+            assert receive(pipe) == "main is done"
+            pipe.send("go")  # the process is ending, but for the thread
+            process.join(30.0)
+            assert process.exitcode == 0
+        assert storage.ptr == 50
+
+
+def write_in_a_thread(pipe, storage: PackedReplayStorage) -> None:
+    """Return while a thread is yet to write 50 rows."""
+
+    def write() -> None:
+        pipe.recv()
+        for stamp in range(50):
+            storage.append(stamped(torch.tensor([stamp])))
+
+    threading.Thread(target=write).start()
+    storage.append(stamped(torch.arange(0, 1)))
+    storage._empty()
+    pipe.send("main is done")

@@ -6,6 +6,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import threading
 import time
 import warnings
 from collections import deque
@@ -879,3 +880,22 @@ def test_a_reader_that_closed_may_come_back():
             assert stamp(reader.read()) == (0, 1)
             reader.advance_read()
             assert ring.write(stamped(0, 2), timeout=0)
+
+
+def test_the_name_of_a_ring_goes_with_the_process_that_made_it_though_nobody_used_it():
+    with spawned(make_named_ring) as (process, pipe):
+        name = receive(pipe)
+        pipe.send("end")
+        process.join(DEADLINE)
+        assert process.exitcode == 0
+        assert not [path for path in named_directory().iterdir() if name in path.name]
+
+
+def make_named_ring(pipe) -> None:
+    """Make a ring that a thread keeps, and return."""
+    ring = RolloutRing({"x": torch.zeros(3)}, slots=2, kind="named")
+    threading.Thread(
+        target=lambda kept: threading.Event().wait(), args=(ring,), daemon=True
+    ).start()
+    pipe.send(ring.name)
+    pipe.recv()

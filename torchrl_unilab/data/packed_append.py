@@ -61,6 +61,8 @@ class RowAppender:
             return self._write(self.stage(rows), count, at=at)
         with torch.no_grad():
             chosen = self._check(rows, count)
+            if not all(leaf.is_cpu and leaf.layout is torch.strided for leaf in chosen):
+                return self._write(self.stage(rows), count, at=at)  # that copy may fail, or wait
             with self._rows.reserve(count, 0, at) as (start, _):
                 self._put(chosen, start % self._rows.capacity, count)
         return start

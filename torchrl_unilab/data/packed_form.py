@@ -217,16 +217,17 @@ class RowForm:
 
     def stage(self, layout: RowLayout, count: int) -> StagedRows:
         """Make private memory for `count` rows."""
-        words = torch.zeros(count, layout.words, dtype=torch.int32)
-        flags = torch.zeros(count, layout.flag_bits, dtype=torch.bool)
-        views = layout.views(words) | layout.flag_views(flags)
-        following = None
-        if self.derived:
-            following = torch.zeros(count, layout.linked_words, dtype=torch.int32)
-            again = layout.views(following, linked=True)
-            views |= {f"next.{key}": view for key, view in again.items()}
-        elif self.linked:
-            following = words[:, layout.linked_words : 2 * layout.linked_words]
+        with torch.inference_mode(False):
+            words = torch.zeros(count, layout.words, dtype=torch.int32)
+            flags = torch.zeros(count, layout.flag_bits, dtype=torch.bool)
+            views = layout.views(words) | layout.flag_views(flags)
+            following = None
+            if self.derived:
+                following = torch.zeros(count, layout.linked_words, dtype=torch.int32)
+                again = layout.views(following, linked=True)
+                views |= {f"next.{key}": view for key, view in again.items()}
+            elif self.linked:
+                following = words[:, layout.linked_words : 2 * layout.linked_words]
         return StagedRows(words, flags, following, views)
 
     def meta(self) -> TensorDict:

@@ -257,12 +257,13 @@ class PackedReplayStorage(TensorStorage):
         return RowStore(layout, self.max_size, self.writers, self.final_observations, meta)
 
     def _use(self, form: RowForm, segment: SharedSegment) -> None:
-        rows = SharedRows(
-            self._store(form), self._place, segment, self.timeout, self._wanted_writer
-        )
-        self._form = form
-        self._gatherer = RowGatherer(rows, form, self.n_step, self.gamma)
-        self._appender = RowAppender(rows, form, self.non_finite_policy)
+        with torch.inference_mode(False):  # or its views could be written in that mode only
+            rows = SharedRows(
+                self._store(form), self._place, segment, self.timeout, self._wanted_writer
+            )
+            self._form = form
+            self._gatherer = RowGatherer(rows, form, self.n_step, self.gamma)
+            self._appender = RowAppender(rows, form, self.non_finite_policy)
         self._attached = rows
 
     @property

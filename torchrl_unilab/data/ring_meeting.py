@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ class RingMeetingPoint:
         self._pipes = [TokenPipe.open(path, create=True) for path in pipe_paths(name)]
         paths = [self._path(), self._path(".layout"), self._path(".build")]
         paths += [*pipe_paths(name), *pipe_paths(f"{name}.build")]
-        self.close = Finalize(self, _leave, (self._pipes, paths, os.getpid()), exitpriority=0)
+        self.close = weakref.finalize(self, _leave, self._pipes, paths, os.getpid())
+        Finalize(self, self.close, exitpriority=0)  # as `torchrl_unilab.shm.place` has it
 
     def _path(self, suffix: str = "") -> Path:
         return named_directory() / (self.name + suffix)
@@ -66,7 +68,7 @@ def _join(name: str) -> RingMeetingPoint:
     point = RingMeetingPoint.__new__(RingMeetingPoint)
     point.name = name
     point._pipes = [TokenPipe.open(path) for path in pipe_paths(name)]
-    point.close = Finalize(point, _leave, (point._pipes, [], os.getpid()), exitpriority=0)
+    point.close = weakref.finalize(point, _leave, point._pipes, [], os.getpid())
     return point
 
 

@@ -114,8 +114,9 @@ class WorkerGroup:
     ) -> None:
         method = mp.get_start_method()
         context: Any = mp.get_context("spawn" if method == "fork" else method)
-        # When this process ends, and before multiprocessing waits for all its children.
-        self._at_exit = Finalize(None, _stop, (weakref.ref(self),), exitpriority=0)
+        # When this process ends: before multiprocessing waits for all its children, and before
+        # what the workers use is closed.
+        self._at_exit = Finalize(None, _stop, (weakref.ref(self),), exitpriority=1)
         self._workers: list[_Worker] = []
         self._failed: WorkerError | None = None
         try:

@@ -9,13 +9,18 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from multiprocessing import reduction
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torchrl_unilab.errors import SegmentSpaceError, SnapshotContendedError
+from torchrl_unilab.errors import (
+    SegmentClosedError,
+    SegmentSpaceError,
+    SnapshotContendedError,
+)
 from torchrl_unilab.shm.segment import (
     SegmentKind,
     SharedSegment,
@@ -45,12 +50,18 @@ class ProcessLock:
         self._timeout = timeout
         self._threads = threading.Lock()
         self._descriptor, self._pid = -1, 0
+        self._closed = False
 
     def __enter__(self) -> None:
         until = time.monotonic() + self._timeout
         if not self._threads.acquire(timeout=self._timeout):
             raise self._contended()
         try:
+            if self._closed:
+                raise SegmentClosedError(
+                    "lock of shared rows: used after it was closed (expected an open one). "
+                    "End what uses it before the process ends."
+                )
             if self._pid != os.getpid():  # a forked child must not share its parent's opening
                 self._descriptor, self._pid = os.open(self._path, os.O_RDWR), os.getpid()
             while not self._try():
@@ -84,7 +95,8 @@ class ProcessLock:
         self._threads.release()
 
     def close(self) -> None:
-        """Close this process's opening."""
+        """Close this process's opening, for good."""
+        self._closed = True
         if self._pid == os.getpid():
             os.close(self._descriptor)
         self._descriptor, self._pid = -1, 0
@@ -124,11 +136,11 @@ class SharedPlace:
         self.name = name
         path = f"/proc/self/fd/{descriptor}" if name is None else str(named_directory() / name)
         self.lock = ProcessLock(path, timeout)
-        own = path if creator else None
-        # Unlike weakref's, this finalizer runs at the end of workers from a fork server too.
-        self.close = Finalize(
-            self, _leave, (self.lock, descriptor, own, os.getpid()), exitpriority=0
+        self.close = weakref.finalize(
+            self, _leave, self.lock, descriptor, path if creator else None, os.getpid()
         )
+        if creator:  # at the end of a worker from a fork server, where atexit's do not run
+            Finalize(self, self.close, exitpriority=0)
 
     @property
     def kind(self) -> SegmentKind:

@@ -171,6 +171,8 @@ class RolloutRing:
         header[_WRITERS] = writers
         header[_OVERFLOW] = OVERFLOWS.index(overflow)
         header[READY] = 1
+        if self.name is not None:
+            self._end_with_process()
 
     @classmethod
     def attach(cls, name: str, initial: Mapping[str, torch.Tensor]) -> RolloutRing:
@@ -225,6 +227,7 @@ class RolloutRing:
         self._claimed: int | None = None
         self._awaited: Lease | None = None  # taken while waiting, not yet given out
         self._at_end: Finalize | None = None
+        self._at_end_pid = 0
         self._lease: Lease | None = None
         self._borrows = 0
 
@@ -308,15 +311,16 @@ class RolloutRing:
 
     def _write_here(self, pid: int) -> None:
         self._set_own(_PID, pid)
-        self._close_at_end()
+        self._end_with_process()
 
-    def _close_at_end(self) -> None:
-        """Close when this process ends: who ended has not died.
+    def _end_with_process(self) -> None:
+        """Say so when this process ends: who ended has not died.
 
         Multiprocessing's finalizers run at the end of its workers too, where atexit's may not.
         """
-        if self._at_end is None:
-            self._at_end = Finalize(None, _close, (weakref.ref(self),), exitpriority=0)
+        if self._at_end_pid != os.getpid():
+            self._at_end = Finalize(None, _end, (weakref.ref(self),), exitpriority=0)
+            self._at_end_pid = os.getpid()
 
     def claim(self, timeout: float | None = None) -> int | None:
         """Own a slot to fill, until it is committed; return it.
@@ -535,7 +539,7 @@ class RolloutRing:
         if self._header[_READER_PID] != pid or self._header[_READER_GONE]:
             self._header[_READER_PID] = pid
             self._header[_READER_GONE] = 0
-            self._close_at_end()
+            self._end_with_process()
 
     def acquire(self) -> Lease | None:
         """Own the oldest committed slot until `release`; None if there is none.
@@ -672,11 +676,7 @@ class RolloutRing:
             return
         if self._at_end is not None:
             self._at_end.cancel()
-        if self._header[_READER_PID] == os.getpid():
-            self._header[_READER_GONE] = 1
-        for writer in range(self.writers):
-            if self._of_writer(writer, _PID) == os.getpid() and self._claimed is None:
-                self._writer_words[writer * (3 + self.writers) + _PID] = 0
+        self._vacate()
         paths = pipe_paths(self.name) if self.name and self._segment.is_owner else ()
         # The memory goes with the last that looks at it: only what was borrowed may remain.
         del self._header, self._writer_words, self._generations
@@ -689,6 +689,14 @@ class RolloutRing:
         self._ready.close()
         for path in paths:
             path.unlink(missing_ok=True)
+
+    def _vacate(self) -> None:
+        """Be neither reader nor writer any more."""
+        if self._header[_READER_PID] == os.getpid():
+            self._header[_READER_GONE] = 1
+        for writer in range(self.writers):
+            if self._of_writer(writer, _PID) == os.getpid() and self._claimed is None:
+                self._writer_words[writer * (3 + self.writers) + _PID] = 0
 
     cleanup = close
 
@@ -711,10 +719,14 @@ class RolloutRing:
         return _attach_pickled, (self._segment, self.layout, *shape, ends)
 
 
-def _close(ring: weakref.ref[RolloutRing]) -> None:
+def _end(ring: weakref.ref[RolloutRing]) -> None:
     alive = ring()
-    if alive is not None:
-        alive.close()
+    if alive is None or alive._segment.closed:
+        return
+    if alive.name is not None and alive._segment.is_owner:
+        alive.close()  # and its name goes
+    else:
+        alive._vacate()  # threads may still use it; the kernel closes the rest
 
 
 def _attach_named(segment: SharedSegment, layout: BlockLayout) -> RolloutRing:

@@ -158,7 +158,7 @@ class SharedRows:
             for writer in range(self.writers):
                 pid = self._words[writer * WRITER_WORDS + _PID]
                 if self._in_flight(writer) and pid and not process_is_alive(pid):
-                    self.recover(writer)
+                    self._mend(writer)
             return self.window()
         return seen
 
@@ -332,7 +332,7 @@ class SharedRows:
         overdue = now > until
         if overdue or int(now / _LIFE_CHECK_SECONDS) != int((now - 1e-3) / _LIFE_CHECK_SECONDS):
             if pid and not process_is_alive(pid):
-                self.recover(writer)
+                self._mend(writer)
                 return
             if overdue:
                 raise SnapshotContendedError(
@@ -439,6 +439,8 @@ class SharedRows:
         while True:
             with self._lock:
                 self._settle()
+                if self._words[own + _START]:
+                    self._recover(self._writer)  # interrupted just after it had reserved
                 head = header[HEAD]
                 if at is not None and head % self.capacity != at:
                     raise RuntimeError(
@@ -655,17 +657,24 @@ class SharedRows:
         Raises:
             RuntimeError: The writer is alive.
         """
+        pid, found = self._mend(writer)
+        if pid:
+            raise RuntimeError(
+                f"cannot recover the rows of writer {writer}: process {pid} is alive "
+                "(expected it dead). End it first."
+            )
+        return found
+
+    def _mend(self, writer: int) -> tuple[int, bool]:
+        """Recover a writer's rows unless it is alive; return its process if so, and if any."""
         with self._lock:
             self._settle()
             pid = self._words[writer * WRITER_WORDS + _PID]
             if pid and process_is_alive(pid):
-                raise RuntimeError(
-                    f"cannot recover the rows of writer {writer}: process {pid} is alive "
-                    "(expected it dead). End it first."
-                )
+                return pid, False
             found = self._recover(writer)
             self._words[writer * WRITER_WORDS + _PID] = 0
-            return found
+            return 0, found
 
     def _recover(self, writer: int) -> bool:
         own = writer * WRITER_WORDS

@@ -59,7 +59,7 @@ class PrefetchReplay(TrainerHookBase):
     def __call__(self, batch: TensorDictBase | None = None) -> TensorDictBase:
         """Return the next minibatch, [sample_count / minibatches], on the pipeline's device.
 
-        It is the pipeline's memory, valid until the large batch after the next is begun.
+        It is the pipeline's memory, valid until the next large batch is begun.
         """
         if not self._left:
             pipeline, count = self.pipeline, self.pipeline.sample_count
@@ -96,8 +96,8 @@ class PrefetchReplay(TrainerHookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; what was prepared is not used."""
-        pipeline, count = self.pipeline, self.pipeline.sample_count
-        if pipeline.wait_until_ready(self.ticks, count):
-            pipeline.sample_large_batch(self.ticks, count)
-        self.ticks = state_dict["ticks"]
+        prepared, self.ticks = self.ticks, state_dict["ticks"]
         self._left.clear()
+        count = self.pipeline.sample_count
+        if self.pipeline.wait_until_ready(prepared, count):
+            self.pipeline.sample_large_batch(prepared, count)

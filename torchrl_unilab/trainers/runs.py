@@ -171,12 +171,14 @@ def _run(
     proxy.close()
     scheme = UniLabShmScheme()
     collector = algorithm.collector(create_env, learner.actor, scheme, config, seed)
-    try:
+    with contextlib.ExitStack() as closing:
+        closing.callback(collector.shutdown)
         # Whatever could be refused has been: from here on files are written.
         path.mkdir(parents=True, exist_ok=True)
         settings = {"env": env, "algo": algo, "seed": seed, **dataclasses.asdict(config)}
         (path / CONFIG).write_text(json.dumps(settings, indent=2))
         board = TensorboardLogger("tensorboard", log_dir=str(path))
+        closing.callback(board.experiment.close)  # ends its thread
         trainer = algorithm.trainer(
             collector=collector,
             loss_module=learner.loss,
@@ -192,17 +194,12 @@ def _run(
             save_trainer_interval=max(frames // 4, 1),
             log_interval=min(10 * collector.frames_per_batch, frames // 20),
         )
+        closing.callback(algorithm.close, trainer)
         StopWhen(trainer.returns, stop_at=stop_at, max_seconds=max_seconds).register(trainer)
         cpu = _CollectorTime(collector)
         trainer.register_op("setup", cpu.start)
         trainer.register_op("post_steps", cpu.sample)
-        try:
-            interrupted = _train(trainer)
-        finally:
-            algorithm.close(trainer)
-            board.experiment.close()  # ends its thread
-    finally:
-        collector.shutdown()
+        interrupted = _train(trainer)
     eval_env = (
         MujocoBatchEnv(env, num_envs=eval_episodes, num_threads=plan.cores)
         if isinstance(create_env, partial) and create_env.func is MujocoBatchEnv
