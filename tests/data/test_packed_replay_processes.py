@@ -260,9 +260,10 @@ def sample_into(pipe, storage: PackedReplayStorage, out) -> None:
     pipe.send("sampled")
 
 
-def test_a_thread_writes_on_when_its_process_has_nothing_else_to_do():
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_thread_writes_on_when_its_process_has_nothing_else_to_do(method):
     with PackedReplayStorage(64, example=EXAMPLE, writers=1) as storage:
-        with spawned(write_in_a_thread, storage) as (process, pipe):
+        with spawned(write_in_a_thread, storage, method=method) as (process, pipe):
             assert receive(pipe) == "main is done"
             pipe.send("go")  # the process is ending, but for the thread
             process.join(30.0)

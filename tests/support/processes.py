@@ -26,10 +26,19 @@ def start_from_a_server() -> None:
 
 
 @contextlib.contextmanager
-def spawned(target: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    """Run `target(pipe, *args)` in a process of its own, which is ended on the way out."""
+def spawned(
+    target: Callable[..., Any], *args: Any, method: str | None = None
+) -> Iterator[tuple[BaseProcess, Connection]]:
+    """Run `target(pipe, *args)` in a process of its own, which is ended on the way out.
+
+    Args:
+        target: Top-level function.
+        *args: Its other arguments.
+        method: How to start the process, if it matters how that one ends.
+    """
     here, there = mp.Pipe()
-    process = mp.Process(target=target, args=(there, *args), daemon=True)
+    context: Any = mp.get_context(method)
+    process = context.Process(target=target, args=(there, *args), daemon=True)
     process.start()
     there.close()
     try:
