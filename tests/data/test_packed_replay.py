@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -39,6 +41,7 @@ from torchrl_unilab.errors import (
     SegmentSpaceError,
     SnapshotContendedError,
 )
+from torchrl_unilab.shm.segment import SharedSegment
 
 
 def same(a: TensorDict, b: TensorDict) -> bool:
@@ -698,3 +701,20 @@ def test_rows_reserved_by_a_write_that_was_interrupted_are_mended_by_the_next():
         storage.append(stamped(torch.arange(2, 4)))
         assert storage.snapshot() == (6, 6)
         assert storage[:]["count"][:, 0].tolist() == [0, 1, 0, 1, 2, 3]
+
+
+def test_threads_that_find_the_rows_at_once_share_them(monkeypatch):
+    with PackedReplayStorage(8) as storage:
+        storage.append(stamped(torch.arange(2)))
+        storage._start_process()  # as it comes out of a pickle
+        both, find = threading.Barrier(2), storage._place.find
+
+        def find_together() -> SharedSegment | None:
+            found = find()
+            both.wait(30.0)
+            return found
+
+        monkeypatch.setattr(storage._place, "find", find_together)
+        with ThreadPoolExecutor(2) as executor:
+            one, other = executor.map(lambda _: storage.rows, range(2))
+        assert one is other

@@ -186,6 +186,7 @@ class PackedReplayStorage(TensorStorage):
     def _start_process(self) -> None:
         """What each process has for itself."""
         self._writing = threading.RLock()
+        self._attaching = threading.Lock()  # a process has its rows once, in all threads
         self._attached: SharedRows | None = None
         self._form: RowForm | None = None
         self._appender: RowAppender | None = None
@@ -222,7 +223,9 @@ class PackedReplayStorage(TensorStorage):
         if self._attached is None:
             segment = self._place.find()
             if segment is not None:
-                self._attach(segment)
+                with self._attaching:
+                    if self._attached is None:
+                        self._attach(segment)
         return self._attached is not None
 
     def _attach(self, segment: SharedSegment) -> bool:
@@ -246,7 +249,9 @@ class PackedReplayStorage(TensorStorage):
                 f"{DONE!r} among them). Write these too."
             )
         store = self._store(form)
-        with self._place.lock:
+        with self._place.lock, self._attaching:
+            if self._attached is not None:
+                return
             segment = self._place.find()
             if segment is None or not self._attach(segment):
                 self._use(form, store.build(self._place, json.dumps(form.to_json()).encode()))
@@ -827,6 +832,7 @@ class PackedReplayStorage(TensorStorage):
 _ARRAYS = (torch.Tensor, np.ndarray)
 _OF_A_PROCESS = (
     "_writing",
+    "_attaching",
     "_attached",
     "_form",
     "_appender",
