@@ -170,8 +170,8 @@ class OffPolicyTrainer(Trainer):
         pipeline: Prepares the samples. If not given: for a learner on the processor, in this
             thread, as it has all cores; for another, in a thread of its own.
         prefetch: Whether the next tick's sample is prepared while this one is learnt from, so
-            that it has rows up to this tick only. If not given, it is where the pipeline has a
-            thread of its own and collection is not ``sync_collection``, which is repeatable.
+            that it has rows up to this tick only. If not given, it is where the trainer's own
+            pipeline has a thread and collection is not ``sync_collection``, which is repeatable.
         **kwargs: As for `torchrl.trainers.Trainer`.
 
     Attributes:
