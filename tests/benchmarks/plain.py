@@ -42,7 +42,7 @@ class PlainEnv:
         self.batch = Batch(model, num_envs, num_threads)
         self.batch.reset()
         self.ctrl = self.batch.bind("ctrl")
-        self.fields = {key: self.batch.bind(key) for key in ("qpos", "qvel", *task.derived)}
+        self.fields = {key: self.batch.bind(key) for key in ("qpos", "qvel", *task.reads)}
         self.dt = float(model.opt.timestep * task.frame_skip)
         self.pose = self.fields["qpos"][0].copy()
         self.rng = np.random.default_rng(seed)
@@ -52,26 +52,27 @@ class PlainEnv:
     @property
     def observation(self) -> torch.Tensor:
         """What the simulations show now, float32 [num_envs, size]."""
-        return torch.from_numpy(self.task.observation(self.fields).astype(np.float32))
+        parts = self.task.observation(self.fields)
+        return torch.from_numpy(np.concatenate(parts, axis=1, dtype=np.float32))
 
     def reset(self, ids: np.ndarray) -> None:
         """Start episodes in the simulations `ids`."""
         self.batch.reset(ids, stage=mjtStage.mjSTAGE_NONE.value)
-        nq, nv = len(self.pose), self.fields["qvel"].shape[1]
-        noise = [self.task.noise(self.rng, nq, nv) for _ in ids]
-        self.fields["qpos"][ids] = self.pose + np.array([qpos for qpos, _ in noise])
-        self.fields["qvel"][ids] = np.array([qvel for _, qvel in noise])
+        rest = np.zeros(self.fields["qvel"].shape[1])
+        states = [self.task.initial_state(self.rng, self.pose, rest) for _ in ids]
+        self.fields["qpos"][ids] = np.array([qpos for qpos, _ in states])
+        self.fields["qvel"][ids] = np.array([qvel for _, qvel in states])
         self.batch.forward(ids)
         self.elapsed[ids] = 0
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return reward, terminated and truncated; the caller resets."""
-        before = self.task.progress(self.fields)
+        before = self.task.before(self.fields)
         self.ctrl[:] = action
         self.batch.step(None, nstep=self.task.frame_skip)
-        reward, terminated, _ = self.task.outcome(self.fields, before, action, self.dt)
+        outcome = self.task.outcome(self.fields, before, action, self.dt)
         self.elapsed += 1
-        return reward, terminated, self.elapsed >= self.task.max_episode_steps
+        return outcome.reward, outcome.terminated, self.elapsed >= self.task.max_episode_steps
 
 
 class PlainLearner:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from torchrl_unilab.envs.gymnasium_tasks import TASKS, GymnasiumTask, make_task
 from torchrl_unilab.envs.mujoco_batch import MujocoBatchEnv
-from torchrl_unilab.envs.tasks import TASKS, MujocoTask, make_task
+from torchrl_unilab.envs.task import MujocoTask, Outcome
 
-__all__ = ["TASKS", "MujocoBatchEnv", "MujocoTask", "make_task"]
+__all__ = ["TASKS", "GymnasiumTask", "MujocoBatchEnv", "MujocoTask", "Outcome", "make_task"]

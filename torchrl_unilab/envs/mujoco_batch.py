@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import mujoco
 import numpy as np
 import torch
 from mujoco import mjtStage, mjtWarning
-from mujoco.batch import Batch, SimulationError
+from mujoco.batch import DATA_FIELDS, MODEL_FIELDS, Batch, SimulationError
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict, TensorDictBase
+from torchrl import logger as torchrl_logger
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from torchrl_unilab.envs.tasks import Array, MujocoTask, make_task
+from torchrl_unilab.envs.gymnasium_tasks import make_task
+from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.runtime import available_cores
 
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -22,20 +26,21 @@ _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 class MujocoBatchEnv(EnvBase):
     """Many simulations of one MuJoCo task, as one batched environment.
 
-    Physics runs in float64 through `mujoco.batch.Batch`, on its own threads; the
-    results are those of Gymnasium's task of the same name, bit for bit, at any
-    number of threads. ``step`` returns the true next observation also where an
+    Physics runs in float64 through `mujoco.batch.Batch`, on its own threads; for a
+    task of Gymnasium's the results are Gymnasium's, bit for bit, at any number of
+    threads. ``step`` returns the true next observation also where an
     episode ends; ``step_and_maybe_reset``, or ``reset`` with a ``"_reset"`` mask,
     starts the next episode in those rows only.
 
-    The keys, with ``n = num_envs``: ``observation`` ``(n, nobs)`` and ``reward``
-    ``(n, 1)`` of ``dtype``; ``action`` ``(n, nu)``, within the model's control
-    range; ``done``, ``terminated`` and ``truncated`` ``(n, 1)`` bool, where
-    ``done = terminated | truncated``.
+    The keys, with ``n = num_envs``: ``observation`` ``(n, nobs)``, and the task's
+    other groups of observations, and ``reward`` ``(n, 1)`` of ``dtype``; ``action``
+    ``(n, nu)``, within the model's control range; ``done``, ``terminated`` and
+    ``truncated`` ``(n, 1)`` bool, where ``done = terminated | truncated``; and, if
+    asked for, each part of the reward, ``(n, 1)``, under ``reward_terms``.
 
     A simulation that diverges is terminated with reward 0, is put back to the
     model's default pose, which is what its last observation shows, and is counted
-    in `num_diverged`; the others are unaffected.
+    in `num_diverged` and logged; the others are unaffected.
 
     Args:
         task: a task, or the name of one of `torchrl_unilab.envs.TASKS`.
@@ -49,13 +54,18 @@ class MujocoBatchEnv(EnvBase):
             the task's.
         device: device of the tensors, by default the CPU. Physics is on the CPU.
         dtype: torch.float32 or torch.float64.
+        with_reward_terms: whether steps also return the parts of the reward.
 
     Attributes:
         task: the task.
         max_episode_steps: steps after which an episode is truncated.
         num_diverged: simulations that have diverged since construction.
-        reward_terms: the parts of the last step's reward, by Gymnasium's ``info``
-            names, ``(n,)`` each.
+        reward_terms: the parts of the last step's reward, by the task's names
+            (Gymnasium's in its ``info``), ``(n,)`` each.
+        info: what else the task told of the last step, ``(n, ...)`` each.
+        phase_seconds: seconds since construction spent in ``physics``,
+            ``reward``, ``observation`` and ``reset`` (whose observations count
+            as observations).
 
     Raises:
         ValueError: if an argument is out of range or names no task.
@@ -78,6 +88,7 @@ class MujocoBatchEnv(EnvBase):
         max_episode_steps: int | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype = torch.float32,
+        with_reward_terms: bool = False,
     ) -> None:
         """Compile the model and allocate the simulations."""
         if isinstance(task, str):
@@ -99,6 +110,10 @@ class MujocoBatchEnv(EnvBase):
         self.max_episode_steps = max_episode_steps
         self.num_diverged = 0
         self.reward_terms: dict[str, NDArray[Any]] = {}
+        self.info: dict[str, NDArray[Any]] = {}
+        self.phase_seconds = dict.fromkeys(("physics", "reward", "observation", "reset"), 0.0)
+        self._with_reward_terms = with_reward_terms
+        self._torch_dtype = dtype
         self._dtype = _NUMPY_DTYPE[dtype]
         self._elapsed = np.zeros(num_envs, dtype=np.int64)
         self._terminated = np.zeros(num_envs, dtype=bool)
@@ -111,28 +126,52 @@ class MujocoBatchEnv(EnvBase):
         self._dt = float(model.opt.timestep * task.frame_skip)
         # live views of the physics: they change with every call of the batch
         self._ctrl = batch.bind("ctrl")
-        self._fields = {name: batch.bind(name) for name in ("qpos", "qvel", *task.derived)}
+        self._fields = {
+            name: _field(batch, name, task.name) for name in ("qpos", "qvel", *task.reads)
+        }
+        if task.command_size:
+            self._fields["command"] = np.zeros((num_envs, task.command_size))
         # MuJoCo resets a simulation that diverges and leaves one of these counts
         bad = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
         self._warned = batch.warning[:, bad, 1]
         self._init_qpos = self._fields["qpos"][0].copy()
         self._init_qvel = self._fields["qvel"][0].copy()
-        self._make_specs(model.actuator_ctrlrange, dtype)
+        for start in (self._init_qpos, self._init_qvel):
+            start.flags.writeable = False
+        self._make_specs(model)
         self._set_seed(seed)
         self.is_closed = False
 
-    def _make_specs(self, ctrlrange: Array, dtype: torch.dtype) -> None:
-        n, device = len(self._elapsed), self.device
-        nobs = self.task.observation(self._fields).shape[1]
-        low, high = torch.as_tensor(ctrlrange.T, dtype=dtype, device=device)
+    def _make_specs(self, model: mujoco.MjModel) -> None:
+        n, device, dtype = len(self._elapsed), self.device, self._torch_dtype
+
+        def unbounded(width: int) -> Unbounded:
+            return Unbounded((n, width), dtype=dtype, device=device)
+
+        limited = model.actuator_ctrllimited.astype(bool)
+        if not limited.all():
+            names = [model.actuator(int(i)).name for i in np.flatnonzero(~limited)]
+            raise ValueError(
+                f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range "
+                "(expected one, which bounds the action). Give them a ctrlrange."
+            )
+        low, high = torch.as_tensor(model.actuator_ctrlrange.T, dtype=dtype, device=device)
         shape = (n, len(low))
         self.action_spec = Bounded(
             low.expand(shape), high.expand(shape), shape, dtype=dtype, device=device
         )
-        self.observation_spec = Composite(
-            observation=Unbounded((n, nobs), dtype=dtype, device=device), shape=[n]
-        )
-        self.reward_spec = Unbounded((n, 1), dtype=dtype, device=device)
+        groups = self.task.observations(self._fields)
+        self._widths = {key: sum(part.shape[1] for part in parts) for key, parts in groups.items()}
+        observed = {key: unbounded(width) for key, width in self._widths.items()}
+        if self._with_reward_terms:
+            action = np.zeros(shape, dtype=self._dtype)
+            before = self.task.before(self._fields)
+            outcome = self.task.outcome(self._fields, before, action, self._dt)
+            terms = {name: unbounded(1) for name in outcome.terms}
+            observed["reward_terms"] = Composite(terms, shape=[n], device=device)
+            self.reward_terms = dict.fromkeys(outcome.terms, np.zeros(n))
+        self.observation_spec = Composite(observed, shape=[n], device=device)
+        self.reward_spec = unbounded(1)
         self.done_spec = Composite(
             {
                 key: Categorical(2, shape=(n, 1), dtype=torch.bool, device=device)
@@ -260,7 +299,8 @@ class MujocoBatchEnv(EnvBase):
         rows = slice(None) if ids is None else ids
         task, fields, state = self.task, self._fields, batch.state
 
-        before = task.progress(fields)
+        start = time.perf_counter()
+        before = task.before(fields)
         self._ctrl[rows] = action[rows]
         failed = np.empty(0, dtype=np.int32)
         try:
@@ -272,9 +312,12 @@ class MujocoBatchEnv(EnvBase):
             diverged = self._warned.any(axis=1) | ~np.isfinite(state).all(axis=1)
             diverged[failed] = True
             batch.reset(diverged)
-        reward, terminated, self.reward_terms = task.outcome(fields, before, action, self._dt)
+            self._report(diverged)
+        start = self._end_phase("physics", start)
+        outcome = task.outcome(fields, before, action, self._dt)
+        reward, terminated = outcome.reward, outcome.terminated
+        self.reward_terms, self.info = outcome.terms, outcome.info
         if diverged is not None:
-            self.num_diverged += int(diverged.sum())
             reward = np.where(diverged, 0.0, reward)
             terminated = terminated | diverged
         self._elapsed[rows] += 1
@@ -282,7 +325,31 @@ class MujocoBatchEnv(EnvBase):
         self._truncated[rows] = self._elapsed[rows] >= self.max_episode_steps
         if ids is not None:
             reward = np.where(np.isin(np.arange(len(reward)), ids), reward, 0.0)
+        if task.command_steps is not None:
+            due = self._elapsed % task.command_steps == 0
+            self._draw_commands(np.flatnonzero(due) if ids is None else ids[due[ids]])
+        self._end_phase("reward", start)
         return self._output(reward=self._tensor(reward[:, None], self._dtype))
+
+    def _end_phase(self, phase: str, start: float) -> float:
+        """Count the time since ``start`` for a phase; return the present."""
+        now = time.perf_counter()
+        self.phase_seconds[phase] += now - start
+        return now
+
+    def _report(self, diverged: NDArray[np.bool_]) -> None:
+        """Count simulations that diverged; log the first and whenever they doubled."""
+        known, count = self.num_diverged, int(diverged.sum())
+        self.num_diverged = known + count
+        if self.num_diverged.bit_length() > known.bit_length():
+            torchrl_logger.warning(
+                "MujocoBatchEnv: simulations %s of %s diverged (expected finite states); "
+                "%d have since the start. They were reset. Check the actions, or give the "
+                "model a smaller timestep.",
+                np.flatnonzero(diverged).tolist(),
+                self.task.name,
+                self.num_diverged,
+            )
 
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
         # _step gives every key in its final shape, so there is nothing to complete
@@ -326,11 +393,20 @@ class MujocoBatchEnv(EnvBase):
         """Start episodes of simulations ``ids``, sorted, from noisy states."""
         if not len(ids):
             return
-        nq, nv = len(self._init_qpos), len(self._init_qvel)
-        noise = [self.task.noise(self._rngs[i], nq, nv) for i in ids]
-        qpos = self._init_qpos + np.array([qpos for qpos, _ in noise])
-        qvel = self._init_qvel + np.array([qvel for _, qvel in noise])
-        self._place(ids, qpos, qvel)
+        start = time.perf_counter()
+        states = [
+            self.task.initial_state(self._rngs[i], self._init_qpos, self._init_qvel) for i in ids
+        ]
+        self._draw_commands(ids)
+        self._place(ids, *(np.array(part) for part in zip(*states, strict=True)))
+        self._end_phase("reset", start)
+
+    def _draw_commands(self, ids: NDArray[np.intp]) -> None:
+        """Draw new commands for simulations ``ids``, if the task has commands."""
+        if self.task.command_size:
+            command = self._fields["command"]
+            for i in ids:
+                command[i] = self.task.command(self._rngs[i])
 
     def _place(self, ids: NDArray[np.intp], qpos: Array, qvel: Array) -> None:
         """Start episodes of simulations ``ids``, sorted, from these states."""
@@ -339,24 +415,65 @@ class MujocoBatchEnv(EnvBase):
         self._fields["qpos"][ids] = qpos
         self._fields["qvel"][ids] = qvel
         batch.forward(ids)
+        if self._with_reward_terms:
+            started = np.isin(np.arange(len(self._elapsed)), ids)
+            self.reward_terms = {
+                name: np.where(started, 0.0, term) for name, term in self.reward_terms.items()
+            }
         self._elapsed[ids] = 0
         self._terminated[ids] = False
         self._truncated[ids] = False
 
     def _output(self, **entries: torch.Tensor) -> TensorDict:
         """The present observation and flags, in new tensors, and ``entries``."""
+        start = time.perf_counter()
         terminated, truncated = self._terminated[:, None], self._truncated[:, None]
-        entries["observation"] = self._tensor(self.task.observation(self._fields), self._dtype)
+        for key, parts in self.task.observations(self._fields).items():
+            # cast while they are put together: one copy out of the physics
+            tensor = torch.empty((len(terminated), self._widths[key]), dtype=self._torch_dtype)
+            np.concatenate(parts, axis=1, out=tensor.numpy(), casting="same_kind")
+            entries[key] = self._placed(tensor)
         entries["done"] = self._tensor(terminated | truncated, bool)
         entries["terminated"] = self._tensor(terminated, bool)
         entries["truncated"] = self._tensor(truncated, bool)
         # the constructor without its checks, as in TorchRL's own environments
-        return TensorDict._new_unsafe(entries, batch_size=self.batch_size, device=self.device)
+        output = TensorDict._new_unsafe(entries, batch_size=self.batch_size, device=self.device)
+        if self._with_reward_terms:
+            terms = {
+                name: self._tensor(term[:, None], self._dtype)
+                for name, term in self.reward_terms.items()
+            }
+            output["reward_terms"] = TensorDict._new_unsafe(
+                terms, batch_size=self.batch_size, device=self.device
+            )
+        self._end_phase("observation", start)
+        return output
+
+    def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor on the environment's device."""
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
     def _tensor(self, array: NDArray[Any], dtype: type) -> torch.Tensor:
         """A tensor of a copy of ``array`` on the environment's device."""
-        tensor = torch.from_numpy(array.astype(dtype))
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+        return self._placed(torch.from_numpy(array.astype(dtype)))
+
+
+def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
+    """A field of the physics or of the model, one row per simulation."""
+    if name in DATA_FIELDS:
+        bound: NDArray[Any] = batch.bind(name)
+        return bound
+    if name not in MODEL_FIELDS:
+        raise ValueError(
+            f"MujocoBatchEnv: {task} reads {name!r} (expected a field of MjData that "
+            "mujoco.batch binds or of MjModel that it expands). Correct `reads`."
+        )
+    expanded: NDArray[Any] | None = batch.expanded(name)
+    if expanded is not None:
+        return expanded
+    owner, _, attribute = name.rpartition(".")
+    value = np.asarray(getattr(batch.model.opt if owner else batch.model, attribute))
+    return np.broadcast_to(value, (batch.nsim, *value.shape))
 
 
 def _check_positive(name: str, value: int) -> None:

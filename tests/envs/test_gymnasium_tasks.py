@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from torchrl_unilab.envs import TASKS, MujocoBatchEnv, make_task
-from torchrl_unilab.envs.tasks import Hopper, Walker2d, control_cost
+from torchrl_unilab.envs.gymnasium_tasks import Hopper, Walker2d, control_cost
 
 SIMS = 4
 SEED = 7
@@ -200,7 +200,7 @@ def test_parameters_of_a_task_can_be_replaced() -> None:
 
 def test_derived_fields_are_those_of_gymnasium_after_a_step() -> None:
     name = "Walker2d-v5"
-    env = MujocoBatchEnv(replace(make_task(name), derived=("xpos", "cvel")), 1, seed=0)
+    env = MujocoBatchEnv(replace(make_task(name), reads=("xpos", "cvel")), 1, seed=0)
     (gym,) = gym_envs(name, 1)
     gym.reset(seed=0)
     env.reset()
@@ -223,7 +223,7 @@ def test_unknown_task_is_refused_and_the_known_ones_are_listed() -> None:
 
 def test_missing_model_file_is_refused() -> None:
     for file in ("no_such.xml", "/no_such.xml"):
-        task = replace(make_task("Hopper-v5"), model_file=file)
+        task = replace(make_task("Hopper-v5"), model=file)
         with pytest.raises(FileNotFoundError, match=r"no file .*no_such.xml \(expect"):
             MujocoBatchEnv(task, 1)
 

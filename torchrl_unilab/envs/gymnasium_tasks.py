@@ -8,56 +8,26 @@ Gymnasium task of the same name, so that its results are the same bits.
 
 from __future__ import annotations
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-import mujoco
 import numpy as np
 from numpy.typing import NDArray
-from torchrl import logger as torchrl_logger
 
-Array = NDArray[np.float64]
-Fields = Mapping[str, Array]
-
-
-class Outcome(NamedTuple):
-    """What a control step led to, one row per simulation.
-
-    Attributes:
-        reward: ``(nsim,)`` float64.
-        terminated: ``(nsim,)`` bool.
-        terms: the parts of the reward by Gymnasium's ``info`` names, ``(nsim,)``.
-    """
-
-    reward: Array
-    terminated: NDArray[np.bool_]
-    terms: dict[str, NDArray[Any]]
+from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome
 
 
 @dataclass(frozen=True, kw_only=True)
-class MujocoTask(ABC):
-    """A task on one MuJoCo model. Subclass it to define a task.
-
-    The methods take ``fields``, which maps names of ``MjData`` fields to
-    ``(nsim, ...)`` float64 arrays: always ``qpos`` and ``qvel``, and those the
-    task lists in `derived`. The arrays are live: results must not be views of
-    them. As in Gymnasium, derived fields are one substep behind ``qpos``.
+class GymnasiumTask(MujocoTask):
+    """A task of Gymnasium's, on a model among Gymnasium's assets.
 
     Attributes:
-        name: the name of the task, also in messages.
-        model_file: an MJCF file; a relative path is looked up among the assets
-            that Gymnasium ships.
-        frame_skip: physics steps per control step.
         reset_noise_scale: size of the noise on the initial state.
-        max_episode_steps: control steps after which an episode is truncated.
-        derived: further ``MjData`` fields that the task reads, such as ``xpos``.
-            They must be ones that ``mj_step`` computes for the model.
 
     Example:
         >>> from dataclasses import replace
@@ -67,82 +37,42 @@ class MujocoTask(ABC):
         1000
     """
 
-    name: str
-    model_file: str
-    frame_skip: int
     reset_noise_scale: float
-    max_episode_steps: int = 1000
-    derived: tuple[str, ...] = ()
 
-    def load_model(self) -> mujoco.MjModel:
-        """Compile the model.
+    def model_path(self) -> Path:
+        """Where the model lies; a relative path is looked up among the assets.
 
         Raises:
-            FileNotFoundError: if the file, or Gymnasium's assets, are missing.
+            FileNotFoundError: if Gymnasium is not installed.
         """
-        path = Path(self.model_file)
-        if not path.is_absolute():
-            # find_spec, because importing gymnasium.envs.mujoco loads a renderer
-            spec = find_spec("gymnasium")
-            if spec is None or spec.origin is None:
-                raise FileNotFoundError(
-                    f"model of {self.name}: gymnasium is not installed (expected its "
-                    f"asset {self.model_file}). Install gymnasium, or give an "
-                    "absolute model_file."
-                )
-            path = Path(spec.origin).parent / "envs" / "mujoco" / "assets" / path
-        if not path.is_file():
+        path = Path(str(self.model))
+        if path.is_absolute():
+            return path
+        # find_spec, because importing gymnasium.envs.mujoco loads a renderer
+        spec = find_spec("gymnasium")
+        if spec is None or spec.origin is None:
             raise FileNotFoundError(
-                f"model of {self.name}: no file {path} (expected an MJCF file). "
-                "Correct model_file, or install gymnasium 1.0 or later."
+                f"model of {self.name}: gymnasium is not installed (expected its "
+                f"asset {self.model}). Install gymnasium, or give an absolute path."
             )
-        with _logged_warnings():
-            return mujoco.MjModel.from_xml_path(str(path))
+        return Path(spec.origin).parent / "envs" / "mujoco" / "assets" / path
 
-    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
-        """Draw the noise that one episode's initial state adds to the model's.
-
-        Args:
-            rng: the simulation's own generator.
-            nq: length of ``qpos``.
-            nv: length of ``qvel``.
-
-        Returns:
-            ``(nq,)`` and ``(nv,)`` float64. By default both are uniform in
-            ``[-reset_noise_scale, reset_noise_scale)``.
-        """
+    def initial_state(
+        self, rng: np.random.Generator, qpos: Array, qvel: Array
+    ) -> tuple[Array, Array]:
+        """Add uniform noise in ``[-reset_noise_scale, reset_noise_scale)`` to both."""
         scale = self.reset_noise_scale
-        return rng.uniform(-scale, scale, nq), rng.uniform(-scale, scale, nv)
+        noisy = qpos + rng.uniform(-scale, scale, len(qpos))
+        return noisy, qvel + rng.uniform(-scale, scale, len(qvel))
 
-    def progress(self, fields: Fields) -> Array:
-        """What `outcome` compares before and after the step.
-
-        Returns:
-            A new ``(nsim, ...)`` array; by default the first coordinate of
-            ``qpos``, the forward position.
-        """
+    def before(self, fields: Fields) -> Array:
+        """The first coordinate of ``qpos``, the forward position, ``(nsim,)``."""
         x: Array = fields["qpos"][:, 0].copy()
         return x
 
-    @abstractmethod
-    def observation(self, fields: Fields) -> Array:
-        """Observe the state; a new ``(nsim, nobs)`` float64 array."""
-
-    @abstractmethod
-    def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
-        """Judge a control step from the state it led to.
-
-        Args:
-            fields: the fields after the step.
-            before: `progress` before the step.
-            action: ``(nsim, nu)``, contiguous, in the dtype in which it was
-                given: like Gymnasium, its cost is computed in that precision.
-            dt: seconds of simulated time that the step took.
-        """
-
 
 @dataclass(frozen=True, kw_only=True)
-class _Runner(MujocoTask):
+class _Runner(GymnasiumTask):
     """Run along x: rewarded for speed and for staying healthy, charged for control.
 
     Attributes:
@@ -161,15 +91,17 @@ class _Runner(MujocoTask):
     def healthy(self, fields: Fields) -> NDArray[np.bool_]:
         """Whether each simulation may go on, ``(nsim,)``."""
 
-    def observation(self, fields: Fields) -> Array:
+    def observation(self, fields: Fields) -> Sequence[Array]:
         """Observe all positions but x, and bounded velocities."""
         speed = np.clip(fields["qvel"], -self.max_speed, self.max_speed)
-        return np.concatenate((fields["qpos"][:, 1:], speed), axis=1)
+        return fields["qpos"][:, 1:], speed
 
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
         """Reward speed along x and health, charge for control."""
         healthy = self.healthy(fields)
-        forward = self.forward_reward_weight * ((fields["qpos"][:, 0] - before) / dt)
+        x = fields["qpos"][:, 0]
+        speed = (x - before) / dt
+        forward = self.forward_reward_weight * speed
         survive = healthy * self.healthy_reward
         cost = control_cost(action, self.ctrl_cost_weight)
         return Outcome(
@@ -184,7 +116,7 @@ class _Runner(MujocoTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HalfCheetah(MujocoTask):
+class HalfCheetah(GymnasiumTask):
     """HalfCheetah-v5: run forward on two legs, without falling ending the episode.
 
     Attributes:
@@ -193,29 +125,35 @@ class HalfCheetah(MujocoTask):
     """
 
     name: str = "HalfCheetah-v5"
-    model_file: str = "half_cheetah.xml"
+    model: str = "half_cheetah.xml"
     frame_skip: int = 5
     reset_noise_scale: float = 0.1
     forward_reward_weight: float = 1.0
     ctrl_cost_weight: float = 0.1
 
-    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
-        """Draw positions uniformly and velocities from a normal distribution."""
+    def initial_state(
+        self, rng: np.random.Generator, qpos: Array, qvel: Array
+    ) -> tuple[Array, Array]:
+        """Add uniform noise to positions and normal noise to velocities."""
         scale = self.reset_noise_scale
-        return rng.uniform(-scale, scale, nq), scale * rng.standard_normal(nv)
+        noisy = qpos + rng.uniform(-scale, scale, len(qpos))
+        return noisy, qvel + scale * rng.standard_normal(len(qvel))
 
-    def observation(self, fields: Fields) -> Array:
+    def observation(self, fields: Fields) -> Sequence[Array]:
         """Observe all positions but x, and velocities."""
-        return np.concatenate((fields["qpos"][:, 1:], fields["qvel"]), axis=1)
+        return fields["qpos"][:, 1:], fields["qvel"]
 
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
         """Reward speed along x, charge for control, and never terminate."""
-        forward = self.forward_reward_weight * ((fields["qpos"][:, 0] - before) / dt)
+        x = fields["qpos"][:, 0]
+        speed = (x - before) / dt
+        forward = self.forward_reward_weight * speed
         cost = control_cost(action, self.ctrl_cost_weight)
         return Outcome(
             forward - cost,
             np.zeros(len(forward), dtype=bool),
             {"reward_forward": forward, "reward_ctrl": -cost},
+            {"x_position": x.copy(), "x_velocity": speed},
         )
 
 
@@ -230,7 +168,7 @@ class Hopper(_Runner):
     """
 
     name: str = "Hopper-v5"
-    model_file: str = "hopper.xml"
+    model: str = "hopper.xml"
     frame_skip: int = 4
     reset_noise_scale: float = 5e-3
     ctrl_cost_weight: float = 1e-3
@@ -260,7 +198,7 @@ class Walker2d(_Runner):
     """
 
     name: str = "Walker2d-v5"
-    model_file: str = "walker2d_v5.xml"
+    model: str = "walker2d_v5.xml"
     frame_skip: int = 4
     reset_noise_scale: float = 5e-3
     ctrl_cost_weight: float = 1e-3
@@ -276,7 +214,7 @@ class Walker2d(_Runner):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InvertedPendulum(MujocoTask):
+class InvertedPendulum(GymnasiumTask):
     """InvertedPendulum-v5: keep a pole on a cart upright.
 
     Attributes:
@@ -284,18 +222,18 @@ class InvertedPendulum(MujocoTask):
     """
 
     name: str = "InvertedPendulum-v5"
-    model_file: str = "inverted_pendulum.xml"
+    model: str = "inverted_pendulum.xml"
     frame_skip: int = 2
     reset_noise_scale: float = 0.01
     max_angle: float = 0.2
 
-    def observation(self, fields: Fields) -> Array:
+    def observation(self, fields: Fields) -> Sequence[Array]:
         """Observe positions and velocities."""
-        return np.concatenate((fields["qpos"], fields["qvel"]), axis=1)
+        return fields["qpos"], fields["qvel"]
 
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
         """Reward each step that leaves the pole upright, and terminate if none."""
-        finite = np.isfinite(self.observation(fields)).all(axis=1)
+        finite = np.isfinite(fields["qpos"]).all(axis=1) & np.isfinite(fields["qvel"]).all(axis=1)
         terminated = ~finite | (np.abs(fields["qpos"][:, 1]) > self.max_angle)
         survive = (~terminated).astype(np.float64)
         return Outcome(survive, terminated, {"reward_survive": survive})
@@ -325,24 +263,13 @@ def _inside(value: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:
     return inside
 
 
-TASKS: Mapping[str, MujocoTask] = MappingProxyType(
+TASKS: Mapping[str, GymnasiumTask] = MappingProxyType(
     {task.name: task for task in (HalfCheetah(), Hopper(), Walker2d(), InvertedPendulum())}
 )
 """The tasks by name."""
 
 
-@contextlib.contextmanager
-def _logged_warnings() -> Iterator[None]:
-    """Log MuJoCo's warnings, which it would print and write to the working directory."""
-    handler = mujoco.get_mju_user_warning()
-    mujoco.set_mju_user_warning(lambda message: torchrl_logger.debug("mujoco: %s", message))
-    try:
-        yield
-    finally:
-        mujoco.set_mju_user_warning(handler)
-
-
-def make_task(name: str) -> MujocoTask:
+def make_task(name: str) -> GymnasiumTask:
     """Return the task of a name, one of `TASKS`.
 
     Args:

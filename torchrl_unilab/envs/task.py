@@ -1,0 +1,193 @@
+"""What a task on a MuJoCo model is: everything of an environment but the physics."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mujoco
+import numpy as np
+from numpy.typing import NDArray
+from torchrl import logger as torchrl_logger
+
+Array = NDArray[np.float64]
+Fields = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a control step led to, one row per simulation.
+
+    Attributes:
+        reward: ``(nsim,)`` float64.
+        terminated: ``(nsim,)`` bool.
+        terms: the named parts of the reward, ``(nsim,)`` each.
+        info: further quantities, ``(nsim, ...)`` each, such as a speed.
+    """
+
+    reward: Array
+    terminated: NDArray[np.bool_]
+    terms: dict[str, NDArray[Any]]
+    info: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MujocoTask(ABC):
+    """A task on one MuJoCo model. Subclass it to define a task.
+
+    The methods take ``fields``, which maps names to ``(nsim, ...)`` arrays: always
+    ``qpos`` and ``qvel``, those the task lists in `reads`, and ``command`` where
+    the task has commands. The arrays are live: what a method keeps must be a copy.
+    As in Gymnasium, fields that the physics derives are one substep behind
+    ``qpos``.
+
+    A task is a value: it keeps no state of its episodes, so that one object serves
+    any number of environments and processes.
+
+    Attributes:
+        name: the name of the task, also in messages.
+        model: an MJCF or URDF file, the text of one (it begins with ``<``), or an
+            ``mujoco.MjSpec``, which is kept as its text so that tasks can be
+            sent to other processes.
+        assets: files that the model names, such as meshes, by name, for a model
+            that is not given as a file.
+        frame_skip: physics steps per control step.
+        max_episode_steps: control steps after which an episode is truncated.
+        reads: further fields that the task reads: of ``MjData``, such as
+            ``xpos``, which `mj_step` must compute for the model, or of
+            ``MjModel``, such as ``body_mass`` or ``opt.timestep``, which hold
+            each simulation's own values where these are randomised.
+        command_size: numbers in a simulation's command; 0 for none.
+        command_steps: control steps for which a command holds; None for a whole
+            episode.
+    """
+
+    name: str
+    model: str | Path | mujoco.MjSpec
+    assets: Mapping[str, bytes] = field(default_factory=dict)
+    frame_skip: int = 1
+    max_episode_steps: int = 1000
+    reads: tuple[str, ...] = ()
+    command_size: int = 0
+    command_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Turn an MjSpec into its text."""
+        if isinstance(self.model, mujoco.MjSpec):
+            spec = self.model.copy()
+            with _logged_warnings():
+                spec.compile()
+            object.__setattr__(self, "model", spec.to_xml())
+
+    def load_model(self) -> mujoco.MjModel:
+        """Compile the model.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+        """
+        with _logged_warnings():
+            return self.load_spec().compile()
+
+    def load_spec(self) -> mujoco.MjSpec:
+        """Parse the model.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+        """
+        if isinstance(self.model, str) and self.model.lstrip().startswith("<"):
+            return mujoco.MjSpec.from_string(self.model, assets=dict(self.assets))
+        path = self.model_path()
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"model of {self.name}: no file {path} (expected an MJCF or URDF file). "
+                "Correct model, or give the file's text or an MjSpec."
+            )
+        return mujoco.MjSpec.from_file(str(path))
+
+    def model_path(self) -> Path:
+        """Where the model's file lies, if it is given as one."""
+        return Path(str(self.model))
+
+    def initial_state(
+        self, rng: np.random.Generator, qpos: Array, qvel: Array
+    ) -> tuple[Array, Array]:
+        """Draw the state in which one episode starts.
+
+        Args:
+            rng: the simulation's own generator.
+            qpos: the model's default positions, ``(nq,)``; not to be written.
+            qvel: the model's default velocities, ``(nv,)``; not to be written.
+
+        Returns:
+            ``(nq,)`` and ``(nv,)`` float64; by default the model's defaults.
+        """
+        return qpos, qvel
+
+    def command(self, rng: np.random.Generator) -> Array:
+        """Draw what one simulation is asked to do, ``(command_size,)``.
+
+        Called after `initial_state`, and again every `command_steps`, where
+        `command_size` is not 0.
+        """
+        raise NotImplementedError(
+            f"{self.name}: it has commands of size {self.command_size} and no way to draw "
+            "them (expected a method `command`). Define it."
+        )
+
+    def before(self, fields: Fields) -> Any:
+        """Keep what `outcome` compares with, from the state before the step.
+
+        Returns:
+            New arrays, which `outcome` gets as ``before``; by default None.
+        """
+        return None
+
+    @abstractmethod
+    def observation(self, fields: Fields) -> Sequence[NDArray[Any]]:
+        """Observe the state.
+
+        Returns:
+            The ``(nsim, k)`` parts of the observation, in order. They may be views
+            of the fields, for they are copied at once, and cast while copied.
+        """
+
+    def observations(self, fields: Fields) -> dict[str, Sequence[NDArray[Any]]]:
+        """Observe the state for each who asks: parts by key, as in `observation`.
+
+        By default one group, ``"observation"``. A task whose critic may see what
+        no actor can know adds a group of its own, such as
+        ``"critic_observation"``.
+        """
+        return {"observation": self.observation(fields)}
+
+    @abstractmethod
+    def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
+        """Judge a control step from the state it led to.
+
+        Args:
+            fields: the fields after the step.
+            before: what `before` returned before the step.
+            action: ``(nsim, nu)``, contiguous, in the dtype in which it was
+                given: like Gymnasium, its cost is computed in that precision.
+            dt: seconds of simulated time that the step took.
+        """
+
+
+@contextlib.contextmanager
+def _logged_warnings() -> Iterator[None]:
+    """Log MuJoCo's warnings, which it would print and write to the working directory."""
+    handler = mujoco.get_mju_user_warning()
+    mujoco.set_mju_user_warning(lambda message: torchrl_logger.debug("mujoco: %s", message))
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        mujoco.set_mju_user_warning(handler)
+    for warning in caught:
+        torchrl_logger.debug("mujoco: %s", warning.message)
