@@ -32,7 +32,7 @@ from collections.abc import Callable
 import torch
 from tensordict import TensorDict
 from torchrl._utils import logger as torchrl_logger
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Storage
 
 from tests.support.processes import receive, spawned
 from tests.support.transitions import append_until_told, mixed, stamped
@@ -103,6 +103,7 @@ class Contenders:
     """All storages with rows of one size."""
 
     def __init__(self, size: str, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
         self.blocks = make_blocks(*SIZES[size])
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         self.packed = stack.enter_context(PackedReplayStorage(CAPACITY, writers=1))
@@ -166,27 +167,30 @@ class Contenders:
 
     def writing(self) -> dict[str, Call]:
         """A call that writes a block to a storage, by contender."""
-        at = dict.fromkeys((*self.storages, "copy"), 0)
+        at = dict.fromkeys((*self.storages, "set", "copy"), 0)
+        self.set_only = self._stack.enter_context(PackedReplayStorage(CAPACITY, writers=1))
+        for i in range(CAPACITY // BLOCK):
+            self.set_only.append(self.blocks[i % BLOCKS])
         source = torch.zeros(BLOCK, self.packed.rows.layout.words)
         target = torch.zeros(CAPACITY, self.packed.rows.layout.words)
 
         def positions(name: str) -> torch.Tensor:
-            start = self.packed.ptr % CAPACITY if name == "packed" else at[name]
+            start = at[name]
             at[name] = (start + BLOCK) % CAPACITY
             return torch.arange(start, start + BLOCK)
 
         def copy() -> None:
             target[positions("copy")[0] :][:BLOCK].copy_(source)
 
-        def set_(name: str) -> Call:
-            return lambda: self.storages[name].set(positions(name), self.block())
+        def set_(name: str, storage: Storage) -> Call:
+            return lambda: storage.set(positions(name), self.block())
 
         return {
-            "stock": set_("stock"),
-            "memmap": set_("memmap"),
+            "stock": set_("stock", self.storages["stock"]),
+            "memmap": set_("memmap", self.storages["memmap"]),
             "add": lambda: self.packed.add(self.block()),
             "append": lambda: self.packed.append(self.block()),
-            "set": set_("packed"),
+            "set": set_("set", self.set_only),
             "derived add": lambda: self.derived.add(self.block()),
             "copy": copy,
         }

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from torchrl_unilab.data.packed_append import RowAppender
+from torchrl_unilab.data.packed_form import leaves
 from torchrl_unilab.data.packed_replay import PackedReplayStorage
+from torchrl_unilab.shm.row_copy import FoundRows, RowCopy
 from torchrl_unilab.shm.row_store import REWRITING, VERSION
 
 OBSERVATIONS = 17
@@ -113,11 +115,15 @@ def mixed(batch: TensorDictBase) -> int:
 def append_until_told(
     pipe: Connection, storage: PackedReplayStorage, writer: int, count: int
 ) -> None:
-    """Append stamped rows, `count` at a time, until the other end says something."""
+    """Append stamped rows, `count` at a time, until the other end says something.
+
+    Every other block lies as it is copied natively.
+    """
     torch.set_num_threads(1)
     storage.use_writer(writer)
     pipe.send("ready")
     written, blocks = 0, [stamped(torch.arange(i, i + count) * 8 + writer) for i in range(64)]
+    blocks[::2] = [block.contiguous() for block in blocks[::2]]
     while not pipe.poll():
         for block in blocks:
             storage.append(block)
@@ -194,18 +200,26 @@ def stop_half_way(
     """Write half of `count` rows of garbage, then get a signal, in mid-write."""
     torch.set_num_threads(1)
     storage.use_writer(writer)
-    whole = RowAppender._put
+    rows = stamped(torch.arange(count)).contiguous()
+    some = [torch.full_like(leaf[: max(1, count // 2)], 7) for leaf in leaves(rows).values()]
+    put, put_found = RowCopy.put, RowCopy.put_found
 
-    def half(appender: RowAppender, chosen: list[torch.Tensor], at: int, number: int) -> None:
-        some = max(1, number // 2)
-        whole(appender, [torch.full_like(leaf[:some], 7) for leaf in chosen], at, some)
+    def put_half(copy: RowCopy, at: int) -> None:
+        put(copy, some, at)
         pipe.send(os.getpid())
         os.kill(os.getpid(), signal_)
-        whole(appender, chosen, at, number)
 
-    RowAppender._put = half  # type: ignore[method-assign]
-    storage.append(stamped(torch.arange(count)))
-    RowAppender._put = whole  # type: ignore[method-assign]
+    def half(copy: RowCopy, tensors: Sequence[torch.Tensor], at: int) -> None:
+        put_half(copy, at)
+        put(copy, tensors, at)
+
+    def half_found(copy: RowCopy, found: FoundRows, number: int, at: int) -> None:
+        put_half(copy, at)
+        put_found(copy, found, number, at)
+
+    RowCopy.put, RowCopy.put_found = half, half_found  # type: ignore[method-assign]
+    storage.append(rows)
+    RowCopy.put, RowCopy.put_found = put, put_found  # type: ignore[method-assign]
     storage.append(stamped(torch.arange(count)))
     pipe.send("went on")
     pipe.recv()

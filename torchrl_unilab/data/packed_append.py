@@ -6,7 +6,7 @@ import math
 from typing import Literal
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.data.packed_form import (
     DONE,
@@ -21,13 +21,14 @@ from torchrl_unilab.data.packed_form import (
 from torchrl_unilab.data.packed_links import RowLinker
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.shm.layout import dotted
+from torchrl_unilab.shm.row_copy import RowCopy, RowFinder
 from torchrl_unilab.shm.rows import SharedRows
 
 __all__ = ["NonFinite", "RowAppender"]
 
 NonFinite = Literal["refuse", "count", "pass"]
+_FINITE = (REWARD, "action")  # keys that must be, unless they pass
 _STAGES = 8  # private blocks kept, by number of rows
-_PLACES = 512  # of the shared block, whose views are kept if there are no more
 
 
 class RowAppender:
@@ -44,10 +45,10 @@ class RowAppender:
         self._rows, self._form, self._policy = rows, form, non_finite
         self._linker = RowLinker(rows) if form.linked else None
         self._stages: dict[int, StagedRows] = {}
-        self._places: dict[tuple[int, int], list[torch.Tensor]] = {}
         if self._linker is None:
-            views = rows.layout.views(rows.block)
-            self._columns = [views[name] for name in form.names]
+            self._copy = RowCopy(rows.layout, rows.block, form.names)
+            finite = [] if non_finite == "pass" else [tuple(key.split(".")) for key in _FINITE]
+            self._finder = RowFinder(TensorDict, form.fields, finite)
 
     def forget(self) -> None:
         """Follow nothing up: rows have been rewritten or are no more."""
@@ -59,28 +60,17 @@ class RowAppender:
         count = rows.batch_size[0]
         if self._linker is not None or count > self._rows.capacity:
             return self._write(self.stage(rows), count, at=at)
-        with torch.no_grad():
-            chosen = self._check(rows, count)
-            if not all(leaf.is_cpu and leaf.layout is torch.strided for leaf in chosen):
-                return self._write(self.stage(rows), count, at=at)  # that copy may fail, or wait
+        found = self._finder.find(rows, count)
+        if found is not None:
             with self._rows.reserve(count, 0, at) as (start, _):
-                self._put(chosen, start % self._rows.capacity, count)
+                self._copy.put_found(found, count, start % self._rows.capacity)
+            return start
+        chosen = self._check(rows, count)
+        if not all(leaf.is_cpu and leaf.layout is torch.strided for leaf in chosen):
+            return self._write(self.stage(rows), count, at=at)  # that copy may fail, or wait
+        with self._rows.reserve(count, 0, at) as (start, _):
+            self._copy.put(chosen, start % self._rows.capacity)
         return start
-
-    def _put(self, chosen: list[torch.Tensor], at: int, count: int) -> None:
-        """Copy checked tensors [n, ...] of rows without links straight to their position."""
-        first = min(count, self._rows.capacity - at)
-        if first < count:
-            self._put([leaf[first:] for leaf in chosen], 0, count - first)
-            chosen = [leaf[:first] for leaf in chosen]
-        place = self._places.get((at, first))
-        if place is None:
-            place = [column[at : at + first] for column in self._columns]
-            if self._rows.capacity <= _PLACES * first:
-                if len(self._places) >= _PLACES:
-                    self._places.clear()
-                self._places[at, first] = place
-        torch._foreach_copy_(place, chosen)
 
     def add(
         self,
@@ -176,7 +166,7 @@ class RowAppender:
     def _check_finite(self, chosen: list[torch.Tensor], count: int) -> None:
         bad: torch.Tensor | None = None
         for name, leaf in zip(self._form.names, chosen, strict=True):
-            if name not in (REWARD, "action") or not leaf.is_floating_point():
+            if name not in _FINITE or not leaf.is_floating_point():
                 continue
             flat = leaf.reshape(-1)
             if math.isfinite(flat.dot(flat).item()):  # the cheapest look at all of them

@@ -36,6 +36,7 @@ from torchrl_unilab.errors import (
     SnapshotContendedError,
 )
 from torchrl_unilab.shm.place import SharedPlace
+from torchrl_unilab.shm.row_copy import is_run
 from torchrl_unilab.shm.row_store import RowStore
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
@@ -467,12 +468,12 @@ class PackedReplayStorage(TensorStorage):
         """
         if isinstance(data, list):
             data = LazyStackedTensorDict.maybe_dense_stack(data)
-        single = isinstance(cursor, int) or (isinstance(cursor, torch.Tensor) and not cursor.ndim)
+        single = isinstance(cursor, int) or (type(cursor) is torch.Tensor and not cursor.ndim)
         if single:
             data = data.unsqueeze(0)
         count = data.batch_size[0]
         positions = self._as_positions([int(cursor)] if single else cursor)
-        if len(positions) != count:
+        if positions.numel() != count:
             raise LayoutShapeError(
                 f"cannot write rows: {count} at {len(positions)} positions (expected as many). "
                 "Check the index."
@@ -481,14 +482,10 @@ class PackedReplayStorage(TensorStorage):
             return
         with self._writing:
             head = self.rows.head if self.initialized else 0
-            first = int(positions[0])
-            if set_cursor and first == head % self.max_size:
-                run = torch.arange(first, first + count)
-                if first + count > self.max_size:
-                    run.remainder_(self.max_size)
-                if torch.equal(positions, run):
-                    self._append(data, first)
-                    return
+            first = head % self.max_size
+            if set_cursor and is_run(positions, first, self.max_size):
+                self._append(data, first)
+                return
             self._rewrite(positions, data, len(self))
 
     def _rewrite(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
@@ -510,6 +507,8 @@ class PackedReplayStorage(TensorStorage):
 
     def _as_positions(self, index: Any) -> torch.Tensor:
         """An index as positions, int64, flat; negative ones count from the end."""
+        if type(index) is torch.Tensor and index.dtype is torch.int64:
+            return index if index.ndim == 1 and index.is_cpu else index.reshape(-1).cpu()
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         if isinstance(index, slice):

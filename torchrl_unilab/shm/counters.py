@@ -8,8 +8,8 @@ different words do not fight for a line. There is no atomic read-modify-write: *
 word has exactly one writer**.
 
 **Order in program.** Each access below is a call into the interpreter or into a copy
-routine that the C compiler cannot see through, so neither the compiler nor Python
-reorders or merges them.
+routine (torch's, or ``_rows.c``'s, of ordinary stores) that the C compiler
+cannot see through, so neither the compiler nor Python reorders or merges them.
 
 **Order between processors, x86-64 (TSO).** Stores become visible in program order;
 loads are performed in program order; a load is not performed after a later store.

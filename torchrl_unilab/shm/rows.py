@@ -435,11 +435,12 @@ class SharedRows:
 
     def _reserve(self, count: int, slots: int, at: int | None) -> Reservation:
         until = time.monotonic() + self.timeout
-        header, own = self._header, self._writer * WRITER_WORDS
+        header, words, own = self._header.view, self._words.view, self._writer * WRITER_WORDS
         while True:
             with self._lock:
-                self._settle()
-                if self._words[own + _START]:
+                if header[VERSION] % 2:
+                    self._settle()
+                if words[own + _START]:
                     self._recover(self._writer)  # interrupted just after it had reserved
                 head = header[HEAD]
                 if at is not None and head % self.capacity != at:
@@ -450,13 +451,14 @@ class SharedRows:
                 floor = head + count - self.capacity
                 in_way = self._first_in_flight(below=floor)
                 if in_way is None:
-                    self._raise_floor(min(floor, head))
+                    if floor > header[FLOOR]:
+                        self._raise_floor(min(floor, head))
                     # Before: publishing needs no lock, so by afterwards they may be complete.
                     in_way = self._first_in_flight(below=head) if slots else None
                     taken = self._take_slots(slots)
                     if taken is not None:
-                        self._words[own + _COUNT] = count
-                        self._words[own + _START] = head + 1
+                        words[own + _COUNT] = count
+                        words[own + _START] = head + 1
                         if floor > header[FLOOR]:
                             header[FLOOR] = floor
                         header[HEAD] = head + count
@@ -471,9 +473,9 @@ class SharedRows:
 
     def _first_in_flight(self, below: int) -> int | None:
         """The writer of the oldest rows that are being written, if those are below a row."""
-        first, found = below, None
+        first, found, words = below, None, self._words.view
         for writer in range(self.writers):
-            start = self._words[writer * WRITER_WORDS + _START]
+            start = words[writer * WRITER_WORDS + _START]
             if start and start - 1 < first:
                 first, found = start - 1, writer
         return found
