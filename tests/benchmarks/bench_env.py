@@ -1,116 +1,196 @@
-"""Steps per second of the batched environment against the bare physics.
+"""Steps per second of the batched environment beside the bare physics and its peers.
 
 Run as a script::
 
-    python tests/benchmarks/bench_env.py --envs 64 --threads 2
+    python -m tests.benchmarks.bench_env --tasks HalfCheetah-v5 Humanoid-v5 --envs 64 1024
 
-All ways of stepping take turns within one run, so that load from elsewhere falls
-on each alike; the table shows the median round of each.
+For each task, number of simulations and number of threads, all ways of stepping take turns
+within one run, so that load from elsewhere falls on each alike; the tables show the median
+round of each, and the median over the rounds of each ratio.
+
+*mujoco.batch* steps the task's physics and nothing else, from the same states and with the
+same controls as *step*, which is `EnvBase.step` of ours: neither restarts anything.
+*restarting* is our `step_and_maybe_reset`, which starts the next episodes, beside *EnvPool*,
+which does the same inside its `step`. *ParallelEnv* is TorchRL's, of so many workers with one
+`GymEnv` each; it does not depend on the number of simulations, and is timed once per task.
+EnvPool is a dependency of this benchmark alone: ``pip install '.[peers]'``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
+import envpool
 import numpy as np
 import torch
 from mujoco.batch import Batch
-from torchrl.envs import EnvBase
+from torchrl._utils import logger as torchrl_logger
+from torchrl.envs import EnvBase, GymEnv, ParallelEnv
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 
+Way = tuple[Callable[[], object], Callable[[], object]]
+"""What to do before a round, untimed, and a round."""
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", default="HalfCheetah-v5")
-    parser.add_argument("--envs", type=int, default=64)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=100, help="steps per round")
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args()
 
-    torch.set_num_threads(1)
-    task = make_task(args.task)
+class Stepping:
+    """A task in so many simulations on so many threads, stepped in several ways.
 
-    def make() -> MujocoBatchEnv:
-        return MujocoBatchEnv(task, args.envs, num_threads=args.threads, seed=0)
+    Args:
+        name: The task.
+        envs: Simulations.
+        threads: Threads that step physics.
+        steps: Steps of a round.
+    """
 
-    step_env, lean_env, base_env = make(), make(), make()
-    roots = {id(env): env.reset() for env in (step_env, lean_env, base_env)}
-    space = step_env.action_spec.space
-    noise = torch.rand(args.steps, *space.low.shape)
-    actions = space.low + (space.high - space.low) * noise
-    controls = actions.double().numpy()
+    def __init__(self, name: str, envs: int, threads: int, steps: int) -> None:
+        self.task = make_task(name)
+        self.steps = steps
+        self.env = MujocoBatchEnv(self.task, envs, num_threads=threads, seed=0)
+        self.restarting = MujocoBatchEnv(self.task, envs, num_threads=threads, seed=0)
+        space = self.env.action_spec.space
+        noise = torch.rand(steps, *space.low.shape)
+        self.actions = space.low + (space.high - space.low) * noise
+        self.controls = self.actions.double().numpy()
+        self.batch = Batch(self.task.load_model(), envs, threads)
+        self.batch.reset()
+        self.fields = [self.batch.bind(name) for name in ("ctrl", "qpos", "qvel")]
+        self.peer = envpool.make(
+            name, env_type="gymnasium", num_envs=envs, num_threads=threads, seed=0
+        )
 
-    batch = Batch(task.load_model(), args.envs, args.threads)
-    batch.reset()
-    ctrl, qpos, qvel = batch.bind("ctrl"), batch.bind("qpos"), batch.bind("qvel")
+    def ways(self) -> dict[str, Way]:
+        """The contenders."""
+        return {
+            "mujoco.batch": (self._restart_physics, self._physics),
+            "step": (self._restart, self._step),
+            "restarting": (self._restart_restarting, self._restart_and_step),
+            "EnvPool": (self.peer.reset, self._step_peer),
+        }
 
-    def restart_raw() -> None:
-        # physics costs what its state makes it cost, so all start from like states
-        batch.reset()
-        qpos[:], qvel[:] = step_env.get_state()
-        batch.forward()
+    def close(self) -> None:
+        """Free all of it."""
+        self.env.close()
+        self.restarting.close()
+        self.peer.close()
 
-    def raw() -> None:
-        for i in range(args.steps):
-            ctrl[:] = controls[i]
-            batch.step(nstep=task.frame_skip)
+    def _restart(self) -> None:
+        self.env.set_seed(0)
+        self.root = self.env.reset()
 
-    def restart(env: MujocoBatchEnv) -> None:
-        env.set_seed(0)
-        roots[id(env)] = env.reset()
+    def _restart_physics(self) -> None:
+        # physics costs what its state makes it cost, so both start from like states
+        self._restart()
+        self.batch.reset()
+        self.fields[1][:], self.fields[2][:] = self.env.get_state()
+        self.batch.forward()
 
-    def step() -> None:
-        root = roots[id(step_env)]
-        for i in range(args.steps):
-            step_env.step(root.set("action", actions[i]))
+    def _physics(self) -> None:
+        for i in range(self.steps):
+            self.fields[0][:] = self.controls[i]
+            self.batch.step(nstep=self.task.frame_skip)
+
+    def _step(self) -> None:
+        root = self.root
+        for i in range(self.steps):
+            self.env.step(root.set("action", self.actions[i]))
             root.pop("next")
 
-    def step_and_maybe_reset(
-        env: MujocoBatchEnv, method: Callable[..., tuple[object, object]]
-    ) -> None:
-        root = roots[id(env)]
-        for i in range(args.steps):
-            _, root = method(root.set("action", actions[i]))
+    def _restart_restarting(self) -> None:
+        self.restarting.set_seed(0)
+        self.restarting_root = self.restarting.reset()
 
-    ways: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-        "mujoco.batch": (restart_raw, raw),
-        "step": (lambda: restart(step_env), step),
-        "step_and_maybe_reset": (
-            lambda: restart(lean_env),
-            lambda: step_and_maybe_reset(lean_env, lean_env.step_and_maybe_reset),
-        ),
-        "step_and_maybe_reset of EnvBase": (
-            lambda: restart(base_env),
-            lambda: step_and_maybe_reset(
-                base_env, lambda root: EnvBase._step_and_maybe_reset(base_env, root)
-            ),
-        ),
-    }
+    def _restart_and_step(self) -> None:
+        root = self.restarting_root
+        for i in range(self.steps):
+            _, root = self.restarting.step_and_maybe_reset(root.set("action", self.actions[i]))
+
+    def _step_peer(self) -> None:
+        for i in range(self.steps):
+            self.peer.step(self.controls[i])
+
+
+@contextlib.contextmanager
+def gym_workers(name: str, workers: int, steps: int) -> Iterator[Way]:
+    """TorchRL's environment of processes, stepped by a random policy."""
+    env: EnvBase = ParallelEnv(workers, partial(GymEnv, name))
+    root = env.reset()
+    actions = [env.action_spec.rand() for _ in range(steps)]
+
+    def step() -> None:
+        state = root
+        for action in actions:
+            _, state = env.step_and_maybe_reset(state.set("action", action))
+
+    try:
+        yield (lambda: None), step
+    finally:
+        env.close()
+
+
+def race(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round, by contender; the first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(args.rounds + 1):
-        restart(step_env)
-        for name, (prepare, way) in ways.items():
+    names = list(ways)
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            prepare, way = ways[name]
             prepare()
             start = time.perf_counter()
             way()
             seconds[name].append(time.perf_counter() - start)
+    return {name: taken[1:] for name, taken in seconds.items()}
 
-    times = {name: median(rounds[1:]) / args.steps for name, rounds in seconds.items()}
-    ratios = {
-        name: median(np.divide(seconds["mujoco.batch"][1:], rounds[1:]))
-        for name, rounds in seconds.items()
-    }
-    print(f"{args.task}, {args.envs} environments, {args.threads} threads\n")
-    print("| stepping with | env steps/s | us per call | of mujoco.batch |")
-    print("|---|---:|---:|---:|")
-    for name, value in times.items():
-        speed = args.envs / value
-        print(f"| {name} | {speed:,.0f} | {value * 1e6:.0f} | {ratios[name]:.2f} |")
+
+def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
+    """How many times as fast, the median of the rounds."""
+    return float(median(np.divide(seconds[theirs], seconds[ours])))
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", default=["HalfCheetah-v5", "Humanoid-v5"])
+    parser.add_argument("--envs", nargs="+", type=int, default=[64, 1024])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--steps", type=int, default=6400, help="of one simulation, in a round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--workers", type=int, default=8, help="of ParallelEnv")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torchrl_logger.setLevel("ERROR")
+    print(
+        "| task | simulations | threads | mujoco.batch | step | of it | restarting | EnvPool | "
+        "of it | ParallelEnv | of it |\n|---|" + "---:|" * 10
+    )
+    for name in args.tasks:
+        with gym_workers(name, args.workers, 50) as gym_way:
+            for envs in args.envs:
+                for threads in args.threads:
+                    steps = max(8, args.steps // envs)
+                    stepping = Stepping(name, envs, threads, steps)
+                    ways = stepping.ways() | {"ParallelEnv": gym_way}
+                    seconds = race(ways, args.rounds)
+                    stepping.close()
+                    speeds = {way: envs * steps / median(taken) for way, taken in seconds.items()}
+                    speeds["ParallelEnv"] = args.workers * 50 / median(seconds["ParallelEnv"])
+                    cells = [
+                        f"{speeds['mujoco.batch']:,.0f}",
+                        f"{speeds['step']:,.0f}",
+                        f"**{ratio(seconds, 'step', 'mujoco.batch'):.2f}**",
+                        f"{speeds['restarting']:,.0f}",
+                        f"{speeds['EnvPool']:,.0f}",
+                        f"**{ratio(seconds, 'restarting', 'EnvPool'):.2f}**",
+                        f"{speeds['ParallelEnv']:,.0f}",
+                        f"**{speeds['step'] / speeds['ParallelEnv']:.0f}**",
+                    ]
+                    print(f"| {name} | {envs} | {threads} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ one batch (`out`), *derived* the buffer with ``next_observation="derived"``. *ga
 limit: `torch.index_select` of as many rows from one float32 tensor of the row's size, at
 positions drawn beforehand.
 
-**Extend.** 1024 rows a call, of 64 blocks made beforehand. *storage* is `set` of the stock
-storages and `add`, `append` and `set` of ours; *copy* is the limit: one block of as many bytes
-copied to its place among the 262,144.
+**Extend.** 1024 rows a call, of 64 blocks made beforehand, or always the same block, which the
+caches then hold. *storage* is `set` of the stock storages and `add`, `append` and `set` of ours;
+*copy* is the limit: one block of as many bytes copied to its place among the 262,144.
 
 **Torn.** Rows that mix two, found in so many samples while two processes write.
 """
@@ -130,10 +130,10 @@ class Contenders:
                 self.buffers[name].extend(block)
         self.turn = 0
 
-    def block(self) -> TensorDict:
-        """The next block."""
+    def block(self, blocks: int = BLOCKS) -> TensorDict:
+        """The next block of so many."""
         self.turn += 1
-        return self.blocks[self.turn % BLOCKS]
+        return self.blocks[self.turn % blocks]
 
     def sampling(self, count: int) -> dict[str, Call]:
         """A call that samples `count` rows, by contender."""
@@ -165,12 +165,12 @@ class Contenders:
             for name, buffer in self.buffers.items()
         }
 
-    def writing(self) -> dict[str, Call]:
-        """A call that writes a block to a storage, by contender."""
+    def writing(self, blocks: int = BLOCKS) -> dict[str, Call]:
+        """A call that writes one of so many blocks to a storage, by contender."""
         at = dict.fromkeys((*self.storages, "set", "copy"), 0)
-        self.set_only = self._stack.enter_context(PackedReplayStorage(CAPACITY, writers=1))
+        set_only = self._stack.enter_context(PackedReplayStorage(CAPACITY, writers=1))
         for i in range(CAPACITY // BLOCK):
-            self.set_only.append(self.blocks[i % BLOCKS])
+            set_only.append(self.blocks[i % BLOCKS])
         source = torch.zeros(BLOCK, self.packed.rows.layout.words)
         target = torch.zeros(CAPACITY, self.packed.rows.layout.words)
 
@@ -183,15 +183,15 @@ class Contenders:
             target[positions("copy")[0] :][:BLOCK].copy_(source)
 
         def set_(name: str, storage: Storage) -> Call:
-            return lambda: storage.set(positions(name), self.block())
+            return lambda: storage.set(positions(name), self.block(blocks))
 
         return {
             "stock": set_("stock", self.storages["stock"]),
             "memmap": set_("memmap", self.storages["memmap"]),
-            "add": lambda: self.packed.add(self.block()),
-            "append": lambda: self.packed.append(self.block()),
-            "set": set_("set", self.set_only),
-            "derived add": lambda: self.derived.add(self.block()),
+            "add": lambda: self.packed.add(self.block(blocks)),
+            "append": lambda: self.packed.append(self.block(blocks)),
+            "set": set_("set", set_only),
+            "derived add": lambda: self.derived.add(self.block(blocks)),
             "copy": copy,
         }
 
@@ -233,7 +233,11 @@ def main() -> None:
             for title, cases, limit in (
                 ("Sample", {f"{n:,}": contenders.sampling(n) for n in SAMPLES}, "gather"),
                 ("Extend a buffer", {"1,024": contenders.extending()}, "stock"),
-                ("Write to a storage", {"1,024": contenders.writing()}, "copy"),
+                (
+                    "Write to a storage",
+                    {"1,024": contenders.writing(), "1,024, one block": contenders.writing(1)},
+                    "copy",
+                ),
             ):
                 names = list(next(iter(cases.values())))
                 print(f"\n{title}, rows of {size}: µs (times as fast as stock)\n")
