@@ -73,6 +73,7 @@ bench-off-policy-update: install
 	$(BIN)/python -m tests.benchmarks.bench_offpolicy_update
 
 bench-env: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m tests.benchmarks.bench_env
 
 curves: install

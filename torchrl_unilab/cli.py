@@ -1,4 +1,4 @@
-"""The command line: ``torchrl-unilab train`` and ``torchrl-unilab eval``."""
+"""The command line: ``torchrl-unilab train``, ``eval`` and ``play``."""
 
 from __future__ import annotations
 
@@ -69,6 +69,23 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--episodes", type=int, default=16, help="how many")
     evaluation.add_argument("--seed", type=int, default=0, help="seed of the episodes")
     evaluation.set_defaults(run=_evaluate)
+
+    playing = commands.add_parser("play", help="film a run's checkpoint")
+    playing.add_argument("--run-dir", required=True, help="directory of a run")
+    playing.add_argument("--video", required=True, help="file to write, ending in .mp4")
+    playing.add_argument("--episodes", type=int, default=1, help="how many, one after the other")
+    playing.add_argument("--max-steps", type=int, help="end an episode after so many steps")
+    playing.add_argument("--seed", type=int, default=0, help="seed of the episodes")
+    playing.add_argument("--width", type=int, default=640, help="in pixels, even")
+    playing.add_argument("--height", type=int, default=480, help="in pixels, even")
+    playing.add_argument("--camera", help="camera of the model, by name or number")
+    playing.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="act without exploration",
+    )
+    playing.set_defaults(run=_play)
     return parser
 
 
@@ -147,5 +164,24 @@ def _evaluate(options: argparse.Namespace) -> int:
     from torchrl_unilab.trainers import evaluate_run
 
     result = evaluate_run(options.run_dir, episodes=options.episodes, seed=options.seed)
+    print(json.dumps(result))
+    return 0
+
+
+def _play(options: argparse.Namespace) -> int:
+    from torchrl_unilab.trainers.playback import play_run
+
+    camera = options.camera
+    result = play_run(
+        options.run_dir,
+        options.video,
+        episodes=options.episodes,
+        max_steps=options.max_steps,
+        seed=options.seed,
+        width=options.width,
+        height=options.height,
+        camera=int(camera) if camera and camera.lstrip("-").isdecimal() else camera,
+        deterministic=options.deterministic,
+    )
     print(json.dumps(result))
     return 0

@@ -8,7 +8,8 @@ For each task, number of simulations and number of threads, all ways of stepping
 within one run, so that load from elsewhere falls on each alike; the tables show the median
 round of each, and the median over the rounds of each ratio.
 
-*mujoco.batch* steps the task's physics and nothing else, from the same states and with the
+*mujoco.batch* steps the task's physics and nothing else (no contact forces, which Gymnasium's
+humanoids observe and MuJoCo computes on request), from the same states and with the
 same controls as *step*, which is `EnvBase.step` of ours: neither restarts anything.
 *restarting* is our `step_and_maybe_reset`, which starts the next episodes, beside *EnvPool*,
 which does the same inside its `step`. *ParallelEnv* is TorchRL's, of so many workers with one
@@ -22,6 +23,7 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from statistics import median
 
@@ -57,7 +59,8 @@ class Stepping:
         noise = torch.rand(steps, *space.low.shape)
         self.actions = space.low + (space.high - space.low) * noise
         self.controls = self.actions.double().numpy()
-        self.batch = Batch(self.task.load_model(), envs, threads)
+        bare = replace(self.task, reads=()).load_model()  # without what only observations need
+        self.batch = Batch(bare, envs, threads)
         self.batch.reset()
         self.fields = [self.batch.bind(name) for name in ("ctrl", "qpos", "qvel")]
         self.peer = envpool.make(

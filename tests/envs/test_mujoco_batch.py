@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import sys
@@ -11,6 +12,7 @@ import pytest
 import torch
 from mujoco.batch import SimulationError
 from tensordict import TensorDict, TensorDictBase
+from torchrl import logger as torchrl_logger
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Compose, RewardSum, StepCounter, VecNormV2
 from torchrl.envs.utils import check_env_specs
@@ -255,22 +257,99 @@ def test_a_set_state_is_the_state_and_starts_an_episode() -> None:
     env.close()
 
 
-def test_a_diverging_simulation_is_terminated_and_leaves_the_others_alone() -> None:
-    env, twin = (MujocoBatchEnv("Hopper-v5", 3, seed=0) for _ in range(2))
+def diverge(env: MujocoBatchEnv, ids: list[int]) -> None:
+    """Give simulations speeds at which MuJoCo gives up."""
+    env._fields["qvel"][ids] = 1e11
+
+
+def test_a_diverging_simulation_ends_its_episode_and_leaves_the_others_alone() -> None:
+    make = partial(MujocoBatchEnv, "Hopper-v5", 3, seed=0, with_reward_terms=True)
+    env, twin = make(), make()
     root, twin_root = env.reset(), twin.reset()
-    qpos, _ = env.get_state()
-    env.set_state(qpos[1:2], np.full((1, 6), 1e11), ids=[1])
-    for i in range(10):
+    diverged_at, episodes = 20, 0
+    for i in range(diverged_at + 201):
+        if i == diverged_at:
+            diverge(env, [1])
         data, root = env.step_and_maybe_reset(root.set("action", act(env, i)))
         expected, twin_root = twin.step_and_maybe_reset(twin_root.set("action", act(env, i)))
-        if i == 0:
-            assert data["next", "terminated"].flatten().tolist() == [False, True, False]
-            assert data["next", "reward"][1] == 0
-        assert data["next", "observation"].isfinite().all()
         assert_same(data["next"][::2], expected["next"][::2])
+        assert_same(root[::2], twin_root[::2])
+        assert all(value.isfinite().all() for value in data["next"].values(True, True))
+        if i == diverged_at:
+            after = data["next"][1]
+            assert after["terminated"]
+            assert not after["truncated"]
+            assert after["reward"] == 0
+            assert not any(term.any() for term in after["reward_terms"].values())
+            np.testing.assert_array_equal(
+                after["observation"].numpy(), [1.25, *[0.0] * 10], err_msg="the default pose"
+            )
+            assert not root["done"][1]
+        elif i > diverged_at:
+            episodes += int(data["next", "done"][1])
+    assert episodes >= 2  # its life goes on
     assert (env.num_diverged, twin.num_diverged) == (1, 0)
     env.close()
     twin.close()
+
+
+def test_a_jump_out_of_sight_overflows_nothing() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 2, seed=0, with_reward_terms=True)
+    root = env.reset()
+    env._fields["qpos"][0, 0] = 1e300
+    after = env.step(root.set("action", act(env, 0)))["next"]
+    assert after["terminated"].flatten().tolist() == [True, False]
+    assert after["reward"][0] == 0
+    assert not any(term[0].any() for term in after["reward_terms"].values())
+    env.close()
+
+
+def test_diverging_is_counted_and_logged_at_first_and_whenever_the_count_has_doubled() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    torchrl_logger.addHandler(handler)
+    env = MujocoBatchEnv("Hopper-v5", 8, seed=0)
+    root = env.reset()
+    logged = []
+    try:
+        for i, ids in enumerate(([3], [], [5], [1], [0, 2, 4, 6, 7], [1], [2])):
+            diverge(env, ids)
+            _, root = env.step_and_maybe_reset(root.set("action", act(env, i)))
+            logged.append((env.num_diverged, len(records)))
+    finally:
+        torchrl_logger.removeHandler(handler)
+        env.close()
+    assert logged == [(1, 1), (1, 1), (2, 2), (3, 2), (8, 3), (9, 3), (10, 3)]
+    assert records[2].levelno == logging.WARNING
+    message = records[2].getMessage()
+    assert message.startswith("MujocoBatchEnv: simulations [0, 2, 4, 6, 7] of Hopper-v5 diverged")
+    assert "8 have since the start" in message
+
+
+# raised by TorchRL's own classes when its collectors are first imported
+@pytest.mark.filterwarnings("ignore:Creating .* inherits from WeightUpdaterBase:DeprecationWarning")
+def test_a_collector_goes_on_when_simulations_diverge() -> None:
+    from torchrl.collectors import Collector
+
+    env = MujocoBatchEnv("HalfCheetah-v5", 4, seed=0)
+
+    def policy(root: TensorDictBase) -> TensorDictBase:
+        i = int(env._elapsed[0])
+        if i in (7, 33):
+            diverge(env, [2])
+        return root.set("action", act(env, i))
+
+    collector = Collector(env, policy, frames_per_batch=80, total_frames=240, trust_policy=True)
+    data = torch.cat([batch.clone() for batch in collector], 1)
+    collector.shutdown()
+    assert data.shape == (4, 60)
+    ended = data["next", "terminated"][..., 0]
+    assert ended.nonzero().tolist() == [[2, 7], [2, 33]]
+    assert all(value.isfinite().all() for value in data["next"].values(True, True))
+    ids = data["collector", "traj_ids"]
+    assert [len(ids[i].unique()) for i in range(4)] == [1, 1, 3, 1]
+    assert (data["observation"][2, 8] != data["next", "observation"][2, 7]).any()
 
 
 def test_a_simulation_error_terminates_its_simulation_only(

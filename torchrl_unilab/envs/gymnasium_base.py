@@ -8,11 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar
 
-import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.contact_forces import add_contact_forces
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask
 from torchrl_unilab.errors import ConfigError
 
@@ -52,17 +50,6 @@ class GymnasiumTask(MujocoTask):
                 f"asset {self.model}). Install gymnasium, or give an absolute path."
             )
         return Path(spec.origin).parent / "envs" / "mujoco" / "assets" / path
-
-    def load_spec(self) -> mujoco.MjSpec:
-        """Parse the model, and have its steps compute ``cfrc_ext`` if that is read.
-
-        Raises:
-            FileNotFoundError: if there is no such file.
-        """
-        spec = super().load_spec()
-        if "cfrc_ext" in self.reads:
-            add_contact_forces(spec)
-        return spec
 
     @cached_property
     def _body_names(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import mujoco
@@ -17,6 +18,8 @@ from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.envs.gymnasium_tasks import make_task
+from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
+from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.runtime import available_cores
 
@@ -55,11 +58,25 @@ class MujocoBatchEnv(EnvBase):
         device: device of the tensors, by default the CPU. Physics is on the CPU.
         dtype: torch.float32 or torch.float64.
         with_reward_terms: whether steps also return the parts of the reward.
+        randomization: how the simulations' models differ; by default as the task
+            says, and not at all if empty. Follows from the seed.
+        from_pixels: whether resets and steps also return a picture of each simulation
+            under ``pixels``, ``(n, render_height, render_width, 3)`` uint8.
+        pixels_only: whether ``pixels`` then stand in place of the observations, as
+            they do by default in ``GymEnv``.
+        render_width: width of pictures in pixels.
+        render_height: height of pictures in pixels.
+        render_camera: camera of the pictures; see
+            `torchrl_unilab.envs.rendering.BatchRenderer`.
+        render_ids: the simulations in ``pixels``, distinct; None for all. The
+            pictures of the others stay black and take no time.
 
     Attributes:
         task: the task.
         max_episode_steps: steps after which an episode is truncated.
+        dt: seconds of simulated time that a step takes.
         num_diverged: simulations that have diverged since construction.
+        randomizer: holds what differs between the simulations' models.
         reward_terms: the parts of the last step's reward, by the task's names
             (Gymnasium's in its ``info``), ``(n,)`` each.
         info: what else the task told of the last step, ``(n, ...)`` each.
@@ -68,7 +85,8 @@ class MujocoBatchEnv(EnvBase):
             as observations).
 
     Raises:
-        ValueError: if an argument is out of range or names no task.
+        ValueError: if an argument is out of range or names no task, and ConfigError,
+            which is one, for pictures that cannot be drawn.
 
     Example:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -89,6 +107,13 @@ class MujocoBatchEnv(EnvBase):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype = torch.float32,
         with_reward_terms: bool = False,
+        randomization: Sequence[Randomize] | None = None,
+        from_pixels: bool = False,
+        pixels_only: bool = True,
+        render_width: int = 320,
+        render_height: int = 240,
+        render_camera: Camera = None,
+        render_ids: ArrayLike | None = None,
     ) -> None:
         """Compile the model and allocate the simulations."""
         if isinstance(task, str):
@@ -114,7 +139,7 @@ class MujocoBatchEnv(EnvBase):
         self.phase_seconds = dict.fromkeys(("physics", "reward", "observation", "reset"), 0.0)
         self._with_reward_terms = with_reward_terms
         self._torch_dtype = dtype
-        self._dtype = _NUMPY_DTYPE[dtype]
+        self.dtype = _NUMPY_DTYPE[dtype]
         self._elapsed = np.zeros(num_envs, dtype=np.int64)
         self._terminated = np.zeros(num_envs, dtype=bool)
         self._truncated = np.zeros(num_envs, dtype=bool)
@@ -123,7 +148,10 @@ class MujocoBatchEnv(EnvBase):
         batch = Batch(model, num_envs, num_threads)
         batch.reset()
         self._batch: Batch | None = batch
-        self._dt = float(model.opt.timestep * task.frame_skip)
+        self.dt = float(model.opt.timestep * task.frame_skip)
+        if randomization is None:
+            randomization = task.randomization
+        self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
         # live views of the physics: they change with every call of the batch
         self._ctrl = batch.bind("ctrl")
         self._fields = {
@@ -138,6 +166,12 @@ class MujocoBatchEnv(EnvBase):
         self._init_qvel = self._fields["qvel"][0].copy()
         for start in (self._init_qpos, self._init_qvel):
             start.flags.writeable = False
+        self._renderer = BatchRenderer(
+            batch, width=render_width, height=render_height, camera=render_camera
+        )
+        seen = _simulations("render_ids", render_ids, num_envs)
+        self._pixels = Pixels(self._renderer, num_envs, seen) if from_pixels else None
+        self._observes = not (from_pixels and pixels_only)
         self._make_specs(model)
         self._set_seed(seed)
         self.is_closed = False
@@ -162,11 +196,15 @@ class MujocoBatchEnv(EnvBase):
         )
         groups = self.task.observations(self._fields)
         self._widths = {key: sum(part.shape[1] for part in parts) for key, parts in groups.items()}
-        observed = {key: unbounded(width) for key, width in self._widths.items()}
+        observed = {key: unbounded(width) for key, width in self._widths.items() if self._observes}
+        if self._pixels is not None:
+            observed["pixels"] = Bounded(
+                0, 255, self._pixels.shape, dtype=torch.uint8, device=device
+            )
         if self._with_reward_terms:
-            action = np.zeros(shape, dtype=self._dtype)
+            action = np.zeros(shape, dtype=self.dtype)
             before = self.task.before(self._fields)
-            outcome = self.task.outcome(self._fields, before, action, self._dt)
+            outcome = self.task.outcome(self._fields, before, action, self.dt)
             terms = {name: unbounded(1) for name in outcome.terms}
             observed["reward_terms"] = Composite(terms, shape=[n], device=device)
             self.reward_terms = dict.fromkeys(outcome.terms, np.zeros(n))
@@ -215,18 +253,7 @@ class MujocoBatchEnv(EnvBase):
             [0.0, 0.10000000149011612, 0.0, 0.0]
         """
         self._open_batch()
-        n = len(self._elapsed)
-        rows = np.arange(n) if ids is None else np.asarray(ids)
-        if (
-            rows.ndim != 1
-            or rows.dtype.kind not in "iu"
-            or len(np.unique(rows)) != len(rows)
-            or ((rows < 0) | (rows >= n)).any()
-        ):
-            raise ValueError(
-                f"set_state: ids is {ids!r} (expected distinct integers from 0 to "
-                f"{n - 1}). Correct ids."
-            )
+        rows = _simulations("set_state: ids", ids, len(self._elapsed))
         order = np.argsort(rows)  # as the batch wants its ids
         values = []
         for name, value in (("qpos", qpos), ("qvel", qvel)):
@@ -242,21 +269,44 @@ class MujocoBatchEnv(EnvBase):
         self._place(rows[order], *values)
         return self._output()
 
+    def render(self, ids: ArrayLike | None = None) -> Pictures:
+        """Draw simulations as they are now.
+
+        The first picture loads OpenGL, through EGL or OSMesa where there is no
+        display; ``MUJOCO_GL`` chooses another way.
+
+        Args:
+            ids: the ``k`` simulations to draw, distinct; None for all.
+
+        Returns:
+            ``(k, render_height, render_width, 3)`` uint8, in the order of ``ids``.
+
+        Raises:
+            RuntimeError: if the environment is closed.
+            ValueError: if ids names no simulation.
+            ConfigError: if OpenGL cannot draw here; names what is missing.
+        """
+        self._open_batch()
+        return self._renderer.render(_simulations("render: ids", ids, len(self._elapsed)))
+
     def close(self, *, raise_if_closed: bool = False) -> None:
-        """Free the simulations and their threads. Closing again does nothing.
+        """Free the simulations, their threads and the renderer. Closing again does nothing.
 
         Args:
             raise_if_closed: ignored; TorchRL passes it.
         """
+        self._renderer.close()
         self.is_closed = True
         # the views keep the simulations alive, so they must go too
         self._batch = None
+        self.randomizer.close()
         self._fields = {}
         self._ctrl = self._warned = np.empty((0, 0))
 
     def _set_seed(self, seed: int | None) -> None:
         n = len(self._elapsed)
         self._rngs = [np.random.default_rng(None if seed is None else seed + i) for i in range(n)]
+        self.randomizer.seed(self._rngs)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         self._open_batch()
@@ -314,13 +364,18 @@ class MujocoBatchEnv(EnvBase):
             batch.reset(diverged)
             self._report(diverged)
         start = self._end_phase("physics", start)
-        outcome = task.outcome(fields, before, action, self._dt)
+        outcome = task.outcome(fields, before, action, self.dt)
         reward, terminated = outcome.reward, outcome.terminated
         self.reward_terms, self.info = outcome.terms, outcome.info
         if diverged is not None:
+            # what the task makes of the jump to the default pose means nothing
             reward = np.where(diverged, 0.0, reward)
             terminated = terminated | diverged
+            self.reward_terms = {
+                name: np.where(diverged, 0.0, term) for name, term in self.reward_terms.items()
+            }
         self._elapsed[rows] += 1
+        self._mark(rows)
         self._terminated[rows] = terminated[rows]
         self._truncated[rows] = self._elapsed[rows] >= self.max_episode_steps
         if ids is not None:
@@ -329,7 +384,7 @@ class MujocoBatchEnv(EnvBase):
             due = self._elapsed % task.command_steps == 0
             self._draw_commands(np.flatnonzero(due) if ids is None else ids[due[ids]])
         self._end_phase("reward", start)
-        return self._output(reward=self._tensor(reward[:, None], self._dtype))
+        return self._output(reward=self._tensor(reward[:, None], self.dtype))
 
     def _end_phase(self, phase: str, start: float) -> float:
         """Count the time since ``start`` for a phase; return the present."""
@@ -394,6 +449,7 @@ class MujocoBatchEnv(EnvBase):
         if not len(ids):
             return
         start = time.perf_counter()
+        self.randomizer.reset(ids)
         states = [
             self.task.initial_state(self._rngs[i], self._init_qpos, self._init_qvel) for i in ids
         ]
@@ -421,18 +477,27 @@ class MujocoBatchEnv(EnvBase):
                 name: np.where(started, 0.0, term) for name, term in self.reward_terms.items()
             }
         self._elapsed[ids] = 0
+        self._mark(ids)
         self._terminated[ids] = False
         self._truncated[ids] = False
+
+    def _mark(self, rows: NDArray[np.intp] | slice) -> None:
+        """Let the pictures of these simulations be drawn anew."""
+        if self._pixels is not None:
+            self._pixels.outdate(rows)
 
     def _output(self, **entries: torch.Tensor) -> TensorDict:
         """The present observation and flags, in new tensors, and ``entries``."""
         start = time.perf_counter()
         terminated, truncated = self._terminated[:, None], self._truncated[:, None]
-        for key, parts in self.task.observations(self._fields).items():
+        groups = self.task.observations(self._fields) if self._observes else {}
+        for key, parts in groups.items():
             # cast while they are put together: one copy out of the physics
             tensor = torch.empty((len(terminated), self._widths[key]), dtype=self._torch_dtype)
             np.concatenate(parts, axis=1, out=tensor.numpy(), casting="same_kind")
             entries[key] = self._placed(tensor)
+        if self._pixels is not None:
+            entries["pixels"] = self._tensor(self._pixels.current(), np.uint8)
         entries["done"] = self._tensor(terminated | truncated, bool)
         entries["terminated"] = self._tensor(terminated, bool)
         entries["truncated"] = self._tensor(truncated, bool)
@@ -440,7 +505,7 @@ class MujocoBatchEnv(EnvBase):
         output = TensorDict._new_unsafe(entries, batch_size=self.batch_size, device=self.device)
         if self._with_reward_terms:
             terms = {
-                name: self._tensor(term[:, None], self._dtype)
+                name: self._tensor(term[:, None], self.dtype)
                 for name, term in self.reward_terms.items()
             }
             output["reward_terms"] = TensorDict._new_unsafe(
@@ -474,6 +539,21 @@ def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
     owner, _, attribute = name.rpartition(".")
     value = np.asarray(getattr(batch.model.opt if owner else batch.model, attribute))
     return np.broadcast_to(value, (batch.nsim, *value.shape))
+
+
+def _simulations(what: str, ids: ArrayLike | None, n: int) -> NDArray[np.intp]:
+    """The simulations that ``ids`` names, distinct; all for None."""
+    rows = np.arange(n) if ids is None else np.asarray(ids)
+    if (
+        rows.ndim != 1
+        or rows.dtype.kind not in "iu"
+        or len(np.unique(rows)) != len(rows)
+        or ((rows < 0) | (rows >= n)).any()
+    ):
+        raise ValueError(
+            f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Correct ids."
+        )
+    return rows
 
 
 def _check_positive(name: str, value: int) -> None:

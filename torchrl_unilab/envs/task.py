@@ -15,6 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrl import logger as torchrl_logger
 
+from torchrl_unilab.envs.contact_forces import add_contact_forces
+from torchrl_unilab.envs.randomization import Randomize
+
 Array = NDArray[np.float64]
 Fields = Mapping[str, NDArray[Any]]
 
@@ -59,12 +62,15 @@ class MujocoTask(ABC):
         frame_skip: physics steps per control step.
         max_episode_steps: control steps after which an episode is truncated.
         reads: further fields that the task reads: of ``MjData``, such as
-            ``xpos``, which `mj_step` must compute for the model, or of
-            ``MjModel``, such as ``body_mass`` or ``opt.timestep``, which hold
-            each simulation's own values where these are randomised.
+            ``xpos``, which `mj_step` must compute for the model (it computes
+            ``cfrc_ext`` where that is read, but not in `mj_forward`), or of
+            ``MjModel``, such as ``body_mass`` or ``opt.timestep``, which hold each
+            simulation's own values where these are randomised.
         command_size: numbers in a simulation's command; 0 for none.
         command_steps: control steps for which a command holds; None for a whole
             episode.
+        randomization: how the models of its simulations differ, unless the
+            environment is told otherwise.
     """
 
     name: str
@@ -75,6 +81,7 @@ class MujocoTask(ABC):
     reads: tuple[str, ...] = ()
     command_size: int = 0
     command_steps: int | None = None
+    randomization: tuple[Randomize, ...] = ()
 
     def __post_init__(self) -> None:
         """Turn an MjSpec into its text."""
@@ -94,11 +101,17 @@ class MujocoTask(ABC):
             return self.load_spec().compile()
 
     def load_spec(self) -> mujoco.MjSpec:
-        """Parse the model.
+        """Parse the model, and have its steps compute ``cfrc_ext`` if that is read.
 
         Raises:
             FileNotFoundError: if there is no such file.
         """
+        spec = self._parse()
+        if "cfrc_ext" in self.reads:
+            add_contact_forces(spec)
+        return spec
+
+    def _parse(self) -> mujoco.MjSpec:
         if isinstance(self.model, str) and self.model.lstrip().startswith("<"):
             return mujoco.MjSpec.from_string(self.model, assets=dict(self.assets))
         path = self.model_path()

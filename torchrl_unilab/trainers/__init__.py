@@ -20,8 +20,10 @@ from torchrl_unilab.trainers.off_policy import (
     replay_buffer_ready_for_learning,
 )
 from torchrl_unilab.trainers.off_policy_configs import OFF_POLICY_TASKS, OffPolicyConfig
+from torchrl_unilab.trainers.playback import play_run
 from torchrl_unilab.trainers.prefetch import PrefetchReplay
 from torchrl_unilab.trainers.runs import evaluate_run, train_appo, train_off_policy
+from torchrl_unilab.trainers.videos import Mp4Logger, write_video
 
 __all__ = [
     "APPO_TASKS",
@@ -33,6 +35,7 @@ __all__ = [
     "Learner",
     "LearningCurve",
     "LogPolicyLag",
+    "Mp4Logger",
     "OFF_POLICY_TASKS",
     "OffPolicyConfig",
     "OffPolicyTrainer",
@@ -44,7 +47,9 @@ __all__ = [
     "compute_train_start_threshold",
     "evaluate",
     "evaluate_run",
+    "play_run",
     "replay_buffer_ready_for_learning",
     "train_appo",
     "train_off_policy",
+    "write_video",
 ]

@@ -230,6 +230,63 @@ def _run(
     return summary
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run's policy, with an environment of its task.
+
+    Attributes:
+        settings: What ``config.json`` says.
+        env: New, of the run's task; whoever loads the run closes it.
+        actor: The policy of the run's checkpoint.
+    """
+
+    settings: Mapping[str, Any]
+    env: MujocoBatchEnv
+    actor: TensorDictModuleBase
+
+
+def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) -> Run:
+    """Load the checkpoint of a run.
+
+    Args:
+        run_dir: A run.
+        purpose: What for, a verb; for messages.
+        **env_options: Of `MujocoBatchEnv`.
+
+    Raises:
+        ConfigError: There is no run with a checkpoint in `run_dir`.
+        ValueError: The environment refuses the options.
+    """
+    path = Path(run_dir)
+    if not (path / CONFIG).is_file() or not (path / CHECKPOINT).exists():
+        raise ConfigError(
+            f"cannot {purpose} {run_dir}: no {CONFIG} and {CHECKPOINT} there (expected a "
+            "run directory). Train first."
+        )
+    try:
+        settings = json.loads((path / CONFIG).read_text())
+        kind = _CONFIGS[settings["algo"]]
+        fields = {field.name for field in dataclasses.fields(kind)}
+        config = kind(**{k: v for k, v in settings.items() if k in fields})
+        task = make_task(settings["env"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot {purpose} {run_dir}: {CONFIG} says {error!r} (expected the settings of a "
+            "run on a task of MujocoBatchEnv). Restore it, or train again."
+        ) from error
+    env = MujocoBatchEnv(task, **env_options)
+    try:
+        actor = build_learner(env, config).actor
+        Checkpoint(policy=actor).load(path / CHECKPOINT)
+    except (CheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
+        env.close()
+        raise ConfigError(
+            f"cannot {purpose} {run_dir}: the checkpoint does not load, {error} (expected one "
+            f"that fits {CONFIG}). Restore both, or train again."
+        ) from error
+    return Run(settings, env, actor)
+
+
 def evaluate_run(
     run_dir: str | os.PathLike[str], *, episodes: int = 16, seed: int = 0
 ) -> dict[str, Any]:
@@ -241,37 +298,12 @@ def evaluate_run(
     Raises:
         ConfigError: There is no run with a checkpoint in `run_dir`.
     """
-    path = Path(run_dir)
-    if not (path / CONFIG).is_file() or not (path / CHECKPOINT).exists():
-        raise ConfigError(
-            f"cannot evaluate {run_dir}: no {CONFIG} and {CHECKPOINT} there (expected a "
-            "run directory). Train first."
-        )
-    try:
-        settings = json.loads((path / CONFIG).read_text())
-        kind = _CONFIGS[settings["algo"]]
-        fields = {field.name for field in dataclasses.fields(kind)}
-        config = kind(**{k: v for k, v in settings.items() if k in fields})
-        task = make_task(settings["env"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"cannot evaluate {run_dir}: {CONFIG} says {error!r} (expected the settings of a "
-            "run on a task of MujocoBatchEnv). Restore it, or train again."
-        ) from error
-    env = MujocoBatchEnv(task, num_envs=episodes, num_threads=available_cores())
-    learner = build_learner(env, config)
-    try:
-        Checkpoint(policy=learner.actor).load(path / CHECKPOINT)
-    except (CheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"cannot evaluate {run_dir}: the checkpoint does not load, {error} (expected one "
-            f"that fits {CONFIG}). Restore both, or train again."
-        ) from error
-    env.set_seed(seed)
-    returns = evaluate(env, learner.actor)
-    env.close()
+    run = load_run(run_dir, "evaluate", num_envs=episodes, num_threads=available_cores())
+    run.env.set_seed(seed)
+    with contextlib.closing(run.env):
+        returns = evaluate(run.env, run.actor)
     return {
-        "env": settings["env"],
+        "env": run.settings["env"],
         "episodes": episodes,
         "mean": returns.mean().item(),
         "min": returns.min().item(),

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrl_unilab.envs import TASKS, gymnasium_tasks
+from torchrl_unilab.envs.named_tasks import EXAMPLES, make_task
+from torchrl_unilab.envs.quadruped import QuadrupedWalk
+from torchrl_unilab.errors import ConfigError
+
+MODULE = """
+from torchrl_unilab.envs.quadruped import QuadrupedWalk
+TASK = QuadrupedWalk(frame_skip=6)
+NUMBER = int
+"""
+
+
+def test_gymnasiums_tasks_and_the_examples_have_names() -> None:
+    for name in TASKS:
+        assert make_task(name) == gymnasium_tasks.make_task(name)
+    for name, task in EXAMPLES.items():
+        assert make_task(name) is not None
+        assert task.name == name
+    assert make_task("QuadrupedWalk", frame_skip=5).frame_skip == 5
+    assert make_task("Hopper-v5", frame_skip=5).frame_skip == 5
+
+
+def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_robot_of_a_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = make_task("own_robot_of_a_test:QuadrupedWalk", max_episode_steps=7)
+    assert isinstance(made, QuadrupedWalk)
+    assert made.max_episode_steps == 7
+    assert make_task("own_robot_of_a_test:TASK").frame_skip == 6
+    assert make_task("own_robot_of_a_test:TASK", frame_skip=2).frame_skip == 2
+    with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' makes int \(expected a MujocoTask"):
+        make_task("own_robot_of_a_test:NUMBER")
+    del sys.modules["own_robot_of_a_test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Cheetah-v5", r"no task 'Cheetah-v5' \(expected one of Ant-v5, .*, QuadrupedWalk\)"),
+        ("no_such_module:Task", "no task 'no_such_module:Task', No module named"),
+        ("torchrl_unilab.envs.quadruped:Walk", "no task '.*:Walk', module .* has no attribute"),
+        (":Task", "no task ':Task', Empty module name"),
+    ],
+)
+def test_an_unknown_name_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(name)

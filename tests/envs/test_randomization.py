@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mujoco
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mujoco.batch import Batch
+from tensordict import TensorDictBase
+
+from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.envs.quadruped import QuadrupedWalk
+from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
+from torchrl_unilab.errors import ConfigError
+
+N = 6
+TASK = QuadrupedWalk(randomization=())
+MODEL = TASK.load_model()
+MASS = Randomize(("body_mass", "body_inertia"), 0.5, 1.5, objects=("torso",))
+FRICTION = Randomize("geom_friction[0]", 0.4, 1.2, objects=("*_foot",), shared=True)
+GAIN = Randomize(("actuator_gainprm[0]", "actuator_biasprm[1]"), 0.8, 1.2)
+ALL = (MASS, FRICTION, GAIN)
+
+
+def make(specs: Sequence[Randomize] | None = ALL, **settings: object) -> MujocoBatchEnv:
+    return MujocoBatchEnv(
+        TASK, **{"num_envs": N, "seed": 0, "num_threads": 1, "randomization": specs, **settings}
+    )
+
+
+def values(env: MujocoBatchEnv, specs: Sequence[Randomize] = ALL) -> dict[str, np.ndarray]:
+    names = {
+        name.split("[")[0]
+        for spec in specs
+        for name in ((spec.fields,) if isinstance(spec.fields, str) else spec.fields)
+    }
+    return {name: env.randomizer.values(name) for name in sorted(names)}
+
+
+def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def play(env: MujocoBatchEnv, steps: int, root: TensorDictBase | None = None) -> list:
+    root = env.reset() if root is None else root
+    generator = torch.Generator().manual_seed(5)
+    out = []
+    for _ in range(steps):
+        action = torch.rand(N, 8, generator=generator) * 1.4 - 0.7
+        data, root = env.step_and_maybe_reset(root.set("action", action))
+        out.append(data["next", "observation"].clone())
+    return out
+
+
+# What is drawn
+
+
+def test_scaled_values_are_the_models_own_times_a_number_in_the_range() -> None:
+    env = make()
+    torso = MODEL.body("torso").id
+    mass, inertia = env.randomizer.values("body_mass"), env.randomizer.values("body_inertia")
+    factor = mass[:, torso] / MODEL.body_mass[torso]
+    assert ((factor >= 0.5) & (factor < 1.5)).all()
+    assert len(set(factor)) == N
+    np.testing.assert_allclose(inertia[:, torso], factor[:, None] * MODEL.body_inertia[torso])
+    others = [i for i in range(MODEL.nbody) if i != torso]
+    np.testing.assert_array_equal(mass[:, others], np.tile(MODEL.body_mass[others], (N, 1)))
+    env.close()
+
+
+def test_fields_named_together_get_the_same_number_for_each_object() -> None:
+    env = make()
+    gain = env.randomizer.values("actuator_gainprm")
+    bias = env.randomizer.values("actuator_biasprm")
+    np.testing.assert_array_equal(gain[:, :, 0], -bias[:, :, 1])
+    assert len(np.unique(gain[:, :, 0])) == N * 8
+    np.testing.assert_array_equal(gain[:, :, 1:], np.tile(MODEL.actuator_gainprm[:, 1:], (N, 1, 1)))
+    env.close()
+
+
+def test_a_shared_number_is_one_for_all_objects() -> None:
+    env = make()
+    feet = [i for i in range(MODEL.ngeom) if MODEL.geom(i).name.endswith("_foot")]
+    assert len(feet) == 4
+    friction = env.randomizer.values("geom_friction")
+    for row in friction[:, feet, 0]:
+        assert len(set(row)) == 1
+    assert len(set(friction[:, feet[0], 0])) == N
+    others = [i for i in range(MODEL.ngeom) if i not in feet]
+    np.testing.assert_array_equal(
+        friction[:, others], np.tile(MODEL.geom_friction[others], (N, 1, 1))
+    )
+    env.close()
+
+
+def test_adding_and_setting() -> None:
+    env = make(
+        [
+            Randomize("body_ipos[0]", 0.01, 0.02, "add", objects=("torso",)),
+            Randomize("opt.gravity[2]", -10.5, -9.0, "set"),
+            Randomize("opt.viscosity", 0.25, 0.25, "set"),
+        ]
+    )
+    torso = MODEL.body("torso").id
+    moved = env.randomizer.values("body_ipos")[:, torso] - MODEL.body_ipos[torso]
+    assert ((moved[:, 0] >= 0.01) & (moved[:, 0] < 0.02)).all()
+    assert not moved[:, 1:].any()
+    gravity = env.randomizer.values("opt.gravity")
+    assert ((gravity[:, 2] >= -10.5) & (gravity[:, 2] < -9.0)).all()
+    assert not gravity[:, :2].any()
+    assert env.randomizer.values("opt.viscosity").tolist() == [[0.25]] * N
+    env.close()
+
+
+def test_the_dofs_of_a_joint_get_one_number() -> None:
+    env = make([Randomize("dof_armature", 1.0, 2.0, "set", objects=("root", "rear_left_hip"))])
+    armature = env.randomizer.values("dof_armature")
+    root = MODEL.joint("root").dofadr[0]
+    assert (armature[:, root : root + 6] == armature[:, [root]]).all()
+    hip = MODEL.joint("rear_left_hip").dofadr[0]
+    assert (armature[:, hip] != armature[:, root]).all()
+    untouched = [i for i in range(6, MODEL.nv) if i != hip]
+    assert (armature[:, untouched] == MODEL.dof_armature[untouched]).all()
+    env.close()
+
+
+def test_several_specs_of_one_field_follow_one_another() -> None:
+    env = make(
+        [
+            Randomize("body_mass", 2.0, 2.0, objects=("torso",)),
+            Randomize("body_mass", 0.5, 0.5, "add", objects=("*",)),
+        ]
+    )
+    mass = env.randomizer.values("body_mass")
+    np.testing.assert_allclose(mass[:, MODEL.body("torso").id], 2.0 * 3.2 + 0.5)
+    np.testing.assert_allclose(mass[:, MODEL.body("rear_left_thigh").id], 0.25 + 0.5)
+    env.close()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    how=st.sampled_from(["scale", "add", "set"]),
+    low=st.floats(0.1, 2.0),
+    width=st.floats(0.0, 3.0),
+    shared=st.booleans(),
+    resets=st.lists(st.lists(st.integers(0, 3), unique=True), max_size=4),
+)
+def test_any_number_of_redraws_applies_one_number_to_the_models_value(
+    how: str, low: float, width: float, shared: bool, resets: list[list[int]]
+) -> None:
+    batch = Batch(MODEL, 4, 1)
+    spec = Randomize("actuator_gainprm[0]", low, low + width, how, shared=shared, when="reset")
+    randomizer = ModelRandomizer(batch, [spec], "test")
+    randomizer.seed(np.random.default_rng(i) for i in range(4))
+    for ids in resets:
+        before = randomizer.values("actuator_gainprm")
+        randomizer.reset(np.array(sorted(ids), dtype=np.intp))
+        others = [i for i in range(4) if i not in ids]
+        now = randomizer.values("actuator_gainprm")
+        np.testing.assert_array_equal(now[others], before[others])
+    gain = randomizer.values("actuator_gainprm")[:, :, 0]
+    number = {"scale": gain / 30.0, "add": gain - 30.0, "set": gain}[how]
+    assert (number >= low - 1e-9).all()
+    assert (number <= low + width + 1e-9).all()
+    if shared:
+        assert np.ptp(gain, axis=1).max() == 0
+
+
+# Constants that follow
+
+
+def test_constants_that_depend_on_masses_are_those_of_a_model_with_these_masses() -> None:
+    env = make([MASS])
+    for i in range(N):
+        spec = TASK.load_spec()
+        model = spec.compile()
+        model.body_mass[:] = env.randomizer.values("body_mass")[i]
+        model.body_inertia[:] = env.randomizer.values("body_inertia")[i]
+        mujoco.mj_setConst(model, mujoco.MjData(model))
+        for name in ("body_subtreemass", "dof_M0", "body_invweight0", "actuator_acc0"):
+            np.testing.assert_allclose(
+                env._batch.expanded(name)[i], getattr(model, name), rtol=1e-12, err_msg=name
+            )
+    env.close()
+
+
+def test_a_simulation_moves_as_mujoco_moves_its_model() -> None:
+    env = make()
+    qpos, qvel = env.get_state()
+    env.set_state(qpos, qvel)
+    action = torch.linspace(-0.5, 0.5, 8).expand(N, 8)
+    root = env.reset()
+    qpos, qvel = env.get_state()
+    for _ in range(5):
+        root = env.step_mdp(env.step(root.set("action", action)))
+    after, _ = env.get_state()
+    assert len({row.tobytes() for row in after}) == N
+    for i in range(N):
+        model = env._batch.get_model(i)
+        data = mujoco.MjData(model)
+        data.qpos[:], data.qvel[:] = qpos[i], qvel[i]
+        mujoco.mj_forward(model, data)
+        data.ctrl[:] = action[i].numpy()
+        for _ in range(5 * TASK.frame_skip):
+            mujoco.mj_step(model, data)
+        np.testing.assert_array_equal(after[i], data.qpos)
+    env.close()
+
+
+def test_a_task_that_reads_a_randomised_or_derived_field_sees_each_simulations_own() -> None:
+    task = replace(TASK, reads=("time", "body_mass", "body_subtreemass"))
+    env = MujocoBatchEnv(task, N, seed=0, randomization=[MASS])
+    np.testing.assert_array_equal(env._fields["body_mass"], env.randomizer.values("body_mass"))
+    total = env._fields["body_mass"].sum(axis=1)
+    np.testing.assert_allclose(env._fields["body_subtreemass"][:, 0], total)
+    env.set_seed(1)
+    np.testing.assert_array_equal(env._fields["body_mass"], env.randomizer.values("body_mass"))
+    env.close()
+
+
+# When it is drawn
+
+
+def test_models_drawn_at_the_start_survive_resets_states_and_divergence() -> None:
+    env = make(max_episode_steps=3)
+    before = values(env)
+    play(env, 10)
+    env.reset()
+    qpos, _ = env.get_state()
+    root = env.set_state(qpos[:1], np.full((1, 14), 1e11), ids=[2])
+    env.step_and_maybe_reset(root.set("action", torch.zeros(N, 8)))
+    assert env.num_diverged == 1
+    assert_same(values(env), before)
+    env.close()
+
+
+def test_models_drawn_at_resets_change_in_the_rows_that_reset_only() -> None:
+    specs = [replace(MASS, when="reset"), replace(GAIN, when="reset"), FRICTION]
+    env = make(specs)
+    root = env.reset()
+    before = values(env, specs)
+    mask = torch.tensor([True, False, False, True, False, True])
+    env.reset(root.set("_reset", mask[:, None]))
+    after = values(env, specs)
+    for name in ("body_mass", "body_inertia", "actuator_gainprm", "actuator_biasprm"):
+        changed = (after[name] != before[name]).reshape(N, -1).any(axis=1)
+        assert changed.tolist() == mask.tolist(), name
+    np.testing.assert_array_equal(after["geom_friction"], before["geom_friction"])
+    env.close()
+
+
+def test_a_partial_reset_with_new_models_leaves_the_other_rows_bit_identical() -> None:
+    specs = [replace(spec, when="reset") for spec in ALL]
+    env, twin = make(specs, dtype=torch.float64), make(specs, dtype=torch.float64)
+    root, twin_root = env.reset(), twin.reset()
+    mask = torch.tensor([True, False, False, True, False, True])
+    root = env.reset(root.set("_reset", mask[:, None]))
+    ours, theirs = play(env, 8, root), play(twin, 8, twin_root)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one[~mask], other[~mask])
+        assert (one[mask] != other[mask]).any(-1).all()
+    env.close()
+    twin.close()
+
+
+# From what it is drawn
+
+
+@pytest.mark.parametrize("when", ["start", "reset"])
+def test_a_seed_gives_the_same_models_and_steps_at_any_number_of_threads(when: str) -> None:
+    specs = [replace(spec, when=when) for spec in ALL]
+    runs = []
+    for threads in (1, 2, 5):
+        env = make(specs, seed=None, num_threads=threads, max_episode_steps=4)
+        env.set_seed(7)
+        runs.append((play(env, 10), values(env)))
+        env.close()
+    for steps, models in runs[1:]:
+        assert torch.equal(torch.stack(steps), torch.stack(runs[0][0]))
+        assert_same(models, runs[0][1])
+
+
+def test_a_simulations_models_follow_from_its_own_seed() -> None:
+    one, other = make(seed=3, num_envs=N), make(seed=5, num_envs=N)
+    for name, value in values(one).items():
+        np.testing.assert_array_equal(value[2:], values(other)[name][:-2], err_msg=name)
+    one.close()
+    other.close()
+
+
+def test_the_models_of_a_row_do_not_depend_on_which_others_reset() -> None:
+    specs = [replace(spec, when="reset") for spec in ALL]
+    env, twin = make(specs), make(specs)
+
+    def reset(one: MujocoBatchEnv, *rows: int) -> None:
+        mask = torch.zeros(N, 1, dtype=torch.bool)
+        mask[list(rows)] = True
+        one.reset(one.fake_tensordict().select("done", "terminated").set("_reset", mask))
+
+    for rows in ([0, 1, 3], [1, 4], [0, 3]):
+        reset(env, *rows)
+    for rows in ([3], [0], [3, 5], [0, 5]):
+        reset(twin, *rows)
+    ours, theirs = values(env), values(twin)
+    for name in ours:
+        np.testing.assert_array_equal(ours[name][[0, 2, 3]], theirs[name][[0, 2, 3]])
+        assert (ours[name][[1, 5]] != theirs[name][[1, 5]]).any()
+    env.close()
+    twin.close()
+
+
+def test_different_seeds_give_different_models_and_none_is_random() -> None:
+    masses = set()
+    for seed in (0, 100, None, None):
+        env = make([MASS], seed=seed)
+        masses.add(env.randomizer.values("body_mass").tobytes())
+        env.close()
+    assert len(masses) == 4
+
+
+@pytest.mark.parametrize("when", ["start", "reset"])
+def test_initial_states_and_commands_are_those_without_randomisation(when: str) -> None:
+    plain = make(())
+    random = make([replace(spec, when=when) for spec in ALL])
+    for _ in range(3):
+        plain.reset()
+        random.reset()
+        np.testing.assert_array_equal(plain.get_state()[0], random.get_state()[0])
+        np.testing.assert_array_equal(plain._fields["command"], random._fields["command"])
+    plain.close()
+    random.close()
+
+
+def test_without_randomisation_nothing_is_expanded() -> None:
+    env = make(())
+    assert all(env._batch.expanded(name) is None for name in ("body_mass", "geom_friction"))
+    env.close()
+
+
+def test_frictions_and_gains_need_no_constants_and_expand_nothing_else() -> None:
+    env = make([FRICTION, GAIN])
+    assert env._batch.expanded("body_subtreemass") is None
+    env.close()
+
+
+# Who says so
+
+
+def test_a_tasks_own_randomisation_is_the_default_and_can_be_turned_off() -> None:
+    task = pickle.loads(pickle.dumps(replace(make_task("Hopper-v5"), randomization=(FEET,))))
+    env = MujocoBatchEnv(task, 3, seed=0)
+    assert env.randomizer.values("geom_friction").shape == (3, 5, 3)
+    env.close()
+    env = MujocoBatchEnv(task, 3, seed=0, randomization=())
+    with pytest.raises(KeyError):
+        env.randomizer.values("geom_friction")
+    env.close()
+
+
+FEET = Randomize("geom_friction[0]", 0.5, 1.0, objects=("foot_geom",))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Randomize("body_weight", 1, 2), "'body_weight' .expected a field of floating-point"),
+        (Randomize("geom_contype", 1, 2), "'geom_contype' .expected a field of floating"),
+        (Randomize("geom_friction[3]", 1, 2), r"'geom_friction\[3\]' .expected a field"),
+        (Randomize("body_mass[0]", 1, 2), r"'body_mass\[0\]' .expected a field"),
+        (Randomize("opt.timestep", 1, 2), "'opt.timestep' .expected .* not the timestep"),
+        (Randomize("tendon_stiffness", 1, 2), "'tendon_stiffness' .expected .* the model has"),
+        (Randomize("body_mass", 1, 2, objects=("trunk",)), "no object 'trunk' .expected one of"),
+        (Randomize("opt.gravity", 1, 2, objects=("x",)), "no object 'x'"),
+        (Randomize(("body_mass", "geom_size"), 1, 2), "have not the same objects"),
+        (Randomize((), 1, 2), "have not the same objects"),
+    ],
+)
+def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(
+    spec: Randomize, message: str
+) -> None:
+    batch = Batch(MODEL, 2, 1)
+    with pytest.raises(ConfigError, match=message):
+        ModelRandomizer(batch, [MASS, spec], "test")
+    assert batch.expanded("body_mass") is None
+    with pytest.raises(ConfigError, match="randomization of QuadrupedWalk: "):
+        make([MASS, spec])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"low": 2.0}, {"high": float("inf")}, {"how": "multiply"}, {"when": "never"}],
+)
+def test_a_malformed_spec_is_refused(settings: dict) -> None:
+    with pytest.raises(ConfigError, match=r"^Randomize body_mass: .*\(expected"):
+        Randomize(**{"fields": "body_mass", "low": 0.5, "high": 1.5, **settings})
+
+
+def test_a_closed_environment_has_let_go_of_its_models() -> None:
+    env = make()
+    env.close()
+    with pytest.raises(KeyError):
+        env.randomizer.values("body_mass")

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import math
+
+import av
+import pytest
+
+from torchrl_unilab.cli import main
+from torchrl_unilab.envs.rendering import BatchRenderer
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
+from torchrl_unilab.trainers.playback import play_run
+
+SIZE = ["--width", "64", "--height", "48"]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "pendulum"
+    config = APPOConfig(num_envs=8, num_steps=16, epochs=1, minibatches=1, hidden=(16,))
+    train_appo(
+        "InvertedPendulum-v5",
+        frames=256,
+        run_dir=path,
+        config=config,
+        progress_bar=False,
+        eval_episodes=1,
+    )
+    return path
+
+
+def _frames(path) -> tuple[int, int, int]:
+    with av.open(str(path)) as container:
+        sizes = [(frame.width, frame.height) for frame in container.decode(video=0)]
+    assert len(set(sizes)) == 1
+    return len(sizes), *sizes[0]
+
+
+def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys):
+    path = tmp_path / "out.mp4"
+    arguments = ["--run-dir", str(run_dir), "--video", str(path), "--seed", "3", *SIZE]
+    assert main(["play", *arguments, "--episodes", "2"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    result = json.loads(line)
+    # 25 steps a second are all filmed, and each episode's first state
+    assert result["fps"] == 25.0
+    assert result["frames"] == sum(result["lengths"]) + 2
+    assert _frames(path) == (result["frames"], 64, 48)
+    assert (result["env"], result["video"]) == ("InvertedPendulum-v5", str(path))
+    # a reward of 1 for each step but the last, in which the pole falls
+    assert result["returns"] == [length - 1 for length in result["lengths"]]
+    assert result["mean"] == sum(result["returns"]) / 2
+    assert result["returns"][0] == evaluate_run(run_dir, episodes=1, seed=3)["mean"]
+
+
+def test_a_task_of_many_steps_a_second_is_filmed_in_its_own_time(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchrl_unilab.trainers.playback._MOST_FPS", 10)
+    result = play_run(run_dir, tmp_path / "out.mp4", width=64, height=48)
+    # every third of 25 steps a second
+    assert result["fps"] == pytest.approx(25 / 3)
+    assert result["frames"] == math.ceil(result["lengths"][0] / 3) + 1
+    assert _frames(tmp_path / "out.mp4")[0] == result["frames"]
+
+
+def test_actions_that_are_drawn_follow_the_seed(run_dir, tmp_path):
+    def returns(seed: int, deterministic: bool) -> list[float]:
+        result = play_run(
+            run_dir,
+            tmp_path / "out.mp4",
+            episodes=3,
+            seed=seed,
+            max_steps=40,
+            deterministic=deterministic,
+            width=16,
+            height=16,
+        )
+        return result["lengths"]
+
+    assert returns(0, False) == returns(0, False)
+    assert returns(0, False) != returns(0, True)
+
+
+def test_max_steps_ends_an_episode(run_dir, tmp_path):
+    result = play_run(run_dir, tmp_path / "out.mp4", max_steps=2, width=64, height=48)
+    assert result["lengths"] == [2]
+    assert result["frames"] == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--width", "63"], "63 x 480 pixels (expected even numbers"),
+        (["--camera", "front"], "camera 'front' (expected one of []"),
+        (["--camera", "2"], "camera 2 (expected one of []"),
+        (["--episodes", "0"], "play: 0 episodes (expected at least 1)"),
+        (["--max-steps", "0"], "max_episode_steps is 0"),
+        (["--run-dir", "nowhere"], "cannot play nowhere: no config.json"),
+        (["--video", "out.avi"], "not a file name that ends in .mp4"),
+    ],
+)
+def test_bad_input_is_one_error_line_exit_code_2_and_no_file(
+    run_dir, tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(tmp_path)
+    command = ["play", "--run-dir", str(run_dir), "--video", "out.mp4", *arguments]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_nothing_can_be_drawn_no_file_is_written(run_dir, tmp_path, monkeypatch):
+    def blind(*_: object) -> None:
+        raise ConfigError("rendering: no OpenGL backend can draw here")
+
+    monkeypatch.setattr(BatchRenderer, "render", blind)
+    with pytest.raises(ConfigError, match="can draw here"):
+        play_run(run_dir, tmp_path / "out.mp4")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+
+import av
+import numpy as np
+import pytest
+import torch
+from torchrl.envs import TransformedEnv
+from torchrl.record import VideoRecorder
+
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.videos import Mp4Logger, check_video, write_video
+
+
+def _read(path) -> tuple[np.ndarray, Fraction]:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+        return np.stack(frames), stream.average_rate
+
+
+def _greys(count: int) -> Iterator[np.ndarray]:
+    for i in range(count):
+        yield np.full((48, 64, 3), 10 * i, dtype=np.uint8)
+
+
+def test_a_video_has_every_frame_in_order_and_its_rate(tmp_path):
+    path = tmp_path / "greys.mp4"
+    assert write_video(path, _greys(20), Fraction(125, 3)) == 20
+    frames, rate = _read(path)
+    assert frames.shape == (20, 48, 64, 3)
+    np.testing.assert_allclose(frames.mean(axis=(1, 2, 3)), 10 * np.arange(20), atol=4)
+    assert rate == Fraction(125, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["greys.mp4"]
+
+
+def test_a_video_that_is_not_finished_leaves_what_was_there(tmp_path):
+    def broken() -> Iterator[np.ndarray]:
+        yield from _greys(3)
+        raise RuntimeError("no more")
+
+    path = tmp_path / "greys.mp4"
+    path.write_text("before")
+    with pytest.raises(RuntimeError, match="no more"):
+        write_video(path, broken(), 30)
+    assert [path.name for path in tmp_path.iterdir()] == ["greys.mp4"]
+    assert path.read_text() == "before"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("out.gif", (64, 48), "not a file name that ends in .mp4"),
+        ("directory.mp4", (64, 48), "not a file name that ends in .mp4"),
+        ("nowhere/out.mp4", (64, 48), "cannot be written in"),
+        ("out.mp4", (63, 48), "63 x 48 pixels .expected even numbers"),
+        ("out.mp4", (64, 0), "64 x 0 pixels"),
+    ],
+)
+def test_what_cannot_be_a_video_is_refused(tmp_path, name, size, message):
+    (tmp_path / "directory.mp4").mkdir()
+    with pytest.raises(ConfigError, match=message):
+        check_video(tmp_path / name, *size)
+
+
+@pytest.mark.parametrize(("count", "fps"), [(0, 30), (2, 0)])
+def test_a_video_of_nothing_or_without_a_rate_is_refused(tmp_path, count, fps):
+    with pytest.raises(ConfigError, match="expected at least one, and a positive rate"):
+        write_video(tmp_path / "out.mp4", _greys(count), fps)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_pyav_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ConfigError, match=r"Install it: pip install 'torchrl-unilab\[render\]'"):
+        check_video(tmp_path / "out.mp4", 64, 48)
+
+
+def test_torchrl_records_an_environment_into_an_mp4_file(tmp_path):
+    base = MujocoBatchEnv(
+        "InvertedPendulum-v5", 4, seed=0, from_pixels=True, render_width=64, render_height=48
+    )
+    logger = Mp4Logger("run", str(tmp_path), video_fps=50)
+    env = TransformedEnv(base, VideoRecorder(logger, tag="cart"))
+    pixels = env.rollout(9, lambda td: td.set("action", torch.zeros(4, 1)))["next", "pixels"]
+    env.transform.dump()
+    env.close()
+    frames, rate = _read(tmp_path / "run" / "videos" / "cart_0.mp4")
+    assert frames.shape == (10, 2 * 48, 2 * 64, 3)
+    assert rate == 50
+    difference = frames[-1, :48, :64].astype(int) - pixels[0, -1].numpy().astype(int)
+    assert np.abs(difference).mean() < 8
+
+
+def test_videos_of_one_name_are_numbered_and_malformed_ones_refused(tmp_path):
+    logger = Mp4Logger("run", str(tmp_path))
+    video = torch.zeros(1, 2, 3, 48, 64, dtype=torch.uint8)
+    logger.log_video("a", video)
+    logger.log_video("a", video)
+    logger.log_video("b", video, step=7)
+    written = sorted(path.name for path in (tmp_path / "run" / "videos").iterdir())
+    assert written == ["a_0.mp4", "a_1.mp4", "b_7.mp4"]
+    with pytest.raises(ConfigError, match=r"video c: shape \(2, 3, 48, 64\) and options \[\]"):
+        logger.log_video("c", video[0])
+    with pytest.raises(ConfigError, match=r"and options \['video_codec'\]"):
+        logger.log_video("c", video, video_codec="vp9")

@@ -1,0 +1,332 @@
+"""Models that differ: physical parameters drawn for each simulation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import mujoco
+import numpy as np
+from mujoco import mjtObj
+from mujoco.batch import MODEL_FIELDS, Batch
+from numpy.typing import NDArray
+
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["ModelRandomizer", "Randomize"]
+
+# the kind of object to which a field's rows belong, by the field's prefix
+_OBJECTS = {
+    "actuator": mjtObj.mjOBJ_ACTUATOR,
+    "body": mjtObj.mjOBJ_BODY,
+    "cam": mjtObj.mjOBJ_CAMERA,
+    "eq": mjtObj.mjOBJ_EQUALITY,
+    "geom": mjtObj.mjOBJ_GEOM,
+    "jnt": mjtObj.mjOBJ_JOINT,
+    "light": mjtObj.mjOBJ_LIGHT,
+    "mat": mjtObj.mjOBJ_MATERIAL,
+    "pair": mjtObj.mjOBJ_PAIR,
+    "sensor": mjtObj.mjOBJ_SENSOR,
+    "site": mjtObj.mjOBJ_SITE,
+    "tendon": mjtObj.mjOBJ_TENDON,
+}
+_TARGET = re.compile(r"([\w.]+?)(?:\[(\d+)\])?")
+
+
+@dataclass(frozen=True)
+class Randomize:
+    """How one quantity of the model differs between simulations.
+
+    A number is drawn uniformly for each chosen object and applied to the model's own
+    value, never to one drawn before. All fields named and all of their columns get
+    the same number, so that what belongs together stays together: the gain of a
+    position servo, say, is ``("actuator_gainprm[0]", "actuator_biasprm[1]")``, and a
+    body that gets heavier without changing shape ``("body_mass", "body_inertia")``.
+
+    Attributes:
+        fields: one or more fields of ``MjModel``, of floating-point numbers, with the
+            same objects; ``"geom_friction[0]"`` is a field's first column, and
+            ``"opt.gravity[2]"`` one of ``MjOption``.
+        low: least number drawn.
+        high: bound of the numbers drawn.
+        how: ``"scale"`` multiplies the model's value, ``"add"`` adds to it, ``"set"``
+            replaces it.
+        objects: names of the objects meant, which may be patterns such as
+            ``"*_foot"``; the names of ``dof_`` fields are those of joints. None for
+            all objects.
+        shared: whether all chosen objects get the same number.
+        when: ``"start"`` draws once, when the environment is made or seeded;
+            ``"reset"`` at the start of each episode.
+
+    Raises:
+        ConfigError: if the range is not finite and in order.
+
+    Example:
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.envs.randomization import Randomize
+        >>> slippery = Randomize("geom_friction[0]", 0.5, 1.0, shared=True)
+        >>> env = MujocoBatchEnv("Hopper-v5", num_envs=3, seed=0, randomization=[slippery])
+        >>> env.randomizer.values("geom_friction").shape
+        (3, 5, 3)
+        >>> env.close()
+    """
+
+    fields: str | tuple[str, ...]
+    low: float
+    high: float
+    how: Literal["scale", "add", "set"] = "scale"
+    objects: tuple[str, ...] | None = None
+    shared: bool = False
+    when: Literal["start", "reset"] = "start"
+
+    def __post_init__(self) -> None:
+        """Refuse what no number can be drawn from."""
+        if not (np.isfinite((self.low, self.high)).all() and self.low <= self.high):
+            raise ConfigError(
+                f"Randomize {self.fields}: the range is {self.low} to {self.high} (expected "
+                "finite numbers, low first). Correct it."
+            )
+        if self.how not in ("scale", "add", "set") or self.when not in ("start", "reset"):
+            raise ConfigError(
+                f"Randomize {self.fields}: how is {self.how!r} and when is {self.when!r} "
+                "(expected 'scale', 'add' or 'set', and 'start' or 'reset'). Correct them."
+            )
+
+
+# kind, if it has names, and number of what a row of a field belongs to
+_Owner = tuple[mjtObj | None, int]
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where one field of a `Randomize` lies.
+
+    Attributes:
+        field: name of the model's field.
+        rows: the chosen objects' rows in it, ``(k,)``.
+        draws: which of the numbers drawn each row gets, ``(k,)``.
+        column: the only column meant, if not all are.
+    """
+
+    field: str
+    rows: NDArray[np.intp]
+    draws: NDArray[np.intp]
+    column: int | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A `Randomize` looked up in a model: ``count`` numbers go to the targets."""
+
+    spec: Randomize
+    count: int
+    targets: tuple[_Target, ...]
+
+
+class ModelRandomizer:
+    """The randomised fields of a batch's models, one row per simulation.
+
+    Everything is looked up before the batch is changed. Numbers come from generators
+    that are the simulations' own and used for nothing else, so that the models of one
+    simulation follow from its seed alone, and initial states and commands are those
+    without randomisation.
+
+    Args:
+        batch: the simulations.
+        specs: what to randomise; where several change the same numbers, each is
+            applied to what those before it made of the model's value.
+        name: of the task, for messages.
+        reads: fields that somebody reads, of which some may follow from what differs.
+
+    Raises:
+        ConfigError: if the model has no such field or object. The batch is unchanged.
+    """
+
+    def __init__(
+        self, batch: Batch, specs: Sequence[Randomize], name: str, reads: Sequence[str] = ()
+    ) -> None:
+        self._plans = [_plan(batch.model, spec, name) for spec in specs]
+        targets = [target for plan in self._plans for target in plan.targets]
+        fields = dict.fromkeys(target.field for target in targets)
+        self._batch: Batch | None = batch if fields else None
+        self._values = {field: batch.expand(field) for field in fields}
+        for field, values in self._values.items():
+            if values.ndim == 1:
+                self._values[field] = values[:, None]  # a number of MjOption
+        self._defaults = {field: _default(batch.model, field) for field in fields}
+        # kept, so that what was drawn at the start outlasts what is drawn at resets
+        self._numbers = [np.zeros((batch.nsim, plan.count)) for plan in self._plans]
+        self._at_reset = any(spec.when == "reset" for spec in specs)
+        inputs = mujoco.MjModel._setconst_inputs
+        self._derives = any(field in inputs or field.startswith("opt.") for field in fields)
+        if self._derives:
+            for field in MODEL_FIELDS.intersection(reads):
+                batch.expand(field)  # or else it becomes the simulations' own only as it changes
+        self._rngs: list[np.random.Generator] = []
+
+    def values(self, field: str) -> NDArray[np.float64]:
+        """Return a copy of a randomised field's values.
+
+        Returns:
+            ``(nsim, ...)``; ``(nsim, 1)`` for a single number.
+
+        Raises:
+            KeyError: if the field is not randomised.
+        """
+        values: NDArray[np.float64] = self._values[field].copy()
+        return values
+
+    def seed(self, rngs: Iterable[np.random.Generator]) -> None:
+        """Take generators from the simulations' own, and draw all models anew.
+
+        Args:
+            rngs: one per simulation; their numbers to come are not changed.
+        """
+        if self._batch is None:
+            return
+        self._rngs = [rng.spawn(1)[0] for rng in rngs]
+        self._draw(np.arange(len(self._rngs)), ("start", "reset"))
+
+    def reset(self, ids: NDArray[np.intp]) -> None:
+        """Draw what is drawn for each episode anew, in simulations ``ids``, sorted."""
+        if self._at_reset:
+            self._draw(ids, ("reset",))
+
+    def close(self) -> None:
+        """Let go of the simulations, which views of their models keep alive."""
+        self._batch = None
+        self._at_reset = False
+        self._values = {}
+
+    def _draw(self, ids: NDArray[np.intp], when: tuple[str, ...]) -> None:
+        assert self._batch is not None
+        for plan, numbers in zip(self._plans, self._numbers, strict=True):
+            if plan.spec.when in when:
+                for i in ids:
+                    numbers[i] = self._rngs[i].uniform(plan.spec.low, plan.spec.high, plan.count)
+        for field, values in self._values.items():
+            values[ids] = self._defaults[field]
+        for plan, numbers in zip(self._plans, self._numbers, strict=True):
+            for target in plan.targets:
+                _apply(self._values[target.field], ids, target, plan.spec.how, numbers[ids])
+        if self._derives:
+            self._batch.set_const(ids)
+
+
+def _apply(
+    values: NDArray[np.float64],
+    ids: NDArray[np.intp],
+    target: _Target,
+    how: str,
+    numbers: NDArray[np.float64],
+) -> None:
+    """Apply numbers ``(len(ids), count)`` to the rows of a target in simulations ``ids``."""
+    drawn = numbers[:, target.draws]
+    where: tuple[NDArray[np.intp] | int, ...] = np.ix_(ids, target.rows)
+    if target.column is not None:
+        where = (*where, target.column)
+    else:
+        drawn = drawn.reshape(*drawn.shape, *(1,) * (values.ndim - 2))
+    if how == "scale":
+        values[where] *= drawn
+    elif how == "add":
+        values[where] += drawn
+    else:
+        values[where] = drawn
+
+
+def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
+    """Look a `Randomize` up in a model.
+
+    Raises:
+        ConfigError: if the model has no such field, column or object.
+    """
+    fields = (spec.fields,) if isinstance(spec.fields, str) else spec.fields
+    parts = [_part(model, text, name) for text in fields]
+    chosen = [_chosen(model, owners, spec.objects, name) for _, _, owners in parts]
+    owners = [list(dict.fromkeys(owner for owner, _ in rows)) for rows in chosen]
+    if not owners or any(other != owners[0] for other in owners):
+        raise ConfigError(
+            f"randomization of {name}: {fields} have not the same objects (expected fields of "
+            "the same, at least one). Randomize them one by one."
+        )
+    order = {owner: 0 if spec.shared else i for i, owner in enumerate(owners[0])}
+    targets = tuple(
+        _Target(
+            field,
+            np.array([row for _, row in rows], dtype=np.intp),
+            np.array([order[owner] for owner, _ in rows], dtype=np.intp),
+            column,
+        )
+        for (field, column, _), rows in zip(parts, chosen, strict=True)
+    )
+    return _Plan(spec, 1 if spec.shared else len(owners[0]), targets)
+
+
+def _part(model: mujoco.MjModel, text: str, name: str) -> tuple[str, int | None, dict[int, _Owner]]:
+    """Take a text such as ``"geom_friction[0]"`` apart.
+
+    Returns:
+        The field; the column, if one is meant; and whose each row of the field is.
+    """
+    match = _TARGET.fullmatch(text)
+    field = match.group(1) if match else text
+    column = int(match.group(2)) if match and match.group(2) else None
+    value = np.empty(0)
+    if field in MODEL_FIELDS and field != "opt.timestep":
+        value = _default(model, field)
+    width = value.shape[-1] if value.ndim == 2 or field.startswith("opt.") else 0
+    if value.dtype.kind != "f" or not value.size or (column is not None and column >= width):
+        raise ConfigError(
+            f"randomization of {name}: {text!r} (expected a field of floating-point numbers of "
+            "MjModel that the model has, such as 'body_mass', 'geom_friction[0]' or "
+            "'opt.gravity[2]', but not the timestep). Correct fields."
+        )
+    if field.startswith("opt."):
+        # an option has no objects: its numbers are the rows
+        rows = range(len(value)) if column is None else [column]
+        return field, None, {row: (None, row) for row in rows}
+    prefix = field.split("_")[0]
+    if prefix == "dof":
+        return (
+            field,
+            column,
+            {i: (mjtObj.mjOBJ_JOINT, int(j)) for i, j in enumerate(model.dof_jntid)},
+        )
+    return field, column, {row: (_OBJECTS.get(prefix), row) for row in range(len(value))}
+
+
+def _chosen(
+    model: mujoco.MjModel,
+    owners: dict[int, _Owner],
+    patterns: tuple[str, ...] | None,
+    name: str,
+) -> list[tuple[_Owner, int]]:
+    """Owner and row of each row whose owner's name matches one of the patterns."""
+    if patterns is None:
+        return [(owner, row) for row, owner in owners.items()]
+    names = {
+        owner: mujoco.mj_id2name(model, owner[0], owner[1]) or ""
+        for owner in owners.values()
+        if owner[0] is not None
+    }
+    for pattern in patterns:
+        if not any(fnmatchcase(known, pattern) for known in names.values()):
+            raise ConfigError(
+                f"randomization of {name}: no object {pattern!r} (expected one of "
+                f"{[known for known in names.values() if known]}). Correct objects."
+            )
+    return [
+        (owner, row)
+        for row, owner in owners.items()
+        if any(fnmatchcase(names[owner], pattern) for pattern in patterns)
+    ]
+
+
+def _default(model: mujoco.MjModel, field: str) -> NDArray[np.float64]:
+    """The model's own value of a field, at least one-dimensional, a copy."""
+    option, _, attribute = field.rpartition(".")
+    return np.atleast_1d(np.array(getattr(model.opt if option else model, attribute)))

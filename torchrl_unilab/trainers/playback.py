@@ -1,0 +1,130 @@
+"""Watch a trained policy."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Generator
+from fractions import Fraction
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.runs import load_run
+from torchrl_unilab.trainers.videos import check_video, write_video
+
+__all__ = ["play_run"]
+
+_MOST_FPS = 60
+Picture: TypeAlias = NDArray[np.uint8]
+
+
+def play_run(
+    run_dir: str | os.PathLike[str],
+    video: str | os.PathLike[str],
+    *,
+    episodes: int = 1,
+    max_steps: int | None = None,
+    seed: int = 0,
+    width: int = 640,
+    height: int = 480,
+    camera: str | int | None = None,
+    deterministic: bool = True,
+) -> dict[str, Any]:
+    """Film the checkpoint of a run on its task, one episode after the other.
+
+    The video runs at the speed of the simulated time. Where the task takes more than
+    60 steps a second, every second step is filmed, or third, and so on; each episode's
+    first and last state always are.
+
+    Args:
+        run_dir: A run.
+        video: The file to write, ending in ``.mp4``; replaced if it exists.
+        episodes: How many.
+        max_steps: Ends an episode early.
+        seed: Seed of the episodes, and of actions that are drawn.
+        width: In pixels, even.
+        height: In pixels, even.
+        camera: As in `torchrl_unilab.envs.rendering.BatchRenderer`.
+        deterministic: Act without exploration.
+
+    Returns:
+        ``env``, ``episodes``, their ``returns`` and ``lengths`` (steps), the mean,
+        minimum and maximum of the returns, ``frames``, ``fps`` and ``video``.
+
+    Raises:
+        ConfigError: A setting is wrong, there is no run with a checkpoint in `run_dir`,
+            PyAV is missing or OpenGL cannot draw here. No file is written then.
+    """
+    if episodes < 1:
+        raise ConfigError(f"play: {episodes} episodes (expected at least 1). Use for example 1.")
+    check_video(video, width, height)
+    run = load_run(
+        run_dir,
+        "play",
+        num_envs=1,
+        num_threads=1,
+        seed=seed,
+        max_episode_steps=max_steps,
+        render_width=width,
+        render_height=height,
+        render_camera=camera,
+    )
+    every = math.ceil(1 / (_MOST_FPS * run.env.dt))
+    fps = Fraction(1 / (run.env.dt * every)).limit_denominator(1000)
+    returns: list[float] = []
+    lengths: list[int] = []
+
+    def film() -> Generator[Picture, None, None]:
+        for _ in range(episodes):
+            total, steps = yield from _film_episode(run.env, run.actor, every)
+            returns.append(total)
+            lengths.append(steps)
+
+    kind = ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM
+    with (
+        contextlib.closing(run.env),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        set_exploration_type(kind),
+    ):
+        torch.manual_seed(seed)
+        frames = write_video(video, film(), fps)
+    return {
+        "env": run.settings["env"],
+        "episodes": episodes,
+        "mean": float(np.mean(returns)),
+        "min": min(returns),
+        "max": max(returns),
+        "returns": returns,
+        "lengths": lengths,
+        "frames": frames,
+        "fps": float(fps),
+        "video": str(video),
+    }
+
+
+def _film_episode(
+    env: MujocoBatchEnv, actor: TensorDictModuleBase, every: int
+) -> Generator[Picture, None, tuple[float, int]]:
+    """Yield an episode's pictures; return its return and its number of steps."""
+    current = env.reset()
+    total, steps, done = 0.0, 0, False
+    while not done:
+        if steps % every == 0:
+            yield env.render()[0]
+        stepped = env.step(actor(current))
+        after = stepped["next"]
+        total += after["reward"].item()
+        done = after["done"].item()
+        steps += 1
+        current = env.step_mdp(stepped)
+    yield env.render()[0]
+    return total, steps

@@ -1,0 +1,168 @@
+"""Videos as files that any player shows."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchrl.record.loggers.csv import CSVLogger
+
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["Mp4Logger", "check_video", "write_video"]
+
+
+class Mp4Logger(CSVLogger):
+    """TorchRL's `CSVLogger`, with videos as H.264 in ``videos/NAME_STEP.mp4``.
+
+    For TorchRL's `VideoRecorder`. ``CSVLogger(video_format="mp4")`` does the same
+    through torchcodec, which needs FFmpeg's libraries on the system and a build for
+    the very PyTorch; this needs PyAV, which brings its own.
+
+    Args:
+        exp_name: Name of the experiment.
+        log_dir: Where its directory is made.
+        video_fps: Frames per second, where a call gives none.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from torchrl.envs import TransformedEnv
+        >>> from torchrl.record import VideoRecorder
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.trainers.videos import Mp4Logger
+        >>> directory = tempfile.mkdtemp()
+        >>> recorder = VideoRecorder(Mp4Logger("hopper", directory), tag="rollout", fps=40)
+        >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 4, from_pixels=True), recorder)
+        >>> _ = env.rollout(10, break_when_any_done=False)
+        >>> recorder.dump()
+        >>> Path(directory, "hopper", "videos", "rollout_0.mp4").is_file()
+        True
+        >>> env.close()
+    """
+
+    def __init__(self, exp_name: str, log_dir: str | None = None, *, video_fps: int = 30) -> None:
+        super().__init__(exp_name, log_dir, video_format="mp4", video_fps=video_fps)
+
+    def log_video(
+        self,
+        name: str,
+        video: torch.Tensor,
+        step: int | None = None,
+        *,
+        fps: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a video.
+
+        Args:
+            name: Its name.
+            video: [1, time, 3, height, width] uint8.
+            step: Ends the file's name; if not given, the number of videos of this name.
+            fps: Frames per second.
+            **kwargs: Refused; TorchRL's are torchcodec's.
+
+        Raises:
+            ConfigError: PyAV is missing, or what was given cannot be a video.
+        """
+        if kwargs or video.ndim != 5 or video.shape[0] != 1 or video.shape[2] != 3:
+            raise ConfigError(
+                f"video {name}: shape {tuple(video.shape)} and options {sorted(kwargs)} "
+                "(expected [1, time, 3, height, width] and none but fps). Correct the call."
+            )
+        if step is None:
+            step = self.experiment.videos_counter[name]
+            self.experiment.videos_counter[name] += 1
+        path = Path(self.experiment.log_dir, "videos", f"{name}_{step}.mp4")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        frames = video[0].permute(0, 2, 3, 1).to("cpu", torch.uint8).numpy()
+        write_video(path, frames, Fraction(fps or self.video_fps).limit_denominator(1000))
+
+
+def check_video(path: str | os.PathLike[str], width: int, height: int) -> None:
+    """Check, before anything is made, that a video of this size can be written there.
+
+    Raises:
+        ConfigError: PyAV is missing, the name does not end in ``.mp4``, there is no such
+            directory, or a side is odd or not positive.
+    """
+    _av()
+    path = Path(path)
+    if path.suffix != ".mp4" or path.is_dir():
+        raise ConfigError(
+            f"video {path}: not a file name that ends in .mp4 (expected one). Rename it."
+        )
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(
+            f"video {path}: cannot be written in {path.parent} (expected a directory that may "
+            "be written to). Make it, or choose another."
+        )
+    if width < 2 or height < 2 or width % 2 or height % 2:
+        raise ConfigError(
+            f"video {path}: {width} x {height} pixels (expected even numbers, which H.264 "
+            "needs). Use for example 640 x 480."
+        )
+
+
+def write_video(
+    path: str | os.PathLike[str], frames: Iterable[NDArray[np.uint8]], fps: Fraction | int
+) -> int:
+    """Write H.264 in an mp4 file, frame by frame, as they come.
+
+    The file appears, or is replaced, when it is complete.
+
+    Args:
+        path: A name that ends in ``.mp4``.
+        frames: At least one, [height, width, 3] uint8 each, of one even size.
+        fps: Frames per second.
+
+    Returns:
+        The number of frames.
+
+    Raises:
+        ConfigError: As `check_video`, or there is no frame or fps is not positive.
+    """
+    frames = iter(frames)
+    first = next(frames, None)
+    if first is None or fps <= 0:
+        raise ConfigError(
+            f"video {path}: {'no' if first is None else 'some'} frames, {fps} per second "
+            "(expected at least one, and a positive rate). Give both."
+        )
+    height, width, _ = first.shape
+    check_video(path, width, height)
+    av = _av()
+    unfinished = Path(path).with_suffix(".part")
+    try:
+        with av.open(str(unfinished), "w", format="mp4") as container:
+            stream = container.add_stream("libx264", rate=fps)
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            count = 0
+            while first is not None:
+                picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(first), format="rgb24")
+                container.mux(stream.encode(picture))
+                count += 1
+                first = next(frames, None)
+            container.mux(stream.encode(None))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count
+
+
+def _av() -> Any:
+    """PyAV, which is installed only for those who want videos."""
+    try:
+        return importlib.import_module("av")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"video: {error} (expected PyAV, which writes it). "
+            "Install it: pip install 'torchrl-unilab[render]'."
+        ) from error
