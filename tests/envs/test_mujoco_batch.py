@@ -4,6 +4,7 @@ import logging
 import os
 import pickle
 import sys
+import time
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from mujoco.batch import SimulationError
 from tensordict import TensorDict, TensorDictBase
 from torchrl import logger as torchrl_logger
-from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs import EnvBase, GymEnv, TransformedEnv
 from torchrl.envs.transforms import Compose, RewardSum, StepCounter, VecNormV2
 from torchrl.envs.utils import check_env_specs
 
@@ -392,6 +393,48 @@ def test_transforms_apply() -> None:
     assert torch.equal(total[:, 0], reward[:, 0])
     assert torch.equal(total[:, 1:][done[:, :-1]], reward[:, 1:][done[:, :-1]])
     env.close()
+
+
+def test_a_rollout_has_the_keys_shapes_and_dtypes_of_gym_env() -> None:
+    ours = MujocoBatchEnv("Hopper-v5", 3, seed=0, dtype=torch.float64).rollout(5)
+    theirs = GymEnv("Hopper-v5").rollout(5)
+    assert set(ours.keys(True, True)) == set(theirs.keys(True, True))
+    for key in ours.keys(True, True):
+        assert ours[key].shape == (3, *theirs[key].shape), key
+        # actions and rewards of Gymnasium's are float32, ours are of the dtype asked for
+        if key not in ("action", ("next", "reward")):
+            assert ours[key].dtype == theirs[key].dtype, key
+
+
+def test_the_parts_of_the_reward_are_there_when_asked_for_and_add_up() -> None:
+    env = MujocoBatchEnv("Ant-v5", 3, seed=0, max_episode_steps=4, with_reward_terms=True)
+    check_env_specs(env)
+    data = env.rollout(10, break_when_any_done=False)
+    terms = data["next", "reward_terms"]
+    assert set(terms.keys()) == {
+        "reward_forward",
+        "reward_ctrl",
+        "reward_contact",
+        "reward_survive",
+    }
+    torch.testing.assert_close(sum(terms.values()), data["next", "reward"])
+    first = data["reward_terms"][:, ::4]  # of episodes
+    assert all((term == 0).all() for term in first.values())
+    later, before = data["reward_terms"][:, 1:4], terms[:, :3]
+    assert all(torch.equal(term, before[name]) for name, term in later.items())
+    assert "reward_terms" not in MujocoBatchEnv("Ant-v5", 1).rollout(1)["next"]
+
+
+def test_time_is_counted_for_each_phase_and_adds_up_to_less_than_all() -> None:
+    env = MujocoBatchEnv("Hopper-v5", 16, seed=0, num_threads=1)
+    before = dict(env.phase_seconds)
+    assert set(before) == {"physics", "reward", "observation", "reset"}
+    start = time.perf_counter()
+    env.rollout(20, break_when_any_done=False, auto_reset=True)
+    whole = time.perf_counter() - start
+    spent = {phase: env.phase_seconds[phase] - before[phase] for phase in before}
+    assert min(spent.values()) > 0
+    assert sum(spent.values()) < whole
 
 
 # raised by TorchRL's own classes when its collectors are first imported

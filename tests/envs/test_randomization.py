@@ -215,7 +215,7 @@ def test_a_simulation_moves_as_mujoco_moves_its_model() -> None:
 
 
 def test_a_task_that_reads_a_randomised_or_derived_field_sees_each_simulations_own() -> None:
-    task = replace(TASK, reads=("time", "body_mass", "body_subtreemass"))
+    task = replace(TASK, reads=(*TASK.reads, "body_mass", "body_subtreemass"))
     env = MujocoBatchEnv(task, N, seed=0, randomization=[MASS])
     np.testing.assert_array_equal(env._fields["body_mass"], env.randomizer.values("body_mass"))
     total = env._fields["body_mass"].sum(axis=1)

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms import ActionScaling, Compose
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -27,6 +29,7 @@ from torchrl_unilab.envs.robot_task import (
     to_body_frame,
     tracking,
 )
+from torchrl_unilab.envs.transforms import ActionDelay, ObservationNoise
 from torchrl_unilab.errors import ConfigError
 
 CART = """
@@ -326,7 +329,7 @@ def test_the_quadruped_is_an_environment_with_critic_commands_and_terms() -> Non
         for key in env.observation_spec
         if key != "reward_terms"
     }
-    assert widths == {"observation": 33, "critic_observation": 37}
+    assert widths == {"observation": 25, "critic_observation": 29}
     env.close()
 
 
@@ -363,3 +366,38 @@ def test_a_task_of_a_class_that_only_this_program_knows_travels_by_cloudpickle()
     env = make(pickle.loads(cloudpickle.dumps(task)))
     assert env.reset()["observation"].shape == (3, 5)
     env.close()
+
+
+# what TorchRL's own collectors say when they are first imported
+@pytest.mark.filterwarnings("ignore:Creating .* inherits from WeightUpdaterBase:DeprecationWarning")
+def test_such_a_task_trains_in_a_process_of_its_own_with_a_critic_that_sees_more(
+    tmp_path: Path,
+) -> None:
+    from torchrl_unilab.trainers import APPOConfig, build_learner, train_appo
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(SeeingCart):
+        pass
+
+    def create() -> TransformedEnv:
+        env = MujocoBatchEnv(Own(), 8, num_threads=1)
+        return TransformedEnv(env, Compose(ActionScaling(), ActionDelay(1), ObservationNoise(0.1)))
+
+    config = APPOConfig(
+        num_envs=8, num_steps=16, critic_observation="critic_observation", hidden=(8,)
+    )
+    summary = train_appo(
+        "Own",
+        frames=1024,
+        run_dir=tmp_path / "run",
+        config=config,
+        create_env=create,
+        progress_bar=False,
+    )
+    assert summary["frames"] == 1024
+    assert np.isfinite(summary["eval_return"])
+    env = create()
+    learner = build_learner(env, config)
+    env.close()
+    assert learner.actor.in_keys == ["observation"]
+    assert list(learner.loss.critic_network.in_keys) == ["critic_observation"]

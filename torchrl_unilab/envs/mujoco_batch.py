@@ -17,7 +17,7 @@ from torchrl import logger as torchrl_logger
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from torchrl_unilab.envs.gymnasium_tasks import make_task
+from torchrl_unilab.envs.named_tasks import make_task
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask
@@ -46,7 +46,7 @@ class MujocoBatchEnv(EnvBase):
     in `num_diverged` and logged; the others are unaffected.
 
     Args:
-        task: a task, or the name of one of `torchrl_unilab.envs.TASKS`.
+        task: a task, or the name of one, as `torchrl_unilab.envs.make_task` takes it.
         num_envs: number of simulations.
         num_threads: physics threads; by default one per CPU that this process
             may use.
@@ -124,6 +124,7 @@ class MujocoBatchEnv(EnvBase):
             max_episode_steps = task.max_episode_steps
         _check_positive("num_envs", num_envs)
         _check_positive("num_threads", num_threads)
+        _check_positive("frame_skip", task.frame_skip)
         _check_positive("max_episode_steps", max_episode_steps)
         if dtype not in _NUMPY_DTYPE:
             raise ValueError(
