@@ -8,7 +8,9 @@ TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update curves clean
+ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: install train robot test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update curves clean
 
 install: $(STAMP)
 
@@ -20,6 +22,9 @@ $(STAMP): pyproject.toml constraints.txt torchrl_unilab/shm/_rows.c
 
 train: install
 	$(BIN)/torchrl-unilab train appo --env $(TRAIN_ENV) --frames $(TRAIN_FRAMES) --seed $(SEED) --run-dir $(RUN_DIR)
+
+robot: install
+	$(BIN)/torchrl-unilab train appo --env QuadrupedWalk --frames 1500000 --stop-at 500 --max-seconds 160 --seed $(SEED) --run-dir $(ROBOT_DIR)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake tests tutorials

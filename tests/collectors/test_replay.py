@@ -12,7 +12,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 
 from tests.support.acting import make_policy, set_action
 from tests.support.collecting import CountingEnv, state_env
-from tests.support.processes import DEADLINE
+from tests.support.processes import DEADLINE, live_children
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
 from torchrl_unilab.modules import PerEnvNoise
@@ -198,3 +198,38 @@ def test_after_shutdown_everything_is_refused_but_another_shutdown():
     for use in (lambda: next(iter(collector)), collector.metrics, lambda: collector.storage):
         with pytest.raises(SegmentClosedError, match="shut down"):
             use()
+
+
+def test_two_workers_in_lockstep_write_their_rows_in_their_order():
+    collector = _collector(num_collectors=2, frames_per_batch=4 * ENVS, lockstep=True, capacity=480)
+    _ticks(collector, 60)
+    steps = _rows(collector)["observation"][:, 1].reshape(60, 2, 2, ENVS)
+    drawn = _rows(collector)["observation"][:, 0].reshape(60, 2, 2, ENVS)
+    going = steps[1:] > steps[:-1]
+    assert going.any()
+    assert torch.equal(drawn[1:][going], drawn[:-1][going])  # each place is one environment's
+    collector.shutdown()
+
+
+def test_a_collector_that_lost_a_worker_keeps_the_rows_until_it_is_shut_down():
+    collector = _collector(num_collectors=2, frames_per_batch=2 * ENVS)
+    batches = iter(collector)
+    next(batches)
+    os.kill(collector.pids[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        list(batches)
+    assert not live_children()
+    assert collector.storage.size >= 2 * ENVS
+    assert collector.state_dict(workers=False)["workers"] is None
+    with pytest.raises(SegmentClosedError, match="shut down"):
+        collector.state_dict()
+    collector.shutdown()
+
+
+def test_frames_alone_are_restored_where_the_workers_states_were_lost():
+    collector = _collector(inline=True, init_random_frames=8)
+    collector.load_state_dict({"workers": None, "frames": 12, "come": 0})
+    _ticks(collector, 1)
+    assert collector.getattr_rb("write_count") == 12 + ENVS
+    assert len(_rows(collector)["action"].unique()) == 1  # no more at random
+    collector.shutdown()

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from tensordict.nn import TensorDictSequential
 from torchrl.collectors import Collector
+from torchrl.envs import StepCounter, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.support.acting import make_policy, set_action
@@ -22,6 +26,7 @@ from torchrl_unilab.collectors.rollout_worker import (
     own_randomness,
 )
 from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.modules import PerEnvNoise
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 
@@ -222,3 +227,37 @@ def test_own_randomness_neither_sees_nor_disturbs_the_processs():
         draw_and_fail()
     assert torch.equal(torch.get_rng_state(), outside)
     assert torch.equal(torch.cat([first, *drawn]), expected)
+
+
+def test_a_worker_of_mujoco_goes_on_in_the_midst_of_episodes_bit_for_bit():
+    def worker() -> RolloutWorker:
+        env = MujocoBatchEnv("InvertedPendulum-v5", 3, num_threads=1)
+        noise = PerEnvNoise(-3.0, 3.0, std_min=0.5, std_max=2.0, init_key=None)
+        policy = TensorDictSequential(actor(size=4), noise)
+        made = RolloutWorker(TransformedEnv(env, StepCounter()), policy, 5, worker=1, workers=2)
+        made.seed(1, 2)
+        return made
+
+    def collect(worker: RolloutWorker, count: int) -> list:
+        rollouts = [slot.clone() for _ in range(count)]
+        for rollout in rollouts:
+            worker.rollout(rollout)
+        return rollouts
+
+    one, other = worker(), worker()
+    slot = example_rollout(one.env, one.policy, 5)
+    collect(one, 3)
+    collect(other, 1)
+    state = copy.deepcopy(one.state_dict())
+    assert state["carrier"]["step_count"].max() > 0
+    expected = collect(one, 9)
+    other.load_state_dict(state)
+    found = collect(other, 9)
+    for a, b in zip(expected, found, strict=True):
+        for key in a.keys(True, True):
+            assert torch.equal(a[key], b[key]), key
+    assert one.frames == other.frames == 12 * 15
+    assert one.log.episodes == other.log.episodes > 0
+    assert (one.log.last == other.log.last).all()
+    one.close()
+    other.close()

@@ -268,6 +268,19 @@ def test_a_tick_gets_the_same_batch_in_any_order_and_whoever_packs(base_seed, ti
 TABLE = Table()
 
 
+def test_a_restored_pipeline_draws_with_the_seed_that_was_saved(table, packer):
+    settings = {"sample_count": COUNT, "packer": packer}
+    with (
+        DoubleBufferReplayPipeline(table, base_seed=7, **settings) as saved,
+        DoubleBufferReplayPipeline(table, base_seed=1000, **settings) as pipeline,
+    ):
+        pipeline.start_prepare(3, COUNT)  # with the seed of before: not used
+        pipeline.load_state_dict(saved.state_dict())
+        for tick in (3, 4):
+            batch = pipeline.sample_large_batch(tick, COUNT)
+            assert rows_of(batch) == drawn(7 + tick, CAPACITY).tolist()
+
+
 def test_the_metadata_say_what_was_drawn_from_and_where_it_went(table, packer):
     table.add(100)
     with DoubleBufferReplayPipeline(

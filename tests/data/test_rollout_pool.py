@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from collections import deque
 
 import pytest
@@ -96,3 +97,35 @@ def test_sizes_out_of_range_are_refused(size):
 def test_an_empty_pool_has_no_data():
     with pytest.raises(ConfigError, match="it is empty"):
         _ = RolloutPool(1).data
+
+
+@pytest.mark.parametrize("added", [0, 1, 2, 5])
+def test_a_restored_pool_goes_on_with_the_same_rollouts_in_the_same_places(added):
+    pool, other = RolloutPool(3), RolloutPool(3)
+    for value in range(added):
+        pool.add(_rollout(value))
+    other.add(_rollout(99))
+    other.load_state_dict(copy.deepcopy(pool.state_dict()))
+    for value in (7, 8):
+        pool.add(_rollout(value))
+        other.add(_rollout(value))
+        assert (pool.data == other.data).all()
+    assert other.added == added + 2
+
+
+def test_a_pools_state_is_a_copy_of_its_own_once_loaded():
+    pool, other = RolloutPool(1), RolloutPool(1)
+    pool.add(_rollout(1))
+    other.load_state_dict(pool.state_dict())
+    pool.add(_rollout(2))
+    assert other.data["next", "reward"][0, 0].item() == 100.0
+
+
+def test_a_state_of_another_size_changes_nothing():
+    pool, other = RolloutPool(2), RolloutPool(3)
+    pool.add(_rollout(1))
+    other.add(_rollout(4))
+    with pytest.raises(ConfigError, match=r"a state of 2 rollouts \(expected 3\)"):
+        other.load_state_dict(pool.state_dict())
+    assert other.added == 1
+    assert other.data["next", "reward"][0, 0].item() == 400.0

@@ -155,17 +155,19 @@ def test_actions_take_effect_late_by_the_delay(delay: int) -> None:
 
 
 def test_an_episode_that_starts_knows_nothing_of_the_one_before() -> None:
-    data, root = play(hopper(ObservationDelay(2), max_episode_steps=5), 5)
-    assert data["next", "done"][:, -1].all()
-    env = hopper(ObservationDelay(2), ActionDelay(1), max_episode_steps=5)
-    env.reset()
-    for action in actions(5):
-        step, root = env.step_and_maybe_reset(env.reset().set("action", action))
-    fresh = root["observation"]
-    data, _ = env.step_and_maybe_reset(root.set("action", actions(1)[0]))
-    assert torch.equal(data["next", "observation"], fresh)
-    assert not step["next", "done"].any()
-    env.close()
+    late = hopper(ObservationDelay(1), ActionDelay(1), max_episode_steps=3)
+    plain = hopper(max_episode_steps=3)
+    root, true = late.reset(), plain.reset()
+    for t, action in enumerate(actions(9)):
+        first = true["observation"].clone()
+        effective = actions(9)[t - 1] if t % 3 else torch.zeros(N, 3)
+        data, root = late.step_and_maybe_reset(root.set("action", action))
+        _, true = plain.step_and_maybe_reset(true.set("action", effective))
+        # a step late: what was seen when the action was chosen
+        assert torch.equal(data["next", "observation"], first)
+        assert data["next", "done"].all() == (t % 3 == 2)
+    late.close()
+    plain.close()
 
 
 def test_a_partial_reset_forgets_the_delayed_of_its_rows_only() -> None:
@@ -300,6 +302,22 @@ def test_torchrls_frame_skip_repeats_the_action_and_adds_rewards() -> None:
         root = plain.step_mdp(after)
     assert torch.equal(once["observation"], after["next", "observation"])
     assert torch.equal(once["reward"], total)
+    skipping.close()
+    plain.close()
+
+
+def test_torchrls_frame_skip_works_before_action_scaling() -> None:
+    task = make_task("InvertedPendulum-v5")
+    skipping = TransformedEnv(
+        MujocoBatchEnv(task, 2, seed=0), Compose(FrameSkipTransform(2), ActionScaling())
+    )
+    plain = MujocoBatchEnv(task, 2, seed=0)
+    once = skipping.step(skipping.reset().set("action", torch.full((2, 1), 0.25)))["next"]
+    root = plain.reset()
+    for _ in range(2):
+        after = plain.step(root.set("action", torch.full((2, 1), 0.75)))["next"]
+        root = after.copy()
+    assert torch.equal(once["observation"], after["observation"])
     skipping.close()
     plain.close()
 

@@ -425,7 +425,7 @@ def test_as_many_slots_as_are_allowed_fit_the_pipes():
 def test_a_ring_larger_than_shared_memory_is_refused_and_says_what_would_fit(kind, monkeypatch):
     rollout, asked = stamped(0, 0), []
     layout = ring_module.BlockLayout.of(rollout)
-    room = ring_module._nbytes(layout, 3, 2)
+    room = ring_module.ring_nbytes(layout, 3, 2)
 
     def free_bytes(kind: str) -> int:
         asked.append(kind)

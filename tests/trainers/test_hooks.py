@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import warnings
 from types import SimpleNamespace
 from typing import ClassVar
@@ -12,6 +13,7 @@ from torchrl_unilab.collectors import CollectorMetrics
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag, PublishWeights
 from torchrl_unilab.trainers.hooks import CollectorReport, LearningCurve, StopWhen
+from torchrl_unilab.weight_update import UniLabShmScheme
 
 
 def _batch(ids, rewards, done) -> TensorDict:
@@ -240,3 +242,30 @@ def test_a_lag_that_comes_and_goes_is_not_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _lags([0, 1, 2, 1, 2, 3, 3, 4])
+
+
+def test_a_restored_curve_goes_on_with_its_points_its_clock_and_open_episodes():
+    hook, restored = EpisodeReturns(window=2), EpisodeReturns(window=2)
+    hook.start()
+    hook(_batch([[0, 0], [1, 1]], [[1, 2], [5, 6]], [[False, True], [False, False]]))
+    restored.load_state_dict(copy.deepcopy(hook.state_dict()))
+    assert restored.curve == hook.curve
+    assert (restored.mean, restored.seconds) == (3.0, hook.seconds)
+    restored.start()
+    more = _batch([[1]], [[4]], [[True]])
+    assert restored(more)["return"] == hook(more)["return"] == (3.0 + 15.0) / 2
+    assert restored(more)["episode_length"] == hook(more)["episode_length"]
+    assert restored.seconds > restored.curve[0][0]
+    assert len(restored.curve) == 3
+
+
+def test_a_restored_lag_counts_on():
+    scheme = UniLabShmScheme()
+    hook, restored = LogPolicyLag(scheme), LogPolicyLag(scheme)
+    hook.histogram.update({0: 3, 2: 1})
+    hook._last, hook._grown = 2.0, 7
+    restored.load_state_dict(hook.state_dict())
+    assert restored.histogram == {0: 3, 2: 1}
+    assert restored.state_dict() == hook.state_dict()
+    restored.histogram.update([5])
+    assert hook.histogram.total() == 4

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torchrl.envs import GymEnv, TransformedEnv
 from tests.support.collecting import flat_state_env
 from tests.support.processes import live_children
 from torchrl_unilab.cli import main
+from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm import segment
 from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
@@ -65,6 +67,13 @@ def test_a_run_leaves_summary_picture_logs_and_a_checkpoint_that_evaluates(tmp_p
 def test_any_torchrl_environment_serves(tmp_path):
     summary = _train(tmp_path, env="Pendulum-v1", create_env=_pendulum, frames=512)
     assert summary["frames"] >= 512
+
+
+def test_a_task_of_ones_own_is_trained_and_evaluated_on(tmp_path):
+    task = replace(make_task("InvertedPendulum-v5"), name="Mine", max_episode_steps=7)
+    create_env = partial(MujocoBatchEnv, task, QUICK["num_envs"], num_threads=1)
+    summary = _train(tmp_path, env="Mine", create_env=create_env, frames=512)
+    assert 0 < summary["eval_return"] <= 7
 
 
 def test_several_collectors_feed_one_learner_whose_critic_sees_more(tmp_path):

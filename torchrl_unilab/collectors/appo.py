@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import cloudpickle
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
@@ -27,7 +29,8 @@ from torchrl_unilab.collectors.rollout_worker import (
 )
 from torchrl_unilab.data import RolloutLease, RolloutRingStorage
 from torchrl_unilab.errors import ConfigError, RingTimeoutError
-from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.runtime import WorkerGroup, trace
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.ring import Overflow
 
 __all__ = ["APPOCollector"]
@@ -142,6 +145,7 @@ class APPOCollector(WorkerCollector):
         self.stale = 0
         self._lease: RolloutLease | None = None  # lent out
         self._waiting: list[RolloutLease] = []  # of this round of lockstep, not yet yielded
+        self._restored: list[TensorDictBase] = []  # of such a round, from a checkpoint
 
         env = factories[0]()
         self.num_envs: int = env.batch_size.numel()
@@ -167,7 +171,7 @@ class APPOCollector(WorkerCollector):
                 )
             else:
                 payload = cloudpickle.dumps((factories, policy))
-                setup = WorkerSetup(payload, num_steps, exploration_type)
+                setup = WorkerSetup(payload, num_steps, exploration_type, trace.settings())
                 self._group = WorkerGroup(
                     collect_rollouts,
                     [
@@ -199,12 +203,18 @@ class APPOCollector(WorkerCollector):
             self._request("collect", -1)
         while self.total_frames < 0 or self._frames < self.total_frames:
             self._give_back()
-            if not self.lockstep:
-                lease = self._next_fresh()
-            else:
-                # All workers collect at once; their rollouts are taken in their order.
-                self._waiting = self._waiting or self._one_each()
-                lease = self._waiting.pop(0)
+            if self._restored:
+                rollout = self._restored.pop(0)
+                self._frames += rollout.numel()
+                yield rollout
+                continue
+            with span("sample"):
+                if not self.lockstep:
+                    lease = self._next_fresh()
+                else:
+                    # All workers collect at once; their rollouts are taken in their order.
+                    self._waiting = self._waiting or self._one_each()
+                    lease = self._waiting.pop(0)
             self._frames += lease.rollout.numel()
             if self.use_buffers:
                 self._lease = lease
@@ -236,7 +246,9 @@ class APPOCollector(WorkerCollector):
             self._group.check()  # a lost worker shows also while the others go on
         while (lease := storage.acquire()) is None:
             assert self._group is not None
-            if not self._group.wait([storage.fileno()], self.timeout):
+            with span("wait"):
+                arrived = self._group.wait([storage.fileno()], self.timeout)
+            if not arrived:
                 raise RingTimeoutError(
                     f"no rollout within {self.timeout:g} s (expected one). Raise the timeout, "
                     "or look at what the workers do."
@@ -247,9 +259,8 @@ class APPOCollector(WorkerCollector):
         """Return one new rollout of each worker, in the order of the workers."""
         storage = self._open_storage()
         if self._inline is not None:
-            assert self._latest is not None
             with own_randomness(self._random):
-                fill_slot(storage, self._inline, self._latest, 0, timeout=None)
+                fill_slot(storage, self._inline, self._open_metrics(), 0, timeout=None)
         else:
             self._request("collect", 1)
         leases = [self._take() for _ in range(self.num_workers)]
@@ -265,6 +276,36 @@ class APPOCollector(WorkerCollector):
         self._check_open()
         storage: RolloutRingStorage = self._memory
         return storage
+
+    # Checkpoints
+
+    def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
+        """Return what `WorkerCollector.state_dict` does, and what waits of a lockstep's round.
+
+        What workers that run ahead have left in the ring is not part of it.
+        """
+        state = super().state_dict(workers=workers)
+        waiting = [*self._restored, *(lease.rollout for lease in self._waiting)]
+        state["waiting"] = [(tuple(r.batch_size), r.clone().to_dict()) for r in waiting]
+        state["version"] = self.scheme.version
+        state["stale"] = self.stale
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ConfigError: The state is of another number of workers.
+        """
+        super().load_state_dict(state_dict)
+        for lease in self._waiting:
+            self._open_storage().release(lease)
+        self._waiting = []
+        self.stale = state_dict["stale"]
+        self._restored = [TensorDict(entries, size) for size, entries in state_dict["waiting"]]
+        for rollout in self._restored:
+            # As far behind as it was: published versions are counted anew, next is the first.
+            rollout.get(POLICY_VERSION).add_(self.scheme.version + 1 - state_dict["version"])
 
     # What there is to know
 
@@ -288,7 +329,7 @@ class APPOCollector(WorkerCollector):
         }
 
     def _give_up_memory(self) -> None:
-        self._lease, self._waiting = None, []
+        self._lease, self._waiting, self._restored = None, [], []
         self._memory.close()
 
     def __repr__(self) -> str:

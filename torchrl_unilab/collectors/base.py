@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
@@ -87,24 +88,33 @@ class WorkerCollector(BaseCollector):
 
     def _request(self, *request: Any) -> None:
         """Send all workers a request that is not answered at once."""
-        if self._group is not None:
+        if self._inline is None:
+            group = self._running()
             for worker in range(self.num_workers):
-                self._group.send(worker, *request)
+                group.send(worker, *request)
 
     def _ask(self, *requests: tuple[Any, ...]) -> list[Any]:
         """Ask each worker its own request; return the answers."""
-        assert self._group is not None
-        return [self._group.ask(worker, *request) for worker, request in enumerate(requests)]
+        group = self._running()
+        return [group.ask(worker, *request) for worker, request in enumerate(requests)]
+
+    def _running(self) -> WorkerGroup:
+        if self._group is None:
+            raise self._shut_down()
+        return self._group
 
     def _settle(self) -> None:
         """Wait for what workers still owe an answer to."""
 
     def _check_open(self) -> None:
         if self._memory is None:
-            raise SegmentClosedError(
-                "cannot use the collector: it is shut down (expected a running one). "
-                "Build a new one."
-            )
+            raise self._shut_down()
+
+    @staticmethod
+    def _shut_down() -> SegmentClosedError:
+        return SegmentClosedError(
+            "cannot use the collector: it is shut down (expected a running one). Build a new one."
+        )
 
     # What there is to know
 
@@ -116,14 +126,26 @@ class WorkerCollector(BaseCollector):
     def metrics(self) -> CollectorMetrics:
         """Return what the workers last told about their work. Waits for nobody."""
         self._check_open()
-        assert self._latest is not None
-        return self._latest.read()
+        return self._open_metrics().read()
 
     def status(self) -> dict[str, float]:
         """Return what there is to log of the memory that the workers fill."""
         raise NotImplementedError
 
     # BaseCollector
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Yield batches until `total_frames`.
+
+        If one fails the workers end, while what they filled stays until `shutdown`: the rows
+        of a replay are saved though a worker was lost.
+        """
+        self._iteration_started = True
+        try:
+            yield from self.iterator()
+        except Exception:
+            self._end_workers()
+            raise
 
     def set_seed(self, seed: int | None, static_seed: bool = False) -> int:
         """Seed environments and noise; what is collected next starts new episodes.
@@ -164,9 +186,18 @@ class WorkerCollector(BaseCollector):
         else:
             self._ask(*[("reset",)] * self.num_workers)
 
-    def state_dict(self) -> OrderedDict[str, Any]:
-        """Return the workers' states and the count of frames. Safe while iterating."""
+    def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
+        """Return the workers' states and the count of frames. Safe while iterating.
+
+        Args:
+            workers: Whether to ask the workers; if one was lost, only the count is left.
+
+        Raises:
+            WorkerError: A worker failed.
+        """
         self._check_open()
+        if not workers:
+            return OrderedDict(workers=None, frames=self._frames)
         self._settle()
         if self._inline is not None:
             with own_randomness(self._random):
@@ -177,31 +208,49 @@ class WorkerCollector(BaseCollector):
         return OrderedDict(workers=states, frames=self._frames)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
-        """Restore the workers' states; what they collect next starts new episodes.
+        """Restore the workers' states, or new episodes if there are none in it.
+
+        With `MujocoBatchEnv` the workers go on in the midst of their episodes, with other
+        environments they start new ones.
 
         Raises:
-            ValueError: The state is of another number of workers.
+            ConfigError: The state is of another number of workers.
         """
         self._check_open()
         self._settle()
         states = state_dict["workers"]
+        if states is None:
+            self._count_from(state_dict["frames"])
+            return
         if len(states) != self.num_workers:
-            raise ValueError(
+            raise ConfigError(
                 f"state of {len(states)} workers (expected {self.num_workers}). "
                 "Use as many workers as when it was saved."
             )
         if self._inline is not None:
             with own_randomness(self._random):
                 self._inline.load_state_dict(states[0])
+            self._inline.tell(self._open_metrics(), 0)
         else:
             self._ask(*(("load", cloudpickle.dumps(state)) for state in states))
         self._frames = state_dict["frames"]
 
+    def _count_from(self, frames: int) -> None:
+        """Count on from so many frames, shared evenly by the workers."""
+        share = frames // self.num_workers
+        if self._inline is not None:
+            self._inline.frames = share
+        else:
+            self._ask(*[("frames", share)] * self.num_workers)
+        self._frames = frames
+
+    def _open_metrics(self) -> LatestMetrics:
+        assert self._latest is not None, "there are metrics until the collector is shut down"
+        return self._latest
+
     def shutdown(self, timeout: float | None = None, close_env: bool = True, **_: Any) -> None:
         """End the workers and free the memory they filled. Idempotent."""
-        if self._group is not None:
-            self._group.stop() if timeout is None else self._group.stop(timeout)
-            self._group = None
+        self._end_workers(timeout)
         if self._inline is not None and close_env:
             self._inline.close()
         if self._memory is not None:
@@ -210,6 +259,11 @@ class WorkerCollector(BaseCollector):
         if self._latest is not None:
             self._latest.close()
             self._latest = None
+
+    def _end_workers(self, timeout: float | None = None) -> None:
+        if self._group is not None:
+            self._group.stop() if timeout is None else self._group.stop(timeout)
+            self._group = None
 
     def _give_up_memory(self) -> None:
         """Free `_memory`."""

@@ -8,8 +8,9 @@ reader only misses what is outdated, and a reader sees each snapshot whole.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,6 +103,22 @@ class EpisodeLog:
         """Forget the episodes that have not ended: all environments were reset."""
         self._returns[:] = 0.0
         self._lengths[:] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is known of episodes, ended or not."""
+        return {
+            "episodes": self.episodes,
+            "last": self.last.copy(),
+            "returns": self._returns.copy(),
+            "lengths": self._lengths.copy(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.episodes = state_dict["episodes"]
+        self.last[...] = state_dict["last"]
+        self._returns[...] = state_dict["returns"]
+        self._lengths[...] = state_dict["lengths"]
 
     def add(
         self,

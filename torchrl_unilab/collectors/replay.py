@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ from torchrl_unilab.collectors.rollout_worker import (
 )
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.runtime import Link, WorkerGroup
+from torchrl_unilab.runtime import Link, WorkerGroup, trace
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["ReplayCollector", "transition_keys"]
@@ -47,7 +49,8 @@ class ReplayCollector(WorkerCollector):
     next tick, so that they collect while the learner learns, and no further: updates per
     frame stay what the learner makes of them. With `lockstep` they collect only while the
     collector is asked for a tick, so with what was published before, and runs are
-    repeatable bit for bit; with `inline` the same happens in this process.
+    repeatable bit for bit, and their rows are in the order of the workers; with `inline`
+    the same happens in this process.
 
     Args:
         create_env_fn: Makes a worker's environment, of any TorchRL kind, or one such
@@ -124,6 +127,8 @@ class ReplayCollector(WorkerCollector):
                 f"init_random_frames: {init_random_frames} (expected at least 0). Use 0."
             )
         self.lockstep = lockstep or inline
+        # Rows of a tick in the order of the workers, not in that of who is first.
+        self._in_turn = self.lockstep and workers > 1
         self.init_random_frames = init_random_frames
         self._owed = False  # a tick was asked for and not answered
         self._come = 0  # ticks that have come and were not yielded
@@ -167,7 +172,7 @@ class ReplayCollector(WorkerCollector):
                 self._inline = self._rows.steps
             else:
                 payload = cloudpickle.dumps((factories, policy, explore, example.clone()))
-                setup = WorkerSetup(payload, num_steps, exploration_type)
+                setup = WorkerSetup(payload, num_steps, exploration_type, trace.settings())
                 shared = (self._memory, setup, self.scheme, self._latest)
                 self._group = WorkerGroup(
                     collect_rows,
@@ -203,21 +208,42 @@ class ReplayCollector(WorkerCollector):
 
     def _ask_for_a_tick(self) -> None:
         if self._inline is None:
-            self._request("collect")
+            self._request("collect", self._in_turn)
             self._owed = True
             return
-        assert self._latest is not None
         with own_randomness(self._random):
-            self._rows.collect(self._latest, 0)
+            self._rows.step()
+            self._rows.write(self._open_metrics(), 0)
         self._come += 1
 
     def _settle(self) -> None:
         if self._owed:
-            assert self._group is not None
-            for worker in range(self.num_workers):
-                self._group.receive(worker, self.timeout)
+            group = self._running()
+            with span("wait"):
+                for worker in range(self.num_workers):
+                    group.receive(worker, self.timeout)
+                if self._in_turn:
+                    self._ask(*[("write",)] * self.num_workers)
             self._owed = False
             self._come += 1
+
+    def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
+        """Return what `WorkerCollector.state_dict` does, and the ticks not yielded yet.
+
+        The rows are the replay's: save both while the learner does not collect.
+        """
+        state = super().state_dict(workers=workers)
+        state["come"] = self._come
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ConfigError: The state is of another number of workers.
+        """
+        super().load_state_dict(state_dict)
+        self._come = state_dict["come"]
 
     @property
     def storage(self) -> PackedReplayStorage:
@@ -269,15 +295,21 @@ class _RowWorker:
         self._random_frames = random_frames
         self._policy = steps.policy
 
-    def collect(self, metrics: LatestMetrics, worker: int) -> None:
-        """Take `num_steps` steps, write them, and tell about them."""
+    def step(self) -> None:
+        """Take `num_steps` steps."""
         steps = self.steps
         random = steps.frames < self._random_frames
         steps.policy = _RandomActions(steps.env) if random else self._policy
-        steps.rollout(self._slot)
+        with span("rollout"):
+            steps.rollout(self._slot)
+
+    def write(self, metrics: LatestMetrics, worker: int) -> None:
+        """Write the steps taken, and tell about them."""
+        steps = self.steps
+        steps.clock.start()
         self.storage.add(self._rows.reshape(steps.num_envs, steps.num_steps))
         steps.clock.to("write")
-        metrics.put(worker, steps.frames, steps.log, steps.clock)
+        steps.tell(metrics, worker)
 
 
 class _RandomActions(TensorDictModuleBase):
@@ -314,7 +346,8 @@ def collect_rows(
 ) -> None:
     """A worker process: write transitions into the replay when the parent asks for them.
 
-    Requests: ``("collect",)``, and those of `serve`; each is answered when it is done.
+    Requests: ``("collect", False)``; ``("collect", True)``, which leaves it to ``("write",)``
+    to write the rows; and those of `serve`. Each is answered when it is done.
 
     Args:
         link: To the parent.
@@ -326,6 +359,7 @@ def collect_rows(
         workers: How many there are.
         random_frames: Frames of this worker at first with random actions.
     """
+    trace.join(setup.trace, f"collector {worker}")
     create_env, policy, explore, slot = cloudpickle.loads(setup.payload)
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
     scheme.connect(worker_idx=worker)
@@ -345,14 +379,20 @@ def collect_rows(
         while True:
             waited = steps.clock
             waited.start()
-            request = link.request(block=True)
+            with span("wait"):
+                request = link.request(block=True)
             waited.to("wait")
             assert request is not None, "a blocking request waits for one"
             if request[0] == "collect":
-                rows.collect(metrics, worker)
+                rows.step()
+                if not request[1]:
+                    rows.write(metrics, worker)
+                link.answer()
+            elif request[0] == "write":
+                rows.write(metrics, worker)
                 link.answer()
             else:
-                serve(link, steps, request)
+                serve(link, steps, request, metrics, worker)
     finally:
         steps.close()
         storage.close()

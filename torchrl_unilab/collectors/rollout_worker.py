@@ -9,15 +9,18 @@ from typing import Any
 
 import cloudpickle
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.metrics import EpisodeLog, LatestMetrics, PhaseClock
 from torchrl_unilab.data import RolloutRingStorage
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import PeerGoneError
-from torchrl_unilab.runtime import Link
+from torchrl_unilab.modules import PerEnvNoise
+from torchrl_unilab.runtime import Link, trace
+from torchrl_unilab.runtime.trace import TraceSettings, span
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -48,11 +51,13 @@ class WorkerSetup:
             none of the learner's tensors into shared memory.
         num_steps: Steps of each environment in a rollout.
         exploration_type: How the policy acts.
+        trace: The trace that the worker's events go to, if one is recorded.
     """
 
     payload: bytes
     num_steps: int
     exploration_type: ExplorationType
+    trace: TraceSettings | None
 
 
 def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) -> TensorDictBase:
@@ -108,6 +113,11 @@ class RolloutWorker:
         self._next_trajectory = worker
         self._carrier: TensorDictBase | None = None
         self.log = EpisodeLog(self.num_envs)
+        base = env
+        while isinstance(base, TransformedEnv):
+            base = base.base_env
+        self._simulation = base if isinstance(base, MujocoBatchEnv) else None
+        self._noise = [module for module in policy.modules() if isinstance(module, PerEnvNoise)]
 
     def seed(self, env_seed: int, torch_seed: int) -> None:
         """Seed environment and policy noise; the next rollout starts new episodes."""
@@ -120,19 +130,55 @@ class RolloutWorker:
         self._carrier = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the environment's transforms, of the noise, and the frames."""
+        """Return all that the next rollouts follow from, but the weights.
+
+        The state of the environment and its transforms, the step that comes next, episodes
+        that have not ended, the random state, what noise keeps, and all counts.
+        """
+        simulation, carrier = self._simulation, self._carrier
+        going = simulation is not None and carrier is not None
         return {
-            "env": self.env.state_dict(),
+            "env": None if self.env is simulation else self.env.state_dict(),
+            "simulation": None if simulation is None else simulation.state_dict(),
+            "carrier": carrier.to_dict() if going else None,  # type: ignore[union-attr]
+            "trajectories": self._trajectories if going else None,
+            "next_trajectory": self._next_trajectory,
             "random": torch.get_rng_state(),
+            "noise": [noise.std for noise in self._noise],
+            "log": self.log.state_dict(),
+            "seconds": dict(self.clock.seconds),
             "frames": self.frames,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; the next rollout starts new episodes."""
-        self.env.load_state_dict(state["env"])
+        """Restore a state.
+
+        With a `MujocoBatchEnv`, transformed or not, the next rollout goes on in the midst of
+        the episodes, bit for bit; other environments start new ones.
+
+        Raises:
+            ValueError: The state is of another environment.
+        """
+        if self._simulation is not None and state["simulation"] is not None:
+            self._simulation.load_state_dict(state["simulation"])
+        if state["env"] is not None:
+            self.env.load_state_dict(state["env"])
         torch.set_rng_state(state["random"])
+        for noise, std in zip(self._noise, state["noise"], strict=True):
+            noise.std = std
+        self.log.load_state_dict(state["log"])
+        self.clock.seconds.update(state["seconds"])
         self.frames = state["frames"]
+        self._next_trajectory = state["next_trajectory"]
         self._carrier = None
+        if state["carrier"] is not None:
+            batch = {"batch_size": self.env.batch_size, "device": self.env.device}
+            self._carrier = TensorDict(state["carrier"], **batch)
+            self._trajectories = state["trajectories"]
+
+    def tell(self, metrics: LatestMetrics, worker: int) -> None:
+        """Put all counts where the learner reads them, as worker `worker`'s."""
+        metrics.put(worker, self.frames, self.log, self.clock)
 
     def _start(self) -> TensorDictBase:
         self.log.restart()
@@ -228,6 +274,7 @@ def collect_rollouts(
         worker: Number of this worker.
         workers: How many there are.
     """
+    trace.join(setup.trace, f"collector {worker}")
     create_env, policy = cloudpickle.loads(setup.payload)
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
     scheme.connect(worker_idx=worker)
@@ -249,7 +296,7 @@ def collect_rollouts(
             if request is not None and request[0] == "collect":
                 wanted = int(request[1])
             elif request is not None:
-                serve(link, rollouts, request)
+                serve(link, rollouts, request, metrics, worker)
             elif fill_slot(storage, rollouts, metrics, worker, timeout=_CLAIM_SECONDS):
                 wanted -= wanted > 0
     except PeerGoneError:
@@ -277,23 +324,32 @@ def fill_slot(
     if slot is None:
         return False
     try:
-        rollouts.rollout(slot)
+        with span("rollout"):
+            rollouts.rollout(slot)
     except BaseException:
         storage.abandon()
         raise
-    metrics.put(worker, rollouts.frames, rollouts.log, rollouts.clock)
+    rollouts.tell(metrics, worker)
     storage.commit()
     return True
 
 
-def serve(link: Link, rollouts: RolloutWorker, request: tuple[Any, ...]) -> None:
+def serve(
+    link: Link,
+    rollouts: RolloutWorker,
+    request: tuple[Any, ...],
+    metrics: LatestMetrics,
+    worker: int,
+) -> None:
     """Serve and answer a request about a worker's state.
 
     Args:
         link: To the parent.
         rollouts: The worker.
-        request: ``("seed", env_seed, torch_seed)``, ``("reset",)``, ``("state",)`` or
-            ``("load", state)``, states being pickled by value.
+        request: ``("seed", env_seed, torch_seed)``, ``("reset",)``, ``("frames", count)``,
+            ``("state",)`` or ``("load", state)``, states being pickled by value.
+        metrics: Where to tell about what was loaded.
+        worker: Number of the worker.
 
     Raises:
         ValueError: It is none of them.
@@ -309,6 +365,11 @@ def serve(link: Link, rollouts: RolloutWorker, request: tuple[Any, ...]) -> None
         link.answer(cloudpickle.dumps(rollouts.state_dict()))
     elif kind == "load":
         rollouts.load_state_dict(cloudpickle.loads(*arguments))
+        rollouts.tell(metrics, worker)
+        link.answer()
+    elif kind == "frames":
+        (rollouts.frames,) = arguments
+        rollouts.tell(metrics, worker)
         link.answer()
     else:
         raise ValueError(f"request of the parent: {kind!r} (expected a known one). Update both.")

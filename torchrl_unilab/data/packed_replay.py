@@ -35,6 +35,7 @@ from torchrl_unilab.errors import (
     SegmentClosedError,
     SnapshotContendedError,
 )
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_copy import is_run
 from torchrl_unilab.shm.row_store import RowStore
@@ -412,7 +413,7 @@ class PackedReplayStorage(TensorStorage):
                 f"terminal_mask: {mask.dtype} of shape {tuple(mask.shape)} (expected torch.bool of "
                 f"{tuple(rows.batch_size)}). One entry for each row."
             )
-        with self._writing:
+        with span("commit"), self._writing:
             appender = self._need_appender(rows if rows.ndim == 1 else rows[0])
             return appender.add(rows, mask, terminal_next_obs) % capacity
 
@@ -443,7 +444,7 @@ class PackedReplayStorage(TensorStorage):
         return index if first + count <= self.max_size else index.remainder_(self.max_size)
 
     def _append(self, rows: TensorDictBase, at: int | None) -> int:
-        with self._writing:
+        with span("commit"), self._writing:
             return self._need_appender(rows).append(rows, at)
 
     def _need_appender(self, rows: TensorDictBase) -> RowAppender:
@@ -484,7 +485,7 @@ class PackedReplayStorage(TensorStorage):
             head = self.rows.head if self.initialized else 0
             first = head % self.max_size
             if set_cursor and is_run(positions, first, self.max_size):
-                self._append(data, first)
+                self._need_appender(data).append(data, first)
                 return
             self._rewrite(positions, data, len(self))
 

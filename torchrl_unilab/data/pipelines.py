@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,6 +39,7 @@ from torchrl_unilab.data.transfer import (
     make_transfer,
 )
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
+from torchrl_unilab.runtime.trace import span
 
 __all__ = [
     "DoubleBufferReplayPipeline",
@@ -338,9 +339,10 @@ class DoubleBufferReplayPipeline:
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: What packing it failed with.
         """
-        self.start_prepare(tick_id, sample_count)
-        with self._span("replay wait"):
-            metadata = self._outcome()
+        with span("sample"):
+            self.start_prepare(tick_id, sample_count)
+            with self._span("replay wait"):
+                metadata = self._outcome()
         self.after_tick()  # whoever wants the next batch has asked for all work on this one
         self._hot = self._slots[self._cold]
         self._cold = (self._cold + 1) % SLOTS
@@ -358,6 +360,16 @@ class DoubleBufferReplayPipeline:
         if self._hot is not None:
             self._hot.release()
             self._hot = None
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the seed of tick 0: what a tick draws follows from it and from the rows."""
+        return {"base_seed": self.base_seed}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Restore what `state_dict` returned; a batch that was prepared is not used."""
+        if self._tick is not None:
+            self.sample_large_batch(self._tick, self.sample_count)
+        self.base_seed = state_dict["base_seed"]
 
     def close(self) -> None:
         """End all waiting, in every thread, and let go of the memory. Idempotent."""
@@ -409,6 +421,7 @@ class DoubleBufferReplayPipeline:
     @contextlib.contextmanager
     def _span(self, name: str) -> Iterator[None]:
         begin = time.perf_counter()
-        yield
+        with span(name):
+            yield
         if self._trace is not None:
             self._trace(name, begin, time.perf_counter())

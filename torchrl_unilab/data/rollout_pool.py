@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
 
@@ -82,6 +85,32 @@ class RolloutPool:
         column.update_(rollout.transpose(0, 1))
         self.added += 1
         return column
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rollouts, and how many there have been."""
+        memory = self._memory
+        return {
+            "added": self.added,
+            "batch_size": None if memory is None else list(memory.batch_size),
+            "rollouts": None if memory is None else memory.to_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ConfigError: It is of a pool of another size. Nothing has changed then.
+        """
+        size = state_dict["batch_size"]
+        if size is not None and size[1] != self.size:
+            raise ConfigError(
+                f"rollout pool: a state of {size[1]} rollouts (expected {self.size}). Load it "
+                "into a pool of its size."
+            )
+        self.added = state_dict["added"]
+        self._memory = None
+        if size is not None:
+            self._memory = TensorDict(state_dict["rollouts"], size).to(self.device).clone()
 
     @property
     def data(self) -> TensorDictBase:

@@ -39,6 +39,7 @@ from torchrl_unilab.errors import (
     RingTimeoutError,
     SegmentClosedError,
 )
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing
@@ -412,7 +413,8 @@ class RolloutRingStorage(TensorStorage):
                 self._drop_held()
             while self._held and ring.claim(0.0) is None:
                 self._drop_held()
-        return ring.claim(self.timeout if timeout is None else timeout) is not None
+        with span("claim"):
+            return ring.claim(self.timeout if timeout is None else timeout) is not None
 
     def _drop_held(self) -> None:
         self._drawn = None
@@ -442,7 +444,8 @@ class RolloutRingStorage(TensorStorage):
         Raises:
             RuntimeError: No slot is claimed.
         """
-        self.ring.signal_write_done()
+        with span("commit"):
+            self.ring.signal_write_done()
         self._bump_mutation_revision()
         return self.written[self._writer]
 

@@ -17,12 +17,14 @@ from torchrl import logger as torchrl_logger
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from torchrl_unilab.envs.held_fields import HeldFields
 from torchrl_unilab.envs.named_tasks import make_task
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.runtime import available_cores
 
+_ALL = slice(None)
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -140,6 +142,7 @@ class MujocoBatchEnv(EnvBase):
         self.phase_seconds = dict.fromkeys(("physics", "reward", "observation", "reset"), 0.0)
         self._with_reward_terms = with_reward_terms
         self._torch_dtype = dtype
+        self._on_cpu = self.device.type == "cpu"
         self.dtype = _NUMPY_DTYPE[dtype]
         self._elapsed = np.zeros(num_envs, dtype=np.int64)
         self._terminated = np.zeros(num_envs, dtype=bool)
@@ -163,6 +166,7 @@ class MujocoBatchEnv(EnvBase):
         # MuJoCo resets a simulation that diverges and leaves one of these counts
         bad = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
         self._warned = batch.warning[:, bad, 1]
+        self._held = HeldFields(self._fields)
         self._init_qpos = self._fields["qpos"][0].copy()
         self._init_qvel = self._fields["qvel"][0].copy()
         for start in (self._init_qpos, self._init_qvel):
@@ -270,6 +274,66 @@ class MujocoBatchEnv(EnvBase):
         self._place(rows[order], *values)
         return self._output()
 
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return all that the next steps follow from, which ``state_dict`` carries.
+
+        Simulations in the midst of their episodes, their generators and what differs between
+        their models: an environment of the same task that loads it goes on bit for bit as
+        this one does.
+
+        Raises:
+            RuntimeError: if the environment is closed.
+        """
+        state = self._open_batch().state
+        return {
+            "state": state.copy(),
+            "derived": self._held.derived(),
+            "command": self._fields["command"].copy() if self.task.command_size else None,
+            "elapsed": self._elapsed.copy(),
+            "terminated": self._terminated.copy(),
+            "truncated": self._truncated.copy(),
+            "reward_terms": {name: term.copy() for name, term in self.reward_terms.items()},
+            "num_diverged": self.num_diverged,
+            "generators": [rng.bit_generator.state for rng in self._rngs],
+            "randomizer": self.randomizer.state_dict(),
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_extra_state` returned.
+
+        Raises:
+            RuntimeError: if the environment is closed.
+            ValueError: if it is of another task or number of simulations. Nothing has
+                changed then.
+        """
+        batch = self._open_batch()
+        mine = {name: field.shape for name, field in self._held.derived().items()}
+        command = self._fields["command"].shape if self.task.command_size else None
+        expected = (batch.state.shape, mine, command)
+        found = (
+            state["state"].shape,
+            {name: field.shape for name, field in state["derived"].items()},
+            None if state["command"] is None else state["command"].shape,
+        )
+        if found != expected:
+            raise ValueError(
+                f"MujocoBatchEnv: a state of shapes {found} (expected {expected}, those of "
+                f"{self.task.name}). Load it into the task and number of simulations it is of."
+            )
+        self.randomizer.load_state_dict(state["randomizer"])
+        batch.state[...] = state["state"]
+        self._held.hold(state["derived"])
+        if self.task.command_size:
+            self._fields["command"][...] = state["command"]
+        self._elapsed[...] = state["elapsed"]
+        self._terminated[...] = state["terminated"]
+        self._truncated[...] = state["truncated"]
+        self.reward_terms = {name: term.copy() for name, term in state["reward_terms"].items()}
+        self.num_diverged = state["num_diverged"]
+        for rng, generator in zip(self._rngs, state["generators"], strict=True):
+            rng.bit_generator.state = generator
+        self._mark(slice(None))
+
     def render(self, ids: ArrayLike | None = None) -> Pictures:
         """Draw simulations as they are now.
 
@@ -302,6 +366,7 @@ class MujocoBatchEnv(EnvBase):
         self._batch = None
         self.randomizer.close()
         self._fields = {}
+        self._held.close()
         self._ctrl = self._warned = np.empty((0, 0))
 
     def _set_seed(self, seed: int | None) -> None:
@@ -347,12 +412,15 @@ class MujocoBatchEnv(EnvBase):
         batch = self._open_batch()
         action = self._read_action(tensordict)
         ids = self._rows(tensordict.get("_step", None))
-        rows = slice(None) if ids is None else ids
-        task, fields, state = self.task, self._fields, batch.state
+        rows = _ALL if ids is None else ids
+        task, state = self.task, batch.state
 
         start = time.perf_counter()
-        before = task.before(fields)
-        self._ctrl[rows] = action[rows]
+        before = task.before(self._held.seen)
+        if ids is None:
+            self._ctrl[:] = action
+        else:
+            self._ctrl[ids] = action[ids]
         failed = np.empty(0, dtype=np.int32)
         try:
             batch.step(ids, nstep=task.frame_skip)
@@ -364,10 +432,12 @@ class MujocoBatchEnv(EnvBase):
             diverged[failed] = True
             batch.reset(diverged)
             self._report(diverged)
+        self._held.release(rows)
         start = self._end_phase("physics", start)
-        outcome = task.outcome(fields, before, action, self.dt)
+        outcome = task.outcome(self._held.seen, before, action, self.dt)
         reward, terminated = outcome.reward, outcome.terminated
-        self.reward_terms, self.info = outcome.terms, outcome.info
+        # past what nn.Module does about attributes, which takes as long as some of the terms
+        self.__dict__.update(reward_terms=outcome.terms, info=outcome.info)
         if diverged is not None:
             # what the task makes of the jump to the default pose means nothing
             reward = np.where(diverged, 0.0, reward)
@@ -375,11 +445,15 @@ class MujocoBatchEnv(EnvBase):
             self.reward_terms = {
                 name: np.where(diverged, 0.0, term) for name, term in self.reward_terms.items()
             }
-        self._elapsed[rows] += 1
         self._mark(rows)
-        self._terminated[rows] = terminated[rows]
-        self._truncated[rows] = self._elapsed[rows] >= self.max_episode_steps
-        if ids is not None:
+        if ids is None:
+            self._elapsed += 1
+            self._terminated[:] = terminated
+            np.greater_equal(self._elapsed, self.max_episode_steps, out=self._truncated)
+        else:
+            self._elapsed[ids] += 1
+            self._terminated[ids] = terminated[ids]
+            self._truncated[ids] = self._elapsed[ids] >= self.max_episode_steps
             reward = np.where(np.isin(np.arange(len(reward)), ids), reward, 0.0)
         if task.command_steps is not None:
             due = self._elapsed % task.command_steps == 0
@@ -423,10 +497,12 @@ class MujocoBatchEnv(EnvBase):
 
     def _read_action(self, tensordict: TensorDictBase) -> NDArray[Any]:
         """The action as a contiguous array, refused if it is malformed."""
-        action = tensordict["action"].detach()
-        if action.dtype is not torch.float64:
+        action = tensordict["action"]
+        if action.requires_grad:
+            action = action.detach()
+        if action.dtype is not torch.float32 and action.dtype is not torch.float64:
             action = action.float()
-        array: NDArray[Any] = np.ascontiguousarray(action.cpu().numpy())
+        array: NDArray[Any] = np.ascontiguousarray(action.numpy(force=not action.is_cpu))
         if array.shape != self._ctrl.shape:
             raise ValueError(
                 f"MujocoBatchEnv.step: action has shape {array.shape} (expected "
@@ -472,6 +548,7 @@ class MujocoBatchEnv(EnvBase):
         self._fields["qpos"][ids] = qpos
         self._fields["qvel"][ids] = qvel
         batch.forward(ids)
+        self._held.release(ids)
         if self._with_reward_terms:
             started = np.isin(np.arange(len(self._elapsed)), ids)
             self.reward_terms = {
@@ -490,18 +567,20 @@ class MujocoBatchEnv(EnvBase):
     def _output(self, **entries: torch.Tensor) -> TensorDict:
         """The present observation and flags, in new tensors, and ``entries``."""
         start = time.perf_counter()
-        terminated, truncated = self._terminated[:, None], self._truncated[:, None]
-        groups = self.task.observations(self._fields) if self._observes else {}
+        n = len(self._elapsed)
+        groups = self.task.observations(self._held.seen) if self._observes else {}
         for key, parts in groups.items():
             # cast while they are put together: one copy out of the physics
-            tensor = torch.empty((len(terminated), self._widths[key]), dtype=self._torch_dtype)
+            tensor = torch.empty((n, self._widths[key]), dtype=self._torch_dtype)
             np.concatenate(parts, axis=1, out=tensor.numpy(), casting="same_kind")
             entries[key] = self._placed(tensor)
         if self._pixels is not None:
             entries["pixels"] = self._tensor(self._pixels.current(), np.uint8)
-        entries["done"] = self._tensor(terminated | truncated, bool)
-        entries["terminated"] = self._tensor(terminated, bool)
-        entries["truncated"] = self._tensor(truncated, bool)
+        flags = np.empty((3, n, 1), dtype=bool)
+        flags[1, :, 0], flags[2, :, 0] = self._terminated, self._truncated
+        np.logical_or(flags[1], flags[2], out=flags[0])
+        done, terminated, truncated = self._placed(torch.from_numpy(flags)).unbind(0)
+        entries |= {"done": done, "terminated": terminated, "truncated": truncated}
         # the constructor without its checks, as in TorchRL's own environments
         output = TensorDict._new_unsafe(entries, batch_size=self.batch_size, device=self.device)
         if self._with_reward_terms:
@@ -517,7 +596,7 @@ class MujocoBatchEnv(EnvBase):
 
     def _placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor on the environment's device."""
-        return tensor if self.device.type == "cpu" else tensor.to(self.device)
+        return tensor if self._on_cpu else tensor.to(self.device)
 
     def _tensor(self, array: NDArray[Any], dtype: type) -> torch.Tensor:
         """A tensor of a copy of ``array`` on the environment's device."""

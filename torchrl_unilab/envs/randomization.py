@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import mujoco
 import numpy as np
@@ -195,6 +195,33 @@ class ModelRandomizer:
         if self._at_reset:
             self._draw(ids, ("reset",))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers drawn, and the generators of those to come."""
+        return {
+            "numbers": [numbers.copy() for numbers in self._numbers],
+            "generators": [rng.bit_generator.state for rng in self._rngs],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give the models the numbers that `state_dict` returned.
+
+        Raises:
+            ValueError: if they are of another randomisation. Nothing has changed then.
+        """
+        found = [numbers.shape for numbers in state_dict["numbers"]]
+        expected = [numbers.shape for numbers in self._numbers]
+        if found != expected or len(state_dict["generators"]) != len(self._rngs):
+            raise ValueError(
+                f"ModelRandomizer: numbers of shapes {found} (expected {expected}). Load them "
+                "where the same is randomized in as many simulations."
+            )
+        for mine, numbers in zip(self._numbers, state_dict["numbers"], strict=True):
+            mine[...] = numbers
+        for rng, generator in zip(self._rngs, state_dict["generators"], strict=True):
+            rng.bit_generator.state = generator
+        if self._batch is not None:
+            self._set(np.arange(self._batch.nsim))
+
     def close(self) -> None:
         """Let go of the simulations, which views of their models keep alive."""
         self._batch = None
@@ -202,11 +229,15 @@ class ModelRandomizer:
         self._values = {}
 
     def _draw(self, ids: NDArray[np.intp], when: tuple[str, ...]) -> None:
-        assert self._batch is not None
         for plan, numbers in zip(self._plans, self._numbers, strict=True):
             if plan.spec.when in when:
                 for i in ids:
                     numbers[i] = self._rngs[i].uniform(plan.spec.low, plan.spec.high, plan.count)
+        self._set(ids)
+
+    def _set(self, ids: NDArray[np.intp]) -> None:
+        """Give the models of simulations ``ids`` what follows from their numbers."""
+        assert self._batch is not None
         for field, values in self._values.items():
             values[ids] = self._defaults[field]
         for plan, numbers in zip(self._plans, self._numbers, strict=True):
@@ -263,6 +294,8 @@ def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
         )
         for (field, column, _), rows in zip(parts, chosen, strict=True)
     )
+    for target in targets:
+        _check_masses(model, spec, target, name)
     return _Plan(spec, 1 if spec.shared else len(owners[0]), targets)
 
 
@@ -324,6 +357,20 @@ def _chosen(
         for row, owner in owners.items()
         if any(fnmatchcase(names[owner], pattern) for pattern in patterns)
     ]
+
+
+def _check_masses(model: mujoco.MjModel, spec: Randomize, target: _Target, name: str) -> None:
+    """Refuse what takes the mass or inertia of a body that has one."""
+    if target.field not in ("body_mass", "body_inertia"):
+        return
+    own = _default(model, target.field)[target.rows]
+    own = own if target.column is None else own[:, target.column]
+    least = {"scale": own * spec.low, "add": own + spec.low, "set": np.full_like(own, spec.low)}
+    if (least[spec.how][own > 0] <= 0).any():
+        raise ConfigError(
+            f"randomization of {name}: {target.field} can become {least[spec.how].min()} "
+            "(expected masses and inertias above 0). Correct the range."
+        )
 
 
 def _default(model: mujoco.MjModel, field: str) -> NDArray[np.float64]:

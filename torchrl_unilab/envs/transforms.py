@@ -10,6 +10,7 @@ it would apply the transforms before it to the action again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -102,6 +103,15 @@ class _Delay(Transform):
         if self._delays is None:
             self._delays = self._drawn()
         return self._delays
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the delays and what went in, which ``state_dict`` carries."""
+        return {"delays": self._delays, "history": dict(self._history)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_extra_state` returned."""
+        self._delays = state["delays"]
+        self._history = dict(state["history"])
 
     def _drawn(self) -> torch.Tensor:
         low, high = self._range

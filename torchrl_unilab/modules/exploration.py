@@ -86,8 +86,15 @@ class PerEnvNoise(TensorDictModuleBase):
 
     @property
     def std(self) -> torch.Tensor | None:
-        """Each environment's standard deviation now, [*B, 1]; None before the first action."""
+        """Each environment's standard deviation now, [*B, 1]; None before the first action.
+
+        May be set, to go on from a checkpoint.
+        """
         return self._std
+
+    @std.setter
+    def std(self, std: torch.Tensor | None) -> None:
+        self._std = std
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -1,6 +1,25 @@
-"""Processes, threads and budgets. Imports no torchrl."""
+"""Processes, threads, budgets and traces. Imports no torchrl."""
 
 from torchrl_unilab.runtime.budget import ThreadPlan, available_cores, plan_threads
+from torchrl_unilab.runtime.memory_budget import (
+    MemoryBudget,
+    MemoryItem,
+    MemoryLimit,
+    available_memory,
+)
+from torchrl_unilab.runtime.trace import Tracer, TraceSettings
 from torchrl_unilab.runtime.workers import Link, WorkerGroup
 
-__all__ = ["Link", "ThreadPlan", "WorkerGroup", "available_cores", "plan_threads"]
+__all__ = [
+    "Link",
+    "MemoryBudget",
+    "MemoryItem",
+    "MemoryLimit",
+    "ThreadPlan",
+    "TraceSettings",
+    "Tracer",
+    "WorkerGroup",
+    "available_cores",
+    "available_memory",
+    "plan_threads",
+]

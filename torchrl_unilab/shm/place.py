@@ -54,7 +54,7 @@ class ProcessLock:
 
     def __enter__(self) -> None:
         until = time.monotonic() + self._timeout
-        if not self._threads.acquire(timeout=self._timeout):
+        if not (self._threads.acquire(False) or self._threads.acquire(timeout=self._timeout)):
             raise self._contended()
         try:
             if self._closed:

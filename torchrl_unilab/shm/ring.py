@@ -51,7 +51,7 @@ from torchrl_unilab.shm.segment import (
 )
 from torchrl_unilab.shm.tokens import Token, TokenPipe, create_pipes, pipe_paths, waits
 
-__all__ = ["Lease", "Overflow", "RolloutBlock", "RolloutRing"]
+__all__ = ["Lease", "Overflow", "RolloutBlock", "RolloutRing", "ring_nbytes"]
 
 Overflow = Literal["overwrite", "block"]
 OVERFLOWS: tuple[Overflow, ...] = ("overwrite", "block")
@@ -159,7 +159,7 @@ class RolloutRing:
         layout = BlockLayout.of(initial)
         kind = kind or (default_kind() if name is None else "named")
         _check_room(layout, slots, writers, kind)
-        segment = SharedSegment(_nbytes(layout, slots, writers), name=name, kind=kind)
+        segment = SharedSegment(ring_nbytes(layout, slots, writers), name=name, kind=kind)
         free, ready = create_pipes(segment)
         self._open(segment, layout, slots, writers, overflow, free, ready)
         for slot in range(slots):
@@ -756,12 +756,11 @@ def _attach_pickled(
 
 def _check_room(layout: BlockLayout, slots: int, writers: int, kind: SegmentKind) -> None:
     """Refuse a ring that does not fit, before anything is allocated."""
-    needed, free = _nbytes(layout, slots, writers), free_bytes(kind)
+    needed, free = ring_nbytes(layout, slots, writers), free_bytes(kind)
     if needed <= free:
         return
-    fit = max(
-        0, (free - _nbytes(layout, 0, writers)) // (_nbytes(layout, 1, 0) - _nbytes(layout, 0, 0))
-    )
+    slot = ring_nbytes(layout, 1, 0) - ring_nbytes(layout, 0, 0)
+    fit = max(0, (free - ring_nbytes(layout, 0, writers)) // slot)
     raise SegmentSpaceError(
         f"cannot create a ring of {slots} slots: {needed} bytes do not fit (expected at most "
         f"{free}, which holds {fit} slots of {layout.nbytes} bytes). Use fewer slots, smaller "
@@ -769,6 +768,7 @@ def _check_room(layout: BlockLayout, slots: int, writers: int, kind: SegmentKind
     )
 
 
-def _nbytes(layout: BlockLayout, slots: int, writers: int) -> int:
+def ring_nbytes(layout: BlockLayout, slots: int, writers: int) -> int:
+    """Return the bytes of shared memory that a `RolloutRing` takes."""
     words = _HEADER_WORDS + writers * (3 + writers) + slots
     return SharedWords.nbytes(words) + slots * layout.nbytes

@@ -31,7 +31,7 @@ from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
 
-__all__ = ["SeqLock", "SnapshotCell"]
+__all__ = ["SeqLock", "SnapshotCell", "cell_nbytes"]
 
 DEFAULT_SLOTS = 3
 DEFAULT_RETRIES = 1000
@@ -208,7 +208,7 @@ class SnapshotCell:
             raise ConfigError(f"seqlock slots: {slots} (expected at least 2). Use the default.")
         layout = BlockLayout.of(initial)
         checksum = is_weakly_ordered() if checksum is None else checksum
-        nbytes = _cell_nbytes(layout, slots, readers)
+        nbytes = cell_nbytes(layout, slots, readers)
         self._open(SharedSegment(nbytes, name=name, kind=kind), layout, slots, readers, checksum)
         header = self._header
         header[MAGIC] = _MAGIC
@@ -398,6 +398,7 @@ def _attach_pickled(*args: Any) -> SnapshotCell:
     return cell
 
 
-def _cell_nbytes(layout: BlockLayout, slots: int, readers: int) -> int:
+def cell_nbytes(layout: BlockLayout, slots: int, readers: int) -> int:
+    """Return the bytes of shared memory that a `SnapshotCell` takes."""
     words = _HEADER_WORDS + _READER_WORDS * readers
     return SharedWords.nbytes(words) + SeqLock.nbytes(layout.nbytes, slots)

@@ -1,6 +1,7 @@
 """Trainers, their hooks and settings, and whole runs."""
 
 from torchrl_unilab.trainers.appo import APPOTrainer
+from torchrl_unilab.trainers.budgets import RunBudget, plan_run
 from torchrl_unilab.trainers.configs import APPO_TASKS, APPOConfig
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.hooks import (
@@ -41,12 +42,14 @@ __all__ = [
     "OffPolicyTrainer",
     "PrefetchReplay",
     "PublishWeights",
+    "RunBudget",
     "StopWhen",
     "build_learner",
     "build_reward_comparison_metrics",
     "compute_train_start_threshold",
     "evaluate",
     "evaluate_run",
+    "plan_run",
     "play_run",
     "replay_buffer_ready_for_learning",
     "train_appo",

@@ -16,6 +16,7 @@ from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.data import RolloutPool
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate, kl_adapted_lr
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.configs import APPOConfig
 from torchrl_unilab.trainers.hooks import (
     BusyTime,
@@ -156,6 +157,7 @@ class APPOTrainer(Trainer):
             **kwargs,
         )
         self.pool = RolloutPool(config.pool, stepper.lr.device)
+        self.register_module("rollout_pool", self.pool)
         self.busy_time = BusyTime()
         self.busy_time.register(self)
         self.returns: LearningCurve = (
@@ -171,6 +173,12 @@ class APPOTrainer(Trainer):
     def optim_steps(self, batch: TensorDictBase) -> None:
         """Take a rollout into the pool and update on the pool."""
         self._pre_optim_hook()
+        with span("update"):
+            logged = self._learn(batch)
+        self._log(optim_steps=self._optim_count, **logged)
+
+    def _learn(self, batch: TensorDictBase) -> dict[str, float]:
+        """Take a rollout in, and an update's steps on the pool; return what to log."""
         self._take_in(batch)
         loss = self.loss_module
         # The environments first, as the loss has it.
@@ -185,7 +193,7 @@ class APPOTrainer(Trainer):
         # The one look at the device per rollout.
         values = torch.stack([lr, *statistics.values()]).tolist()
         names = ("lr", *statistics)
-        self._log(optim_steps=self._optim_count, **dict(zip(names, values, strict=True)))
+        return dict(zip(names, values, strict=True))
 
     def _fused_steps(
         self, batch: TensorDictBase, pool: TensorDictBase, update: FusedAPPOUpdate

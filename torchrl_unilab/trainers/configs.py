@@ -146,5 +146,11 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "Hopper-v5": {"num_steps": 32, "epochs": 8, "gamma": 0.995},
     "Walker2d-v5": {},
     "InvertedPendulum-v5": {"num_envs": 16, "num_steps": 32},
+    "QuadrupedWalk": {
+        "critic_observation": "critic_observation",
+        "epochs": 8,
+        "reward_scale": 0.3,
+        "log_std": -1.5,
+    },
 }
 """What differs from the defaults, per task."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer, UpdateWeights
@@ -17,6 +18,7 @@ from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.runtime.trace import counter
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -177,6 +179,7 @@ class LogPolicyLag(_Report):
         else:
             applied = [v for v in self.scheme.applied_versions.values() if v is not None]
             lag = float(self.scheme.version - min(applied, default=self.scheme.version))
+        counter("policy_lag", lag)
         self.histogram[round(lag)] += 1
         self._watch(lag)
         shares = {
@@ -184,6 +187,15 @@ class LogPolicyLag(_Report):
             for behind, count in self.histogram.items()
         }
         return {"policy_lag": lag, **shares}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the histogram, and what the warning follows from."""
+        return {"histogram": dict(self.histogram), "last": self._last, "grown": self._grown}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.histogram = Counter(state_dict["histogram"])
+        self._last, self._grown = state_dict["last"], state_dict["grown"]
 
     def _watch(self, lag: float) -> None:
         self._grown = self._grown + 1 if lag > self._last else 0
@@ -220,8 +232,19 @@ class LearningCurve(_Report):
         self._started = time.perf_counter()
 
     def start(self) -> None:
-        """Start the clock of the curve."""
-        self._started = time.perf_counter()
+        """Start the clock of the curve, or go on from a checkpoint's."""
+        self._started = time.perf_counter() - self.seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve, as the bytes of [n, 3] float64, and the seconds so far."""
+        curve = np.array(self.curve, dtype=np.float64).tobytes()
+        return {"curve": curve, "seconds": self.seconds, "mean": self.mean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the clock goes on when training does."""
+        points = np.frombuffer(state_dict["curve"], dtype=np.float64).reshape(-1, 3).tolist()
+        self.curve = [(seconds, int(frames), mean) for seconds, frames, mean in points]
+        self.seconds, self.mean = state_dict["seconds"], state_dict["mean"]
 
     def measure(self, batch: TensorDictBase) -> dict[str, Any]:
         """Return what to log, with ``return`` and ``episode_length`` once there are any."""
@@ -259,6 +282,22 @@ class EpisodeReturns(LearningCurve):
         self.finished: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
         self._open: dict[int, tuple[float, int]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve, and the episodes, ended or not."""
+        return {
+            **super().state_dict(),
+            "finished": list(self.finished),
+            "lengths": list(self.lengths),
+            "open": dict(self._open),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state_dict)
+        self.finished = deque(state_dict["finished"], maxlen=self.finished.maxlen)
+        self.lengths = deque(state_dict["lengths"], maxlen=self.lengths.maxlen)
+        self._open = dict(state_dict["open"])
 
     def measure(self, batch: TensorDictBase) -> dict[str, Any]:
         """Take a batch in and return the means."""
@@ -310,8 +349,11 @@ class CollectorReport(LearningCurve):
         """Return the newest metrics."""
         collector = self.collector
         metrics = collector.metrics()
+        status = collector.status()
+        for name, value in status.items():
+            counter(name, value)
         measured: dict[str, Any] = {
-            **collector.status(),
+            **status,
             **{f"fps_{phase}": value for phase, value in metrics.fps.items()},
         }
         if metrics.episodes:

@@ -16,6 +16,7 @@ from torchrl_unilab.data import DoubleBufferReplayPipeline, ReplayPipeline
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
 from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -153,6 +154,26 @@ class _Learnt:
             part.load_state_dict(state_dict[name])
 
 
+class _Progress:
+    """How far a trainer has come, beside what TorchRL counts.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: OffPolicyTrainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, int]:
+        trainer = self._trainer
+        return {"updates": trainer.updates, "tick": trainer._tick, "counted": trainer._counted}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        trainer = self._trainer
+        trainer.updates = state_dict["updates"]
+        trainer._tick, trainer._counted = state_dict["tick"], state_dict["counted"]
+
+
 class OffPolicyTrainer(Trainer):
     """Trains by an off-policy loss while the collector's workers fill the replay.
 
@@ -233,6 +254,9 @@ class OffPolicyTrainer(Trainer):
             base_seed=int(torch.randint(2**31, ())),
             packer="thread" if threaded else "inline",
         )
+        self.register_module("progress", _Progress(self))
+        if isinstance(self.pipeline, DoubleBufferReplayPipeline):
+            self.register_module("pipeline", self.pipeline)
         self.busy_time = BusyTime()
         self.busy_time.register(self)
         self.returns = CollectorReport(collector)
@@ -255,11 +279,18 @@ class OffPolicyTrainer(Trainer):
         ):
             return
         self._pre_optim_hook()
-        update, count = self._update, config.batch_size * config.updates_per_step
+        count = config.batch_size * config.updates_per_step
         sample = self.pipeline.sample_large_batch(self._tick, count)
         self._tick += 1
         if self.prefetch:
             self.pipeline.start_prepare(self._tick, count)
+        with span("update"):
+            logged = self._learn(sample)
+        self._log(optim_steps=self._optim_count, **logged)
+
+    def _learn(self, sample: TensorDictBase) -> dict[str, float]:
+        """Take a tick's updates on its sample; return what to log."""
+        config, update = self.config, self._update
         if config.reward_scale != 1.0:
             sample.get(("next", "reward")).mul_(config.reward_scale)
         prepared = update.prepare(sample)
@@ -273,10 +304,9 @@ class OffPolicyTrainer(Trainer):
         self.pipeline.after_tick()
         # The one look at the device per tick; what the policy's steps alone tell may be NaN.
         means = torch.stack(observed).nanmean(0).tolist()
-        known = {
+        return {
             name: mean for name, mean in zip(update.statistics, means, strict=True) if mean == mean
         }
-        self._log(optim_steps=self._optim_count, **known)
 
     def _count_rows(self) -> None:
         """Let the normalisers learn from the rows that are new, each once."""

@@ -8,6 +8,8 @@ import importlib.metadata
 import json
 import math
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,20 +19,29 @@ from typing import Any
 
 import psutil
 import torch
-from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.envs import EnvBase
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.trainers import Trainer
 
-from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.base import CreateEnv, WorkerCollector
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules import PerEnvNoise
-from torchrl_unilab.runtime import available_cores, plan_threads
+from torchrl_unilab.errors import ConfigError, UniLabError
+from torchrl_unilab.runtime import available_cores
+from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.trainers.appo import APPOTrainer
+from torchrl_unilab.trainers.budgets import check_memory, run_threads
+from torchrl_unilab.trainers.checkpoints import (
+    RunCheckpoints,
+    SavedRun,
+    cut_logs,
+    load_trainer,
+    run_checkpoint,
+    save_learner,
+)
+from torchrl_unilab.trainers.collecting import replay_collector, ring_collector
 from torchrl_unilab.trainers.configs import APPOConfig
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.hooks import CollectorReport, LearningCurve, StopWhen
@@ -41,13 +52,12 @@ from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.trainers.plots import plot_returns
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["evaluate_run", "train_appo", "train_off_policy"]
+__all__ = ["evaluate_run", "resume_run", "train_appo", "train_off_policy"]
 
 CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"
+TRACE = "trace.json"
 CONFIG = "config.json"
-_SAVED = ("policy", "loss_module", "optimizer", "trainer_state")
-
 
 Announce = Callable[[str], None]
 _CONFIGS: Mapping[str, type[Any]] = {
@@ -69,6 +79,9 @@ def train_appo(
     max_seconds: float | None = None,
     progress_bar: bool = True,
     eval_episodes: int = 16,
+    trace: bool = False,
+    checkpoint_interval: int | None = None,
+    keep_checkpoints: int = 2,
     announce: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Train by APPO and leave logs, checkpoint, picture and summary in `run_dir`.
@@ -85,13 +98,19 @@ def train_appo(
         max_seconds: Stop early after so many seconds of training.
         progress_bar: Show a bar with frames per second, return and policy lag.
         eval_episodes: Episodes of the final evaluation.
+        trace: Write ``trace.json``: what learner and collectors did when
+            (`torchrl_unilab.runtime.trace`). It is written however training ends.
+        checkpoint_interval: Frames between checkpoints, from which `resume_run` goes on;
+            None for one at the end only, however it comes.
+        keep_checkpoints: How many of them are kept, the newest.
         announce: Takes a line for the person who runs this.
 
     Returns:
         The summary, as written to ``summary.json``.
 
     Raises:
-        ConfigError: The run directory is not empty, or frames or episodes are not positive.
+        ConfigError: The run directory is not empty, frames or episodes are not positive, or
+            the run does not fit the memory that is free (says what would).
         ValueError: Unknown task (lists what exists).
     """
     config = config or APPOConfig.for_task(env)
@@ -110,6 +129,9 @@ def train_off_policy(
     max_seconds: float | None = None,
     progress_bar: bool = True,
     eval_episodes: int = 16,
+    trace: bool = False,
+    checkpoint_interval: int | None = None,
+    keep_checkpoints: int = 2,
     announce: Announce = lambda line: None,
 ) -> dict[str, Any]:
     """Train by SAC or TD3, as `config` says, and leave in `run_dir` what `train_appo` does.
@@ -120,17 +142,123 @@ def train_off_policy(
     return _run(_OFF_POLICY, env, config.algorithm, config, **_arguments(locals()))
 
 
+def resume_run(
+    run_dir: str | os.PathLike[str],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    frames: int | None = None,
+    create_env: CreateEnv | None = None,
+    stop_at: float | None = None,
+    max_seconds: float | None = None,
+    progress_bar: bool = True,
+    eval_episodes: int = 16,
+    trace: bool = False,
+    checkpoint_interval: int | None = None,
+    keep_checkpoints: int | None = None,
+    announce: Announce = lambda line: None,
+) -> dict[str, Any]:
+    """Go on with a run from its newest checkpoint, in its directory.
+
+    Counters, curve, clock and logs go on; what was logged after the checkpoint is logged
+    anew. A run in lock-step goes on bit for bit as if it had never ended: APPO with
+    ``lockstep``, SAC and TD3 with ``sync_collection``, on `MujocoBatchEnv`. Other runs go on
+    from the same networks, optimisers and replay, in the same episodes where the environment
+    is a `MujocoBatchEnv`.
+
+    Versions of published weights are counted anew. Rows of a replay that were the last of
+    their environments are not linked to what follows: with ``n_step`` above 1, or
+    ``next_observation="derived"``, such a row's rewards end there, and a run in lock-step
+    differs from an unbroken one in that.
+
+    Args:
+        run_dir: The run.
+        settings: What the run is known to be, such as ``{"env": "Hopper-v5"}``; it is
+            refused if it is not.
+        frames: Frames to collect, those that have been among them; by default as many as
+            the run was to collect.
+        create_env: As it was given to the run.
+        stop_at: As for `train_appo`, and likewise the other arguments.
+        max_seconds: Counts the seconds before the checkpoint, too.
+        progress_bar: As for `train_appo`.
+        eval_episodes: As for `train_appo`.
+        trace: As for `train_appo`; replaces a trace that is there.
+        checkpoint_interval: Frames between checkpoints; as it was if not given.
+        keep_checkpoints: How many are kept; as many as it was if not given.
+        announce: As for `train_appo`.
+
+    Returns:
+        The summary; ``resumed`` has the frames at which the run was resumed.
+
+    Raises:
+        ConfigError: There is no whole checkpoint, or it is of another run than the directory
+            or `settings` say, or nothing is left to collect. The directory is as it was.
+        ValueError: Unknown task (lists what exists).
+    """
+    path = Path(run_dir)
+    saved = RunCheckpoints(path / CHECKPOINT).newest()
+    known = dict(settings or {})
+    if (path / CONFIG).is_file():
+        try:
+            known = {**json.loads((path / CONFIG).read_text()), **known}
+        except ValueError as error:
+            raise ConfigError(
+                f"cannot resume {run_dir}: {CONFIG} cannot be read, {error} (expected the "
+                "settings of the run). Remove it: the checkpoint has them."
+            ) from error
+    other = {key: saved.run.get(key) for key in known if saved.run.get(key) != known[key]}
+    if other:
+        raise ConfigError(
+            f"cannot resume {run_dir}: {saved.path.name} is of a run with {other} (expected "
+            f"{ {key: known[key] for key in other} }). Leave the settings out, or train anew "
+            "in another directory."
+        )
+    frames = saved.total_frames if frames is None else frames
+    if frames <= saved.frames:
+        raise ConfigError(
+            f"cannot resume {run_dir}: {saved.frames} of {frames} frames have been collected "
+            "(expected fewer). Ask for more frames."
+        )
+    announce(f"resuming at {saved.frames} of {frames} frames, from {saved.path}")
+    algo = saved.run["algo"]
+    return _run(
+        _APPO if algo == "appo" else _OFF_POLICY,
+        saved.run["env"],
+        algo,
+        _config_of(saved.run),
+        frames=frames,
+        seed=saved.run["seed"],
+        run_dir=run_dir,
+        create_env=create_env,
+        stop_at=stop_at,
+        max_seconds=max_seconds,
+        progress_bar=progress_bar,
+        eval_episodes=eval_episodes,
+        trace=trace,
+        checkpoint_interval=checkpoint_interval or saved.interval,
+        keep_checkpoints=keep_checkpoints or saved.keep,
+        announce=announce,
+        saved=saved,
+    )
+
+
+def _config_of(settings: Mapping[str, Any]) -> Any:
+    """Return the settings that ``config.json`` or a checkpoint has."""
+    kind = _CONFIGS[settings["algo"]]
+    fields = {field.name for field in dataclasses.fields(kind)}
+    kept = {key: value for key, value in settings.items() if key in fields}
+    return kind(**{**kept, "hidden": tuple(kept["hidden"])})
+
+
 def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in given.items() if key not in ("env", "config")}
 
 
 @dataclass(frozen=True)
 class _Algorithm:
-    """What differs between the algorithms' runs: who collects, who trains, on what threads."""
+    """What differs between the algorithms' runs: who collects, who trains."""
 
     collector: Callable[..., Any]
     trainer: Callable[..., Any]
-    learner_threads: Callable[[Any, int], int]
     close: Callable[[Any], None]
 
 
@@ -148,7 +276,11 @@ def _run(
     max_seconds: float | None,
     progress_bar: bool,
     eval_episodes: int,
+    trace: bool,
+    checkpoint_interval: int | None,
+    keep_checkpoints: int,
     announce: Announce,
+    saved: SavedRun | None = None,
 ) -> dict[str, Any]:
     if frames < 1:
         raise ConfigError(f"frames: {frames} (expected at least 1). Use for example 2000000.")
@@ -156,29 +288,34 @@ def _run(
         raise ConfigError(f"eval_episodes: {eval_episodes} (expected at least 1). Use 16.")
     if not 0 <= seed < 2**32:
         raise ConfigError(f"seed: {seed} (expected 0 to {2**32 - 1}). Use for example 0.")
-    cores = available_cores()
-    learner_threads = algorithm.learner_threads(config, cores)
-    plan = plan_threads(cores, config.num_collectors, config.physics_threads, learner_threads)
-    if create_env is None:
+    plan = run_threads(config)
+    create_proxy = create_env
+    if create_env is None or create_proxy is None:
         make_task(env)  # an unknown task is refused before anything is made
         create_env = _mujoco_env(env, config.num_envs, plan.physics_threads)
-    path = _checked_run_dir(run_dir)
+        create_proxy = _mujoco_env(env, 1, 1)
+    path = Path(run_dir) if saved else _checked_run_dir(run_dir)
+    settings = {"env": env, "algo": algo, "seed": seed, **dataclasses.asdict(config)}
+    settings = json.loads(json.dumps(settings))  # as a file has them
+    checkpoints = RunCheckpoints(path / CHECKPOINT, keep_checkpoints, checkpoint_interval)
+    resumed = [*saved.resumed, saved.frames] if saved else []
+    metadata = checkpoints.metadata(settings, total_frames=frames, resumed=resumed)
     announce(str(plan))
     torch.set_num_threads(plan.learner_threads)
     torch.manual_seed(seed)
-    proxy = create_env()
-    learner = build_learner(proxy, config)
-    proxy.close()
+    with contextlib.closing(create_proxy()) as proxy:
+        learner = build_learner(proxy, config)
+        check_memory(config, proxy, learner)
     scheme = UniLabShmScheme()
-    collector = algorithm.collector(create_env, learner.actor, scheme, config, seed)
+    begun = threading.Event()
     with contextlib.ExitStack() as closing:
+        if trace:
+            tracing.start(path / TRACE)  # before there are workers, which are told of it
+            closing.callback(lambda: tracing.stop(keep=begun.is_set()))
+        collector = algorithm.collector(create_env, learner.actor, scheme, config, seed)
         closing.callback(collector.shutdown)
-        # Whatever could be refused has been: from here on files are written.
-        path.mkdir(parents=True, exist_ok=True)
-        settings = {"env": env, "algo": algo, "seed": seed, **dataclasses.asdict(config)}
-        (path / CONFIG).write_text(json.dumps(settings, indent=2))
-        board = TensorboardLogger("tensorboard", log_dir=str(path))
-        closing.callback(board.experiment.close)  # ends its thread
+        parts = {} if algo == "appo" else {"replay": collector.storage}
+        checkpoint = run_checkpoint(**parts)
         trainer = algorithm.trainer(
             collector=collector,
             loss_module=learner.loss,
@@ -186,12 +323,12 @@ def _run(
             config=config,
             normalizers=learner.normalizers,
             scheme=scheme,
-            logger=FanOutLogger([CSVLogger("logs", log_dir=str(path)), board]),
             progress_bar=progress_bar,
             seed=seed,
-            checkpoint=Checkpoint(save_components=_SAVED),
-            save_trainer_file=path / CHECKPOINT,
-            save_trainer_interval=max(frames // 4, 1),
+            checkpoint=checkpoint,
+            checkpoint_rotation=checkpoints,
+            checkpoint_metadata=lambda _: metadata,
+            save_trainer_interval=(checkpoint_interval or sys.maxsize) - 1,
             log_interval=min(10 * collector.frames_per_batch, frames // 20),
         )
         closing.callback(algorithm.close, trainer)
@@ -199,12 +336,15 @@ def _run(
         cpu = _CollectorTime(collector)
         trainer.register_op("setup", cpu.start)
         trainer.register_op("post_steps", cpu.sample)
+        if saved:
+            load_trainer(trainer, saved)
+        # Whatever could be refused has been: from here on files are written.
+        begun.set()
+        path.mkdir(parents=True, exist_ok=True)
+        (path / CONFIG).write_text(json.dumps(settings, indent=2))
+        trainer.logger = _logger(path, closing, saved)
         interrupted = _train(trainer)
-    eval_env = (
-        MujocoBatchEnv(env, num_envs=eval_episodes, num_threads=plan.cores)
-        if isinstance(create_env, partial) and create_env.func is MujocoBatchEnv
-        else create_env()
-    )
+    eval_env = _evaluation_env(create_env, eval_episodes, plan.cores)
     eval_return = None
     with contextlib.suppress(KeyboardInterrupt):  # a second Ctrl-C leaves a summary all the same
         eval_return = _mean_return(eval_env, learner.actor, seed)
@@ -218,6 +358,7 @@ def _run(
         "final_return": trainer.returns.mean if trainer.returns.curve else None,
         "eval_return": eval_return,
         "interrupted": interrupted,
+        "resumed": resumed,
         "policy_lag": dict(sorted(trainer.lag.histogram.items())) if trainer.lag else {},
         "collector": _last_report(trainer.returns),
         "busy": {"learner": trainer.busy_time.busy, "collectors": cpu.busy},
@@ -265,9 +406,7 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
         )
     try:
         settings = json.loads((path / CONFIG).read_text())
-        kind = _CONFIGS[settings["algo"]]
-        fields = {field.name for field in dataclasses.fields(kind)}
-        config = kind(**{k: v for k, v in settings.items() if k in fields})
+        config = _config_of(settings)
         task = make_task(settings["env"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -277,7 +416,8 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
     env = MujocoBatchEnv(task, **env_options)
     try:
         actor = build_learner(env, config).actor
-        Checkpoint(policy=actor).load(path / CHECKPOINT)
+        saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
+        Checkpoint(policy=actor).load(saved.path)
     except (CheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
         env.close()
         raise ConfigError(
@@ -311,6 +451,14 @@ def evaluate_run(
     }
 
 
+def _evaluation_env(create_env: CreateEnv, episodes: int, threads: int) -> EnvBase:
+    """The environment that is trained on; of ours, as many simulations as episodes."""
+    if not (isinstance(create_env, partial) and create_env.func is MujocoBatchEnv):
+        return create_env()
+    settings = {**create_env.keywords, "num_envs": episodes, "num_threads": threads}
+    return MujocoBatchEnv(*create_env.args[:1], **settings)
+
+
 def _mujoco_env(task: str, num_envs: int, num_threads: int) -> Callable[[], EnvBase]:
     return partial(MujocoBatchEnv, task, num_envs=num_envs, num_threads=num_threads)
 
@@ -331,83 +479,8 @@ def _checked_run_dir(run_dir: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _ring_collector(
-    create_env: CreateEnv,
-    actor: TensorDictModuleBase,
-    scheme: UniLabShmScheme,
-    config: APPOConfig,
-    seed: int,
-) -> APPOCollector:
-    return APPOCollector(
-        create_env,
-        actor,
-        num_collectors=config.num_collectors,
-        frames_per_batch=config.frames_per_rollout,
-        total_frames=-1,  # the trainer counts
-        weight_sync_schemes={"policy": scheme},
-        slots=config.slots,
-        overflow=config.overflow,
-        max_policy_lag=config.max_policy_lag,
-        lockstep=config.lockstep,
-        use_buffers=False,
-        num_threads=1,
-        seed=seed,
-    )
-
-
-def _replay_collector(
-    create_env: CreateEnv,
-    actor: TensorDictModuleBase,
-    scheme: UniLabShmScheme,
-    config: OffPolicyConfig,
-    seed: int,
-) -> ReplayCollector:
-    frames = config.learning_starts * config.total_envs
-    return ReplayCollector(
-        create_env,
-        actor,
-        capacity=config.capacity,
-        num_collectors=config.num_collectors,
-        frames_per_batch=config.frames_per_tick,
-        total_frames=-1,  # the trainer counts
-        init_random_frames=frames if config.init_random else 0,
-        explore=_Explore(config) if config.algorithm == "td3" else None,
-        weight_sync_schemes={"policy": scheme},
-        lockstep=config.sync_collection,
-        num_threads=1,
-        seed=seed,
-        n_step=config.n_step,
-        gamma=config.gamma,
-        next_observation=config.next_observation,
-    )
-
-
-@dataclass(frozen=True)
-class _Explore:
-    """Makes of TD3's actor what explores."""
-
-    config: OffPolicyConfig
-
-    def __call__(self, actor: TensorDictModuleBase) -> TensorDictModuleBase:
-        noise = PerEnvNoise(
-            actor.center - actor.reach,
-            actor.center + actor.reach,
-            std_min=self.config.noise_std_min,
-            std_max=self.config.noise_std_max,
-            init_key=None,
-        )
-        return TensorDictSequential(actor, noise)
-
-
-_APPO = _Algorithm(
-    _ring_collector, APPOTrainer, lambda config, cores: 1, close=lambda trainer: None
-)
-_OFF_POLICY = _Algorithm(
-    _replay_collector,
-    OffPolicyTrainer,
-    lambda config, cores: config.learner_threads or cores,
-    close=OffPolicyTrainer.close,
-)
+_APPO = _Algorithm(ring_collector, APPOTrainer, close=lambda trainer: None)
+_OFF_POLICY = _Algorithm(replay_collector, OffPolicyTrainer, close=OffPolicyTrainer.close)
 
 
 def _train(trainer: Trainer) -> bool:
@@ -415,12 +488,25 @@ def _train(trainer: Trainer) -> bool:
     try:
         trainer.train()
     except KeyboardInterrupt:
-        trainer.save_trainer(force_save=True)
+        save_learner(trainer)
         return True
     except Exception:
-        trainer.save_trainer(force_save=True)  # a lost worker must not cost the training
+        with contextlib.suppress(OSError, UniLabError):  # the first error tells more
+            save_learner(trainer)  # a lost worker must not cost the training
         raise
     return False
+
+
+def _logger(path: Path, closing: contextlib.ExitStack, saved: SavedRun | None) -> FanOutLogger:
+    """Return what logs in a run directory, with nothing in it from after the checkpoint."""
+    if saved:
+        cut_logs(path / "logs", saved.frames)
+    board = TensorboardLogger("tensorboard", log_dir=str(path))
+    if saved:
+        board.experiment.purge_step = saved.frames + 1  # for the file that is opened next
+        board.experiment.close()
+    closing.callback(board.experiment.close)  # ends its thread
+    return FanOutLogger([CSVLogger("logs", log_dir=str(path)), board])
 
 
 def _last_report(report: LearningCurve) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, WorkersBehindError
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
@@ -253,7 +254,15 @@ class UniLabShmScheme(WeightSyncScheme):
             raise RuntimeError("Must be initialized on sender before sending weights")
         if not self.synchronized_on_sender:
             raise RuntimeError("Must be synchronized on sender before sending weights")
-        transport = self._require_transport()
+        with span("publish"):
+            self._send(self._require_transport(), weights, worker_ids)
+
+    def _send(
+        self,
+        transport: UniLabShmTransport,
+        weights: Weights | Mapping[int, Weights] | str | None,
+        worker_ids: int | Sequence[int] | None,
+    ) -> None:
         if isinstance(weights, str):
             weights = _resolve_model(self.context, weights)
         if weights is None:
@@ -459,7 +468,8 @@ class UniLabShmScheme(WeightSyncScheme):
             self._applied = -1  # this model has none yet, also if the copy below fails
         elif cell.version == self._applied:
             return False
-        version = binding.apply(self._require_transport())
+        with span("pull"):
+            version = binding.apply(self._require_transport())
         self._applied = version
         assert self.worker_idx is not None
         cell.report_applied(self.worker_idx, version)

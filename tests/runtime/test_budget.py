@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import mmap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.runtime import available_cores, plan_threads
+from torchrl_unilab.runtime.memory_budget import (
+    MemoryBudget,
+    MemoryItem,
+    MemoryLimit,
+    available_memory,
+    cgroup_headroom,
+    readable,
+)
+
+MIB = 1 << 20
+PAGE = mmap.PAGESIZE
+MEMORY = MemoryLimit("memory", 10 * MIB, ("shared", "private"))
+MOUNT = MemoryLimit("shared-memory mount /dev/shm", 2 * MIB, ("shared",))
+
+
+def _write(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def _v2(path, most, used, inactive=0):
+    group = f"sys/fs/cgroup/{path}"
+    return {
+        f"{group}/memory.max": f"{most}\n",
+        f"{group}/memory.current": f"{used}\n",
+        f"{group}/memory.stat": f"anon 5\ninactive_file {inactive}\nactive_file 7\n",
+    }
+
+
+def _v1(path, most, used, inactive=0):
+    group = f"sys/fs/cgroup/memory/{path}"
+    return {
+        f"{group}/memory.limit_in_bytes": f"{most}\n",
+        f"{group}/memory.usage_in_bytes": f"{used}\n",
+        f"{group}/memory.stat": f"inactive_file 1\ntotal_inactive_file {inactive}\n",
+    }
+
+
+# Threads
+
+
+def test_physics_shares_the_cores_out_and_the_learner_has_one_thread():
+    plan = plan_threads(8, collectors=3)
+    assert (plan.learner_threads, plan.physics_threads) == (1, 2)
+    assert plan_threads(1, collectors=4).physics_threads == 1
+    assert plan_threads(8, physics_threads=5, learner_threads=2).physics_threads == 5
+    assert available_cores() >= 1
+
+
+@pytest.mark.parametrize("counts", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
+def test_a_thread_plan_of_nothing_is_refused(counts):
+    with pytest.raises(ConfigError, match="expected at least 1 each"):
+        plan_threads(*counts)
+
+
+# Items and limits
+
+
+def test_each_limit_counts_the_items_of_its_places():
+    items = (
+        MemoryItem("ring", "shared", MIB),
+        MemoryItem("pool", "private", 3 * MIB),
+        MemoryItem("batches", "device", 50 * MIB),
+    )
+    device = MemoryLimit("cuda:0", 49 * MIB, ("device",))
+    budget = MemoryBudget(items, (MOUNT, MEMORY, device))
+    needed = [budget.needed(limit) for limit in budget.limits]
+    assert needed == [MIB, 4 * MIB, 50 * MIB]
+    assert budget.exceeded == (device,)
+    assert [item.name for item in budget.under(MEMORY)] == ["pool", "ring"]
+
+
+def test_a_run_fits_up_to_the_last_byte():
+    limits = (MEMORY,)
+    exact = MemoryBudget((MemoryItem("pool", "private", 10 * MIB),), limits)
+    over = MemoryBudget((MemoryItem("pool", "private", 10 * MIB + 1),), limits)
+    assert not exact.exceeded
+    assert over.exceeded == limits
+
+
+def test_shared_segments_take_whole_pages_each():
+    assert MemoryItem("metrics", "shared", 3 * 100, segments=3).taken == 3 * PAGE
+    assert MemoryItem("ring", "shared", PAGE + 1).taken == 2 * PAGE
+    assert MemoryItem("pool", "private", PAGE + 1).taken == PAGE + 1
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 64))
+def test_pages_hold_all_of_a_segment_and_less_than_a_page_more(each, segments):
+    item = MemoryItem("x", "shared", each * segments, segments=segments)
+    assert each * segments <= item.taken < (each + PAGE) * segments
+    assert item.taken % (PAGE * segments) == 0
+
+
+def test_the_table_names_items_estimates_and_what_is_too_much():
+    items = (
+        MemoryItem("packed replay", "shared", 3 * MIB),
+        MemoryItem("process", "private", 4 * MIB, estimate=True),
+    )
+    assert MemoryBudget(items, (MOUNT, MEMORY)).table().splitlines() == [
+        "  shared          packed replay   3.0 MiB",
+        "  private         process        ~4.0 MiB",
+        "  shared          in all          3.0 MiB"
+        "  of 2.0 MiB free: shared-memory mount /dev/shm, TOO MUCH",
+        "  shared+private  in all          7.0 MiB  of 10.0 MiB free: memory",
+        "  ~ estimated; all else is computed to the byte",
+    ]
+
+
+@given(st.integers(0, 1 << 50))
+def test_readable_sizes_are_short_and_right_to_a_tenth(nbytes):
+    number, unit = readable(nbytes).split()
+    scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}[unit]
+    assert abs(float(number) * scale - nbytes) <= 0.0501 * scale
+    assert float(number) < 1024 or unit == "TiB"
+
+
+# Control groups
+
+
+def test_version_2_leaves_what_its_tightest_group_leaves(tmp_path):
+    _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/jobs/mine\n",
+            **_v2("jobs", 1000, 700),
+            **_v2("jobs/mine", 900, 200),
+        },
+    )
+    assert cgroup_headroom(tmp_path) == 300
+    _write(tmp_path, _v2("jobs", "max", 700))
+    assert cgroup_headroom(tmp_path) == 700
+
+
+def test_version_1_leaves_what_its_tightest_group_leaves(tmp_path):
+    _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:pids:/\n4:cpu,memory:/jobs/mine\n0::/\n",
+            **_v1("", 9223372036854771712, 5000),
+            **_v1("jobs/mine", 900, 200),
+        },
+    )
+    assert cgroup_headroom(tmp_path) == 700
+
+
+@pytest.mark.parametrize(("line", "group"), [("0::/", _v2), ("3:memory:/", _v1)])
+def test_unused_pages_of_files_do_not_count_as_taken(tmp_path, line, group):
+    _write(tmp_path, {"proc/self/cgroup": line, **group("", 1000, 950, inactive=400)})
+    assert cgroup_headroom(tmp_path) == 450
+
+
+@pytest.mark.parametrize(("line", "group"), [("0::/", _v2), ("3:memory:/", _v1)])
+def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path, line, group):
+    _write(tmp_path, {"proc/self/cgroup": line, **group("", 1000, 1200)})
+    assert cgroup_headroom(tmp_path) == 0
+
+
+def test_in_a_container_the_mount_is_the_group_itself(tmp_path):
+    _write(tmp_path, {"proc/self/cgroup": "0::/docker/0a1b\n", **_v2("", 1000, 600)})
+    assert cgroup_headroom(tmp_path) == 400
+
+
+def test_without_control_groups_there_is_no_such_limit(tmp_path):
+    assert cgroup_headroom(tmp_path) is None
+    _write(tmp_path, {"proc/self/cgroup": "0::/\n", **_v2("", "max", 600)})
+    assert cgroup_headroom(tmp_path) is None
+
+
+def test_this_machine_has_memory_left():
+    assert available_memory() > 0

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from tests.support.processes import live_children
+from torchrl_unilab.cli import main
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.runtime.memory_budget import MemoryLimit
+from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.ring import ring_nbytes
+from torchrl_unilab.shm.segment import named_directory
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, budgets, runs
+from torchrl_unilab.trainers.budgets import RunForm, memory_items, plan_run
+from torchrl_unilab.trainers.learners import build_learner
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+MIB = 1 << 20
+SMALL_MOUNT = (
+    MemoryLimit("shared-memory mount /dev/shm", 64 * MIB, ("shared",)),
+    MemoryLimit("memory", 1 << 40, ("shared", "private")),
+)
+OFF_POLICY = {"num_envs": 3, "replay_buffer_n": 700, "hidden": (8, 8)}
+RUNS = {
+    "appo": ("Hopper-v5", APPOConfig(num_envs=3, num_steps=7, hidden=(8,))),
+    "appo-wide": (
+        "HalfCheetah-v5",
+        APPOConfig(num_envs=5, num_steps=3, num_collectors=2, slots=4, pool=2, hidden=(16, 16)),
+    ),
+    "sac": ("HalfCheetah-v5", OffPolicyConfig(**OFF_POLICY, obs_normalization=True)),
+    "td3-two": ("Hopper-v5", OffPolicyConfig("td3", num_collectors=2, **OFF_POLICY)),
+    "derived": ("Hopper-v5", OffPolicyConfig(**OFF_POLICY, next_observation="derived")),
+    "n-step": ("Hopper-v5", OffPolicyConfig(**OFF_POLICY, n_step=3, env_steps_per_sync=2)),
+}
+
+
+@pytest.fixture
+def reserved(monkeypatch):
+    """The sizes of all shared segments that are made, in order."""
+    sizes = []
+    reserve = os.posix_fallocate
+
+    def spy(descriptor, offset, nbytes):
+        sizes.append(nbytes)
+        reserve(descriptor, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", spy)
+    return sizes
+
+
+@pytest.fixture(params=RUNS)
+def run(request):
+    return RUNS[request.param]
+
+
+def _collector(task, config):
+    """The collector that a run would have, which allocates all that is shared."""
+    create_env = partial(MujocoBatchEnv, task, num_envs=config.num_envs, num_threads=1)
+    env = create_env()
+    learner = build_learner(env, config)
+    env.close()
+    algorithm = runs._APPO if isinstance(config, APPOConfig) else runs._OFF_POLICY
+    return algorithm.collector(create_env, learner.actor, UniLabShmScheme(), config, 0)
+
+
+def _exact_shared(task, config):
+    items = plan_run(task, config).memory.items
+    return [item for item in items if item.place == "shared" and not item.estimate]
+
+
+def _sac(**settings):
+    return plan_run("HalfCheetah-v5", OffPolicyConfig.for_task("HalfCheetah-v5", **settings))
+
+
+def test_computed_bytes_of_segments_are_those_allocated(run, reserved):
+    task, config = run
+    items = _exact_shared(task, config)
+    assert not reserved  # computing allocates nothing
+    computed = [item.nbytes // item.segments for item in items for _ in range(item.segments)]
+    collector = _collector(task, config)
+    collector.shutdown()
+    if isinstance(config, APPOConfig):
+        # A ring of nothing checks the settings first, and is gone before there is the real one.
+        slots = config.slots or config.num_collectors
+        reserved.remove(ring_nbytes(BlockLayout.of({}), slots, config.num_collectors))
+    assert sorted(computed) == sorted(reserved)
+
+
+def test_named_segments_take_the_pages_of_the_mount_that_were_computed(run, monkeypatch):
+    monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", "named")
+    task, config = run
+    collector = _collector(task, config)
+    blocks = sum(path.stat().st_blocks for path in named_directory().iterdir())
+    collector.shutdown()
+    assert blocks * 512 == sum(item.taken for item in _exact_shared(task, config))
+
+
+@pytest.mark.parametrize("name", ["sac", "derived", "n-step"])
+def test_batch_slots_have_the_computed_bytes(name):
+    task, config = RUNS[name]
+    items = {item.name: item for item in plan_run(task, config).memory.items}
+    collector = _collector(task, config)
+    count = config.batch_size * config.updates_per_step
+    batch = collector.storage.empty_batch(count)
+    collector.shutdown()
+    nbytes = batch.get("index").untyped_storage().nbytes()
+    assert items["batch slots"].nbytes == 2 * nbytes
+
+
+def test_a_learner_on_a_device_has_its_batches_and_networks_there():
+    budget = _sac()
+    form = dataclasses.replace(budget.form, device=torch.device("cuda", 0))
+    items = memory_items(budget.config, form)
+    device = {item.name: item.nbytes for item in items if item.place == "device"}
+    host = {item.name: item.nbytes for item in items if item.place == "private"}
+    assert {"batch slots", "networks, gradients, Adam", "learner's working copies"} == set(device)
+    assert device["batch slots"] == host["batch slots, page-locked"]
+    over = dataclasses.replace(
+        budget, form=form, limits=(MemoryLimit("cuda:0", 4 * MIB, ("device",)),)
+    )
+    assert "cuda:0" in (over.refusal() or "")
+
+
+def test_the_size_of_a_run_does_not_depend_on_how_many_environments_were_measured():
+    config = OffPolicyConfig(num_envs=6)
+    env = MujocoBatchEnv("Hopper-v5", num_envs=6, num_threads=1)
+    form = RunForm.of(env, build_learner(env, config))
+    env.close()
+    assert memory_items(config, form) == plan_run("Hopper-v5", config).memory.items
+
+
+# Limits
+
+
+def test_on_a_mount_of_64_mb_the_default_sac_names_the_largest_replay_that_fits():
+    budget = dataclasses.replace(_sac(), limits=SMALL_MOUNT)
+    refusal = budget.refusal()
+    assert refusal is not None
+    assert "do not fit shared-memory mount /dev/shm (expected at most 64.0 MiB" in refusal
+    most = int(refusal.split("Lower replay_buffer_n from 62500 to ")[1].split(",")[0])
+
+    def refused(rows):
+        config = dataclasses.replace(budget.config, replay_buffer_n=rows)
+        return dataclasses.replace(budget, config=config).refusal()
+
+    assert refused(most) is None
+    assert refused(most + 1) is not None
+    with pytest.raises(ConfigError, match=r"packed replay +160"):
+        budget.check()
+
+
+def test_on_a_mount_of_64_mb_the_default_appo_fits():
+    budget = plan_run("HalfCheetah-v5", APPOConfig.for_task("HalfCheetah-v5"))
+    dataclasses.replace(budget, limits=SMALL_MOUNT).check()
+
+
+def test_what_no_one_setting_mends_is_said_to_need_several():
+    nothing = (MemoryLimit("memory", 1 * MIB, ("shared", "private")),)
+    refusal = dataclasses.replace(_sac(), limits=nothing).refusal()
+    assert refusal is not None
+    assert "No one setting alone makes it fit: lower several (" in refusal
+    assert "replay_buffer_n" in refusal
+
+
+def test_a_replay_is_not_lowered_below_what_the_first_update_needs():
+    budget = _sac(batch_size=4096, replay_buffer_n=300, num_envs=16)  # at least 256
+
+    def remedy(share):
+        replay = next(i for i in budget.memory.items if i.name == "packed replay")
+        shared = budget.memory.needed(SMALL_MOUNT[0])
+        tight = MemoryLimit("mount", shared - int(share * replay.nbytes), ("shared",))
+        return dataclasses.replace(budget, limits=(tight,)).refusal() or ""
+
+    assert "Lower replay_buffer_n from 300 to 270," in remedy(0.1)
+    assert "Lower replay_buffer_n" not in remedy(0.5)
+
+
+@pytest.mark.parametrize("kind", ["anonymous", "named"])
+def test_the_mount_bounds_named_segments_alone(kind, monkeypatch):
+    monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", kind)
+    mounts = [limit for limit in budgets.memory_limits() if "mount" in limit.name]
+    assert len(mounts) == (kind == "named")
+
+
+@pytest.mark.parametrize("own_env", [False, True])
+def test_a_run_that_does_not_fit_is_refused_with_nothing_allocated(
+    own_env, tmp_path, monkeypatch, reserved
+):
+    monkeypatch.setattr(budgets, "memory_limits", lambda device: SMALL_MOUNT)
+    run_dir = tmp_path / "run"
+    create_env = partial(MujocoBatchEnv, "HalfCheetah-v5", num_envs=16, num_threads=1)
+    with pytest.raises(ConfigError, match="Lower replay_buffer_n from 62500 to"):
+        runs.train_off_policy(
+            "HalfCheetah-v5",
+            frames=100,
+            run_dir=run_dir,
+            create_env=create_env if own_env else None,
+            progress_bar=False,
+        )
+    assert not reserved
+    assert not run_dir.exists()
+    assert not live_children()
+
+
+# The command
+
+
+@pytest.mark.parametrize("algorithm", ["appo", "sac", "td3"])
+def test_the_command_prints_threads_and_memory_of_a_run(algorithm, capsys):
+    assert main(["budget", algorithm, "--env", "Hopper-v5", "--physics-threads", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 collector(s) with 3 physics thread(s) each" in printed
+    assert ("rollout ring" if algorithm == "appo" else "packed replay") in printed
+
+
+def test_the_command_takes_the_settings_of_a_run_and_prints_plain_data(capsys):
+    settings = ["--replay-buffer-n", "1000", "--num-envs", "4", "--num-collectors", "2"]
+    assert main(["budget", "sac", "--env", "Hopper-v5", "--json", *settings]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    config = OffPolicyConfig(replay_buffer_n=1000, num_envs=4, num_collectors=2)
+    expected = plan_run("Hopper-v5", config)
+    assert printed["threads"] == dataclasses.asdict(expected.threads)
+    assert printed["memory"]["items"][0]["nbytes"] == expected.memory.items[0].nbytes
+    assert printed["memory"]["fits"] is True
+
+
+def test_the_command_says_what_does_not_fit_and_fails(monkeypatch, capsys):
+    monkeypatch.setattr(budgets, "memory_limits", lambda device: SMALL_MOUNT)
+    assert main(["budget", "sac", "--env", "HalfCheetah-v5"]) == 2
+    out, err = capsys.readouterr()
+    assert "TOO MUCH" in out
+    assert err.startswith("error: memory of the run: ")
+    assert err.count("\n") == 1
+
+
+def test_the_train_command_shows_the_breakdown_of_what_does_not_fit(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(budgets, "memory_limits", lambda device: SMALL_MOUNT)
+    arguments = ["--env", "HalfCheetah-v5", "--frames", "100", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", "sac", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("error: memory of the run: ")
+    assert lines[1].split() == ["shared", "packed", "replay", "160.2", "MiB"]
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from tests.support.processes import DEADLINE, spawned
+from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers import checkpoints as module
+from torchrl_unilab.trainers.checkpoints import RunCheckpoints, cut_logs, run_checkpoint
+
+RUN = {"env": "Hopper-v5", "algo": "appo", "seed": 3, "hidden": [16]}
+
+
+class Part:
+    """A component of a checkpoint: one tensor."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.full((8,), value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.value = state_dict["value"]
+
+
+class Broken(Part):
+    """Cannot be saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise OSError(28, "No space left on device")
+
+
+class Deadly(Part):
+    """Its process is killed while it is saved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return {}
+
+
+def save(directory: Path, frames: int, keep: int = 2, **parts: Any) -> Path:
+    """Save a checkpoint after so many frames, which it holds."""
+    checkpoints = RunCheckpoints(directory, keep, interval=100)
+    metadata = checkpoints.metadata(RUN, total_frames=1000, resumed=[50])
+    return checkpoints.save(
+        run_checkpoint(part=Part(frames), **parts),
+        step=frames,
+        metadata={**metadata, "collected_frames": frames},
+    )
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """All files below a directory, hidden ones too."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def test_a_checkpoint_tells_what_run_it_is_of_and_brings_components_back(tmp_path):
+    path = save(tmp_path, 300)
+    saved = RunCheckpoints(tmp_path).newest()
+    assert (saved.path, saved.run, saved.frames, saved.total_frames) == (path, RUN, 300, 1000)
+    assert (saved.interval, saved.keep, saved.resumed) == (100, 2, (50,))
+    torch.manual_seed(5)
+    expected = save(tmp_path, 400), torch.rand(3)
+    part = Part(0.0)
+    run_checkpoint(part=part).load(expected[0])
+    assert part.value.tolist() == [400.0] * 8
+    assert torch.equal(torch.rand(3), expected[1])  # the generator too
+
+
+def test_the_rows_of_a_replay_are_saved_and_loaded(tmp_path):
+    rows = TensorDict({"reward": torch.arange(5.0)}, [5])
+    with (
+        PackedReplayStorage(8, example=rows[0]) as replay,
+        PackedReplayStorage(8, example=rows[0]) as other,
+    ):
+        replay.append(rows)
+        path = save(tmp_path, 1, replay=replay)
+        run_checkpoint(part=Part(0.0), replay=other).load(path)
+        assert other.size == 5
+        assert torch.equal(other.get(torch.arange(5))["reward"], rows["reward"])
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    for frames in (5, 20, 100, 1_000_000):
+        save(tmp_path, frames, keep=3)
+    assert names(tmp_path) == ["frames-000000000020", "frames-000000000100", "frames-000001000000"]
+    save(tmp_path, 2_000_000, keep=1)
+    assert names(tmp_path) == ["frames-000002000000"]
+
+
+def test_a_checkpoint_of_as_many_frames_stays_as_it_is(tmp_path):
+    save(tmp_path, 100)
+    before = tree(tmp_path)
+    save(tmp_path, 100, other=Broken(0.0))
+    assert tree(tmp_path) == before
+
+
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path):
+    save(tmp_path, 100)
+    before = tree(tmp_path)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 200, broken=Broken(0.0))
+    assert tree(tmp_path) == before
+    assert names(tmp_path) == ["frames-000000000100"]
+
+
+def killed_while_saving(pipe: object, directory: Path) -> None:
+    save(directory, 200, zz=Deadly(0.0))
+
+
+def test_a_process_killed_while_it_saves_leaves_the_checkpoint_before_whole(tmp_path):
+    save(tmp_path, 100)
+    with spawned(killed_while_saving, tmp_path) as (process, _):
+        process.join(DEADLINE)
+        assert process.exitcode == -signal.SIGKILL
+    assert len(names(tmp_path)) == 2  # the half of one, hidden
+    assert RunCheckpoints(tmp_path).newest().frames == 100
+    save(tmp_path, 300)
+    assert names(tmp_path) == ["frames-000000000100", "frames-000000000300"]
+
+
+def test_all_files_are_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
+    synced: dict[str, bool] = {}
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = path.exists()
+        real(descriptor)
+
+    path = tmp_path / "frames-000000000100"
+    monkeypatch.setattr(module.os, "fsync", fsync)
+    save(tmp_path, 100)
+    draft = str(tmp_path / ".frames-000000000100")
+    files = {f"{draft}/{name}" for name in tree(path)}
+    assert files
+    assert {draft, *files} <= {name for name, named in synced.items() if not named}
+    assert synced[str(tmp_path)]  # the name itself, after it was given
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory) -> Path:
+    """A directory with two checkpoints."""
+    directory = tmp_path_factory.mktemp("two")
+    save(directory, 100)
+    save(directory, 200)
+    return directory
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damage_of_any_byte_of_any_file_is_found_and_the_older_one_offered(two, data):
+    files = [path for path in sorted((two / "frames-000000000200").rglob("*")) if path.is_file()]
+    path = data.draw(st.sampled_from(files))
+    whole = path.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    cut = data.draw(st.booleans())
+    path.write_bytes(whole[:at] + (b"" if cut else bytes([whole[at] ^ 1]) + whole[at + 1 :]))
+    try:
+        with pytest.raises(ConfigError, match="remove frames-000000000200 to go on from there"):
+            RunCheckpoints(two).newest()
+    finally:
+        path.write_bytes(whole)
+    assert RunCheckpoints(two).newest().frames == 200
+
+
+def test_a_missing_file_and_one_too_many_are_found(two):
+    path = next((two / "frames-000000000200" / "components").rglob("*.json"))
+    whole = path.read_bytes()
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"{path.name}.* are not as they were written"):
+        RunCheckpoints(two).newest()
+    path.write_bytes(whole)
+    (path.parent / "more").write_text("?")
+    with pytest.raises(ConfigError, match=r"more.* are not as they were written"):
+        RunCheckpoints(two).newest()
+    (path.parent / "more").unlink()
+
+
+def test_where_all_are_damaged_no_older_one_is_offered(tmp_path):
+    for frames in (100, 200):
+        (save(tmp_path, frames) / "digests.json").write_text("{")
+    with pytest.raises(ConfigError, match="None of the older ones is whole either"):
+        RunCheckpoints(tmp_path).newest()
+
+
+def test_what_is_not_needed_may_be_damaged(tmp_path):
+    path = save(tmp_path, 100, policy=Part(1.0))
+    file = next(path.glob("components/*-part/**/*.memmap"))
+    file.write_bytes(b"")
+    assert RunCheckpoints(tmp_path).newest(["policy"]).frames == 100
+    with pytest.raises(ConfigError, match="not as they were written"):
+        RunCheckpoints(tmp_path).newest(["part"])
+
+
+def test_another_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FORMAT", 99)
+    save(tmp_path, 100)
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=r"it is of format 99 \(expected .*format 1\)"):
+        RunCheckpoints(tmp_path).newest()
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        RunCheckpoints(tmp_path / "nowhere").newest()
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(("keep", "interval"), [(0, None), (-1, 10), (2, 0), (2, -5)])
+def test_impossible_settings_are_refused(tmp_path, keep, interval):
+    with pytest.raises(ConfigError, match="expected at least 1"):
+        RunCheckpoints(tmp_path, keep, interval)
+
+
+def test_logs_are_cut_after_the_frames_of_a_checkpoint_and_where_a_line_is_torn(tmp_path):
+    scalars = tmp_path / "logs" / "scalars"
+    scalars.mkdir(parents=True)
+    (scalars / "return.csv").write_text("10,1.0\n20,2.0\n30,3.0\n40")
+    (scalars / "lr.csv").write_text("10,0.1\n")
+    cut_logs(tmp_path / "logs", 20)
+    cut_logs(tmp_path / "none", 20)
+    assert names(scalars) == ["lr.csv", "return.csv"]
+    assert (scalars / "return.csv").read_text() == "10,1.0\n20,2.0\n"
+    assert (scalars / "lr.csv").read_text() == "10,0.1\n"

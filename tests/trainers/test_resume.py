@@ -1,0 +1,315 @@
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import re
+import shutil
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.checkpoints import contents, differences
+from tests.support.processes import DEADLINE, live_children
+from torchrl_unilab.cli import main
+from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.trainers import (
+    APPOConfig,
+    OffPolicyConfig,
+    PublishWeights,
+    evaluate_run,
+    train_appo,
+    train_off_policy,
+)
+from torchrl_unilab.trainers.checkpoints import RunCheckpoints, run_checkpoint
+from torchrl_unilab.trainers.runs import resume_run
+
+INTERVAL, KILLED, FRAMES = 96, 160, 256
+QUIET: Mapping[str, Any] = {"progress_bar": False, "eval_episodes": 1}
+OFF_POLICY: Mapping[str, Any] = {
+    "num_envs": 4,
+    "replay_buffer_n": 40,  # full before the end
+    "batch_size": 16,
+    "learning_starts": 8,
+    "hidden": (8,),
+    "physics_threads": 1,
+    "learner_threads": 1,
+    "obs_normalization": True,
+}
+# What makes each hard: a round of rollouts cut in two and older ones used again; what the
+# physics derives; noise that each environment keeps, and two collectors that fill one replay.
+RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
+    "appo": (
+        "Hopper-v5",
+        APPOConfig(
+            num_envs=4,
+            num_steps=8,
+            num_collectors=2,
+            pool=2,
+            hidden=(8,),
+            physics_threads=1,
+            lockstep=True,
+        ),
+    ),
+    "sac": ("Reacher-v5", OffPolicyConfig("sac", **OFF_POLICY, sync_collection=True)),
+    "td3": (
+        "InvertedPendulum-v5",
+        OffPolicyConfig(
+            "td3",
+            **OFF_POLICY,
+            num_collectors=2,
+            updates_per_step=3,
+            policy_frequency=2,
+            sync_collection=True,
+        ),
+    ),
+}
+
+
+def train(run_dir: Path, algorithm: str, **settings: Any) -> dict[str, Any]:
+    """Train as `RUNS` says, in one thread each."""
+    env, config = RUNS[algorithm]
+    run = train_appo if algorithm == "appo" else train_off_policy
+    settings = {"frames": FRAMES, "checkpoint_interval": INTERVAL, "seed": 3, **settings}
+    return run(env, run_dir=run_dir, **{"config": config, **QUIET, **settings})
+
+
+def killed_in_the_middle(run_dir: Path, algorithm: str) -> None:
+    """Train until SIGKILL, one or several updates after a checkpoint."""
+    publish = PublishWeights.__call__
+
+    def publish_and_die(self: PublishWeights) -> None:
+        publish(self)
+        if self._trainer is not None and self._trainer.collected_frames >= KILLED:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    PublishWeights.__call__ = publish_and_die  # type: ignore[method-assign]
+    train(run_dir, algorithm)
+
+
+def tree(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """All files below a directory, and when they were written."""
+    return {
+        str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def timeless(name: str) -> bool:
+    """Whether what a checkpoint holds under a name is the same in each run.
+
+    Versions of weights are counted anew, and the generators of Python are nobody's.
+    """
+    return "seconds" not in name and not name.startswith(
+        ("collector.version", "trainer_module.learning_curve.curve", "rng.python")
+    )
+
+
+def points(summary: Mapping[str, Any]) -> list[list[float]]:
+    """The learning curve, without the seconds."""
+    return [list(point[1:]) for point in summary["curve"]]
+
+
+@pytest.mark.parametrize("algorithm", RUNS)
+def test_a_run_that_is_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(algorithm, tmp_path):
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    process = mp.get_context().Process(target=killed_in_the_middle, args=(broken, algorithm))
+    process.start()
+    process.join(DEADLINE)
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
+    assert RunCheckpoints(broken / "checkpoint").newest().frames == INTERVAL
+    assert not (broken / "summary.json").exists()
+    resumed = resume_run(broken, **QUIET)
+    whole = train(unbroken, algorithm)
+
+    assert resumed["resumed"] == [INTERVAL]
+    assert whole["resumed"] == []
+    for key in ("frames", "optim_steps", "final_return", "eval_return", "policy_lag"):
+        assert resumed[key] == whole[key], key
+    assert points(resumed) == points(whole)
+    assert whole["frames"] == FRAMES
+    name = f"frames-{FRAMES:012d}"
+    one, other = (contents(run / "checkpoint" / name) for run in (unbroken, broken))
+    assert [name for name in differences(one, other) if timeless(name)] == []
+    assert sum("loss_module" in name for name in one) > 8
+    logged = [run / "logs" / "scalars" / "optim_steps.csv" for run in (unbroken, broken)]
+    assert logged[0].read_text() == logged[1].read_text()
+    assert len(logged[0].read_text().splitlines()) > 3
+
+
+# Runs that do not wait for one another
+
+
+@pytest.fixture(scope="module")
+def free(tmp_path_factory) -> Path:
+    """A run of SAC ahead of the learner, which has ended."""
+    run_dir: Path = tmp_path_factory.mktemp("free") / "run"
+    config = OffPolicyConfig("sac", **OFF_POLICY)
+    train_off_policy(
+        "InvertedPendulum-v5",
+        frames=FRAMES,
+        run_dir=run_dir,
+        config=config,
+        checkpoint_interval=INTERVAL,
+        **QUIET,
+    )
+    return run_dir
+
+
+def test_a_run_ahead_of_the_learner_goes_on_with_counters_curve_replay_and_logs(free, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(free, run_dir)
+    before = json.loads((run_dir / "summary.json").read_text())
+    after = resume_run(run_dir, frames=2 * FRAMES, **QUIET)
+    assert after["frames"] == 2 * FRAMES
+    assert after["resumed"] == [FRAMES]
+    updates = FRAMES // 4 * 4  # at once, as the replay is there
+    assert after["optim_steps"] == before["optim_steps"] + updates
+    assert points(after)[: len(before["curve"])] == points(before)
+    seconds = [point[0] for point in after["curve"]]
+    assert seconds == sorted(seconds)
+    assert after["seconds"] > before["seconds"]
+    steps = (run_dir / "logs" / "scalars" / "optim_steps.csv").read_text().splitlines()
+    numbers = [int(line.split(",")[0]) for line in steps]
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] < FRAMES < numbers[-1]
+    assert len(list((run_dir / "tensorboard").rglob("events.*"))) == 3  # 1, then purged, then on
+    newest = RunCheckpoints(run_dir / "checkpoint").newest()
+    assert (newest.frames, newest.interval, newest.keep) == (2 * FRAMES, INTERVAL, 2)
+    assert evaluate_run(run_dir, episodes=1)["mean"] == pytest.approx(after["eval_return"])
+
+
+def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path):
+    def kill_a_worker(self: PublishWeights) -> None:
+        publish(self)
+        if self._trainer.collected_frames == KILLED:
+            os.kill(self.collector.pids[0], signal.SIGKILL)
+
+    publish = PublishWeights.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PublishWeights, "__call__", kill_a_worker)
+        with pytest.raises(WorkerError, match="was ended by SIGKILL"):
+            train(tmp_path / "run", "sac")
+    saved = RunCheckpoints(tmp_path / "run" / "checkpoint").newest()
+    assert saved.frames == KILLED
+    summary = resume_run(tmp_path / "run", **QUIET)
+    assert summary["frames"] == FRAMES
+    assert summary["resumed"] == [KILLED]
+    assert summary["optim_steps"] == 4 * (FRAMES // 4 - 7)  # from 32 rows on, none left out
+    assert not live_children()
+
+
+# What is refused
+
+
+def refused(run_dir: Path, reason: str, **settings: Any) -> None:
+    """Resuming is refused for a reason, and nothing of the run is touched."""
+    before = tree(run_dir)
+    with pytest.raises(ConfigError, match=reason):
+        resume_run(run_dir, **{**QUIET, **settings})
+    assert tree(run_dir) == before
+    assert not live_children()
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(free, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(free, run_dir)
+    older, newest = sorted((run_dir / "checkpoint").iterdir())
+    rows = next(newest.rglob("rows.bin"))
+    rows.write_bytes(rows.read_bytes()[:-1])
+    remedy = rf"rows.bin'\] are not as .*{older.name} is: remove {newest.name} to go on"
+    refused(run_dir, remedy)
+    (newest / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot evaluate"):
+        evaluate_run(run_dir, episodes=1)
+    shutil.rmtree(newest)
+    assert resume_run(run_dir, **QUIET)["frames"] == FRAMES
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"settings": {"env": "Hopper-v5"}}, r"run with \{'env': 'InvertedPendulum-v5'\}"),
+        ({"settings": {"algo": "td3"}}, r"expected \{'algo': 'td3'\}"),
+        ({"settings": {"gamma": 0.5}}, r"run with \{'gamma': 0.99\}"),
+        ({"settings": {"nonsense": 1}}, r"run with \{'nonsense': None\}"),
+        ({"frames": FRAMES}, "256 of 256 frames have been collected"),
+        ({}, "256 of 256 frames have been collected"),
+        ({"frames": 2 * FRAMES, "eval_episodes": 0}, "eval_episodes: 0"),
+        ({"frames": 2 * FRAMES, "keep_checkpoints": -1}, "keep_checkpoints: -1"),
+    ],
+)
+def test_another_run_or_nothing_to_do_is_refused(free, settings, reason):
+    refused(free, reason, **settings)
+
+
+def test_a_checkpoint_in_the_directory_of_another_run_is_refused(free, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(free, run_dir)
+    config = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps({**config, "seed": 7, "hidden": [9]}))
+    refused(run_dir, r"run with \{'seed': 0, 'hidden': \[8\]\}", frames=2 * FRAMES)
+    (run_dir / "config.json").write_text("{")
+    refused(run_dir, "config.json cannot be read", frames=2 * FRAMES)
+
+
+def test_a_checkpoint_of_other_sizes_is_refused(free, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(free, run_dir)
+    checkpoints = RunCheckpoints(run_dir / "checkpoint")
+    saved = checkpoints.newest()
+    metadata = checkpoints.metadata(saved.run, total_frames=2 * FRAMES)
+    parts = run_checkpoint(policy=torch.nn.Linear(2, 2))
+    metadata |= {"collected_frames": FRAMES + 1}
+    checkpoints.save(parts, step=FRAMES + 1, metadata=metadata)
+    refused(run_dir, re.escape("cannot resume from"), frames=2 * FRAMES)
+
+
+def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(free, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    shutil.copytree(free, run_dir)
+    resume = ["--resume", "--run-dir", str(run_dir), "--no-progress", "--eval-episodes", "1"]
+    before = tree(run_dir)
+    assert main(["train", "td3", *resume]) == 2
+    assert main(["train", "sac", *resume, "--gamma", "0.5"]) == 2
+    assert main(["train", "sac", *resume, "--seed", "5"]) == 2
+    assert main(["train", "sac", "--resume", "--run-dir", str(tmp_path / "none")]) == 2
+    assert main(["train", "sac", "--run-dir", str(tmp_path / "none")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 5
+    assert all(line.startswith("error: ") for line in errors)
+    assert tree(run_dir) == before
+    assert not (tmp_path / "none").exists()
+    more = ["--env", "InvertedPendulum-v5", "--frames", str(FRAMES + 64)]
+    assert main(["train", "sac", *resume, *more, "--checkpoint-interval", "32"]) == 0
+    assert f"{FRAMES + 64} frames" in capsys.readouterr().out
+    assert RunCheckpoints(run_dir / "checkpoint").newest().interval == 32
+
+
+def test_a_run_that_ends_has_one_checkpoint_unless_it_is_told_otherwise(tmp_path):
+    train(tmp_path / "run", "appo", frames=64, checkpoint_interval=None)
+    assert os.listdir(tmp_path / "run" / "checkpoint") == ["frames-000000000064"]
+
+
+def test_a_full_disk_ends_a_run_in_one_line_and_leaves_the_checkpoint_before(
+    tmp_path, monkeypatch, capsys
+):
+    def full(descriptor: int) -> None:
+        if RunCheckpoints(run_dir / "checkpoint").paths():
+            raise OSError(28, "No space left on device")
+
+    run_dir = tmp_path / "run"
+    monkeypatch.setattr(os, "fsync", full)
+    command = ["train", "appo", "--env", "InvertedPendulum-v5", "--run-dir", str(run_dir)]
+    command += ["--frames", "4096", "--checkpoint-interval", "512", "--no-progress"]
+    assert main(command) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+    assert os.listdir(run_dir / "checkpoint") == ["frames-000000000512"]
+    assert RunCheckpoints(run_dir / "checkpoint").newest().frames == 512
+    assert not live_children()

@@ -1,0 +1,336 @@
+"""What each process and thread of a run does when: spans and counters for Perfetto.
+
+Code says what it does with `span` and `counter`. As long as nobody records, both return at
+once. The learner's process starts a trace (`start`); its workers are handed `settings` and
+join it (`join`); each process writes its events to a file of its own, and `stop` merges the
+files into one in the trace event format (JSON), which https://ui.perfetto.dev opens.
+
+All times are ``time.monotonic_ns``, which on Linux is CLOCK_MONOTONIC: one clock for all
+processes of a machine. So a span of the learner and one of a worker compare to the
+microsecond, with no synchronisation.
+
+A span has its thread's processor time beside its duration: what differs is waiting, or the
+work of other threads, or a device's.
+
+An event is written when it is complete, by one system call: a process that is killed leaves
+all of its events but the spans that it was in. No event is kept in memory meanwhile, and no
+file grows beyond `MAX_EVENTS` events.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from torchrl_unilab.errors import ConfigError
+
+__all__ = [
+    "MAX_EVENTS",
+    "TraceSettings",
+    "Tracer",
+    "counter",
+    "join",
+    "settings",
+    "span",
+    "start",
+    "stop",
+]
+
+MAX_EVENTS = 250_000
+"""Events that a process writes at most; ten minutes and more of a usual run, 25 MB."""
+
+_OFF: AbstractContextManager[None] = contextlib.nullcontext()
+_quoted = functools.lru_cache(maxsize=256)(json.dumps)
+
+
+@dataclass(frozen=True)
+class TraceSettings:
+    """What a process needs to join a trace: picklable.
+
+    Attributes:
+        directory: Where the files of all processes lie until they are merged.
+        origin: Time 0 of the trace, by ``time.monotonic_ns``, ns.
+        max_events: Events that each process writes at most.
+    """
+
+    directory: str
+    origin: int
+    max_events: int
+
+
+class Tracer:
+    """Records what one process does. Threads may use it at the same time.
+
+    The functions of this module are the methods of the one tracer that a process needs.
+
+    Example:
+        >>> import json, tempfile
+        >>> from pathlib import Path
+        >>> tracer = Tracer()
+        >>> with tracer.span("update"):  # costs nothing much: nobody records
+        ...     pass
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     tracer.start(Path(directory) / "trace.json")
+        ...     with tracer.span("update"):
+        ...         tracer.counter("policy_lag", 1)
+        ...     events = json.loads(tracer.stop().read_text())["traceEvents"]
+        >>> [(event["ph"], event["name"]) for event in events if event["ph"] != "M"]
+        [('X', 'update'), ('C', 'policy_lag')]
+    """
+
+    def __init__(self) -> None:
+        self._part: _Part | None = None
+        self._settings: TraceSettings | None = None
+        self._path: Path | None = None  # where to merge to, in the process that started
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Return a context whose time is recorded, for one use, if a trace is.
+
+        Args:
+            name: What is done meanwhile; one of few.
+        """
+        part = self._part
+        return _OFF if part is None else _Span(part, name)
+
+    def counter(self, name: str, value: float) -> None:
+        """Record that a number has this value from now on; what is not finite is left out."""
+        part = self._part
+        if part is not None and math.isfinite(value):
+            part.counter(name, value)
+
+    def settings(self) -> TraceSettings | None:
+        """Return what a worker needs to join the trace; None if none is recorded."""
+        return self._settings
+
+    def start(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        process: str = "learner",
+        max_events: int = MAX_EVENTS,
+    ) -> None:
+        """Record from now on. Writes nothing at `path` before `stop`.
+
+        Args:
+            path: File to write in the end, usually ending in ``.json``.
+            process: What to call this process.
+            max_events: Events that each process writes at most.
+
+        Raises:
+            ConfigError: `path` is a directory, or `max_events` is not positive.
+            RuntimeError: This process records already.
+        """
+        path = Path(path)
+        if path.is_dir() or max_events < 1:
+            raise ConfigError(
+                f"trace to {path}: {max_events} events (expected a file, and at least 1 event). "
+                "Name a file that may be replaced."
+            )
+        self._check_off()
+        directory = tempfile.mkdtemp(prefix="unilab-trace-")
+        self.join(TraceSettings(directory, time.monotonic_ns(), max_events), process)
+        self._path = path.absolute()
+
+    def join(self, settings: TraceSettings | None, process: str) -> None:
+        """Record in a process started by the one that records; nothing if that does not.
+
+        Args:
+            settings: The other process's `settings`.
+            process: What to call this process.
+
+        Raises:
+            FileNotFoundError: The trace has been stopped.
+            RuntimeError: This process records already.
+        """
+        if settings is not None:
+            self._check_off()
+            self._part = _Part(settings, process)
+            self._settings = settings
+
+    def stop(self, *, keep: bool = True) -> Path | None:
+        """End recording; write the trace of all processes if they joined this one's. Idempotent.
+
+        What processes that still run record from now on is lost.
+
+        Args:
+            keep: Whether to write the trace, or drop it.
+
+        Returns:
+            The file written, if one was.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        part, given, path = self._part, self._settings, self._path
+        self._part = self._settings = self._path = None
+        if part is not None:
+            part.close()
+        if given is None or path is None:
+            return None
+        try:
+            if not keep:
+                return None
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_name(path.name + ".part")
+            _merge(Path(given.directory), draft)
+            draft.replace(path)
+            return path
+        finally:
+            shutil.rmtree(given.directory, ignore_errors=True)
+
+    def _check_off(self) -> None:
+        if self._part is not None:
+            raise RuntimeError(
+                "cannot start a trace: this process records one (expected none). Stop it first."
+            )
+
+    def _forget(self) -> None:
+        """Start as a forked child: what the parent records is not this process's."""
+        if self._part is not None:
+            self._part.close_unlocked()  # whoever held the lock is not in this process
+        self._part = self._settings = self._path = None
+
+
+class _Part:
+    """The events of one process, in a file of its own: one line of JSON each."""
+
+    def __init__(self, settings: TraceSettings, process: str) -> None:
+        self._pid = os.getpid()
+        self._origin = settings.origin
+        self._left = settings.max_events
+        self._thread = threading.local()
+        self._lock = threading.Lock()
+        path = Path(settings.directory) / f"{self._pid}.jsonl"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file: int | None = os.open(path, flags, 0o600)
+        self._write(self._named("process_name", 0, "name", process))
+
+    def span(self, name: str, begin: int, end: int, worked: int, total: int) -> None:
+        """Record a span: two times of ``time.monotonic_ns``, two of ``time.thread_time_ns``."""
+        since, duration = (begin - self._origin) / 1e3, (end - begin) / 1e3
+        of_thread = f'"tts":{worked / 1e3:.3f},"tdur":{(total - worked) / 1e3:.3f}'
+        self._event("X", name, f'"ts":{since:.3f},"dur":{duration:.3f},{of_thread}')
+
+    def counter(self, name: str, value: float) -> None:
+        """Record a finite value, now."""
+        since = (time.monotonic_ns() - self._origin) / 1e3
+        self._event("C", name, f'"ts":{since:.3f},"args":{{"value":{float(value)}}}')
+
+    def close(self) -> None:
+        """Record nothing more."""
+        with self._lock:
+            self.close_unlocked()
+
+    def close_unlocked(self) -> None:
+        """Record nothing more, where no other thread does."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _event(self, phase: str, name: str, rest: str) -> None:
+        tid = self._tid()
+        line = f'{{"ph":"{phase}","name":{_quoted(name)},"pid":{self._pid},"tid":{tid},{rest}}}\n'
+        with self._lock:
+            self._left -= 1
+            if self._left >= 0:
+                self._write(line)
+            elif self._left == -1:
+                self._write(self._named("process_labels", 0, "labels", "too many events: cut off"))
+
+    def _tid(self) -> int:
+        try:
+            tid: int = self._thread.tid
+        except AttributeError:
+            tid = self._thread.tid = threading.get_native_id()
+            with self._lock:
+                self._write(self._named("thread_name", tid, "name", _thread_name()))
+        return tid
+
+    def _named(self, what: str, tid: int, key: str, value: str) -> str:
+        event = {"ph": "M", "name": what, "pid": self._pid, "tid": tid, "ts": 0.0}
+        return json.dumps(event | {"args": {key: value}}) + "\n"
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            return
+        try:
+            os.write(self._file, line.encode())
+        except OSError as error:
+            # A full disk must cost the trace, not the training.
+            self.close_unlocked()
+            warnings.warn(
+                f"trace of process {self._pid}: {error} (expected to write). What this process "
+                "does from here on is missing in the trace. Make room, and trace again.",
+                stacklevel=2,
+            )
+
+
+def _thread_name() -> str:
+    thread = threading.current_thread()
+    return "main" if thread is threading.main_thread() else thread.name
+
+
+class _Span:
+    """Records the time between entering and leaving it."""
+
+    __slots__ = ("_begin", "_name", "_part", "_worked")
+
+    def __init__(self, part: _Part, name: str) -> None:
+        self._part = part
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._worked = time.thread_time_ns()
+        self._begin = time.monotonic_ns()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        end = time.monotonic_ns()
+        self._part.span(self._name, self._begin, end, self._worked, time.thread_time_ns())
+
+
+def _merge(directory: Path, path: Path) -> None:
+    """Write all events of the files in a directory: names first, then by their beginning."""
+    events = [event for part in sorted(directory.glob("*.jsonl")) for event in _events(part)]
+    events.sort()
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        file.write(",\n".join(line for *_, line in events))
+        file.write("\n]}\n")
+
+
+def _events(part: Path) -> Iterator[tuple[bool, float, float, str]]:
+    """Yield the lines of a file after what they are sorted by; a span before those within."""
+    with part.open(encoding="utf-8") as lines:
+        for line in lines:
+            if not line.endswith("\n"):
+                return  # the disk was full, or its process was killed, in the middle of it
+            event = json.loads(line)
+            yield event["ph"] != "M", event["ts"], -event.get("dur", 0.0), line.rstrip("\n")
+
+
+_tracer = Tracer()
+span = _tracer.span
+counter = _tracer.counter
+settings = _tracer.settings
+start = _tracer.start
+join = _tracer.join
+stop = _tracer.stop
+os.register_at_fork(after_in_child=_tracer._forget)

@@ -1,0 +1,359 @@
+"""Checkpoints of a run: whole or not there at all, a few of them, refused where damaged.
+
+A checkpoint is TorchRL's (`torchrl.checkpoint.Checkpoint`), a directory named after the
+frames collected, ``checkpoint/frames-000000065536``, with the digests of its files beside
+them. It is written under another name, synced to the disk and renamed, so that a process
+that is killed, a full disk or a power failure leaves the checkpoints before it as they were.
+
+What follows from one root seed, and so is repeated by a run in lock-step:
+
+====================  ==================================================================
+Networks, minibatches torch's generator of the learner, seeded with it; then by TorchRL's
+                      trainer with the first seed that no environment has
+Environment i of      seed + w * num_envs + i, as Gymnasium counts; models that differ draw
+collector w           from a child of that generator
+Noise of collector w  the first number of ``SeedSequence((seed, w))``
+Sample of tick t      base + t, the base drawn by the learner
+====================  ==================================================================
+
+A checkpoint has the state of all of them, so that a run in lock-step that goes on from one
+equals, bit for bit, the run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrl.checkpoint import (
+    Checkpoint,
+    CheckpointAdapter,
+    CheckpointError,
+    CheckpointOptions,
+    CheckpointRotation,
+    GlobalRNGState,
+    StateDictCheckpointAdapter,
+)
+from torchrl.trainers import Trainer
+
+from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.errors import ConfigError
+
+__all__ = [
+    "RunCheckpoints",
+    "SavedRun",
+    "cut_logs",
+    "load_trainer",
+    "run_checkpoint",
+    "save_learner",
+]
+
+FORMAT = 1
+"""Of what this package puts into a checkpoint; another one is refused."""
+DIGESTS = "digests.json"
+_PREFIX = "frames"
+_CHUNK = 1 << 22
+
+
+class _ReplayAdapter(CheckpointAdapter):
+    """Saves the rows of a replay as they lie in shared memory, without a copy."""
+
+    adapter_id = "torchrl_unilab.packed_replay"
+
+    def save(
+        self, component: Any, path: Path, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        component.dumps(path)
+
+    def load(
+        self,
+        component: Any,
+        path: Path,
+        *,
+        map_location: Any,
+        tensor_load_kwargs: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        component.loads(path)
+
+
+def run_checkpoint(**components: Any) -> Checkpoint:
+    """Return a checkpoint of named components and the generators of this process.
+
+    Trainers add what they have.
+    """
+    checkpoint = Checkpoint()
+    checkpoint.register_adapter(object, StateDictCheckpointAdapter())
+    checkpoint.register_adapter(PackedReplayStorage, _ReplayAdapter())
+    for name, component in {**components, "rng": GlobalRNGState()}.items():
+        checkpoint.register(name, component)
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A whole checkpoint of this package's format.
+
+    Attributes:
+        path: Where it is.
+        run: What ``config.json`` said: task, algorithm, seed and settings.
+        frames: Frames that had been collected.
+        total_frames: Frames that the run was to collect.
+        interval: Frames between checkpoints; None for one at the end only.
+        keep: How many checkpoints are kept.
+        resumed: Frames at which the run had been resumed, each time.
+    """
+
+    path: Path
+    run: Mapping[str, Any]
+    frames: int
+    total_frames: int
+    interval: int | None
+    keep: int
+    resumed: tuple[int, ...]
+
+
+class RunCheckpoints(CheckpointRotation):
+    """The newest checkpoints of a run, by the frames collected.
+
+    Args:
+        directory: Where they are, or will be once there is one.
+        keep: How many are kept.
+        interval: Frames between checkpoints; None for one at the end only.
+
+    Raises:
+        ConfigError: `keep` or `interval` is not positive.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> checkpoints = RunCheckpoints(tempfile.mkdtemp(), keep=2)
+        >>> metadata = checkpoints.metadata({"env": "Hopper-v5"}, total_frames=300)
+        >>> for frames in (100, 200, 300):
+        ...     path = checkpoints.save(
+        ...         run_checkpoint(net=torch.nn.Linear(2, 1)),
+        ...         step=frames,
+        ...         metadata={**metadata, "collected_frames": frames},
+        ...     )
+        >>> [path.name for path in checkpoints.paths()], checkpoints.newest().frames
+        (['frames-000000000300', 'frames-000000000200'], 300)
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], keep: int = 2, interval: int | None = None
+    ) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep_checkpoints: {keep} (expected at least 1). Use 2.")
+        if interval is not None and interval < 1:
+            raise ConfigError(
+                f"checkpoint_interval: {interval} frames (expected at least 1). Leave it out for "
+                "a checkpoint at the end only."
+            )
+        super().__init__(Path(directory), keep_last=keep, prefix=_PREFIX)
+        self._directory = Path(directory)
+        self.interval = interval
+
+    def metadata(
+        self, run: Mapping[str, Any], *, total_frames: int, resumed: Collection[int] = ()
+    ) -> dict[str, Any]:
+        """Return what to save of a run beside its components; see `SavedRun`."""
+        return {
+            "unilab_format": FORMAT,
+            "run": dict(run),
+            "total_frames": total_frames,
+            "interval": self.interval,
+            "keep": self.keep_last,
+            "resumed": list(resumed),
+        }
+
+    def paths(self) -> list[Path]:
+        """Return where there are checkpoints, whole or damaged, the newest first."""
+        return sorted(self._directory.glob(f"{_PREFIX}-*"), reverse=True)
+
+    def save(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        step: int,
+        metadata: Mapping[str, Any] | None = None,
+        components: Collection[str] | None = None,
+        component_options: Mapping[str, CheckpointOptions] | None = None,
+    ) -> Path:
+        """Save a checkpoint after `step` frames, whole or not at all; remove the oldest.
+
+        If there is one of as many frames it stays, and nothing is saved.
+
+        Raises:
+            OSError: It cannot be written. What was there is as it was.
+        """
+        directory = self._directory
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"{_PREFIX}-{step:012d}"
+        if path.exists():
+            return path
+        if components is None:  # loggers have only their names to tell
+            components = set(checkpoint.components) - {"logger"}
+        for leftover in directory.glob(".*"):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        draft = directory / f".{path.name}"
+        try:
+            checkpoint.save(
+                draft,
+                components=components,
+                component_options=component_options,
+                metadata=metadata,
+                format="directory",
+            )
+            (draft / DIGESTS).write_text(json.dumps(_digests(draft)))
+            _sync(draft)
+            draft.rename(path)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        _sync_entry(directory)
+        for old in self.paths()[self.keep_last :]:
+            gone = old.rename(old.with_name(f".{old.name}"))  # at once, as a whole
+            shutil.rmtree(gone, ignore_errors=True)
+        return path
+
+    def newest(self, components: Collection[str] | None = None) -> SavedRun:
+        """Return the newest checkpoint, if it is whole.
+
+        Args:
+            components: What is needed of it; all if not given.
+
+        Raises:
+            ConfigError: There is none, or it is damaged or of another format; names an
+                older one that is whole, if there is one.
+        """
+        paths = self.paths()
+        if not paths:
+            raise ConfigError(
+                f"no checkpoint in {self.directory} (expected one). Train from the start."
+            )
+        damage = _damage(paths[0], components)
+        if damage is not None:
+            older = next((p for p in paths[1:] if _damage(p, components) is None), None)
+            remedy = (
+                "None of the older ones is whole either. Train from the start."
+                if older is None
+                else f"{older.name} is: remove {paths[0].name} to go on from there."
+            )
+            raise ConfigError(
+                f"checkpoint {paths[0]}: {damage} (expected a whole one, of format {FORMAT}). "
+                f"{remedy}"
+            )
+        metadata = Checkpoint.manifest(paths[0])["metadata"]
+        return SavedRun(
+            paths[0],
+            metadata["run"],
+            metadata["collected_frames"],
+            metadata["total_frames"],
+            metadata["interval"],
+            metadata["keep"],
+            tuple(metadata["resumed"]),
+        )
+
+
+def _damage(path: Path, components: Collection[str] | None) -> str | None:
+    """Say what is wrong with a checkpoint, or at least with some components of it."""
+    try:
+        manifest = Checkpoint.manifest(path)
+        expected = json.loads((path / DIGESTS).read_text())
+    except (CheckpointError, OSError, ValueError) as error:
+        return f"it cannot be read, {error}"
+    metadata = manifest["metadata"]
+    if metadata.get("unilab_format") != FORMAT:
+        return f"it is of format {metadata.get('unilab_format')}"
+    parts = None
+    if components is not None:
+        parts = [manifest["components"][name]["path"] + "/" for name in components]
+    found = _digests(path, parts)
+    if parts is not None:
+        expected = {name: digest for name, digest in expected.items() if name in found}
+    wrong = sorted(
+        name
+        for name in {*found, *expected}
+        if found.get(name) != expected.get(name) and name != DIGESTS
+    )
+    return f"its files {wrong} are not as they were written" if wrong else None
+
+
+def _digests(directory: Path, parts: Collection[str] | None = None) -> dict[str, str]:
+    """Return each file's digest by its name below a directory."""
+    digests = {}
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and (parts is None or name.startswith(tuple(parts))):
+            digest = hashlib.sha256()
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    digest.update(chunk)
+            digests[name] = digest.hexdigest()
+    return digests
+
+
+def _sync(directory: Path) -> None:
+    """Have a directory with all that it holds reach the disk."""
+    for path in directory.rglob("*"):
+        _sync_entry(path)
+    _sync_entry(directory)
+
+
+def _sync_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_learner(trainer: Trainer) -> None:
+    """Save all but the workers' state, which may be in the midst of something, or lost."""
+    trainer.checkpoint_rotation.save(
+        trainer.checkpoint,
+        step=trainer.collected_frames,
+        metadata=trainer._checkpoint_manifest_metadata(),
+        component_options={"collector": CheckpointOptions(save_kwargs={"workers": False})},
+    )
+
+
+def load_trainer(trainer: Trainer, saved: SavedRun) -> None:
+    """Put a trainer and its workers where they were.
+
+    Raises:
+        ConfigError: The checkpoint does not fit.
+    """
+    try:
+        trainer.checkpoint.load(saved.path)
+    except CheckpointError as error:
+        raise ConfigError(
+            f"cannot resume from {saved.path}: {error} (expected a checkpoint of this run's "
+            "networks and environments). Resume with the versions that wrote it."
+        ) from error
+    trainer.collector.update_policy_weights_()
+    if trainer.progress_bar:
+        trainer.register_op("setup", lambda: trainer._pbar.update(saved.frames))
+
+
+def cut_logs(directory: Path, frames: int) -> None:
+    """Remove from scalars in CSV files what was logged after so many frames.
+
+    Args:
+        directory: Of TorchRL's `CSVLogger`; may be absent.
+        frames: Rows "step,value" of later steps go.
+    """
+    for path in directory.rglob("*.csv"):
+        lines = path.read_text().splitlines(keepends=True)
+        # A process that was killed may have left half a line at the end.
+        kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= frames]
+        if kept != lines:
+            draft = path.with_name(f".{path.name}")
+            draft.write_text("".join(kept))
+            draft.replace(path)
