@@ -488,12 +488,15 @@ def test_a_partial_of_the_class_can_be_pickled() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sched_getaffinity")
-def test_threads_default_to_the_cpus_of_the_process(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("cpus", "threads"), [({3}, 1), ({0, 1}, 2), ({0, 1, 5}, 2), ({*range(8)}, 7)]
+)
+def test_threads_default_to_the_cpus_of_the_process_less_the_learners(
+    cpus: set[int], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 5})
-    env = MujocoBatchEnv("InvertedPendulum-v5", 4)
-    assert env._batch.nthread == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus)
+    env = MujocoBatchEnv("InvertedPendulum-v5", 16)
+    assert env._batch.nthread == threads
     env.close()
 
 

@@ -53,6 +53,9 @@ def _v1(path, most, used, inactive=0):
 def test_physics_shares_the_cores_out_and_the_learner_has_one_thread():
     plan = plan_threads(8, collectors=3)
     assert (plan.learner_threads, plan.physics_threads) == (1, 2)
+    assert plan_threads(2).physics_threads == 2
+    assert plan_threads(16, learner_threads=4).physics_threads == 12
+    assert plan_threads(16, learner_threads=16).physics_threads == 2
     assert plan_threads(1, collectors=4).physics_threads == 1
     assert plan_threads(8, physics_threads=5, learner_threads=2).physics_threads == 5
     assert available_cores() >= 1

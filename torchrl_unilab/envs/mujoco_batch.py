@@ -22,7 +22,7 @@ from torchrl_unilab.envs.named_tasks import make_task
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask
-from torchrl_unilab.runtime import available_cores
+from torchrl_unilab.runtime import available_cores, plan_threads
 
 _ALL = slice(None)
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -50,8 +50,8 @@ class MujocoBatchEnv(EnvBase):
     Args:
         task: a task, or the name of one, as `torchrl_unilab.envs.make_task` takes it.
         num_envs: number of simulations.
-        num_threads: physics threads; by default one per CPU that this process
-            may use.
+        num_threads: physics threads; by default one for each CPU that this process
+            may use but one, which is the learner's, and at least two if there are two.
         seed: seed of the initial states; simulation ``i`` draws from its own
             generator, seeded ``seed + i`` as in Gymnasium's vector environments.
             None seeds from the operating system.
@@ -121,7 +121,7 @@ class MujocoBatchEnv(EnvBase):
         if isinstance(task, str):
             task = make_task(task)
         if num_threads is None:
-            num_threads = available_cores()
+            num_threads = plan_threads(available_cores()).physics_threads
         if max_episode_steps is None:
             max_episode_steps = task.max_episode_steps
         _check_positive("num_envs", num_envs)

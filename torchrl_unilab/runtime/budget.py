@@ -41,18 +41,18 @@ def plan_threads(
     physics_threads: int | None = None,
     learner_threads: int = 1,
 ) -> ThreadPlan:
-    """Share `cores` out: one thread for the learner if it asks no more, physics on all of them.
+    """Share `cores` out: to the learner what it asks for, to physics all others.
 
-    Small networks run fastest on one thread; physics scales with cores. All of them step
-    physics, for the learner waits for data now and then and a collector for its policy:
-    what one leaves idle the other takes.
+    Small networks run fastest on one thread; physics scales with cores. Up to two cores are
+    for physics even if the learner asks for them, too: it waits for data now and then, and a
+    collector for its policy, and what one leaves idle the other takes.
 
     Raises:
         ConfigError: A count is not positive.
 
     Example:
         >>> print(plan_threads(8, collectors=2))
-        8 cores: 1 learner thread(s), 2 collector(s) with 4 physics thread(s) each
+        8 cores: 1 learner thread(s), 2 collector(s) with 3 physics thread(s) each
     """
     asked = (cores, collectors, learner_threads, 1 if physics_threads is None else physics_threads)
     if min(asked) < 1:
@@ -62,5 +62,6 @@ def plan_threads(
             "Check the process's affinity and the settings."
         )
     if physics_threads is None:
-        physics_threads = max(1, cores // collectors)
+        for_physics = max(min(cores, 2), cores - learner_threads)
+        physics_threads = max(1, for_physics // collectors)
     return ThreadPlan(cores, collectors, learner_threads, physics_threads)
