@@ -6,11 +6,12 @@ STAMP := .venv/.installed
 TRAIN_ENV ?= HalfCheetah-v5
 TRAIN_FRAMES ?= 2000000
 SEED ?= 0
+SOAK_MINUTES ?= 10
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train robot test test-all test-gpu lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update curves clean
+.PHONY: install train robot test test-all test-faults test-gpu soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update curves clean
 
 install: $(STAMP)
 
@@ -30,7 +31,14 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake tests tutorials
 
 test-all: install
-	$(BIN)/python -m pytest --nbmake -m "not gpu" tests tutorials
+	$(BIN)/python -m pytest --nbmake -m "not gpu and not faults" tests tutorials
+
+test-faults: install
+	$(BIN)/python -m pytest -n 2 -m faults tests/faults
+	$(BIN)/python -m tests.faults.table
+
+soak: install
+	$(BIN)/python -m tests.benchmarks.soak --minutes $(SOAK_MINUTES)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu tests

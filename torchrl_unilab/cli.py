@@ -109,7 +109,7 @@ def _add_training(train: argparse.ArgumentParser, algorithm: str) -> None:
         help="go on with the run in --run-dir; its task, frames and settings need not be given",
     )
     train.add_argument(
-        "--checkpoint-interval", type=int, help="frames between checkpoints; one at the end if not"
+        "--checkpoint-interval", type=int, help="frames between checkpoints; a quarter if not"
     )
     train.add_argument("--keep-checkpoints", type=int, help="how many are kept; 2 if not given")
     train.add_argument("--stop-at", type=float, help="stop early at this mean return")

@@ -51,7 +51,7 @@ class Kept:
         self._collector: APPOCollector | None = None
 
     def get(self) -> APPOCollector:
-        if self._collector is None or self._collector._memory is None:
+        if self._collector is None or self._collector._group is None:
             self._collector = _collector(make_policy(0.0), **self.settings)
         return self._collector
 

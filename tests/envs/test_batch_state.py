@@ -45,10 +45,10 @@ def test_a_restored_environment_goes_on_bit_for_bit_over_the_ends_of_episodes(ta
     one, other = make(task, 0, with_reward_terms=True), make(task, 9, with_reward_terms=True)
     torch.manual_seed(0)
     _, root = play(one, one.reset(), 13)
-    state, random, root = one.state_dict(), torch.get_rng_state(), root.clone()
+    state, random, root = one.snapshot(), torch.get_rng_state(), root.clone()
     expected, _ = play(one, root.clone(), 50)
     play(other, other.reset(), 5)
-    other.load_state_dict(state)
+    other.restore(state)
     torch.set_rng_state(random)
     found, _ = play(other, root, 50)
     assert_equal(expected, found)
@@ -60,8 +60,8 @@ def test_a_restored_environment_goes_on_bit_for_bit_over_the_ends_of_episodes(ta
 def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_it_is():
     one, other, third = (make("Humanoid-v5", seed) for seed in (0, 5, 9))
     _, root = play(one, one.reset(), 7)
-    other.load_state_dict(one.state_dict())
-    third.load_state_dict(other.state_dict())
+    other.restore(one.snapshot())
+    third.restore(other.snapshot())
     for env in (other, third):
         placed = [state[:1] for state in env.get_state()]
         seen = env.set_state(*placed, ids=[0])["observation"]
@@ -74,7 +74,7 @@ def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_i
 def test_partial_steps_after_loading_move_only_their_rows():
     one, other = make("Ant-v5", 0), make("Ant-v5", 9)
     _, root = play(one, one.reset(), 7)
-    other.load_state_dict(one.state_dict())
+    other.restore(one.snapshot())
     step = torch.tensor([[True], [False], [True]])
     for mask in (step, ~step, step):
         root = one.rand_action(root).set("_step", mask)
@@ -91,7 +91,7 @@ def test_models_that_differ_are_restored_and_drawn_on_from_the_same_generators()
     one, other = make("Hopper-v5", 0, **different), make("Hopper-v5", 9, **different)
     torch.manual_seed(0)
     _, root = play(one, one.reset(), 30)
-    other.load_state_dict(one.state_dict())
+    other.restore(one.snapshot())
     for field in ("geom_friction", "body_mass"):
         assert np.array_equal(one.randomizer.values(field), other.randomizer.values(field))
     random = torch.get_rng_state()
@@ -115,7 +115,7 @@ def test_delays_go_on_with_what_went_in():
     _, root = play(one, one.reset(), 30)
     random = torch.get_rng_state()
     other.load_state_dict(one.state_dict())  # of the transforms, as TorchRL has it
-    other.base_env.load_state_dict(one.base_env.state_dict())
+    other.base_env.restore(one.base_env.snapshot())
     expected, _ = play(one, root.clone(), 40)
     torch.set_rng_state(random)
     found, _ = play(other, root.clone(), 40)
@@ -131,13 +131,13 @@ def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
     env.reset()
     qpos, _ = env.get_state()
     for other in (ant, more, different):
-        with pytest.raises(ValueError, match=r"\(expected .*\)\. Load"):
-            env.load_state_dict(other.state_dict())
+        with pytest.raises(ValueError, match=r"\(expected .*\)\. (Restore|Load)"):
+            env.restore(other.snapshot())
         assert np.array_equal(env.get_state()[0], qpos)
         other.close()
     env.close()
     with pytest.raises(RuntimeError, match="is closed"):
-        env.state_dict()
+        env.snapshot()
 
 
 def test_commands_are_restored_and_last_as_long():
@@ -146,7 +146,7 @@ def test_commands_are_restored_and_last_as_long():
     torch.manual_seed(0)
     _, root = play(one, one.reset(), 6)
     random = torch.get_rng_state()
-    other.load_state_dict(one.state_dict())
+    other.restore(one.snapshot())
     expected, _ = play(one, root.clone(), 12)
     torch.set_rng_state(random)
     found, _ = play(other, root.clone(), 12)

@@ -47,6 +47,9 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
         ("no_such_module:Task", "no task 'no_such_module:Task', No module named"),
         ("torchrl_unilab.envs.quadruped:Walk", "no task '.*:Walk', module .* has no attribute"),
         (":Task", "no task ':Task', Empty module name"),
+        (".robots:Task", "no task '.robots:Task', .* relative import"),
+        ("os:path", "'os:path' is module .expected a MujocoTask or what makes one"),
+        ("os:sep", "'os:sep' is str .expected"),
     ],
 )
 def test_an_unknown_name_is_refused(name: str, message: str) -> None:

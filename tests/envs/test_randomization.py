@@ -380,6 +380,7 @@ FEET = Randomize("geom_friction[0]", 0.5, 1.0, objects=("foot_geom",))
         (Randomize("opt.gravity", 1, 2, objects=("x",)), "no object 'x'"),
         (Randomize(("body_mass", "geom_size"), 1, 2), "have not the same objects"),
         (Randomize((), 1, 2), "have not the same objects"),
+        (Randomize("body_mass", 1, 2, objects=()), "have not the same objects .* at least one"),
         (Randomize("body_mass", 0, 2), r"body_mass can become 0.0 .expected masses"),
         (Randomize("body_mass", -0.13, 2, "add"), r"body_mass can become -0.13"),
         (Randomize("body_inertia[1]", -1, 2, "set"), r"body_inertia can become -1.0"),

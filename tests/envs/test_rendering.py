@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -261,6 +262,33 @@ def test_any_thread_may_draw(make) -> None:
     with ThreadPoolExecutor(1) as pool:
         np.testing.assert_array_equal(pool.submit(case.env.render).result(timeout=60), here)
     np.testing.assert_array_equal(case.env.render(), here)
+
+
+def test_closing_waits_for_the_picture_that_another_thread_draws(make) -> None:
+    case = make(render_width=320, render_height=240)
+    renderer = case.env._renderer
+    case.env.render()
+    drawing, let_go = threading.Event(), threading.Event()
+    read = renderer._batch.get_data
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(case.env._batch, name)
+
+        def get_data(self, i: int, data: mujoco.MjData) -> None:
+            drawing.set()
+            assert let_go.wait(60)
+            read(i, data)
+
+    renderer._batch = Slow()
+    with ThreadPoolExecutor(2) as pool:
+        picture = pool.submit(renderer.render, [0])
+        assert drawing.wait(60)
+        closing = pool.submit(renderer.close)
+        let_go.set()
+        assert picture.result(timeout=60).std() > 1
+        closing.result(timeout=60)
+    assert renderer._drawing is None
 
 
 def test_two_environments_draw_in_turn(make) -> None:

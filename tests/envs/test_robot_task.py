@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import imageio
 import mujoco
 import numpy as np
 import pytest
@@ -214,6 +216,38 @@ def test_an_edited_spec_is_kept_as_it_was_given() -> None:
     task = Cart(model=spec)
     spec.body("cart").geoms[0].mass = 9.0
     assert pickle.loads(pickle.dumps(task)).load_model().body("cart").mass[0] == 7.0
+
+
+MESHED = CART.replace('geom size=".1"', 'geom type="mesh" mesh="wedge"').replace(
+    "<worldbody>",
+    """<compiler meshdir="meshes" texturedir="skins"/>
+    <asset><mesh name="wedge" file="wedge.obj"/><texture name="t" type="2d" file="t.png"/></asset>
+    <worldbody>""",
+)
+WEDGE = b"v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 3 2\nf 1 2 4\nf 2 3 4\nf 1 4 3\n"
+
+
+@pytest.mark.parametrize("form", ["beside the file", "in memory", "as assets of the task"])
+def test_a_spec_brings_the_files_it_names(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = io.BytesIO()
+    imageio.imwrite(picture, np.full((2, 2, 3), 200, dtype=np.uint8), format="png")
+    files = {"meshes/wedge.obj": WEDGE, "skins/t.png": picture.getvalue()}
+    if form == "beside the file":
+        for name, content in files.items():
+            (tmp_path / "robot" / name).parent.mkdir(parents=True)
+            (tmp_path / "robot" / name).write_bytes(content)
+        (tmp_path / "robot" / "cart.xml").write_text(MESHED)
+        monkeypatch.chdir(tmp_path)
+        spec = mujoco.MjSpec.from_file("robot/cart.xml")
+    else:
+        spec = mujoco.MjSpec.from_string(MESHED, assets=files)
+    task = Cart(model=spec, assets=files if form == "as assets of the task" else {})
+    monkeypatch.chdir("/")
+    model = pickle.loads(pickle.dumps(task)).load_model()
+    assert model.nmeshvert == 4
+    assert model.tex_data[0] == 200
 
 
 @pytest.mark.parametrize("form", ["text", "file", "spec"])

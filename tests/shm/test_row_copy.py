@@ -119,6 +119,21 @@ def test_rows_that_need_a_second_look_are_not_found(key: str, value: object) -> 
     assert finder("next.reward", "x").find(changed, 4) is None
 
 
+def test_tensors_without_memory_are_left_to_torch() -> None:
+    freed = torch.rand(4, 3)
+    freed.untyped_storage().resize_(0)
+    for x in (freed, torch._efficientzerotensor(4, 3)):
+        for keys in ((), ("x",)):
+            assert finder(*keys).find(rows().set("x", x), 4) is None
+    storage = PackedReplayStorage(8)
+    storage.append(rows())
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
+        storage.append(rows().set("x", freed))
+    zeros = storage.append(rows().set("x", torch._efficientzerotensor(4, 3)))
+    assert not storage.get(zeros)["x"].any()
+    storage.close()
+
+
 def test_a_missing_key_another_count_and_another_class_are_not_found() -> None:
     assert finder().find(rows().exclude("x"), 4) is None
     assert finder().find(rows().exclude(("next", "done")), 4) is None
@@ -138,8 +153,9 @@ def test_values_need_be_finite_only_where_asked() -> None:
 
 
 def test_dtypes_that_cannot_be_looked_at_are_left_to_torch() -> None:
-    half = RowFinder(TensorDict, [(("x",), (), torch.bfloat16)], [("x",)])
-    assert half.find(TensorDict({"x": torch.ones(2, dtype=torch.bfloat16)}, [2]), 2) is None
+    for dtype in (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+        short = RowFinder(TensorDict, [(("x",), (), dtype)], [("x",)])
+        assert short.find(TensorDict({"x": torch.ones(2).to(dtype)}, [2]), 2) is None
     conjugated = RowFinder(TensorDict, [(("x",), (), torch.complex64)], [])
     values = torch.ones(2, dtype=torch.complex64).conj()
     assert conjugated.find(TensorDict({"x": values}, [2]), 2) is None

@@ -195,9 +195,11 @@ def test_a_missing_file_and_one_too_many_are_found(two):
     (path.parent / "more").unlink()
 
 
-def test_where_all_are_damaged_no_older_one_is_offered(tmp_path):
+@pytest.mark.parametrize("name", ["digests.json", "manifest.json"])
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "[1]", "null"])
+def test_where_all_are_damaged_no_older_one_is_offered(tmp_path, name, text):
     for frames in (100, 200):
-        (save(tmp_path, frames) / "digests.json").write_text("{")
+        (save(tmp_path, frames) / name).write_text(text)
     with pytest.raises(ConfigError, match="None of the older ones is whole either"):
         RunCheckpoints(tmp_path).newest()
 

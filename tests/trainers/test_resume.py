@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing as mp
 import os
 import re
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from torchrl_unilab.trainers import (
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints, run_checkpoint
 from torchrl_unilab.trainers.runs import resume_run
 
-INTERVAL, KILLED, FRAMES = 96, 160, 256
+INTERVAL, KILLED, FRAMES = 96, 160, 192
 QUIET: Mapping[str, Any] = {"progress_bar": False, "eval_episodes": 1}
 OFF_POLICY: Mapping[str, Any] = {
     "num_envs": 4,
@@ -78,16 +80,23 @@ def train(run_dir: Path, algorithm: str, **settings: Any) -> dict[str, Any]:
     return run(env, run_dir=run_dir, **{"config": config, **QUIET, **settings})
 
 
+def at_the_kill(act: Callable[[], None]) -> Callable[[PublishWeights], None]:
+    """What publishes, and then acts once so many frames have come, after a checkpoint."""
+    publish, acted = PublishWeights.__call__, []
+
+    def publish_and_act(hook: PublishWeights) -> None:
+        publish(hook)
+        if hook._trainer is not None and hook._trainer.collected_frames >= KILLED and not acted:
+            acted.append(True)
+            act()
+
+    return publish_and_act
+
+
 def killed_in_the_middle(run_dir: Path, algorithm: str) -> None:
     """Train until SIGKILL, one or several updates after a checkpoint."""
-    publish = PublishWeights.__call__
-
-    def publish_and_die(self: PublishWeights) -> None:
-        publish(self)
-        if self._trainer is not None and self._trainer.collected_frames >= KILLED:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    PublishWeights.__call__ = publish_and_die  # type: ignore[method-assign]
+    kill = partial(os.kill, os.getpid(), signal.SIGKILL)
+    PublishWeights.__call__ = at_the_kill(kill)  # type: ignore[method-assign]
     train(run_dir, algorithm)
 
 
@@ -115,21 +124,10 @@ def points(summary: Mapping[str, Any]) -> list[list[float]]:
     return [list(point[1:]) for point in summary["curve"]]
 
 
-@pytest.mark.parametrize("algorithm", RUNS)
-def test_a_run_that_is_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(algorithm, tmp_path):
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    process = mp.get_context().Process(target=killed_in_the_middle, args=(broken, algorithm))
-    process.start()
-    process.join(DEADLINE)
-    assert process.exitcode == -signal.SIGKILL
-    process.close()
-    assert RunCheckpoints(broken / "checkpoint").newest().frames == INTERVAL
-    assert not (broken / "summary.json").exists()
-    resumed = resume_run(broken, **QUIET)
-    whole = train(unbroken, algorithm)
-
-    assert resumed["resumed"] == [INTERVAL]
-    assert whole["resumed"] == []
+def assert_equal(unbroken: Path, broken: Path) -> None:
+    """Two runs came to the same, but for the time they took."""
+    whole, resumed = (json.loads((run / "summary.json").read_text()) for run in (unbroken, broken))
+    assert (whole["resumed"], resumed["resumed"]) == ([], [INTERVAL])
     for key in ("frames", "optim_steps", "final_return", "eval_return", "policy_lag"):
         assert resumed[key] == whole[key], key
     assert points(resumed) == points(whole)
@@ -141,6 +139,44 @@ def test_a_run_that_is_killed_and_resumed_equals_an_unbroken_one_bit_for_bit(alg
     logged = [run / "logs" / "scalars" / "optim_steps.csv" for run in (unbroken, broken)]
     assert logged[0].read_text() == logged[1].read_text()
     assert len(logged[0].read_text().splitlines()) > 3
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Callable[[str], Path]:
+    """A run that ends, with a copy of what was on the disk in the middle of it, as ``broken``."""
+
+    @functools.cache
+    def run(algorithm: str) -> Path:
+        directory: Path = tmp_path_factory.mktemp(algorithm)
+        whole, broken = directory / "unbroken", directory / "broken"
+        copy = partial(shutil.copytree, whole, broken)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PublishWeights, "__call__", at_the_kill(copy))
+            train(whole, algorithm)
+        return directory
+
+    return run
+
+
+@pytest.mark.parametrize("algorithm", RUNS)
+def test_a_run_resumed_from_what_was_on_the_disk_equals_the_unbroken_one_bit_for_bit(
+    algorithm, unbroken
+):
+    directory = unbroken(algorithm)
+    assert RunCheckpoints(directory / "broken" / "checkpoint").newest().frames == INTERVAL
+    resume_run(directory / "broken", **QUIET)
+    assert_equal(directory / "unbroken", directory / "broken")
+
+
+def test_a_run_that_is_killed_and_resumed_equals_the_unbroken_one_bit_for_bit(unbroken, tmp_path):
+    process = mp.get_context().Process(target=killed_in_the_middle, args=(tmp_path / "run", "sac"))
+    process.start()
+    process.join(DEADLINE)
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
+    assert not (tmp_path / "run" / "summary.json").exists()
+    resume_run(tmp_path / "run", **QUIET)
+    assert_equal(unbroken("sac") / "unbroken", tmp_path / "run")
 
 
 # Runs that do not wait for one another
@@ -239,8 +275,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(free, tmp_path)
         ({"settings": {"algo": "td3"}}, r"expected \{'algo': 'td3'\}"),
         ({"settings": {"gamma": 0.5}}, r"run with \{'gamma': 0.99\}"),
         ({"settings": {"nonsense": 1}}, r"run with \{'nonsense': None\}"),
-        ({"frames": FRAMES}, "256 of 256 frames have been collected"),
-        ({}, "256 of 256 frames have been collected"),
+        ({"frames": FRAMES}, "192 of 192 frames have been collected"),
+        ({}, "192 of 192 frames have been collected"),
         ({"frames": 2 * FRAMES, "eval_episodes": 0}, "eval_episodes: 0"),
         ({"frames": 2 * FRAMES, "keep_checkpoints": -1}, "keep_checkpoints: -1"),
     ],
@@ -292,9 +328,10 @@ def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(free, 
     assert RunCheckpoints(run_dir / "checkpoint").newest().interval == 32
 
 
-def test_a_run_that_ends_has_one_checkpoint_unless_it_is_told_otherwise(tmp_path):
-    train(tmp_path / "run", "appo", frames=64, checkpoint_interval=None)
-    assert os.listdir(tmp_path / "run" / "checkpoint") == ["frames-000000000064"]
+def test_a_run_saves_every_quarter_and_at_its_end_unless_it_is_told_otherwise(tmp_path):
+    train(tmp_path / "run", "appo", frames=256, checkpoint_interval=None, keep_checkpoints=9)
+    names = [f"frames-{frames:012d}" for frames in (64, 128, 192, 256)]
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoint")) == names
 
 
 def test_a_full_disk_ends_a_run_in_one_line_and_leaves_the_checkpoint_before(

@@ -139,7 +139,7 @@ class RolloutWorker:
         going = simulation is not None and carrier is not None
         return {
             "env": None if self.env is simulation else self.env.state_dict(),
-            "simulation": None if simulation is None else simulation.state_dict(),
+            "simulation": None if simulation is None else simulation.snapshot(),
             "carrier": carrier.to_dict() if going else None,  # type: ignore[union-attr]
             "trajectories": self._trajectories if going else None,
             "next_trajectory": self._next_trajectory,
@@ -160,7 +160,7 @@ class RolloutWorker:
             ValueError: The state is of another environment.
         """
         if self._simulation is not None and state["simulation"] is not None:
-            self._simulation.load_state_dict(state["simulation"])
+            self._simulation.restore(state["simulation"])
         if state["env"] is not None:
             self.env.load_state_dict(state["env"])
         torch.set_rng_state(state["random"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mujoco
@@ -274,15 +274,26 @@ class MujocoBatchEnv(EnvBase):
         self._place(rows[order], *values)
         return self._output()
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return all that the next steps follow from, which ``state_dict`` carries.
+    def snapshot(self) -> dict[str, Any]:
+        """Return all that the next steps follow from.
 
         Simulations in the midst of their episodes, their generators and what differs between
-        their models: an environment of the same task that loads it goes on bit for bit as
+        their models: an environment of the same task that restores it goes on bit for bit as
         this one does.
+
+        Returns:
+            Copies: arrays, numbers, and dicts and lists of them.
 
         Raises:
             RuntimeError: if the environment is closed.
+
+        Example:
+            >>> from torchrl_unilab.envs import MujocoBatchEnv
+            >>> one, other = (MujocoBatchEnv("Hopper-v5", 2, seed=seed) for seed in (0, 1))
+            >>> action = one.rand_action(one.rollout(5)[:, -1])
+            >>> other.restore(one.snapshot())
+            >>> bool((one.step(action.clone()) == other.step(action.clone())).all())
+            True
         """
         state = self._open_batch().state
         return {
@@ -298,8 +309,11 @@ class MujocoBatchEnv(EnvBase):
             "randomizer": self.randomizer.state_dict(),
         }
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_extra_state` returned.
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on from what `snapshot` returned, here or in an environment like this one.
+
+        Args:
+            snapshot: remains as it is.
 
         Raises:
             RuntimeError: if the environment is closed.
@@ -311,26 +325,26 @@ class MujocoBatchEnv(EnvBase):
         command = self._fields["command"].shape if self.task.command_size else None
         expected = (batch.state.shape, mine, command)
         found = (
-            state["state"].shape,
-            {name: field.shape for name, field in state["derived"].items()},
-            None if state["command"] is None else state["command"].shape,
+            snapshot["state"].shape,
+            {name: field.shape for name, field in snapshot["derived"].items()},
+            None if snapshot["command"] is None else snapshot["command"].shape,
         )
         if found != expected:
             raise ValueError(
-                f"MujocoBatchEnv: a state of shapes {found} (expected {expected}, those of "
-                f"{self.task.name}). Load it into the task and number of simulations it is of."
+                f"restore: a snapshot of shapes {found} (expected {expected}, those of "
+                f"{self.task.name}). Restore one of the same task and number of simulations."
             )
-        self.randomizer.load_state_dict(state["randomizer"])
-        batch.state[...] = state["state"]
-        self._held.hold(state["derived"])
+        self.randomizer.load_state_dict(snapshot["randomizer"])
+        batch.state[...] = snapshot["state"]
+        self._held.hold(snapshot["derived"])
         if self.task.command_size:
-            self._fields["command"][...] = state["command"]
-        self._elapsed[...] = state["elapsed"]
-        self._terminated[...] = state["terminated"]
-        self._truncated[...] = state["truncated"]
-        self.reward_terms = {name: term.copy() for name, term in state["reward_terms"].items()}
-        self.num_diverged = state["num_diverged"]
-        for rng, generator in zip(self._rngs, state["generators"], strict=True):
+            self._fields["command"][...] = snapshot["command"]
+        self._elapsed[...] = snapshot["elapsed"]
+        self._terminated[...] = snapshot["terminated"]
+        self._truncated[...] = snapshot["truncated"]
+        self.reward_terms = {name: term.copy() for name, term in snapshot["reward_terms"].items()}
+        self.num_diverged = snapshot["num_diverged"]
+        for rng, generator in zip(self._rngs, snapshot["generators"], strict=True):
             rng.bit_generator.state = generator
         self._mark(slice(None))
 

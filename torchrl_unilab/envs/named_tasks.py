@@ -56,12 +56,17 @@ def make_task(name: str, **options: Any) -> MujocoTask:
 def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> MujocoTask:
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"make_task: no task '{module}:{attribute}', {error} (expected the name of a module "
             "that can be imported, and of a task in it). Correct the name, or put the module's "
             "directory on PYTHONPATH."
         ) from error
+    if not callable(found) and not isinstance(found, MujocoTask):
+        raise ConfigError(
+            f"make_task: '{module}:{attribute}' is {type(found).__name__} (expected a MujocoTask "
+            "or what makes one). Name a task or its class."
+        )
     task = replace(found, **options) if isinstance(found, MujocoTask) else found(**options)
     if not isinstance(task, MujocoTask):
         raise ConfigError(

@@ -279,7 +279,7 @@ def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
     parts = [_part(model, text, name) for text in fields]
     chosen = [_chosen(model, owners, spec.objects, name) for _, _, owners in parts]
     owners = [list(dict.fromkeys(owner for owner, _ in rows)) for rows in chosen]
-    if not owners or any(other != owners[0] for other in owners):
+    if not owners or not owners[0] or any(other != owners[0] for other in owners):
         raise ConfigError(
             f"randomization of {name}: {fields} have not the same objects (expected fields of "
             "the same, at least one). Randomize them one by one."

@@ -41,9 +41,9 @@ class BatchRenderer:
     """Draws simulations of a batch, each with its own model, one after the other.
 
     Nothing of OpenGL is loaded before the first picture. The OpenGL context is
-    current in a thread only while it draws, so any thread may ask for pictures, one
-    at a time, and a context of the caller's stays what it was. A picture depends on
-    the state of its simulation alone.
+    current in a thread only while it draws, so any thread may ask for pictures or close
+    (they take turns), and a context of the caller's stays what it was. A picture depends
+    on the state of its simulation alone.
 
     Args:
         batch: the simulations.
@@ -85,6 +85,7 @@ class BatchRenderer:
         self._camera: Camera = _tracking_camera(batch.model) if camera is None else camera
         self._robot_view = _robot_view(batch.model) if self._camera is None else None
         self._drawing: tuple[Any, mujoco.Renderer, mujoco.MjData] | None = None
+        self._turn = threading.Lock()
 
     def render(self, ids: Sequence[int] | NDArray[np.intp]) -> Pictures:
         """Draw simulations.
@@ -101,6 +102,11 @@ class BatchRenderer:
         pictures = np.empty((len(ids), self.height, self.width, 3), dtype=np.uint8)
         if not len(ids):
             return pictures
+        with self._turn:
+            self._draw(pictures, ids)
+        return pictures
+
+    def _draw(self, pictures: Pictures, ids: Sequence[int] | NDArray[np.intp]) -> None:
         if self._drawing is None:
             self._drawing = self._start()
         context, renderer, data = self._drawing
@@ -116,13 +122,13 @@ class BatchRenderer:
                     camera.lookat = data.subtree_com[1]
                 renderer.update_scene(data, -1 if camera is None else camera)
                 renderer.render(out=picture)
-        return pictures
 
     def close(self) -> None:
         """Free the OpenGL context. Closing again does nothing."""
-        if self._drawing is not None:
-            self._drawing[1].close()
-            self._drawing = None
+        with self._turn:
+            if self._drawing is not None:
+                self._drawing[1].close()
+                self._drawing = None
 
     def _start(self) -> tuple[Any, mujoco.Renderer, mujoco.MjData]:
         model = copy.copy(self._batch.model)

@@ -56,9 +56,9 @@ class MujocoTask(ABC):
         name: the name of the task, also in messages.
         model: an MJCF or URDF file, the text of one (it begins with ``<``), or an
             ``mujoco.MjSpec``, which is kept as its text so that tasks can be
-            sent to other processes.
+            sent to other processes; MuJoCo writes six digits of a number there.
         assets: files that the model names, such as meshes, by name, for a model
-            that is not given as a file.
+            that is not given as a file; those of an MjSpec are added.
         frame_skip: physics steps per control step.
         max_episode_steps: control steps after which an episode is truncated.
         reads: further fields that the task reads: of ``MjData``, such as
@@ -89,7 +89,11 @@ class MujocoTask(ABC):
             spec = self.model.copy()
             with _logged_warnings():
                 spec.compile()
+            if spec.modelfiledir:  # which the text does not tell
+                spec.meshdir = str(Path(spec.modelfiledir, spec.meshdir).absolute())
+                spec.texturedir = str(Path(spec.modelfiledir, spec.texturedir).absolute())
             object.__setattr__(self, "model", spec.to_xml())
+            object.__setattr__(self, "assets", {**spec.assets, **self.assets})
 
     def load_model(self) -> mujoco.MjModel:
         """Compile the model.

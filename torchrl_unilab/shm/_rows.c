@@ -146,16 +146,21 @@ static PyObject *put(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+/* Bits of numbers, which need not be aligned in a buffer that torch was given. */
+typedef uint32_t __attribute__((aligned(1), may_alias)) bits32;
+typedef uint64_t __attribute__((aligned(1), may_alias)) bits64;
+
 static int is_finite(const void *items, int64_t count, int64_t itemsize)
 {
     int64_t i;
     if (itemsize == 4) {
-        const uint32_t *bits = items;
+        const bits32 *bits = items;
         uint32_t bad = 0;
         for (i = 0; i < count; i++) bad |= (bits[i] & 0x7f800000u) == 0x7f800000u;
         return !bad;
     }
-    const uint64_t *bits = items, exponent = 0x7ff0000000000000u;
+    const bits64 *bits = items;
+    const uint64_t exponent = 0x7ff0000000000000u;
     uint64_t bad = 0;
     for (i = 0; i < count; i++) bad |= (bits[i] & exponent) == exponent;
     return !bad;
@@ -214,6 +219,7 @@ static int take(Search *search, PyObject *tensor)
     if ((same = holds(tensor, search->is_contiguous, 1)) <= 0) return same;
     if ((same = holds(tensor, search->is_neg, 1)) != 0) return same < 0 ? -1 : 0;
     if (number(tensor, search->data_ptr, &search->address[i]) < 0) return -1;
+    if (!search->address[i]) return 0; /* no elements, or none in memory: torch knows */
     memcpy(check, search->finite + 16 * i, sizeof check);
     if (check[0] && !is_finite((const void *)(uintptr_t)search->address[i], check[0], check[1]))
         return 0;

@@ -72,7 +72,10 @@ class RowFinder:
             and len(fields) <= _MOST_FIELDS
             and _in_order(self._tree) == [key for key, _, _ in fields]
             and not any(dtype.is_complex for dtype in self._dtypes)  # may be lazily conjugated
-            and not any(dtype in (torch.float16, torch.bfloat16) for dtype in checked)
+            and all(
+                dtype in (torch.float32, torch.float64) or not dtype.is_floating_point
+                for dtype in checked
+            )
         )
         self._expected: tuple[int, tuple[torch.Size, ...], bytes] = (-1, (), b"")
 

@@ -2,6 +2,7 @@
 
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.budgets import RunBudget, plan_run
+from torchrl_unilab.trainers.checkpoints import RunCheckpoints
 from torchrl_unilab.trainers.configs import APPO_TASKS, APPOConfig
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.hooks import (
@@ -23,7 +24,7 @@ from torchrl_unilab.trainers.off_policy import (
 from torchrl_unilab.trainers.off_policy_configs import OFF_POLICY_TASKS, OffPolicyConfig
 from torchrl_unilab.trainers.playback import play_run
 from torchrl_unilab.trainers.prefetch import PrefetchReplay
-from torchrl_unilab.trainers.runs import evaluate_run, train_appo, train_off_policy
+from torchrl_unilab.trainers.runs import evaluate_run, resume_run, train_appo, train_off_policy
 from torchrl_unilab.trainers.videos import Mp4Logger, write_video
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "PrefetchReplay",
     "PublishWeights",
     "RunBudget",
+    "RunCheckpoints",
     "StopWhen",
     "build_learner",
     "build_reward_comparison_metrics",
@@ -52,6 +54,7 @@ __all__ = [
     "plan_run",
     "play_run",
     "replay_buffer_ready_for_learning",
+    "resume_run",
     "train_appo",
     "train_off_policy",
     "write_video",

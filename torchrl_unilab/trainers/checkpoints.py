@@ -57,6 +57,7 @@ __all__ = [
 FORMAT = 1
 """Of what this package puts into a checkpoint; another one is refused."""
 DIGESTS = "digests.json"
+MANIFEST = "manifest.json"
 _PREFIX = "frames"
 _CHUNK = 1 << 22
 
@@ -264,39 +265,40 @@ class RunCheckpoints(CheckpointRotation):
 def _damage(path: Path, components: Collection[str] | None) -> str | None:
     """Say what is wrong with a checkpoint, or at least with some components of it."""
     try:
+        expected = dict(json.loads((path / DIGESTS).read_text()))
+        if expected.get(MANIFEST) != _digest(path / MANIFEST):
+            return f"its {MANIFEST} is not as it was written"
         manifest = Checkpoint.manifest(path)
-        expected = json.loads((path / DIGESTS).read_text())
-    except (CheckpointError, OSError, ValueError) as error:
+    except (CheckpointError, OSError, TypeError, ValueError) as error:
         return f"it cannot be read, {error}"
-    metadata = manifest["metadata"]
-    if metadata.get("unilab_format") != FORMAT:
-        return f"it is of format {metadata.get('unilab_format')}"
+    if manifest["metadata"].get("unilab_format") != FORMAT:
+        return f"it is of format {manifest['metadata'].get('unilab_format')}"
     parts = None
     if components is not None:
-        parts = [manifest["components"][name]["path"] + "/" for name in components]
+        parts = tuple(manifest["components"][name]["path"] + "/" for name in components)
+        expected = {name: digest for name, digest in expected.items() if name.startswith(parts)}
     found = _digests(path, parts)
-    if parts is not None:
-        expected = {name: digest for name, digest in expected.items() if name in found}
-    wrong = sorted(
-        name
-        for name in {*found, *expected}
-        if found.get(name) != expected.get(name) and name != DIGESTS
-    )
+    found.pop(DIGESTS, None)
+    wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
     return f"its files {wrong} are not as they were written" if wrong else None
 
 
-def _digests(directory: Path, parts: Collection[str] | None = None) -> dict[str, str]:
+def _digests(directory: Path, parts: tuple[str, ...] | None = None) -> dict[str, str]:
     """Return each file's digest by its name below a directory."""
-    digests = {}
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if path.is_file() and (parts is None or name.startswith(tuple(parts))):
-            digest = hashlib.sha256()
-            with path.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    digest.update(chunk)
-            digests[name] = digest.hexdigest()
-    return digests
+    names = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
+    return {
+        name: _digest(path)
+        for name, path in names.items()
+        if path.is_file() and (parts is None or name.startswith(parts))
+    }
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _sync(directory: Path) -> None:

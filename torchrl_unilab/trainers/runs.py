@@ -8,7 +8,6 @@ import importlib.metadata
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -101,7 +100,7 @@ def train_appo(
         trace: Write ``trace.json``: what learner and collectors did when
             (`torchrl_unilab.runtime.trace`). It is written however training ends.
         checkpoint_interval: Frames between checkpoints, from which `resume_run` goes on;
-            None for one at the end only, however it comes.
+            None for a quarter of them. There is one at the end, however it comes.
         keep_checkpoints: How many of them are kept, the newest.
         announce: Takes a line for the person who runs this.
 
@@ -297,6 +296,8 @@ def _run(
     path = Path(run_dir) if saved else _checked_run_dir(run_dir)
     settings = {"env": env, "algo": algo, "seed": seed, **dataclasses.asdict(config)}
     settings = json.loads(json.dumps(settings))  # as a file has them
+    if checkpoint_interval is None:
+        checkpoint_interval = max(1, frames // 4)
     checkpoints = RunCheckpoints(path / CHECKPOINT, keep_checkpoints, checkpoint_interval)
     resumed = [*saved.resumed, saved.frames] if saved else []
     metadata = checkpoints.metadata(settings, total_frames=frames, resumed=resumed)
@@ -328,7 +329,7 @@ def _run(
             checkpoint=checkpoint,
             checkpoint_rotation=checkpoints,
             checkpoint_metadata=lambda _: metadata,
-            save_trainer_interval=(checkpoint_interval or sys.maxsize) - 1,
+            save_trainer_interval=checkpoint_interval - 1,
             log_interval=min(10 * collector.frames_per_batch, frames // 20),
         )
         closing.callback(algorithm.close, trainer)
@@ -534,21 +535,32 @@ class _CollectorTime:
     """
 
     def __init__(self, collector: WorkerCollector) -> None:
-        self._processes = [psutil.Process(pid) for pid in collector.pids]
+        self._pids = collector.pids
         self._started = 0.0
         self._before: list[float] = []
         self.busy: list[float] = []
 
     def start(self) -> None:
         self._started = time.perf_counter()
-        self._before = [_cpu_seconds(process) for process in self._processes]
+        self._before = self._last = [0.0] * len(self._pids)
+        self._before = self._now()
 
     def sample(self) -> None:
         elapsed = time.perf_counter() - self._started
-        now = [_cpu_seconds(process) for process in self._processes]
+        now = self._now()
         self.busy = [(b - a) / elapsed for a, b in zip(self._before, now, strict=True)]
 
+    def _now(self) -> list[float]:
+        """Seconds of each; of one that has ended, which others will tell, those seen last."""
+        self._last = [
+            _cpu_seconds(pid, last) for pid, last in zip(self._pids, self._last, strict=True)
+        ]
+        return self._last
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
+
+def _cpu_seconds(pid: int, otherwise: float) -> float:
+    try:
+        times = psutil.Process(pid).cpu_times()
+    except psutil.NoSuchProcess:
+        return otherwise
     return float(times.user + times.system)

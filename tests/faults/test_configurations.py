@@ -1,0 +1,154 @@
+"""Runs that cannot work are refused before a process is started or a file is written."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.faults import ENV
+from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, train_appo, train_off_policy
+
+NAN, INF = math.nan, math.inf
+APPO: list[dict[str, Any]] = [
+    {"num_envs": 0},
+    {"num_envs": 2.5},
+    {"num_envs": "4"},
+    {"num_envs": None},
+    {"num_steps": 0},
+    {"num_collectors": 0},
+    {"pool": 0},
+    {"pool": 10**9},
+    {"epochs": 0},
+    {"minibatches": 0},
+    {"lr": 0.0},
+    {"lr": NAN},
+    {"desired_kl": -0.1},
+    {"max_grad_norm": INF},
+    {"reward_scale": 0.0},
+    {"value_clip": -1.0},
+    {"log_std": NAN},
+    {"entropy_coeff": INF},
+    {"critic_coeff": NAN},
+    {"rho_bar": NAN},
+    {"c_bar": INF},
+    {"gamma": 1.5},
+    {"gamma": NAN},
+    {"lambda_": 2.0},
+    {"clip_epsilon": -0.1},
+    {"tau": 2.0},
+    {"target_update_freq": 0},
+    {"physics_threads": 0},
+    {"slots": 0},
+    {"slots": 1, "num_collectors": 2, "lockstep": True},
+    {"overflow": "drop"},
+    {"max_policy_lag": -1},
+    {"slots": 10**9},
+]
+SAC: list[dict[str, Any]] = [
+    {"algorithm": "ddpg"},
+    {"num_envs": 0},
+    {"num_collectors": -1},
+    {"physics_threads": 0},
+    {"replay_buffer_n": 0},
+    {"replay_buffer_n": 10**12},
+    {"batch_size": 0},
+    {"batch_size": 1.5},
+    {"updates_per_step": 0},
+    {"policy_frequency": 0},
+    {"env_steps_per_sync": 0},
+    {"n_step": 0},
+    {"next_observation": "guessed"},
+    {"gamma": -0.1},
+    {"tau": 1.1},
+    {"lr_actor": 0.0},
+    {"lr_critic": NAN},
+    {"alpha": 0.0},
+    {"target_noise": -1.0},
+    {"noise_std_min": 0.5, "noise_std_max": 0.1},
+    {"reward_scale": INF},
+    {"hidden": (-1,)},
+]
+LATE: list[tuple[str, dict[str, Any], str]] = [
+    ("appo", {"minibatches": 33}, "33 minibatches of 32 frames are taken"),
+    ("appo", {"observation": "nothing"}, "a KeyError"),
+    ("appo", {"critic_observation": "nothing"}, "a KeyError"),
+    ("appo", {"hidden": (0,)}, "a warning of torch's"),
+    ("appo", {"hidden": ("wide",)}, "a TypeError of torch's"),
+    ("sac", {"observation": "nothing"}, "a KeyError"),
+    ("sac", {"learner_threads": 0}, "refused by torch after processes were started"),
+    ("sac", {"learning_starts": 10**6}, "refused after processes were started"),
+]
+RUN: list[dict[str, Any]] = [
+    {"env": "Nonsense-v5"},
+    {"frames": 0},
+    {"frames": -5},
+    {"seed": -1},
+    {"seed": 2**32},
+    {"eval_episodes": 0},
+    {"keep_checkpoints": 0},
+    {"checkpoint_interval": 0},
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a process is started")
+
+    monkeypatch.setattr(WorkerGroup, "__init__", started)
+
+
+def _train(kind: str, settings: dict[str, Any], **run: Any) -> None:
+    small: dict[str, Any] = {"num_envs": 4, "hidden": (8,), "physics_threads": 1}
+    if kind == "appo":
+        train_appo(config=APPOConfig(**{**small, "num_steps": 8, **settings}), **run)
+    else:
+        config = OffPolicyConfig(**{**small, "replay_buffer_n": 1000, **settings})
+        train_off_policy(config=config, **run)
+
+
+def _refused(tmp_path: Path, kind: str, settings: dict[str, Any], **run: Any) -> None:
+    arguments = {"frames": 64, "progress_bar": False, "eval_episodes": 1, **run}
+    env = arguments.pop("env", ENV)
+    run_dir = arguments.pop("run_dir", tmp_path / "run")
+    with pytest.raises(ValueError, match=r"\(expected .*\. [A-Z]"):
+        _train(kind, settings, env=env, run_dir=run_dir, **arguments)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("settings", APPO, ids=str)
+def test_settings_of_appo_that_cannot_work_are_refused(settings, tmp_path):
+    _refused(tmp_path, "appo", settings)
+
+
+@pytest.mark.parametrize("settings", SAC, ids=str)
+def test_settings_of_sac_that_cannot_work_are_refused(settings, tmp_path):
+    _refused(tmp_path, "sac", settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        pytest.param(kind, settings, marks=pytest.mark.xfail(reason=reason, strict=True))
+        for kind, settings, reason in LATE
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_work_are_refused_at_once(kind, settings, tmp_path):
+    _refused(tmp_path, kind, settings)
+
+
+@pytest.mark.parametrize("run", RUN, ids=str)
+def test_a_run_that_cannot_work_is_refused(run, tmp_path):
+    _refused(tmp_path, "appo", {}, **run)
+
+
+def test_a_directory_that_is_a_file_or_not_empty_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    _refused(tmp_path, "appo", {}, run_dir=tmp_path / "file")
+    _refused(tmp_path, "sac", {}, run_dir=tmp_path)
+    assert (tmp_path / "file").read_text() == "mine"

@@ -1,0 +1,51 @@
+"""A collector or a learner is killed or stopped at an exact point of a whole run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.table import CELLS, promised
+from tests.support.faults import CLEAN, INTERVAL, Cell, outcome_of
+
+SHORT = (
+    Cell("appo", "write", "SIGKILL", "collector"),
+    Cell("sac", "write", "SIGKILL", "collector"),
+    Cell("sac", "checkpoint", "SIGKILL", "learner"),
+)
+
+
+def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
+    marks = [] if cell in SHORT else [pytest.mark.faults, pytest.mark.slow]
+    if cell.victim == "collector" and cell.fault == "SIGSTOP" and cell.phase != "shutdown":
+        reason = "a stopped collector is waited for, and not named, until it goes on"
+        marks.append(pytest.mark.xfail(reason=reason, strict=True))
+    if (cell.algorithm, cell.fault, cell.victim) == ("appo", "SIGKILL", "learner"):
+        reason = "Python's resource tracker warns of the semaphores of `RolloutRingStorage`"
+        marks.append(pytest.mark.xfail(reason=reason, strict=True))
+    return marks
+
+
+@pytest.mark.parametrize("cell", [pytest.param(c, id=str(c), marks=_marks(c)) for c in CELLS])
+def test_a_run_that_is_hit_goes_on_or_says_why_not_at_once_and_leaves_nothing(cell, tmp_path):
+    outcome = outcome_of(cell, tmp_path)
+    assert outcome.left < CLEAN
+    assert promised(cell, outcome), outcome
+
+
+def test_a_learner_killed_while_it_writes_a_checkpoint_leaves_the_one_before(tmp_path):
+    outcome = outcome_of(Cell("appo", "checkpoint", "SIGKILL", "learner"), tmp_path)
+    assert outcome.learner == "killed"
+    assert outcome.checkpoint == INTERVAL
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["appo", "sac"])
+def test_a_run_whose_collector_is_killed_leaves_a_checkpoint_of_what_was_learnt(
+    algorithm, tmp_path: Path
+):
+    outcome = outcome_of(Cell(algorithm, "physics", "SIGKILL", "collector"), tmp_path)
+    assert outcome.learner == "fails"
+    assert outcome.checkpoint is not None
