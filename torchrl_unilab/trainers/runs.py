@@ -233,8 +233,8 @@ def resume_run(
         progress_bar=progress_bar,
         eval_episodes=eval_episodes,
         trace=trace,
-        checkpoint_interval=checkpoint_interval or saved.interval,
-        keep_checkpoints=keep_checkpoints or saved.keep,
+        checkpoint_interval=saved.interval if checkpoint_interval is None else checkpoint_interval,
+        keep_checkpoints=saved.keep if keep_checkpoints is None else keep_checkpoints,
         announce=announce,
         saved=saved,
     )
@@ -535,14 +535,17 @@ class _CollectorTime:
     """
 
     def __init__(self, collector: WorkerCollector) -> None:
-        self._pids = collector.pids
+        self._processes: list[psutil.Process | None] = [None] * len(collector.pids)
+        for i, pid in enumerate(collector.pids):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._processes[i] = psutil.Process(pid)
         self._started = 0.0
         self._before: list[float] = []
+        self._last = [0.0] * len(self._processes)
         self.busy: list[float] = []
 
     def start(self) -> None:
         self._started = time.perf_counter()
-        self._before = self._last = [0.0] * len(self._pids)
         self._before = self._now()
 
     def sample(self) -> None:
@@ -553,14 +556,17 @@ class _CollectorTime:
     def _now(self) -> list[float]:
         """Seconds of each; of one that has ended, which others will tell, those seen last."""
         self._last = [
-            _cpu_seconds(pid, last) for pid, last in zip(self._pids, self._last, strict=True)
+            _cpu_seconds(process, last)
+            for process, last in zip(self._processes, self._last, strict=True)
         ]
         return self._last
 
 
-def _cpu_seconds(pid: int, otherwise: float) -> float:
+def _cpu_seconds(process: psutil.Process | None, otherwise: float) -> float:
+    if process is None:
+        return otherwise
     try:
-        times = psutil.Process(pid).cpu_times()
+        times = process.cpu_times()
     except psutil.NoSuchProcess:
         return otherwise
     return float(times.user + times.system)
