@@ -84,7 +84,8 @@ class Stepping:
 
     def _restart(self) -> None:
         self.env.set_seed(0)
-        self.root = self.env.reset()
+        root = self.env.reset()
+        self.roots = [root.copy().set("action", action) for action in reversed(self.actions)]
 
     def _restart_physics(self) -> None:
         # physics costs what its state makes it cost, so both start from like states
@@ -99,10 +100,8 @@ class Stepping:
             self.batch.step(nstep=self.task.frame_skip)
 
     def _step(self) -> None:
-        root = self.root
-        for i in range(self.steps):
-            self.env.step(root.set("action", self.actions[i]))
-            root.pop("next")
+        for _ in range(self.steps):
+            self.env.step(self.roots.pop())  # which lets go of what the step before returned
 
     def _restart_restarting(self) -> None:
         self.restarting.set_seed(0)

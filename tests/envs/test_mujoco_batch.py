@@ -336,7 +336,7 @@ def test_a_collector_goes_on_when_simulations_diverge() -> None:
     env = MujocoBatchEnv("HalfCheetah-v5", 4, seed=0)
 
     def policy(root: TensorDictBase) -> TensorDictBase:
-        i = int(env._elapsed[0])
+        i = int(env._episodes.elapsed[0])
         if i in (7, 33):
             diverge(env, [2])
         return root.set("action", act(env, i))

@@ -17,6 +17,7 @@ from torchrl import logger as torchrl_logger
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
+from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.held_fields import HeldFields
 from torchrl_unilab.envs.named_tasks import make_task
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
@@ -25,6 +26,8 @@ from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.runtime import available_cores, plan_threads
 
 _ALL = slice(None)
+_FLAGS = ("done", "terminated", "truncated")
+_BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -144,9 +147,7 @@ class MujocoBatchEnv(EnvBase):
         self._torch_dtype = dtype
         self._on_cpu = self.device.type == "cpu"
         self.dtype = _NUMPY_DTYPE[dtype]
-        self._elapsed = np.zeros(num_envs, dtype=np.int64)
-        self._terminated = np.zeros(num_envs, dtype=bool)
-        self._truncated = np.zeros(num_envs, dtype=bool)
+        self._episodes = Episodes(num_envs, max_episode_steps)
 
         model = task.load_model()
         batch = Batch(model, num_envs, num_threads)
@@ -164,8 +165,7 @@ class MujocoBatchEnv(EnvBase):
         if task.command_size:
             self._fields["command"] = np.zeros((num_envs, task.command_size))
         # MuJoCo resets a simulation that diverges and leaves one of these counts
-        bad = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
-        self._warned = batch.warning[:, bad, 1]
+        self._warnings = batch.warning
         self._held = HeldFields(self._fields)
         self._init_qpos = self._fields["qpos"][0].copy()
         self._init_qvel = self._fields["qvel"][0].copy()
@@ -182,7 +182,7 @@ class MujocoBatchEnv(EnvBase):
         self.is_closed = False
 
     def _make_specs(self, model: mujoco.MjModel) -> None:
-        n, device, dtype = len(self._elapsed), self.device, self._torch_dtype
+        n, device, dtype = len(self._episodes), self.device, self._torch_dtype
 
         def unbounded(width: int) -> Unbounded:
             return Unbounded((n, width), dtype=dtype, device=device)
@@ -216,10 +216,7 @@ class MujocoBatchEnv(EnvBase):
         self.observation_spec = Composite(observed, shape=[n], device=device)
         self.reward_spec = unbounded(1)
         self.done_spec = Composite(
-            {
-                key: Categorical(2, shape=(n, 1), dtype=torch.bool, device=device)
-                for key in ("done", "terminated", "truncated")
-            },
+            {key: Categorical(2, shape=(n, 1), dtype=torch.bool, device=device) for key in _FLAGS},
             shape=[n],
         )
 
@@ -258,7 +255,7 @@ class MujocoBatchEnv(EnvBase):
             [0.0, 0.10000000149011612, 0.0, 0.0]
         """
         self._open_batch()
-        rows = _simulations("set_state: ids", ids, len(self._elapsed))
+        rows = _simulations("set_state: ids", ids, len(self._episodes))
         order = np.argsort(rows)  # as the batch wants its ids
         values = []
         for name, value in (("qpos", qpos), ("qvel", qvel)):
@@ -300,9 +297,7 @@ class MujocoBatchEnv(EnvBase):
             "state": state.copy(),
             "derived": self._held.derived(),
             "command": self._fields["command"].copy() if self.task.command_size else None,
-            "elapsed": self._elapsed.copy(),
-            "terminated": self._terminated.copy(),
-            "truncated": self._truncated.copy(),
+            "episodes": self._episodes.state_dict(),
             "reward_terms": {name: term.copy() for name, term in self.reward_terms.items()},
             "num_diverged": self.num_diverged,
             "generators": [rng.bit_generator.state for rng in self._rngs],
@@ -339,9 +334,7 @@ class MujocoBatchEnv(EnvBase):
         self._held.hold(snapshot["derived"])
         if self.task.command_size:
             self._fields["command"][...] = snapshot["command"]
-        self._elapsed[...] = snapshot["elapsed"]
-        self._terminated[...] = snapshot["terminated"]
-        self._truncated[...] = snapshot["truncated"]
+        self._episodes.load_state_dict(snapshot["episodes"])
         self.reward_terms = {name: term.copy() for name, term in snapshot["reward_terms"].items()}
         self.num_diverged = snapshot["num_diverged"]
         for rng, generator in zip(self._rngs, snapshot["generators"], strict=True):
@@ -366,7 +359,7 @@ class MujocoBatchEnv(EnvBase):
             ConfigError: if OpenGL cannot draw here; names what is missing.
         """
         self._open_batch()
-        return self._renderer.render(_simulations("render: ids", ids, len(self._elapsed)))
+        return self._renderer.render(_simulations("render: ids", ids, len(self._episodes)))
 
     def close(self, *, raise_if_closed: bool = False) -> None:
         """Free the simulations, their threads and the renderer. Closing again does nothing.
@@ -381,10 +374,10 @@ class MujocoBatchEnv(EnvBase):
         self.randomizer.close()
         self._fields = {}
         self._held.close()
-        self._ctrl = self._warned = np.empty((0, 0))
+        self._ctrl = self._warnings = np.empty((0, 0))
 
     def _set_seed(self, seed: int | None) -> None:
-        n = len(self._elapsed)
+        n = len(self._episodes)
         self._rngs = [np.random.default_rng(None if seed is None else seed + i) for i in range(n)]
         self.randomizer.seed(self._rngs)
 
@@ -392,7 +385,7 @@ class MujocoBatchEnv(EnvBase):
         self._open_batch()
         mask = None if tensordict is None else tensordict.get("_reset", None)
         ids = self._rows(mask)
-        self._start_episodes(np.arange(len(self._elapsed)) if ids is None else ids)
+        self._start_episodes(np.arange(len(self._episodes)) if ids is None else ids)
         return self._output()
 
     def _step_and_maybe_reset(
@@ -409,8 +402,8 @@ class MujocoBatchEnv(EnvBase):
             tensordict = tensordict.to(self.device)
         tensordict = self.step(tensordict)
         root = self._step_mdp(tensordict)
-        done = self._terminated | self._truncated
-        if done.any():
+        if self._episodes.any_done:
+            done = self._episodes.terminated | self._episodes.truncated
             self._start_episodes(np.flatnonzero(done))
             # in the rows that went on, this is what the step returned
             fresh = self._output()
@@ -427,7 +420,7 @@ class MujocoBatchEnv(EnvBase):
         action = self._read_action(tensordict)
         ids = self._rows(tensordict.get("_step", None))
         rows = _ALL if ids is None else ids
-        task, state = self.task, batch.state
+        task = self.task
 
         start = time.perf_counter()
         before = task.before(self._held.seen)
@@ -440,10 +433,8 @@ class MujocoBatchEnv(EnvBase):
             batch.step(ids, nstep=task.frame_skip)
         except SimulationError as error:
             failed = error.ids
-        diverged: NDArray[np.bool_] | None = None
-        if len(failed) or self._warned.any() or not np.isfinite(state).all():
-            diverged = self._warned.any(axis=1) | ~np.isfinite(state).all(axis=1)
-            diverged[failed] = True
+        diverged = self._diverged(failed)
+        if diverged is not None:
             batch.reset(diverged)
             self._report(diverged)
         self._held.release(rows)
@@ -460,20 +451,26 @@ class MujocoBatchEnv(EnvBase):
                 name: np.where(diverged, 0.0, term) for name, term in self.reward_terms.items()
             }
         self._mark(rows)
-        if ids is None:
-            self._elapsed += 1
-            self._terminated[:] = terminated
-            np.greater_equal(self._elapsed, self.max_episode_steps, out=self._truncated)
-        else:
-            self._elapsed[ids] += 1
-            self._terminated[ids] = terminated[ids]
-            self._truncated[ids] = self._elapsed[ids] >= self.max_episode_steps
+        self._episodes.advance(terminated, ids)
+        if ids is not None:
             reward = np.where(np.isin(np.arange(len(reward)), ids), reward, 0.0)
         if task.command_steps is not None:
-            due = self._elapsed % task.command_steps == 0
+            due = self._episodes.elapsed % task.command_steps == 0
             self._draw_commands(np.flatnonzero(due) if ids is None else ids[due[ids]])
         self._end_phase("reward", start)
         return self._output(reward=self._tensor(reward[:, None], self.dtype))
+
+    def _diverged(self, failed: NDArray[np.int32]) -> NDArray[np.bool_] | None:
+        """Which simulations the last step left without a state, ``(n,)``; None if none."""
+        state = self._open_batch().state
+        # most steps end here, and each of these looks at one contiguous array
+        if not len(failed) and not np.count_nonzero(self._warnings) and _finite(state):
+            return None
+        # MuJoCo resets a simulation that diverges and leaves one of these counts
+        diverged: NDArray[np.bool_] = self._warnings[:, _BAD, 1].any(axis=1)
+        diverged |= ~np.isfinite(state).all(axis=1)
+        diverged[failed] = True
+        return diverged if diverged.any() else None
 
     def _end_phase(self, phase: str, start: float) -> float:
         """Count the time since ``start`` for a phase; return the present."""
@@ -522,7 +519,7 @@ class MujocoBatchEnv(EnvBase):
                 f"MujocoBatchEnv.step: action has shape {array.shape} (expected "
                 f"{self._ctrl.shape}). Give one row of controls per simulation."
             )
-        if not np.isfinite(array).all():
+        if not _finite(array):
             raise ValueError(
                 f"MujocoBatchEnv.step: action has {(~np.isfinite(array)).sum()} "
                 "non-finite values (expected none). Check the policy for NaN."
@@ -564,14 +561,12 @@ class MujocoBatchEnv(EnvBase):
         batch.forward(ids)
         self._held.release(ids)
         if self._with_reward_terms:
-            started = np.isin(np.arange(len(self._elapsed)), ids)
+            started = np.isin(np.arange(len(self._episodes)), ids)
             self.reward_terms = {
                 name: np.where(started, 0.0, term) for name, term in self.reward_terms.items()
             }
-        self._elapsed[ids] = 0
+        self._episodes.start(ids)
         self._mark(ids)
-        self._terminated[ids] = False
-        self._truncated[ids] = False
 
     def _mark(self, rows: NDArray[np.intp] | slice) -> None:
         """Let the pictures of these simulations be drawn anew."""
@@ -581,20 +576,15 @@ class MujocoBatchEnv(EnvBase):
     def _output(self, **entries: torch.Tensor) -> TensorDict:
         """The present observation and flags, in new tensors, and ``entries``."""
         start = time.perf_counter()
-        n = len(self._elapsed)
         groups = self.task.observations(self._held.seen) if self._observes else {}
         for key, parts in groups.items():
             # cast while they are put together: one copy out of the physics
-            tensor = torch.empty((n, self._widths[key]), dtype=self._torch_dtype)
-            np.concatenate(parts, axis=1, out=tensor.numpy(), casting="same_kind")
-            entries[key] = self._placed(tensor)
+            array = np.concatenate(parts, axis=1, dtype=self.dtype, casting="same_kind")
+            entries[key] = self._placed(torch.from_numpy(array))
         if self._pixels is not None:
             entries["pixels"] = self._tensor(self._pixels.current(), np.uint8)
-        flags = np.empty((3, n, 1), dtype=bool)
-        flags[1, :, 0], flags[2, :, 0] = self._terminated, self._truncated
-        np.logical_or(flags[1], flags[2], out=flags[0])
-        done, terminated, truncated = self._placed(torch.from_numpy(flags)).unbind(0)
-        entries |= {"done": done, "terminated": terminated, "truncated": truncated}
+        for key, flags in zip(_FLAGS, self._episodes.flags(), strict=True):
+            entries[key] = self._placed(torch.from_numpy(flags))
         # the constructor without its checks, as in TorchRL's own environments
         output = TensorDict._new_unsafe(entries, batch_size=self.batch_size, device=self.device)
         if self._with_reward_terms:
@@ -648,6 +638,11 @@ def _simulations(what: str, ids: ArrayLike | None, n: int) -> NDArray[np.intp]:
             f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Correct ids."
         )
     return rows
+
+
+def _finite(array: NDArray[Any]) -> bool:
+    """Whether all of it is finite; counts, which touches less than reducing does."""
+    return bool(np.count_nonzero(np.isfinite(array)) == array.size)
 
 
 def _check_positive(name: str, value: int) -> None:

@@ -1,0 +1,73 @@
+"""Episodes counted by when they began, beside a plain count of their steps."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_unilab.envs.episodes import Episodes
+
+N, LIMIT = 3, 4
+MASK = st.lists(st.booleans(), min_size=N, max_size=N).map(np.array)
+DEED = st.one_of(
+    st.tuples(st.just("step"), MASK, st.just(np.ones(N, dtype=bool))),
+    st.tuples(st.just("partial step"), MASK, MASK),
+    st.tuples(st.just("start"), MASK, MASK),
+    st.tuples(st.just("save and load"), MASK, MASK),
+)
+
+
+class Plain:
+    """The same, by counting each episode's steps at each step."""
+
+    def __init__(self) -> None:
+        self.elapsed = [0] * N
+        self.terminated = [False] * N
+        self.truncated = [False] * N
+
+    def step(self, terminated: np.ndarray, rows: np.ndarray) -> None:
+        for i in np.flatnonzero(rows):
+            self.elapsed[i] += 1
+            self.terminated[i] = bool(terminated[i])
+            self.truncated[i] = self.elapsed[i] >= LIMIT
+
+    def start(self, rows: np.ndarray) -> None:
+        for i in np.flatnonzero(rows):
+            self.elapsed[i], self.terminated[i], self.truncated[i] = 0, False, False
+
+
+@given(st.lists(DEED, max_size=20))
+def test_episodes_are_what_counting_each_step_of_each_says(deeds):
+    episodes, plain = Episodes(N, LIMIT), Plain()
+    for deed, terminated, rows in deeds:
+        if deed == "step":
+            episodes.advance(terminated)
+            plain.step(terminated, rows)
+        elif deed == "partial step":
+            episodes.advance(terminated, np.flatnonzero(rows))
+            plain.step(terminated, rows)
+        elif deed == "start":
+            episodes.start(np.flatnonzero(rows))
+            plain.start(rows)
+        else:
+            state = episodes.state_dict()
+            episodes = Episodes(N, LIMIT)
+            episodes.load_state_dict(state)
+        done = np.logical_or(plain.terminated, plain.truncated)
+        assert episodes.elapsed.tolist() == plain.elapsed
+        assert episodes.terminated.tolist() == plain.terminated
+        assert episodes.truncated.tolist() == plain.truncated
+        assert episodes.any_done == done.any()
+        expected = [done, plain.terminated, plain.truncated]
+        assert episodes.flags().tolist() == np.array(expected)[:, :, None].tolist()
+
+
+def test_what_a_task_said_is_not_written_to():
+    terminated = np.array([True, False, True])
+    episodes = Episodes(N, LIMIT)
+    episodes.advance(terminated)
+    episodes.start(np.array([0]))
+    episodes.flags()[:] = True
+    assert terminated.tolist() == [True, False, True]
+    assert episodes.terminated.tolist() == [False, False, True]
