@@ -101,7 +101,13 @@ class PeerGoneError(UniLabError, RuntimeError):
 
 
 class WorkerError(PeerGoneError):
-    """A worker process failed: its own traceback, or the signal that ended it."""
+    """A worker process failed: its own traceback, or the signal that ended it.
+
+    Attributes:
+        worker: Number of the worker that has ended or is stopped; None if it lives on.
+    """
+
+    worker: int | None = None
 
 
 class ConfigError(UniLabError, ValueError):

@@ -23,7 +23,7 @@ from tests.support.collecting import (
     state_env,
     transformed_env,
 )
-from tests.support.processes import DEADLINE
+from tests.support.processes import DEADLINE, wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.collectors import appo as appo_module
 from torchrl_unilab.errors import ConfigError, RingTimeoutError, SegmentClosedError, WorkerError
@@ -120,12 +120,6 @@ def _writer(rollout: TensorDictBase) -> int:
 def _data(rollout: TensorDictBase) -> TensorDictBase:
     """What does not count on from earlier rollouts."""
     return rollout.exclude(VERSION, IDS)
-
-
-def _wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < until, "it does not come to pass"
 
 
 # In this process
@@ -436,12 +430,12 @@ def test_rollouts_that_are_too_far_behind_are_dropped_counted_and_replaced(lone,
     _publish_itself(lone)
     next(batches)
     for _ in range(4):
-        _wait_for(lambda: len(lone.storage) == 1)
+        wait_for(lambda: len(lone.storage) == 1)
         version, stale = _publish_itself(lone), lone.stale
         assert next(batches)[VERSION].unique().tolist() == [version]
         assert lone.stale == stale + 1
     monkeypatch.setattr(lone, "max_policy_lag", 1)
-    _wait_for(lambda: len(lone.storage) == 1)
+    wait_for(lambda: len(lone.storage) == 1)
     version, stale = _publish_itself(lone), lone.stale
     assert next(batches)[VERSION].unique().tolist() == [version - 1]
     assert lone.stale == stale
@@ -471,10 +465,10 @@ def test_overwriting_drops_the_oldest_counts_them_and_brings_the_newest():
     try:
         batches = iter(collector)
         next(batches)
-        _wait_for(lambda: collector.dropped >= 10)
+        wait_for(lambda: collector.dropped >= 10)
         version = _publish_itself(collector)
         dropped = collector.dropped
-        _wait_for(lambda: collector.dropped >= dropped + 4)
+        wait_for(lambda: collector.dropped >= dropped + 4)
         rollout = next(batches)
         assert rollout[VERSION].unique().tolist() == [version]
         assert (rollout[IDS] > 4).all()  # the first ones are long gone
@@ -500,7 +494,7 @@ def _drain_slowly(collector: APPOCollector, batches: Iterator[TensorDictBase]) -
     """Take rollouts so that there always is one."""
     began = time.monotonic()
     while time.monotonic() - began < PROMPT:
-        _wait_for(lambda: len(collector.storage) > 0)
+        wait_for(lambda: len(collector.storage) > 0)
         next(batches)
 
 

@@ -89,9 +89,9 @@ def test_before_the_first_episode_there_is_no_mean():
 
 def test_what_workers_told_is_summed_up_and_the_last_word_counts():
     latest = LatestMetrics(2)
-    latest.put(0, 10, _log([9.0], terminated=False), _clock(1, 1, 1, 1))
-    latest.put(0, 40, _log([1.0, 2.0], terminated=False), _clock(2, 1, 0.5, 0))
-    latest.put(1, 60, _log([6.0], terminated=True), _clock(3, 1, 0.5, 0))
+    latest.put(0, 10, 0, _log([9.0], terminated=False), _clock(1, 1, 1, 1))
+    latest.put(0, 40, 0, _log([1.0, 2.0], terminated=False), _clock(2, 1, 0.5, 0))
+    latest.put(1, 60, 0, _log([6.0], terminated=True), _clock(3, 1, 0.5, 0))
     read = latest.read()
     assert (read.frames, read.episodes) == (100, 3)
     assert (read.episode_return, read.episode_length) == (3.0, 1.0)
@@ -105,8 +105,8 @@ def test_what_workers_told_is_summed_up_and_the_last_word_counts():
 def test_the_means_are_over_the_last_64_episodes_of_all_workers_in_equal_shares():
     latest = LatestMetrics(2)
     early, late = [100.0] * 200, [float(i) for i in range(32)]
-    latest.put(0, 0, _log([*early, *late], terminated=False), _clock(0, 0, 0, 0))
-    latest.put(1, 0, _log([*early, *[5.0] * 32], terminated=True), _clock(0, 0, 0, 0))
+    latest.put(0, 0, 0, _log([*early, *late], terminated=False), _clock(0, 0, 0, 0))
+    latest.put(1, 0, 0, _log([*early, *[5.0] * 32], terminated=True), _clock(0, 0, 0, 0))
     read = latest.read()
     assert read.episodes == 464
     assert read.episode_return == pytest.approx((sum(late) + 160.0) / 64)
@@ -135,7 +135,7 @@ def _put_for_ever(pipe: Connection, latest: LatestMetrics) -> None:
         log.episodes = count
         log.last[:] = count
         clock.seconds = dict.fromkeys(PHASES, float(count))
-        latest.put(0, count, log, clock)
+        latest.put(0, count, 0, log, clock)
     pipe.send(count)
 
 

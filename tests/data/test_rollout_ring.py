@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from multiprocessing import resource_tracker
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 
 from tests.support.acting import StillEnv, make_policy
 from tests.support.processes import DEADLINE, receive, spawned
+from tests.support.rings import hold_place, strike_at
 from tests.support.rollouts import (
     BATCH,
     claim_and_die,
@@ -31,7 +34,6 @@ from tests.support.rollouts import (
     extend_buffer,
     extend_items,
     fill_blocked,
-    hold_lock,
     make_rollout,
     stamp,
     values,
@@ -935,7 +937,7 @@ def test_a_process_with_another_layout_is_refused_by_the_key():
 def test_a_building_process_that_stops_is_not_waited_for_without_end(monkeypatch):
     monkeypatch.setattr("torchrl_unilab.data.rollout_ring._LOCK_SECONDS", 0.01)
     storage = RolloutRingStorage(2, shared_init=True)
-    with spawned(hold_lock, storage._words) as (_, pipe):
+    with spawned(hold_place, storage._place) as (_, pipe):
         receive(pipe)
         for use in (lambda: storage.write(make_rollout(1)), lambda: storage.use_writer(0)):
             with pytest.raises(RingTimeoutError, match="another process has been building"):
@@ -960,6 +962,106 @@ def test_no_two_living_processes_are_one_writer():
         storage.write_all(stack(1, 2))
         assert (values(storage[:]), storage.dropped) == ([1, 2], (0,))
     storage.close()
+
+
+@pytest.mark.parametrize("shared_init", [False, True])
+def test_a_killed_writer_is_replaced_while_the_others_write_on(shared_init):
+    storage = RolloutRingStorage(
+        3,
+        example=None if shared_init else make_rollout(),
+        shared_init=shared_init,
+        writers=2,
+        overflow="block",
+    )
+    assert storage.recover(1) == 0  # nobody was, and there may be no ring yet
+    storage.use_writer(0)
+    storage.write_all([make_rollout(1), make_rollout(2)])
+    lease = storage.acquire()
+    with spawned(claim_and_die, storage) as (process, pipe):
+        receive(pipe)
+        with pytest.raises(RuntimeError, match=f"process {process.pid} is alive"):
+            storage.recover(1)
+        process.kill()
+        process.join(DEADLINE)
+        assert not storage.write(make_rollout(3), timeout=0.0)  # its slot is one of the three
+        assert storage.recover(1) == 1
+        assert storage.recover(1) == storage.recover() == 0
+        assert (storage.recovered, storage.lost, storage.written) == (1, 0, (2, 0))
+    assert storage.write(make_rollout(3), timeout=0.0)
+    assert values(storage[:]) == [2, 3]
+    assert values(lease.rollout.unsqueeze(0)) == [1]
+    storage.release(lease)
+    buffer = RolloutReplayBuffer(storage=storage, batch_size=1)
+    with spawned(extend_buffer, buffer, 1, 2) as (process, pipe):
+        receive(pipe)
+        pipe.send("go")
+        seen = []
+        while len(seen) < 4:
+            assert storage.wait(DEADLINE)
+            seen += values(buffer.sample())
+        assert seen == [2, 3, stamp(1, 1), stamp(1, 2)]
+        receive(pipe)
+        assert (storage.written, storage.read_count) == ((3, 2), 5)
+    storage.close()
+
+
+def test_what_a_killed_writer_had_committed_to_nobody_is_counted_as_lost():
+    with RolloutRingStorage(2, example=make_rollout()) as storage:
+        with spawned(commit_and_die, storage) as (process, pipe):
+            receive(pipe)
+            process.join(DEADLINE)
+        assert storage.recover(0) == 1
+        assert (storage.written, storage.lost, storage.recovered, len(storage)) == ((1,), 1, 1, 0)
+        revision = storage._mutation_revision
+        storage.write(make_rollout(1))
+        assert storage._mutation_revision > revision
+        state = storage.state_dict()
+        with RolloutRingStorage(2, example=make_rollout()) as other:
+            other.load_state_dict(state)
+            assert (other.written, other.lost, other.recovered) == ((2,), 1, 0)
+            assert values(other[:]) == [1]
+        writer = RolloutRingWriter()
+        writer.register_storage(storage)
+        writer._empty()
+        assert (storage.written, storage.lost) == ((0,), 0)
+
+
+def test_no_writer_is_recovered_that_there_cannot_be_nor_where_another_process_reads():
+    with RolloutRingStorage(2, example=make_rollout(), writers=2) as storage:
+        with pytest.raises(ConfigError, match="expected 0 to 1"):
+            storage.recover(2)
+        with spawned(read_one, storage) as (process, pipe):
+            receive(pipe)
+            with pytest.raises(RuntimeError, match=f"process {process.pid} is the reader"):
+                storage.recover(1)
+        assert storage.recover(1) == 0
+    with pytest.raises(SegmentClosedError):
+        storage.recover(0)
+
+
+def read_one(pipe, storage) -> None:
+    """Look for a rollout; say so."""
+    assert storage.acquire() is None
+    pipe.send("read")
+    pipe.recv()
+
+
+def commit_and_die(pipe, storage) -> None:
+    """Be killed before a rollout is handed to the reader, when it is counted."""
+    storage.claim()
+    pipe.send("claimed")
+    strike_at(storage.ring, 4, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    storage.commit()
+
+
+def test_a_storage_leaves_the_resource_tracker_nothing_to_warn_of(monkeypatch):
+    named: set[str] = set()
+    monkeypatch.setattr(resource_tracker, "register", lambda name, kind: named.add(name))
+    monkeypatch.setattr(resource_tracker, "unregister", lambda name, kind: named.discard(name))
+    for settings in ({"example": make_rollout()}, {"shared_init": True}):
+        with RolloutRingStorage(2, **settings) as storage:
+            storage.write(make_rollout(1))
+            assert named == set()
 
 
 def test_there_are_as_many_writers_as_were_asked_for():

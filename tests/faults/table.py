@@ -18,6 +18,7 @@ HEAD = (
     "phase",
     "fault",
     "of",
+    "may replace",
     "learner",
     "after",
     "all gone after",
@@ -27,11 +28,11 @@ HEAD = (
     "promised",
 )
 CELLS = tuple(
-    Cell(algorithm, phase, fault, victim)
+    Cell(algorithm, phase, fault, victim, restarts)
     for algorithm in ("appo", "sac")
     for phase in PHASES
     for fault in ("SIGKILL", "SIGSTOP")
-    for victim in ("collector", "learner")
+    for victim, restarts in (("collector", 0), ("collector", 1), ("learner", 0))
 )
 
 
@@ -40,6 +41,8 @@ def promised(cell: Cell, outcome: Outcome) -> bool:
     if cell.victim == "learner":
         learner = {"SIGKILL": "killed", "SIGSTOP": "goes on when continued"}[cell.fault]
         done = outcome.learner == learner
+    elif cell.restarts and cell.phase != "start-up":
+        done = outcome.learner == "goes on"
     elif outcome.learner == "fails":
         done = outcome.seconds < PROMPT and cell.fault in outcome.error[0]
     else:
@@ -73,6 +76,7 @@ def _row(cell: Cell, outcome: Outcome) -> str:
         cell.phase,
         cell.fault,
         cell.victim,
+        cell.restarts,
         outcome.learner,
         f"{outcome.seconds:.2f} s",
         f"{outcome.left:.2f} s",

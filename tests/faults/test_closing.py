@@ -22,11 +22,6 @@ from torchrl_unilab.trainers.collecting import replay_collector, ring_collector
 from torchrl_unilab.trainers.learners import build_learner
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-
-def _todo(reason: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(reason=reason, strict=True)
-
-
 LONG = (pytest.mark.faults, pytest.mark.slow)
 ALGORITHMS = ["appo", pytest.param("sac", marks=LONG)]
 
@@ -59,7 +54,6 @@ def test_a_collector_is_shut_down_as_often_as_one_likes(collector):
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-@_todo("`WorkerGroup.stop` in one thread closes what it joins in another")
 @pytest.mark.parametrize("collector", ALGORITHMS, indirect=True)
 def test_threads_shut_a_collector_down_at_the_same_time(collector):
     failed: list[BaseException] = []
@@ -80,7 +74,6 @@ def test_threads_shut_a_collector_down_at_the_same_time(collector):
     assert failed == []
 
 
-@_todo("`WorkerGroup.stop` joins processes that are no children of a forked one")
 @pytest.mark.parametrize("collector", ALGORITHMS, indirect=True)
 def test_a_forked_child_that_shuts_down_leaves_its_parents_collector_at_work(collector):
     child = os.fork()
@@ -133,7 +126,6 @@ def _run(tmp_path: Path, script: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.faults
 @pytest.mark.slow
-@_todo("`SharedRows` asks for its process id when the interpreter has taken `os` away")
 def test_an_interpreter_that_ends_with_everything_open_says_nothing(tmp_path):
     done = _run(tmp_path, _OPEN)
     assert (done.returncode, done.stderr) == (0, "")
@@ -153,7 +145,6 @@ def test_a_script_without_a_main_guard_ends_and_shows_what_to_write(tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.slow
-@_todo("Python's own words are above, and not in the error")
 def test_the_error_itself_says_to_write_a_main_guard(tmp_path):
     done = _run(tmp_path, _UNGUARDED)
     last = done.stderr.rpartition("Traceback (most recent call last)")[2]

@@ -13,18 +13,13 @@ SHORT = (
     Cell("appo", "write", "SIGKILL", "collector"),
     Cell("sac", "write", "SIGKILL", "collector"),
     Cell("sac", "checkpoint", "SIGKILL", "learner"),
+    Cell("appo", "physics", "SIGSTOP", "collector"),
+    Cell("appo", "write", "SIGKILL", "collector", restarts=1),
 )
 
 
 def _marks(cell: Cell) -> list[pytest.MarkDecorator]:
-    marks = [] if cell in SHORT else [pytest.mark.faults, pytest.mark.slow]
-    if cell.victim == "collector" and cell.fault == "SIGSTOP" and cell.phase != "shutdown":
-        reason = "a stopped collector is waited for, and not named, until it goes on"
-        marks.append(pytest.mark.xfail(reason=reason, strict=True))
-    if (cell.algorithm, cell.fault, cell.victim) == ("appo", "SIGKILL", "learner"):
-        reason = "Python's resource tracker warns of the semaphores of `RolloutRingStorage`"
-        marks.append(pytest.mark.xfail(reason=reason, strict=True))
-    return marks
+    return [] if cell in SHORT else [pytest.mark.faults, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("cell", [pytest.param(c, id=str(c), marks=_marks(c)) for c in CELLS])

@@ -16,6 +16,7 @@ import pytest
 from tests.support.processes import DEADLINE, live_children, receive
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import Link, WorkerGroup
+from torchrl_unilab.runtime.workers import LOOK_SECONDS
 
 PROMPT = 2.0
 """Seconds within which a failure must surface, counted from the failure."""
@@ -160,6 +161,123 @@ def test_a_worker_that_leaves_unasked_or_does_not_answer_is_an_error():
         group.stop()
 
 
+def test_a_stopped_worker_is_named_wherever_it_is_waited_for():
+    group = _group(3)
+    try:
+        assert group.wait([], 2 * LOOK_SECONDS) is False  # nobody is stopped
+        os.kill(group.pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(WorkerError, match=r"server 1, .* was stopped by a signal") as waited:
+            group.wait([], DEADLINE)
+        assert time.monotonic() - began < PROMPT
+        assert waited.value.worker == 1
+        assert not waited.value.args[0].count("SIGKILL")
+        with pytest.raises(WorkerError, match="was stopped by a signal"):
+            group.check()
+    finally:
+        began = time.monotonic()
+        group.stop(DEADLINE)  # and need not wait for it
+        assert time.monotonic() - began < PROMPT
+    group = _group(2)
+    try:
+        os.kill(group.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"server 1, .* was stopped by a signal"):
+            group.ask(1, "double", 2)
+    finally:
+        group.stop()
+
+
+def test_a_worker_that_is_continued_at_once_is_no_failure(monkeypatch):
+    group = _group(1)
+    process = psutil.Process(group.pids[0])
+
+    def continued(sentinels: object, timeout: float) -> list[object]:
+        assert process.status() == psutil.STATUS_STOPPED
+        process.resume()
+        return []
+
+    try:
+        process.suspend()
+        while process.status() != psutil.STATUS_STOPPED:
+            pass
+        with monkeypatch.context() as patch:
+            patch.setattr("torchrl_unilab.runtime.workers.wait", continued)
+            group._look_for_stopped()
+        assert group.ask(0, "double", 4) == 8
+    finally:
+        group.stop()
+
+
+def test_a_worker_that_failed_is_replaced_while_the_others_go_on():
+    group = _group(2)
+    try:
+        first = group.pids
+        group.send(0, "double", 8)
+        os.kill(first[1], signal.SIGKILL)
+        with pytest.raises(WorkerError) as lost:
+            group.wait([], DEADLINE)
+        assert lost.value.worker == 1
+        started = group.restart(1)
+        assert started == group.started[1] == {"number": 1, "pid": group.pids[1]}
+        assert group.pids[0] == first[0]
+        assert group.pids[1] != first[1]
+        assert group.receive(0) == 16
+        assert group.ask(1, "double", 2) == 4
+        group.check()
+        os.kill(group.pids[0], signal.SIGSTOP)
+        group.restart(0)  # which ends it first
+        assert group.ask(0, "double", 3) == 6
+        assert not psutil.pid_exists(first[0])
+    finally:
+        group.stop()
+    assert not live_children()
+
+
+def test_threads_stop_a_group_together_and_return_when_it_has_ended():
+    group = _group(2)
+    pids = group.pids
+    gate = threading.Barrier(8)
+    left: list[int] = []
+
+    def stop() -> None:
+        gate.wait(DEADLINE)
+        group.stop()
+        left.extend(pid for pid in pids if psutil.pid_exists(pid))
+
+    threads = [threading.Thread(target=stop) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert left == []
+
+
+def test_a_forked_copy_that_stops_a_group_leaves_it_at_work():
+    group = _group(1)
+    try:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                group.stop()
+                code = len(group)
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert group.ask(0, "double", 2) == 4
+    finally:
+        group.stop()
+
+
+def _leave_at_start(link: Link) -> None:
+    os._exit(3)
+
+
+def test_a_worker_that_ends_before_it_is_ready_reminds_of_the_main_guard():
+    with pytest.raises(WorkerError, match=r"exit code 3 before .*`if __name__ == \"__main__\":`"):
+        WorkerGroup(_leave_at_start, [()], name="server")
+
+
 def test_stop_kills_in_time_those_that_do_not_listen():
     group = _group(3)
     pids = group.pids
@@ -167,7 +285,7 @@ def test_stop_kills_in_time_those_that_do_not_listen():
     os.kill(pids[1], signal.SIGSTOP)
     began = time.monotonic()
     group.stop(timeout=0.5)
-    assert 0.5 <= time.monotonic() - began < 0.5 + PROMPT
+    assert 0.5 <= time.monotonic() - began < 0.5 + PROMPT  # for the deaf one alone
     assert _gone(pids, 0.0)
 
 

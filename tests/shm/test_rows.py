@@ -14,9 +14,10 @@ from torchrl_unilab.errors import ConfigError, SegmentSpaceError, SnapshotConten
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_layout import RowLayout
-from torchrl_unilab.shm.row_store import RowStore
+from torchrl_unilab.shm.row_store import FREED, TAKEN, RowStore
 from torchrl_unilab.shm.rows import SharedRows
 
+DEAD = 2**22 + 1  # beyond any process id of Linux
 DTYPES = [torch.bool, torch.uint8, torch.float16, torch.float32, torch.int64, torch.float64]
 PLAIN = RowLayout.of([], [("x", (2,), torch.int32)])
 
@@ -270,6 +271,20 @@ def test_an_error_in_the_first_rows_leaves_none():
     assert rows.window() == (3, 3, 3)
 
 
+def test_rows_noted_by_a_writer_that_died_before_the_head_moved_are_the_next_ones():
+    rows = make_rows(writers=2)
+    put(rows, 6)
+    # Its process, the number of its first row plus one, and how many: the head comes last.
+    rows._words[4], rows._words[6], rows._words[5] = DEAD, 2, 6 + 1
+    assert rows.window() == (0, 6, 6)
+    with rows.reserve(2) as (start, _):
+        assert start == 6
+        rows.write(start, numbered(start, 2))
+    assert rows.window() == (0, 8, 8)
+    assert not rows.recover(1)
+    assert read_positions(rows, list(range(8))) == list(range(8))
+
+
 def test_rows_can_be_cleared_and_counted_from_zero_again():
     rows = make_rows()
     put(rows, 13)
@@ -357,6 +372,32 @@ def test_no_slot_is_ever_lost_or_given_twice(writes):
         assert len(used) == len(set(used))
         assert rows._slots_free() == 3 - len(used)
         assert all(rows.owners[s] == live[links == s + 9].item() for s in used)
+    rows.segment.close()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.booleans()), min_size=1),
+    st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_slots_that_the_dead_took_for_no_row_are_free_again(writes, data):
+    rows = make_rows(LINKED, side_slots=3)
+    for count, slots, dies in writes:
+        slots = min(slots, count)
+        if not dies:
+            put_with_slots(rows, count, slots)
+            continue
+        with rows._lock:
+            rows._take_slots(data.draw(st.integers(0, max(0, rows._slots_free()))))
+        rows._words[4] = DEAD
+        assert not rows.recover(1)
+        floor, end, _ = rows.window()
+        live = torch.arange(floor, end).remainder(8)
+        links, _ = rows.layout.unpack(rows.block[live, 1])
+        used = (links[links > 8] - 9).tolist()
+        first = rows._header[TAKEN]
+        free = [int(rows._free[i % 3]) for i in range(first, rows._header[FREED])]
+        assert sorted(used + free) == [0, 1, 2]
     rows.segment.close()
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import signal
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,6 +110,59 @@ class CountingEnv(EnvBase):
             raise ArithmeticError("the physics exploded")
         self._steps = self._steps + 1
         return self._observed(reward=self._drawn.unsqueeze(-1))
+
+
+class HitEnv(CountingEnv):
+    """Is hit in its nth step, the first time that a process gets so far.
+
+    Args:
+        mark: A file that says that it was, so that who takes its place is spared.
+        at: The step; 0 for when it is asked for its state.
+        fault: The name of a signal, or ``"raise"``.
+    """
+
+    def __init__(self, mark: Path, at: int, fault: str) -> None:
+        super().__init__()
+        self._hit = (mark, at, fault)
+        self._taken = 0
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self._taken += 1
+        self._be_hit(self._taken)
+        return super()._step(tensordict)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self._be_hit(0)
+        return super().state_dict(*args, **kwargs)
+
+    def _be_hit(self, now: int) -> None:
+        mark, at, fault = self._hit
+        if now == at and not mark.exists():
+            mark.touch()
+            if fault == "raise":
+                raise ArithmeticError("the physics exploded")
+            os.kill(os.getpid(), getattr(signal, fault))
+
+
+class GatedEnv(CountingEnv):
+    """Waits in its nth step until somebody opens a pipe to write.
+
+    Args:
+        gate: The named pipe.
+        at: The step.
+    """
+
+    def __init__(self, gate: Path, at: int) -> None:
+        super().__init__()
+        self._gate = (gate, at)
+        self._taken = 0
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        gate, at = self._gate
+        self._taken += 1
+        if self._taken == at:
+            gate.read_bytes()
+        return super()._step(tensordict)
 
 
 def env_for_parents_only() -> CountingEnv:

@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -197,15 +197,25 @@ class Cell:
 
     Attributes:
         fault: A signal's name, or ``"raise"``.
+        restarts: How many collectors may be replaced. If any may, there are two, of which the
+            first to come to the point is hit.
     """
 
     algorithm: Algorithm
     phase: str
     fault: str
     victim: Victim
+    restarts: int = 0
 
     def __str__(self) -> str:
-        return f"{self.algorithm}-{self.phase}-{self.fault}-{self.victim}"
+        name = f"{self.algorithm}-{self.phase}-{self.fault}-{self.victim}"
+        return f"{name}-restarts" if self.restarts else name
+
+    @property
+    def config(self) -> APPOConfig | OffPolicyConfig:
+        """The run's settings."""
+        config, collectors = CONFIGS[self.algorithm], 2 if self.restarts else 1
+        return replace(config, num_collectors=collectors, restart_workers=self.restarts)
 
 
 @dataclass(frozen=True)
@@ -387,6 +397,10 @@ def _be_the_learner(cell: Cell, directory: Path, tell: int) -> NoReturn:
             os.write(tell, line.encode())
 
         def strike() -> None:
+            try:
+                os.close(os.open(directory / "struck", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return  # another one was
             say("hit", pid=os.getpid())
             if cell.fault == "raise":
                 raise LookupError(INJECTED)
@@ -403,7 +417,7 @@ def _be_the_learner(cell: Cell, directory: Path, tell: int) -> NoReturn:
                 ENV,
                 frames=FRAMES,
                 run_dir=run_dir,
-                config=CONFIGS[cell.algorithm],  # type: ignore[arg-type]
+                config=cell.config,  # type: ignore[arg-type]
                 create_env=_transformed if cell.phase == "transform" else None,
                 checkpoint_interval=INTERVAL,
                 progress_bar=False,

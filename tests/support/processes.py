@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import multiprocessing.forkserver
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -64,3 +65,10 @@ def receive(pipe: Connection, deadline: float = DEADLINE) -> Any:
     """Receive from a pipe, or fail once the deadline has passed."""
     assert pipe.poll(deadline), f"no answer within {deadline} s"
     return pipe.recv()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return when something has come to pass, which it must."""
+    until = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < until, "it does not come to pass"

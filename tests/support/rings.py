@@ -6,15 +6,21 @@ rollout with two values is mixed.
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from tests.support.processes import DEADLINE
 from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.ring import RolloutRing
+from torchrl_unilab.shm.tokens import Token, TokenPipe
 
 ELEMENTS = 2048
 _WRITER = 1_000_000
@@ -41,6 +47,96 @@ def stamp(rollout: Mapping[str, torch.Tensor]) -> tuple[int, int]:
 def make_ring(**settings: object) -> RolloutRing:
     """A ring of stamped rollouts."""
     return RolloutRing(stamped(0, 0), **settings)
+
+
+class _StruckPipe:
+    def __init__(self, pipe: TokenPipe, step: Callable[[], None]) -> None:
+        self._pipe, self._step = pipe, step
+        self.ends, self.close = pipe.ends, pipe.close
+
+    def put(self, token: Token) -> None:
+        self._step()
+        self._pipe.put(token)
+
+    def take(self) -> Token | None:
+        self._step()
+        return self._pipe.take()
+
+
+class _StruckWords:
+    def __init__(self, words: Any, step: Callable[[], None]) -> None:
+        self._words, self._step = words, step
+
+    def __getitem__(self, index: int) -> int:
+        return int(self._words[index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._step()
+        self._words[index] = value
+
+
+def strike_at(ring: Any, step: int, strike: Callable[[], None]) -> None:
+    """Have a process struck before it does the `step`-th thing to `ring` that others see.
+
+    Those are puts and takes, and stores to words of writers and slots.
+    """
+    steps = itertools.count(1)
+
+    def count() -> None:
+        if next(steps) == step:
+            strike()
+
+    ring._free, ring._ready = _StruckPipe(ring._free, count), _StruckPipe(ring._ready, count)
+    ring._writer_words = _StruckWords(ring._writer_words, count)
+    ring._generations = _StruckWords(ring._generations, count)
+
+
+def write_and_die(pipe: Connection, ring: RolloutRing, writer: int, whole: int, step: int) -> None:
+    """Write so many rollouts as `writer`, and on; be killed at a step of those that follow."""
+    torch.set_num_threads(1)
+    ring.use_writer(writer)
+    first = ring.written[writer] + 1
+    for sequence in itertools.count(first):
+        if sequence == first + whole:
+            pipe.send(sequence - 1)
+            strike_at(ring, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        assert ring.write(stamped(writer, sequence), DEADLINE)
+
+
+def write_until_told(pipe: Connection, ring: RolloutRing, writer: int) -> None:
+    """Write rollouts as `writer` until told to end; tell how many."""
+    torch.set_num_threads(1)
+    ring.use_writer(writer)
+    while not pipe.poll():
+        if ring.claim(0.05) is not None:
+            rollout = stamped(writer, ring.written[writer] + 1)
+            for key, tensor in ring.write_buffer.items():
+                tensor.copy_(rollout[key])
+            ring.signal_write_done()
+    pipe.send(ring.written[writer])
+    threading.Event().wait()
+
+
+def stop_at(pipe: Connection, ring: RolloutRing, writer: int, step: int) -> None:
+    """Be stopped at a step of a rollout; tell when it is written."""
+    ring.use_writer(writer)
+    pipe.send("begins")
+
+    def stop() -> None:
+        pipe.send("stops")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    strike_at(ring, step, stop)
+    assert ring.write(stamped(writer, 1), DEADLINE)
+    pipe.send("written")
+    pipe.recv()
+
+
+def hold_place(pipe: Connection, place: SharedPlace) -> None:
+    """Hold the lock of a place until told."""
+    with place.lock:
+        pipe.send("held")
+        pipe.recv()
 
 
 def write_to_order(pipe: Connection, rings: Mapping[str, RolloutRing], writer: int) -> None:

@@ -181,6 +181,20 @@ def test_a_replay_is_not_lowered_below_what_the_first_update_needs():
     assert "Lower replay_buffer_n" not in remedy(0.5)
 
 
+def test_environments_are_not_lowered_below_a_frame_for_each_minibatch():
+    config = APPOConfig(num_envs=64, num_steps=1, minibatches=32)
+    budget = plan_run("HalfCheetah-v5", config)
+
+    def remedy(spare):
+        least = dataclasses.replace(budget, config=dataclasses.replace(config, num_envs=32))
+        fits = least.memory.needed(SMALL_MOUNT[0])
+        tight = MemoryLimit("mount", fits + spare, ("shared",))
+        return dataclasses.replace(budget, limits=(tight,)).refusal() or ""
+
+    assert "Lower num_envs from 64 to" in remedy(0)
+    assert "Lower num_envs" not in remedy(-1)
+
+
 @pytest.mark.parametrize("kind", ["anonymous", "named"])
 def test_the_mount_bounds_named_segments_alone(kind, monkeypatch):
     monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", kind)
@@ -198,7 +212,7 @@ def test_a_run_that_does_not_fit_is_refused_with_nothing_allocated(
     with pytest.raises(ConfigError, match="Lower replay_buffer_n from 62500 to"):
         runs.train_off_policy(
             "HalfCheetah-v5",
-            frames=100,
+            frames=9999,
             run_dir=run_dir,
             create_env=create_env if own_env else None,
             progress_bar=False,
@@ -241,7 +255,7 @@ def test_the_command_says_what_does_not_fit_and_fails(monkeypatch, capsys):
 
 def test_the_train_command_shows_the_breakdown_of_what_does_not_fit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(budgets, "memory_limits", lambda device: SMALL_MOUNT)
-    arguments = ["--env", "HalfCheetah-v5", "--frames", "100", "--run-dir", str(tmp_path / "run")]
+    arguments = ["--env", "HalfCheetah-v5", "--frames", "9999", "--run-dir", str(tmp_path / "run")]
     assert main(["train", "sac", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("error: memory of the run: ")

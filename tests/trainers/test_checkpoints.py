@@ -217,8 +217,14 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FORMAT", 99)
     save(tmp_path, 100)
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"it is of format 99 \(expected .*format 1\)"):
+    with pytest.raises(ConfigError, match=r"it is of format 99 \(expected .*format 2\)"):
         RunCheckpoints(tmp_path).newest()
+
+
+def test_a_checkpoint_without_what_is_needed_of_it_is_refused(tmp_path):
+    save(tmp_path, 100)
+    with pytest.raises(ConfigError, match=r"it has no \['policy'\] \(expected a whole one"):
+        RunCheckpoints(tmp_path).newest(("part", "policy"))
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
@@ -229,7 +235,7 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("keep", "interval"), [(0, None), (-1, 10), (2, 0), (2, -5)])
 def test_impossible_settings_are_refused(tmp_path, keep, interval):
-    with pytest.raises(ConfigError, match="expected at least 1"):
+    with pytest.raises(ConfigError, match="expected an integer of at least 1"):
         RunCheckpoints(tmp_path, keep, interval)
 
 

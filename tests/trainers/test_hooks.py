@@ -2,12 +2,18 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
+import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
+from torchrl.record.loggers.csv import CSVLogger
 
 from torchrl_unilab.collectors import CollectorMetrics
 from torchrl_unilab.errors import ConfigError
@@ -219,17 +225,55 @@ def test_the_lag_is_that_of_the_samples_where_they_carry_their_version():
     assert LogPolicyLag(scheme)(batch)["policy_lag"] == 2.0
 
 
-def test_a_histogram_counts_how_far_behind_the_batches_were():
+def _logged(lags: Sequence[int]) -> list[dict[str, float]]:
+    """What is logged of batches so far behind."""
     scheme = _Versions()
-    hook = LogPolicyLag(scheme)
-    for version, collected in [(0, 0), (1, 0), (2, 1), (5, 3)]:
-        scheme.version = version
-        batch = TensorDict(
-            {"next": {"policy_version": torch.full((4,), collected)}}, batch_size=[4]
-        )
-        logged = hook(batch)
-    assert hook.histogram == {0: 1, 1: 2, 2: 1}
-    assert [logged[f"policy_lag_{behind}"] for behind in range(3)] == [0.25, 0.5, 0.25]
+    hook = LogPolicyLag(scheme, patience=10**9)
+    logged = []
+    for lag in lags:
+        scheme.version = lag
+        batch = TensorDict({"next": {"policy_version": torch.zeros(4, dtype=torch.int64)}}, [4])
+        logged.append(hook(batch))
+    assert hook.histogram == Counter(lags)
+    return logged
+
+
+def test_shares_count_how_far_behind_the_batches_were():
+    *_, logged = _logged([0, 1, 1, 2, 3, 7, 8, 16, 10**6, 0])
+    assert logged == {
+        "policy_lag": 0.0,
+        "policy_version": 0,
+        "policy_lag_max": 10**6,
+        "policy_lag_0": 0.2,
+        "policy_lag_1": 0.2,
+        "policy_lag_2_3": 0.2,
+        "policy_lag_4_7": 0.1,
+        "policy_lag_8_15": 0.1,
+        "policy_lag_16_up": 0.2,
+    }
+
+
+@given(lags=st.lists(st.integers(0, 10**9), min_size=1, max_size=30))
+def test_what_is_logged_of_the_lag_has_the_same_keys_whatever_it_is(lags):
+    keys = list(_logged([0])[0])
+    assert len(keys) == 9
+    for logged in _logged(lags):
+        assert list(logged) == keys
+        shares = [value for key, value in logged.items() if key[-1].isdigit() or "_up" in key]
+        assert sum(shares) == pytest.approx(1.0)
+    assert logged["policy_lag_max"] == max(lags)
+
+
+def test_a_csv_file_is_open_for_each_key_and_lags_open_no_more(tmp_path):
+    logger = CSVLogger("logs", log_dir=str(tmp_path))
+    process = psutil.Process()
+    for step, logged in enumerate(_logged(range(500))):
+        for key, value in logged.items():
+            logger.log_scalar(key, value, step)
+        if step == 0:
+            files = process.num_fds()
+    assert process.num_fds() == files
+    assert len(list(tmp_path.rglob("policy_lag*.csv"))) == 8
 
 
 def test_a_lag_that_only_grows_is_warned_of_once():

@@ -28,6 +28,7 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints, run_checkpoint
+from torchrl_unilab.trainers.playback import play_run
 from torchrl_unilab.trainers.runs import resume_run
 
 INTERVAL, KILLED, FRAMES = 96, 160, 192
@@ -43,7 +44,8 @@ OFF_POLICY: Mapping[str, Any] = {
     "obs_normalization": True,
 }
 # What makes each hard: a round of rollouts cut in two and older ones used again; what the
-# physics derives; noise that each environment keeps, and two collectors that fill one replay.
+# physics derives; noise that each environment keeps, and two collectors that fill one replay;
+# rows whose successors come only after the checkpoint.
 RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
     "appo": (
         "Hopper-v5",
@@ -69,6 +71,17 @@ RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
             sync_collection=True,
         ),
     ),
+    **{
+        f"sac-{name}": (
+            "InvertedPendulum-v5",
+            OffPolicyConfig("sac", **{**OFF_POLICY, **settings}, sync_collection=True),
+        )
+        for name, settings in {
+            "n-step": {"n_step": 3},
+            "derived": {"next_observation": "derived", "env_steps_per_sync": 2},
+            "both": {"n_step": 3, "next_observation": "derived", "num_collectors": 2},
+        }.items()
+    },
 }
 
 
@@ -112,10 +125,10 @@ def tree(directory: Path) -> dict[str, tuple[bytes, int]]:
 def timeless(name: str) -> bool:
     """Whether what a checkpoint holds under a name is the same in each run.
 
-    Versions of weights are counted anew, and the generators of Python are nobody's.
+    The generators of Python are nobody's.
     """
     return "seconds" not in name and not name.startswith(
-        ("collector.version", "trainer_module.learning_curve.curve", "rng.python")
+        ("trainer_module.learning_curve.curve", "rng.python")
     )
 
 
@@ -136,9 +149,15 @@ def assert_equal(unbroken: Path, broken: Path) -> None:
     one, other = (contents(run / "checkpoint" / name) for run in (unbroken, broken))
     assert [name for name in differences(one, other) if timeless(name)] == []
     assert sum("loss_module" in name for name in one) > 8
-    logged = [run / "logs" / "scalars" / "optim_steps.csv" for run in (unbroken, broken)]
-    assert logged[0].read_text() == logged[1].read_text()
-    assert len(logged[0].read_text().splitlines()) > 3
+    for key in ("optim_steps", "policy_version", "policy_lag", "policy_lag_max"):
+        logged = [run / "logs" / "scalars" / f"{key}.csv" for run in (unbroken, broken)]
+        assert logged[0].read_text() == logged[1].read_text(), key
+        assert len(logged[0].read_text().splitlines()) > 3
+
+
+def newest_version(run_dir: Path) -> int:
+    """What was published last, as a run's newest checkpoint says."""
+    return RunCheckpoints(run_dir / "checkpoint").newest().version
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +234,11 @@ def test_a_run_ahead_of_the_learner_goes_on_with_counters_curve_replay_and_logs(
     numbers = [int(line.split(",")[0]) for line in steps]
     assert numbers == sorted(set(numbers))
     assert numbers[0] < FRAMES < numbers[-1]
+    versions = (run_dir / "logs" / "scalars" / "policy_version.csv").read_text().splitlines()
+    for line in versions:  # a tick of 4 frames has what was published after the one before
+        step, version = line.split(",")
+        assert float(version) == int(step) / 4 - 1
+    assert newest_version(run_dir) == 2 * FRAMES // 4
     assert len(list((run_dir / "tensorboard").rglob("events.*"))) == 3  # 1, then purged, then on
     newest = RunCheckpoints(run_dir / "checkpoint").newest()
     assert (newest.frames, newest.interval, newest.keep) == (2 * FRAMES, INTERVAL, 2)
@@ -261,9 +285,19 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(free, tmp_path)
     rows.write_bytes(rows.read_bytes()[:-1])
     remedy = rf"rows.bin'\] are not as .*{older.name} is: remove {newest.name} to go on"
     refused(run_dir, remedy)
+    assert evaluate_run(run_dir, episodes=1)["episodes"] == 1  # the policy's files are whole
     (newest / "manifest.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot evaluate"):
-        evaluate_run(run_dir, episodes=1)
+    for purpose, use in {"evaluate": evaluate_run, "play": play_run}.items():
+        before = tree(run_dir)
+        arguments = (run_dir, tmp_path / "film.mp4") if use is play_run else (run_dir,)
+        with pytest.raises(ConfigError) as caught:
+            use(*arguments, episodes=1)
+        message = str(caught.value)
+        assert message.startswith(f"cannot {purpose} {run_dir}: checkpoint {newest}: its manifest")
+        assert message.endswith(f"{older.name} is: remove {newest.name} to go on from there.")
+        assert message.count("(expected ") == 1
+        assert tree(run_dir) == before
+        assert not (tmp_path / "film.mp4").exists()
     shutil.rmtree(newest)
     assert resume_run(run_dir, **QUIET)["frames"] == FRAMES
 

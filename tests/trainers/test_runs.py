@@ -21,7 +21,7 @@ from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm import segment
 from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
-from torchrl_unilab.trainers.runs import _CollectorTime
+from torchrl_unilab.trainers.processor_time import CollectorTime
 
 QUICK = {"num_envs": 8, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
 DEADLINE = 60.0
@@ -251,13 +251,13 @@ def _wait_for_progress(process: subprocess.Popen[str], run_dir: Path) -> None:
 def test_a_collector_that_has_ended_keeps_the_time_seen_last():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     collector = SimpleNamespace(pids=[os.getpid(), child.pid])
-    times = _CollectorTime(collector)
+    times = CollectorTime(collector)
     times.start()
     child.communicate(b"\n")
     times.sample()
     assert times.busy[0] >= 0
     assert times.busy[1] == 0
-    later = _CollectorTime(collector)
+    later = CollectorTime(collector)
     later.start()
     later.sample()
     assert len(later.busy) == 2

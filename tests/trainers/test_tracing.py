@@ -56,7 +56,7 @@ def test_an_appo_run_shows_what_learner_and_collectors_do(tmp_path, capsys):
     for worker in WORKERS:
         assert found[worker] >= {"pull", "claim", "rollout", "commit"}
     counters = _by_process(events, "C")
-    assert counters["learner"] == {"policy_lag", "ring_occupancy", "dropped", "stale"}
+    assert counters["learner"] == {"policy_lag", "ring_occupancy", "dropped", "stale", "restarts"}
     rollouts = 1024 // (8 * 16)
     updates = [event for event in spans(events) if event["name"] == "update"]
     assert len(updates) == len(_values(events, "policy_lag")) == rollouts
@@ -73,7 +73,7 @@ def test_a_sac_run_shows_what_learner_and_collectors_do(tmp_path):
     assert found["learner"] == {"publish", "sample", "wait", "update", *of_pipeline}
     for worker in WORKERS:
         assert found[worker] == {"pull", "wait", "rollout", "commit"}
-    assert _by_process(events, "C")["learner"] == {"policy_lag", "replay_size"}
+    assert _by_process(events, "C")["learner"] == {"policy_lag", "replay_size", "restarts"}
     sizes = _values(events, "replay_size")
     assert sizes == sorted(sizes)
     assert sizes[-1] == 1024

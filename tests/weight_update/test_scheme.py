@@ -52,30 +52,33 @@ def test_it_is_registered_as_a_torchrl_backend():
     assert scheme.pull_at == "manual"
 
 
-@pytest.mark.parametrize("cls", [MultiSyncCollector, MultiAsyncCollector])
-def test_rollouts_after_a_publish_act_with_it_and_carry_its_version(cls):
+@pytest.mark.parametrize(
+    ("cls", "first"), [(MultiSyncCollector, 0), (MultiAsyncCollector, 0), (MultiSyncCollector, 40)]
+)
+def test_rollouts_after_a_publish_act_with_it_and_carry_its_version(cls, first):
     policy = make_policy(0.25)
-    scheme = UniLabShmScheme()
+    scheme = UniLabShmScheme(first_version=first)
     collector = _multi(cls, policy=policy, scheme=scheme, track_policy_version=True)
     try:
         batches = iter(collector)
         batch = next(batches)
         assert actions(batch) == {0.25}
-        assert batch["next", "policy_version"].unique().tolist() == [0]
+        assert batch["next", "policy_version"].unique().tolist() == [first]
         set_action(policy, 0.75)
         unpublished = [actions(next(batches)) for _ in range(3)]
         assert unpublished == [{0.25}] * 3
         collector.update_policy_weights_()
-        assert scheme.version == 1
+        published = first + 1
+        assert scheme.version == published
         newest = 0
         until = time.monotonic() + 60
-        while newest < 1 or set(scheme.applied_versions.values()) != {1}:
+        while newest < published or set(scheme.applied_versions.values()) != {published}:
             assert time.monotonic() < until, "a worker does not take what was published"
             batch = next(batches)  # an asynchronous worker may have rollouts under way
             (newest,) = batch["next", "policy_version"].unique().tolist()
-            assert actions(batch) == {0.75 if newest else 0.25}
-        scheme.wait_applied(1, timeout=20)
-        assert scheme.applied_versions == {0: 1, 1: 1}
+            assert actions(batch) == {0.75 if newest > first else 0.25}
+        scheme.wait_applied(published, timeout=20)
+        assert scheme.applied_versions == {0: published, 1: published}
     finally:
         collector.shutdown()
 
@@ -172,6 +175,31 @@ def test_publishing_waits_for_nobody():
     scheme.shutdown()
 
 
+def test_versions_go_on_from_the_first_on_both_sides():
+    policy = make_policy(0.5)
+    sender, receiver, _ = _pair(policy, first_version=40)
+    assert (sender.version, receiver.applied_version, sender.applied_versions) == (40, 40, {0: 40})
+    for version in (41, 42, 43, 44):  # more than there are slots
+        set_action(policy, version / 100)
+        sender.send()
+        assert (sender.version, receiver.applied_version, sender.lag) == (
+            version,
+            version - 1,
+            {0: 1},
+        )
+        with pytest.raises(
+            WorkersBehindError, match=rf"at version {version - 1} \(expected .*{version}\)"
+        ):
+            sender.wait_applied(timeout=0)
+        assert receiver.pull()
+        sender.wait_applied(version, timeout=0)
+        assert receiver.applied_version == version
+    assert sender.statistics["publishes"] == 4
+    with pytest.raises(WorkersBehindError):
+        sender.wait_applied(45, timeout=0)
+    sender.shutdown()
+
+
 def test_a_receiver_has_tensors_of_its_own():
     policy = make_policy(0.25)
     sender, receiver, acting = _pair(policy)
@@ -211,7 +239,7 @@ def test_weights_that_do_not_match_are_refused_before_anything_changes(change, e
     sender.shutdown()
 
 
-@pytest.mark.parametrize("kwargs", [{"pull": "sometimes"}, {"slots": 1}])
+@pytest.mark.parametrize("kwargs", [{"pull": "sometimes"}, {"slots": 1}, {"first_version": -1}])
 def test_settings_that_cannot_work_are_refused(kwargs):
     with pytest.raises(ConfigError):
         UniLabShmScheme(**kwargs)

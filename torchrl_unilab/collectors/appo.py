@@ -28,7 +28,7 @@ from torchrl_unilab.collectors.rollout_worker import (
     own_randomness,
 )
 from torchrl_unilab.data import RolloutLease, RolloutRingStorage
-from torchrl_unilab.errors import ConfigError, RingTimeoutError
+from torchrl_unilab.errors import ConfigError, RingTimeoutError, WorkerError
 from torchrl_unilab.runtime import WorkerGroup, trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.ring import Overflow
@@ -73,6 +73,10 @@ class APPOCollector(WorkerCollector):
         exploration_type: How the policy acts.
         seed: Seeds environments and noise; from the operating system if None.
         timeout: Seconds to wait for a rollout; None waits as long as all workers live.
+        restart_workers: How many workers that are lost (killed, stopped, or failed) are replaced
+            in the run before the loss of one is an error. A new one acts with the newest
+            weights, starts new episodes from seeds of its own and counts on; what was lost is
+            at most the rollout in the making. Such a run is not repeatable.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -116,6 +120,7 @@ class APPOCollector(WorkerCollector):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         seed: int | None = None,
         timeout: float | None = None,
+        restart_workers: int = 0,
     ) -> None:
         factories = env_factories(create_env_fn, num_collectors)
         workers = len(factories)
@@ -125,6 +130,7 @@ class APPOCollector(WorkerCollector):
             policy_scheme(weight_sync_schemes),
             total_frames=total_frames,
             timeout=timeout,
+            restart_workers=restart_workers,
         )
         lockstep = lockstep or inline
         if inline and workers > 1:
@@ -143,6 +149,7 @@ class APPOCollector(WorkerCollector):
         self.max_policy_lag = max_policy_lag
         self.use_buffers = use_buffers
         self.stale = 0
+        self._written: tuple[int, ...] = ()  # of each worker, before a round of lockstep
         self._lease: RolloutLease | None = None  # lent out
         self._waiting: list[RolloutLease] = []  # of this round of lockstep, not yet yielded
         self._restored: list[TensorDictBase] = []  # of such a round, from a checkpoint
@@ -200,7 +207,7 @@ class APPOCollector(WorkerCollector):
         """
         self._check_open()
         if not self.lockstep:
-            self._request("collect", -1)
+            self._collect(-1)
         while self.total_frames < 0 or self._frames < self.total_frames:
             self._give_back()
             if self._restored:
@@ -225,7 +232,8 @@ class APPOCollector(WorkerCollector):
                 yield rollout
         self._give_back()
         if not self.lockstep:
-            self._request("collect", 0)
+            self._collect(0)
+            self._owing.clear()
 
     def _next_fresh(self) -> RolloutLease:
         """Return the oldest rollout that is not too far behind."""
@@ -241,13 +249,17 @@ class APPOCollector(WorkerCollector):
             storage.release(lease)
 
     def _take(self) -> RolloutLease:
-        storage = self._open_storage()
-        if self._group is not None:
-            self._group.check()  # a lost worker shows also while the others go on
+        storage, group = self._open_storage(), self._group
+        if group is not None:
+            self._persist(group.check)  # a lost worker shows also while the others go on
         while (lease := storage.acquire()) is None:
-            assert self._group is not None
-            with span("wait"):
-                arrived = self._group.wait([storage.fileno()], self.timeout)
+            assert group is not None
+            try:
+                with span("wait"):
+                    arrived = group.wait([storage.fileno()], self.timeout)
+            except WorkerError as lost:
+                self._replace(lost)
+                continue
             if not arrived:
                 raise RingTimeoutError(
                     f"no rollout within {self.timeout:g} s (expected one). Raise the timeout, "
@@ -262,9 +274,22 @@ class APPOCollector(WorkerCollector):
             with own_randomness(self._random):
                 fill_slot(storage, self._inline, self._open_metrics(), 0, timeout=None)
         else:
-            self._request("collect", 1)
-        leases = [self._take() for _ in range(self.num_workers)]
+            self._written = storage.written
+            self._collect(1)
+        leases = []
+        for _ in range(self.num_workers):
+            leases.append(self._take())
+            self._owing.discard(leases[-1].token.writer)
         return sorted(leases, key=lambda lease: lease.token.writer)
+
+    def _recover(self, worker: int) -> None:
+        storage = self._open_storage()
+        lost = storage.lost
+        super()._recover(worker)
+        if self.lockstep:
+            missed = storage.lost - lost
+            if storage.written[worker] - missed > self._written[worker]:
+                self._owing.discard(worker)  # it did what it was asked for
 
     def _give_back(self) -> None:
         """Release the rollout that was lent out."""
@@ -304,7 +329,7 @@ class APPOCollector(WorkerCollector):
         self.stale = state_dict["stale"]
         self._restored = [TensorDict(entries, size) for size, entries in state_dict["waiting"]]
         for rollout in self._restored:
-            # As far behind as it was: published versions are counted anew, next is the first.
+            # As far behind as it was: what is loaded is published next.
             rollout.get(POLICY_VERSION).add_(self.scheme.version + 1 - state_dict["version"])
 
     # What there is to know
@@ -326,6 +351,7 @@ class APPOCollector(WorkerCollector):
             "ring_occupancy": len(storage) / storage.max_size,
             "dropped": self.dropped,
             "stale": self.stale,
+            **super().status(),
         }
 
     def _give_up_memory(self) -> None:

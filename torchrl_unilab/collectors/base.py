@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torchrl import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_unilab.collectors.metrics import CollectorMetrics, LatestMetrics
 from torchrl_unilab.collectors.rollout_worker import RolloutWorker, own_randomness
-from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
 from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.runtime.workers import START_SECONDS
 from torchrl_unilab.weight_update import UniLabShmScheme
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CreateEnv", "WorkerCollector", "env_factories", "policy_scheme"]
 
@@ -39,6 +46,10 @@ class WorkerCollector(BaseCollector):
         scheme: Publishes the policy's weights.
         total_frames: Frames to yield, -1 for no end.
         timeout: Seconds to wait for data; None waits as long as all workers live.
+        restart_workers: How many lost workers are replaced before the loss of one is an error.
+
+    Attributes:
+        restarts: Workers replaced so far.
     """
 
     num_envs: int
@@ -51,7 +62,12 @@ class WorkerCollector(BaseCollector):
         *,
         total_frames: int,
         timeout: float | None,
+        restart_workers: int,
     ) -> None:
+        if restart_workers < 0:
+            raise ConfigError(
+                f"restart_workers: {restart_workers} (expected at least 0). Use 0 for none."
+            )
         super().__init__()
         self.policy = policy
         self.policy_factory = [None] * workers
@@ -61,7 +77,13 @@ class WorkerCollector(BaseCollector):
         self.timeout = timeout
         self.scheme = scheme
         self._weight_sync_schemes = {"policy": scheme}
+        self.restart_workers = restart_workers
+        self.restarts = 0
         self._frames = 0
+        self._seed = 0
+        self._task: tuple[Any, ...] = ()  # what workers were last asked to collect
+        self._owing: set[int] = set()  # those who have not done it yet
+        self._closing = threading.RLock()
         self._memory: Any = None
         self._latest: LatestMetrics | None = None
         self._group: WorkerGroup | None = None
@@ -86,17 +108,87 @@ class WorkerCollector(BaseCollector):
         self.scheme.connect()
         self.set_seed(seed)
 
-    def _request(self, *request: Any) -> None:
-        """Send all workers a request that is not answered at once."""
-        if self._inline is None:
-            group = self._running()
-            for worker in range(self.num_workers):
-                group.send(worker, *request)
+    def _collect(self, *how: Any) -> None:
+        """Have all workers collect, which each owes from then on."""
+        self._task, self._owing = ("collect", *how), set()
+        group = self._running()
+        for worker in range(self.num_workers):
+            self._persist(partial(group.send, worker, *self._task))
+            self._owing.add(worker)
 
     def _ask(self, *requests: tuple[Any, ...]) -> list[Any]:
         """Ask each worker its own request; return the answers."""
+        answers = []
+        for worker, request in enumerate(requests):
+            answer = None
+            while answer is None:
+                self._persist(partial(self._running().send, worker, *request))
+                answer = self._answer(worker, START_SECONDS)
+            answers.append(answer[0])
+        return answers
+
+    def _answer(self, worker: int, timeout: float | None) -> tuple[Any] | None:
+        """Return what a worker answers; None if it was lost, and another is in its place."""
+        while True:
+            try:
+                return (self._running().receive(worker, timeout),)
+            except WorkerError as lost:
+                if worker in self._replace(lost):
+                    return None
+
+    def _persist(self, call: Callable[[], None]) -> None:
+        """Call something until no worker is found to be lost.
+
+        Raises:
+            WorkerError: A worker was lost, and may not be replaced.
+        """
+        while True:
+            try:
+                return call()
+            except WorkerError as lost:
+                self._replace(lost)
+
+    def _replace(self, lost: WorkerError) -> set[int]:
+        """Put a new worker in the place of one that was lost, if one is allowed.
+
+        Returns:
+            Those that were replaced: while one is, another may be lost.
+        """
+        losses, replaced = [lost], set()
+        while losses:
+            lost = losses.pop()
+            if lost.worker is None or self.restarts >= self.restart_workers:
+                raise lost
+            self.restarts += 1
+            torchrl_logger.warning(
+                "Worker %d is replaced (%d of %d times). %s",
+                lost.worker,
+                self.restarts,
+                self.restart_workers,
+                lost,
+            )
+            try:
+                self._renew(lost.worker)
+                replaced.add(lost.worker)
+            except WorkerError as another:
+                losses += [another] if another.worker == lost.worker else [lost, another]
+        return replaced
+
+    def _renew(self, worker: int) -> None:
+        """Start a worker anew: it takes what the lost one held and counted, and what it owes."""
         group = self._running()
-        return [group.ask(worker, *request) for worker, request in enumerate(requests)]
+        group.end(worker)
+        self._recover(worker)
+        group.restart(worker)
+        seeds = np.random.SeedSequence((self._seed, worker, self.restarts)).generate_state(2)
+        group.ask(worker, "seed", int(seeds[0]), int(seeds[1]))
+        group.ask(worker, "succeed", cloudpickle.dumps(self._open_metrics().of(worker)))
+        if worker in self._owing:
+            group.send(worker, *self._task)
+
+    def _recover(self, worker: int) -> None:
+        """Take from a worker that has ended what it held of the memory."""
+        self._memory.recover(worker)
 
     def _running(self) -> WorkerGroup:
         if self._group is None:
@@ -129,8 +221,8 @@ class WorkerCollector(BaseCollector):
         return self._open_metrics().read()
 
     def status(self) -> dict[str, float]:
-        """Return what there is to log of the memory that the workers fill."""
-        raise NotImplementedError
+        """Return what there is to log of the memory that the workers fill, and of them."""
+        return {"restarts": self.restarts}
 
     # BaseCollector
 
@@ -165,6 +257,7 @@ class WorkerCollector(BaseCollector):
         self._settle()
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
+        self._seed = seed
         requests = []
         for worker in range(self.num_workers):
             noise = np.random.SeedSequence((seed, worker)).generate_state(1, np.uint64)[0]
@@ -249,16 +342,21 @@ class WorkerCollector(BaseCollector):
         return self._latest
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, **_: Any) -> None:
-        """End the workers and free the memory they filled. Idempotent."""
-        self._end_workers(timeout)
-        if self._inline is not None and close_env:
-            self._inline.close()
-        if self._memory is not None:
-            self._give_up_memory()
-            self._memory = None
-        if self._latest is not None:
-            self._latest.close()
-            self._latest = None
+        """End the workers and free the memory they filled. Idempotent.
+
+        Threads may call it at once: all return when it is done. In a forked copy of the process
+        it lets go of all, and ends nobody.
+        """
+        with self._closing:
+            self._end_workers(timeout)
+            if self._inline is not None and close_env:
+                self._inline.close()
+            if self._memory is not None:
+                self._give_up_memory()
+                self._memory = None
+            if self._latest is not None:
+                self._latest.close()
+                self._latest = None
 
     def _end_workers(self, timeout: float | None = None) -> None:
         if self._group is not None:
@@ -268,6 +366,12 @@ class WorkerCollector(BaseCollector):
     def _give_up_memory(self) -> None:
         """Free `_memory`."""
         self._memory.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
     def __del__(self) -> None:
         if "_group" in self.__dict__:  # absent if the arguments were refused

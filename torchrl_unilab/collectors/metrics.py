@@ -151,22 +151,30 @@ class LatestMetrics:
     def __init__(self, workers: int) -> None:
         initial = {
             "frames": torch.zeros((), dtype=torch.int64),
+            "trajectories": torch.zeros((), dtype=torch.int64),
             "episodes": torch.zeros((), dtype=torch.int64),
             "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
             "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
         }
         self._cells = [SnapshotCell(initial) for _ in range(workers)]
 
-    def put(self, worker: int, frames: int, log: EpisodeLog, clock: PhaseClock) -> None:
+    def put(
+        self, worker: int, frames: int, trajectories: int, log: EpisodeLog, clock: PhaseClock
+    ) -> None:
         """Replace what worker `worker` said before. Never waits."""
         self._cells[worker].publish_ordered(
             [
                 torch.tensor(frames),
+                torch.tensor(trajectories),
                 torch.tensor(log.episodes),
                 torch.tensor(list(clock.seconds.values()), dtype=torch.float64),
                 torch.from_numpy(log.last),
             ]
         )
+
+    def of(self, worker: int) -> dict[str, torch.Tensor]:
+        """Return the newest word of worker `worker`, for the one that takes its place."""
+        return self._cells[worker].read()[1]
 
     def read(self) -> CollectorMetrics:
         """Return the newest word of all workers, summed up."""

@@ -29,9 +29,10 @@ from torchrl_unilab.collectors.rollout_worker import (
     serve,
 )
 from torchrl_unilab.data import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.runtime import Link, WorkerGroup, trace
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.runtime.workers import START_SECONDS
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["ReplayCollector", "transition_keys"]
@@ -71,6 +72,10 @@ class ReplayCollector(WorkerCollector):
         exploration_type: How the policy acts.
         seed: Seeds environments and noise; from the operating system if None.
         timeout: Seconds to wait for a tick; None waits as long as all workers live.
+        restart_workers: How many workers that are lost (killed, stopped, or failed) are replaced
+            in the run before the loss of one is an error. A new one acts with the newest
+            weights, starts new episodes from seeds of its own and counts on; what was lost is
+            at most the steps of a tick in the making. Such a run is not repeatable.
         **replay: Settings of the `PackedReplayStorage`.
 
     Raises:
@@ -109,6 +114,7 @@ class ReplayCollector(WorkerCollector):
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         seed: int | None = None,
         timeout: float | None = None,
+        restart_workers: int = 0,
         **replay: Any,
     ) -> None:
         factories = env_factories(create_env_fn, num_collectors)
@@ -119,6 +125,7 @@ class ReplayCollector(WorkerCollector):
             policy_scheme(weight_sync_schemes),
             total_frames=total_frames,
             timeout=timeout,
+            restart_workers=restart_workers,
         )
         if inline and workers > 1:
             raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
@@ -131,6 +138,7 @@ class ReplayCollector(WorkerCollector):
         self._in_turn = self.lockstep and workers > 1
         self.init_random_frames = init_random_frames
         self._owed = False  # a tick was asked for and not answered
+        self._unwritten: set[int] = set()  # workers who have stepped, and wait for their turn
         self._come = 0  # ticks that have come and were not yielded
 
         env = factories[0]()
@@ -208,7 +216,8 @@ class ReplayCollector(WorkerCollector):
 
     def _ask_for_a_tick(self) -> None:
         if self._inline is None:
-            self._request("collect", self._in_turn)
+            self._collect(self._in_turn)
+            self._unwritten = set(range(self.num_workers)) if self._in_turn else set()
             self._owed = True
             return
         with own_randomness(self._random):
@@ -218,14 +227,31 @@ class ReplayCollector(WorkerCollector):
 
     def _settle(self) -> None:
         if self._owed:
-            group = self._running()
             with span("wait"):
-                for worker in range(self.num_workers):
-                    group.receive(worker, self.timeout)
-                if self._in_turn:
-                    self._ask(*[("write",)] * self.num_workers)
+                self._finish_tick()
             self._owed = False
             self._come += 1
+
+    def _finish_tick(self) -> None:
+        while self._owing or self._unwritten:
+            if self._owing:
+                worker = min(self._owing)
+                if self._answer(worker, self.timeout) is not None:
+                    self._owing.discard(worker)
+                continue
+            worker = min(self._unwritten)
+            try:
+                self._running().send(worker, "write")
+            except WorkerError as lost:
+                self._replace(lost)  # by one that owes its steps again
+            else:
+                if self._answer(worker, START_SECONDS) is not None:
+                    self._unwritten.discard(worker)
+
+    def _recover(self, worker: int) -> None:
+        super()._recover(worker)
+        if worker in self._unwritten:
+            self._owing.add(worker)  # the steps that it would have written
 
     def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
         """Return what `WorkerCollector.state_dict` does, and the ticks not yielded yet.
@@ -254,7 +280,7 @@ class ReplayCollector(WorkerCollector):
 
     def status(self) -> dict[str, float]:
         """Return how many rows the replay holds."""
-        return {"replay_size": self.storage.size}
+        return {"replay_size": self.storage.size, **super().status()}
 
     def getattr_rb(self, attr: str) -> Any:
         """Return ``write_count``, the frames of all ticks so far: trainers ask for it."""
@@ -290,6 +316,8 @@ class _RowWorker:
     ) -> None:
         self.storage = storage
         self.steps = steps
+        if storage.links is not None:
+            steps.kept["links"] = storage.links
         self._slot = slot
         self._rows = slot.select(*transition_keys(steps.env))
         self._random_frames = random_frames

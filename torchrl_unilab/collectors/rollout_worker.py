@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -14,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_unilab.collectors.metrics import EpisodeLog, LatestMetrics, PhaseClock
+from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, LatestMetrics, PhaseClock
 from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import PeerGoneError
@@ -77,6 +77,18 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
     return step.unsqueeze(time_dim).expand(*env.batch_size, num_steps)
 
 
+class Stateful(Protocol):
+    """What can be saved and go on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that it goes on from."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
 class RolloutWorker:
     """Steps one environment with one policy and writes whole rollouts.
 
@@ -88,6 +100,9 @@ class RolloutWorker:
         workers: How many workers there are.
         scheme: Where the policy's weights come from, connected; None leaves them alone.
         exploration_type: How the policy acts.
+
+    Attributes:
+        kept: What else is saved with the worker's state, by name.
     """
 
     def __init__(
@@ -117,6 +132,7 @@ class RolloutWorker:
         while isinstance(base, TransformedEnv):
             base = base.base_env
         self._simulation = base if isinstance(base, MujocoBatchEnv) else None
+        self.kept: dict[str, Stateful] = {}
         self._noise = [module for module in policy.modules() if isinstance(module, PerEnvNoise)]
 
     def seed(self, env_seed: int, torch_seed: int) -> None:
@@ -148,6 +164,7 @@ class RolloutWorker:
             "log": self.log.state_dict(),
             "seconds": dict(self.clock.seconds),
             "frames": self.frames,
+            "kept": {name: part.state_dict() for name, part in self.kept.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -166,6 +183,8 @@ class RolloutWorker:
         torch.set_rng_state(state["random"])
         for noise, std in zip(self._noise, state["noise"], strict=True):
             noise.std = std
+        for name, part in self.kept.items():
+            part.load_state_dict(state["kept"][name])
         self.log.load_state_dict(state["log"])
         self.clock.seconds.update(state["seconds"])
         self.frames = state["frames"]
@@ -178,7 +197,18 @@ class RolloutWorker:
 
     def tell(self, metrics: LatestMetrics, worker: int) -> None:
         """Put all counts where the learner reads them, as worker `worker`'s."""
-        metrics.put(worker, self.frames, self.log, self.clock)
+        metrics.put(worker, self.frames, self._next_trajectory, self.log, self.clock)
+
+    def succeed(self, told: Mapping[str, torch.Tensor]) -> None:
+        """Count on from what a worker told last, in whose place this one is."""
+        self.frames = int(told["frames"])
+        self.log.episodes = int(told["episodes"])
+        self.log.last[...] = told["last"].numpy()
+        self.clock.seconds.update(zip(PHASES, told["seconds"].tolist(), strict=True))
+        # Of its last rollout, which it did not tell of, all frames may have begun one.
+        untold = self.num_envs * (self.num_steps + 1)
+        first = max(self._next_trajectory, int(told["trajectories"]))
+        self._next_trajectory = first + untold * self._stride
 
     def _start(self) -> TensorDictBase:
         self.log.restart()
@@ -347,7 +377,8 @@ def serve(
         link: To the parent.
         rollouts: The worker.
         request: ``("seed", env_seed, torch_seed)``, ``("reset",)``, ``("frames", count)``,
-            ``("state",)`` or ``("load", state)``, states being pickled by value.
+            ``("state",)``, ``("load", state)`` or ``("succeed", told)``, the last two with
+            what is pickled by value.
         metrics: Where to tell about what was loaded.
         worker: Number of the worker.
 
@@ -366,6 +397,9 @@ def serve(
     elif kind == "load":
         rollouts.load_state_dict(cloudpickle.loads(*arguments))
         rollouts.tell(metrics, worker)
+        link.answer()
+    elif kind == "succeed":
+        rollouts.succeed(cloudpickle.loads(*arguments))
         link.answer()
     elif kind == "frames":
         (rollouts.frames,) = arguments

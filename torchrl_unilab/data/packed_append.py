@@ -39,26 +39,29 @@ class RowAppender:
         form: What rows are.
         non_finite: What to do about a reward or action that is not finite, see
             `PackedReplayStorage`.
+
+    Attributes:
+        linker: What links rows to their successors, if they are linked.
     """
 
     def __init__(self, rows: SharedRows, form: RowForm, non_finite: NonFinite) -> None:
         self._rows, self._form, self._policy = rows, form, non_finite
-        self._linker = RowLinker(rows) if form.linked else None
+        self.linker = RowLinker(rows) if form.linked else None
         self._stages: dict[int, StagedRows] = {}
-        if self._linker is None:
+        if self.linker is None:
             self._copy = RowCopy(rows.layout, rows.block, form.names)
             finite = [] if non_finite == "pass" else [tuple(key.split(".")) for key in _FINITE]
             self._finder = RowFinder(TensorDict, form.fields, finite)
 
     def forget(self) -> None:
         """Follow nothing up: rows have been rewritten or are no more."""
-        if self._linker is not None:
-            self._linker.forget()
+        if self.linker is not None:
+            self.linker.forget()
 
     def append(self, rows: TensorDictBase, at: int | None) -> int:
         """Append rows [n]; return the number of the first one. See the storage's `append`."""
         count = rows.batch_size[0]
-        if self._linker is not None or count > self._rows.capacity:
+        if self.linker is not None or count > self._rows.capacity:
             return self._write(self.stage(rows), count, at=at)
         found = self._finder.find(rows, count)
         if found is not None:
@@ -188,8 +191,8 @@ class RowAppender:
         rows = self._rows
         if count > rows.capacity:
             staged = staged.last(rows.capacity)
-        if self._linker is not None:
-            return self._linker.write(staged, count, lanes, at)
+        if self.linker is not None:
+            return self.linker.write(staged, count, lanes, at)
         with rows.reserve(count, 0, at) as (first, _):
             start = first + count - len(staged.words)
             rows.write(start, staged.words)

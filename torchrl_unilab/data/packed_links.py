@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,6 +67,9 @@ class _Waiting:
     following: torch.Tensor
     slots: torch.Tensor
     version: int
+
+
+_SAVED = ("lanes", "rows", "following", "slots")
 
 
 class RowLinker:
@@ -138,6 +143,21 @@ class RowLinker:
     def forget(self) -> None:
         """Link nothing to the rows written last."""
         self._waiting = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which rows wait for their successors, if any do."""
+        if self._waiting is None:
+            return {"waiting": None}
+        return {"waiting": {name: getattr(self._waiting, name) for name in _SAVED}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was returned; the rows of then have been loaded before.
+
+        Rows that have not been loaded are not linked.
+        """
+        saved, rows = state_dict["waiting"], self._rows
+        there = saved is not None and (saved["rows"] < rows.head).all()
+        self._waiting = _Waiting(**saved, version=rows.version) if there else None
 
 
 def _meets(waiting: _Waiting, observed: torch.Tensor) -> tuple[torch.Tensor, bool]:

@@ -9,6 +9,7 @@ its tensors are views of that. How rows of several writers stay whole is the bus
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 from torchrl_unilab.data.packed_append import NonFinite, RowAppender
 from torchrl_unilab.data.packed_checkpoint import PackedReplayCheckpointer
 from torchrl_unilab.data.packed_form import DONE, REWARD, RowForm, key_path
+from torchrl_unilab.data.packed_links import RowLinker
 from torchrl_unilab.data.packed_sampling import BatchMemory, RowGatherer
 from torchrl_unilab.data.packers import ReplaySnapshot
 from torchrl_unilab.errors import (
@@ -363,6 +365,16 @@ class PackedReplayStorage(TensorStorage):
         self._wanted_writer = writer
         if self.initialized:
             self.rows.use_writer(writer)
+
+    @property
+    def links(self) -> RowLinker | None:
+        """What links this process's rows to their successors, if rows are linked.
+
+        With its state, a process that has loaded the rows goes on as if it had written them.
+        """
+        self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
+        assert self._appender is not None
+        return self._appender.linker
 
     def recover(self, writer: int) -> bool:
         """Mend the rows that a dead writer left half written; return if there were any.
@@ -794,9 +806,11 @@ class PackedReplayStorage(TensorStorage):
         """Whether this process has closed the storage."""
         return self._closed
 
+    _is_ending = staticmethod(sys.is_finalizing)  # the module's names may be gone then
+
     def close(self) -> None:
         """Give up the storage. Idempotent."""
-        if self._closed:
+        if self._closed or self._is_ending():  # then the kernel frees it
             return
         self._closed = True
         if self._attached is not None:

@@ -77,7 +77,8 @@ class RolloutRingWriter(Writer):
         self._storage._empty()
         if empty_write_count:
             none = [0] * self._storage.writers
-            self._storage._set_counts({"written": none, "dropped": none, "read": 0, "skipped": 0})
+            counts = {"read": 0, "lost": 0, "skipped": 0}
+            self._storage._set_counts({"written": none, "dropped": none, **counts})
 
     # The storage has all there is to save.
 

@@ -14,10 +14,10 @@ slots themselves and copy nothing they do not have to (`RolloutRingStorage.claim
 from __future__ import annotations
 
 import contextlib
-import multiprocessing as mp
 import os
 import secrets
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,10 +38,12 @@ from torchrl_unilab.errors import (
     LayoutShapeError,
     RingTimeoutError,
     SegmentClosedError,
+    SnapshotContendedError,
 )
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing
 from torchrl_unilab.shm.segment import SegmentKind
 from torchrl_unilab.shm.tokens import Token
@@ -51,6 +53,11 @@ __all__ = [
     "RolloutRingCheckpointer",
     "RolloutRingStorage",
 ]
+
+_READ, _LOST, _SKIPPED, _RECOVERED, _PIDS = range(5)
+"""Shared words: what to take off the ring's counts of rollouts read and lost; rollouts
+skipped and slots recovered; and, one for each writer from there on, its process, what to take
+off the ring's counts of those it has written, and of those of its that were dropped."""
 
 _LOCK_SECONDS = 60.0
 """How long a process waits for another one that builds the ring."""
@@ -175,6 +182,9 @@ class RolloutRingStorage(TensorStorage):
                 "Leave out kind, or give an example."
             )
         Storage.__init__(self, slots)  # what TensorStorage adds, the ring has
+        # The ring itself counts what these would. Theirs are semaphores with names, which
+        # nobody takes away when a process is killed.
+        del self._mutation_revision_value, self._last_cursor_index_value
         self.ndim = 1
         self.device = torch.device("cpu")
         self.writers = writers
@@ -184,12 +194,9 @@ class RolloutRingStorage(TensorStorage):
         self._name = name
         self._kind: SegmentKind | None = kind
         self._closed = False
-        # Who writes as which writer; what to take off the ring's counts of written and
-        # dropped, for each writer; the same for rollouts read; rollouts skipped.
-        self._words = mp.Array("q", 3 * writers + 2)
-        self._writer = 0
-        self._writer_pid = 0
-        self._forget_reading()
+        self._place = SharedPlace(kind, _LOCK_SECONDS)
+        self._place.build(8 * (_PIDS + 3 * writers))
+        self._start_process()
         self._ring: RolloutRing | None = None
         self._form: RolloutForm | None = None
         self._meeting: RingMeetingPoint | None = None
@@ -214,8 +221,15 @@ class RolloutRingStorage(TensorStorage):
             example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
         return cls(slots, example=example, **settings)
 
+    def _start_process(self) -> None:
+        """Start as a process that has neither written nor read."""
+        segment = self._place.find()
+        assert segment is not None
+        self._words = segment.buffer.data.cast("q")
+        self._writer, self._writer_pid = 0, 0
+        self._forget_reading()
+
     def _forget_reading(self) -> None:
-        """Start as a process that has read nothing."""
         self._held: deque[Lease] = deque()  # taken from the ring, still unread, oldest first
         self._leased: dict[Token, Lease] = {}  # acquired and not released
         self._drawn: torch.Tensor | None = None  # the index that takes rollouts out
@@ -277,16 +291,16 @@ class RolloutRingStorage(TensorStorage):
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Be alone among all processes that have the storage."""
-        lock = self._words.get_lock()
-        if not lock.acquire(timeout=_LOCK_SECONDS):
-            raise RingTimeoutError(
-                f"cannot use rollout storage: another process has been building the ring for "
-                f"{_LOCK_SECONDS:g} s (expected it to be done). Start all processes again."
-            )
-        try:
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._place.lock)
+            except SnapshotContendedError as error:
+                raise RingTimeoutError(
+                    "cannot use rollout storage: another process has been building or recovering "
+                    f"the ring for {_LOCK_SECONDS:g} s (expected it to be done). Start all "
+                    "processes again."
+                ) from error
             yield
-        finally:
-            lock.release()
 
     def _use(self, ring: RolloutRing, form: RolloutForm) -> None:
         self._ring, self._form = ring, form
@@ -303,10 +317,6 @@ class RolloutRingStorage(TensorStorage):
     # Counts
 
     @property
-    def _shared(self) -> Any:
-        return self._words.get_obj()  # each word has one writer: no lock
-
-    @property
     def written(self) -> tuple[int, ...]:
         """Rollouts that each writer has committed."""
         self._check_open()
@@ -319,7 +329,8 @@ class RolloutRingStorage(TensorStorage):
         return self._since(self.ring.dropped if self.initialized else [0] * self.writers, 2)
 
     def _since(self, counts: Sequence[int], part: int) -> tuple[int, ...]:
-        base = self._shared[part * self.writers : (part + 1) * self.writers]
+        first = _PIDS + part * self.writers
+        base = self._words[first : first + self.writers]
         return tuple(count - off for count, off in zip(counts, base, strict=True))
 
     @property
@@ -332,30 +343,42 @@ class RolloutRingStorage(TensorStorage):
         """Rollouts that were sampled, or acquired and released."""
         self._check_open()
         count = self.ring.read_count if self.initialized else 0
-        return count - int(self._shared[3 * self.writers])
+        return count - self._words[_READ]
 
     @property
     def skipped(self) -> int:
         """Rollouts that were given up unread for newer ones, or by emptying the buffer."""
-        return int(self._shared[3 * self.writers + 1])
+        return self._words[_SKIPPED]
+
+    @property
+    def lost(self) -> int:
+        """Committed rollouts that went unread with a process that died; known once recovered."""
+        self._check_open()
+        return (self.ring.lost if self.initialized else 0) - self._words[_LOST]
+
+    @property
+    def recovered(self) -> int:
+        """Slots that dead processes left and that `recover` has freed."""
+        return self._words[_RECOVERED]
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
         """Let the counts be these from now on."""
         shift = [now - then for now, then in zip(self.written, counts["written"], strict=True)]
         shift += [now - then for now, then in zip(self.dropped, counts["dropped"], strict=True)]
-        shift.append(self.read_count - counts["read"])
-        for i, off in enumerate(shift, start=self.writers):
-            self._shared[i] += off
-        self._shared[3 * self.writers + 1] = counts["skipped"]
+        for i, off in enumerate(shift, start=_PIDS + self.writers):
+            self._words[i] += off
+        self._words[_READ] += self.read_count - counts["read"]
+        self._words[_LOST] += self.lost - counts["lost"]
+        self._words[_SKIPPED] = counts["skipped"]
 
     def _give_up(self, lease: Lease, *, dropped: bool) -> None:
         """Release an unread rollout, and count it as such."""
         self.ring.release(lease)
-        self._shared[3 * self.writers] += 1  # not read
+        self._words[_READ] += 1  # not read
         if dropped:
-            self._shared[2 * self.writers + lease.token.writer] -= 1
+            self._words[_PIDS + 2 * self.writers + lease.token.writer] -= 1
         else:
-            self._shared[3 * self.writers + 1] += 1
+            self._words[_SKIPPED] += 1
 
     # Writer
 
@@ -369,18 +392,21 @@ class RolloutRingStorage(TensorStorage):
             ConfigError: There is no such writer, or another process is it.
             RuntimeError: A slot is claimed.
         """
+        self._check_writer(writer)
+        self._become([writer])
+
+    def _check_writer(self, writer: int) -> None:
         if not 0 <= writer < self.writers:
             raise ConfigError(
                 f"rollout writer: {writer} (expected 0 to {self.writers - 1}). "
                 "Build the storage for more writers."
             )
-        self._become([writer])
 
     def _become(self, choice: Sequence[int]) -> None:
         """Become the first writer of `choice` that no living process is."""
         own = os.getpid()
         with self._locked():
-            taken = {w: self._shared[w] for w in choice}
+            taken = {w: self._words[_PIDS + w] for w in choice}
             free = [w for w, pid in taken.items() if pid in (0, own) or not process_is_alive(pid)]
             if not free:
                 raise ConfigError(
@@ -391,16 +417,16 @@ class RolloutRingStorage(TensorStorage):
             writer = free[0]
             if self._ring is not None:
                 if taken[writer] not in (0, own):
-                    self._ring.recover(writer)
+                    self._ring.take_over(writer)
                 self._ring.use_writer(writer)
             self._stop_writing()
-            self._shared[writer] = own
+            self._words[_PIDS + writer] = own
         self._writer, self._writer_pid = writer, own
 
     def _stop_writing(self) -> None:
         """Let another process be the writer that this one was."""
         if self._writer_pid == os.getpid():
-            self._shared[self._writer] = 0
+            self._words[_PIDS + self._writer] = 0
             self._writer_pid = 0
 
     def _claim(self, timeout: float | None) -> bool:
@@ -446,7 +472,6 @@ class RolloutRingStorage(TensorStorage):
         """
         with span("commit"):
             self.ring.signal_write_done()
-        self._bump_mutation_revision()
         return self.written[self._writer]
 
     def abandon(self) -> None:
@@ -557,6 +582,37 @@ class RolloutRingStorage(TensorStorage):
             and data.ndim == len(self._form.batch_size) + 1
         )
         return data.unbind(0) if several else [data]
+
+    def recover(self, writer: int | None = None, *, timeout: float = 1.0) -> int:
+        """Free the slots that dead processes left; return how many there were.
+
+        For the process that reads, between two of its reads. In whichever step of a claim or
+        a commit the writer died, its slot is free again: what it had not committed is never
+        read. Unread rollouts stay so, in their order; as with `get`, the reader holds them
+        from then on. Other writers may be at work meanwhile, and leases stay valid. Who takes
+        the place of the dead one calls `use_writer` and counts on from there.
+
+        Args:
+            writer: One that has died and been waited for; if not given, whoever has died, be
+                it a reader that this process takes the place of.
+            timeout: Seconds to wait for living writers that claim or commit at this moment.
+
+        Raises:
+            ConfigError: There is no such writer.
+            RuntimeError: The writer is alive, or another living process reads.
+            RingTimeoutError: A living writer is stopped while it claims or commits. Nothing
+                is lost: recover again.
+        """
+        self._check_open()
+        if writer is not None:
+            self._check_writer(writer)
+        if not self.initialized:
+            return 0
+        with self._locked():  # nobody takes the place of the dead meanwhile
+            found = self.ring.recover(writer, timeout)
+            self._words[_RECOVERED] += found
+        self._lease(self.max_size)
+        return found
 
     # Reader
 
@@ -751,6 +807,20 @@ class RolloutRingStorage(TensorStorage):
         return len(self)
 
     @property
+    def _mutation_revision(self) -> int:
+        if not self.initialized:
+            return 0
+        ring = self.ring
+        return ring.write_count + sum(ring.dropped) + ring.read_count + ring.lost
+
+    def _bump_mutation_revision(self) -> None:
+        """Writing and reading count by themselves."""
+
+    @property
+    def _last_cursor_index(self) -> None:
+        """No rollout has a position of its own."""
+
+    @property
     def _total_shape(self) -> torch.Size:
         return torch.Size([self.max_size])
 
@@ -761,7 +831,6 @@ class RolloutRingStorage(TensorStorage):
         while self._held:
             self._give_up(self._held.popleft(), dropped=False)
         self._stop_writing()
-        self._bump_mutation_revision()
 
     # Checkpoints
 
@@ -793,6 +862,7 @@ class RolloutRingStorage(TensorStorage):
                 "written": list(self.written),
                 "dropped": list(self.dropped),
                 "read": self.read_count,
+                "lost": self.lost,
                 "skipped": self.skipped,
             },
         }
@@ -846,9 +916,11 @@ class RolloutRingStorage(TensorStorage):
 
     # End
 
+    _is_ending = staticmethod(sys.is_finalizing)  # the module's names may be gone then
+
     def close(self) -> None:
         """Give up the storage; its creator frees the memory. Idempotent."""
-        if self._closed:
+        if self._closed or self._is_ending():  # then the kernel frees it
             return
         self._closed = True
         self._stop_writing()
@@ -857,6 +929,7 @@ class RolloutRingStorage(TensorStorage):
             self._ring.close()
         if self._meeting is not None:
             self._meeting.close()
+        self._place.close()
 
     def __enter__(self) -> RolloutRingStorage:
         return self
@@ -866,18 +939,21 @@ class RolloutRingStorage(TensorStorage):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_open()
-        state: dict[str, Any] = Storage.__getstate__(self)
-        for name in ("_held", "_leased", "_drawn", "_rollouts", "_writer", "_writer_pid"):
+        state = self.__dict__.copy()
+        for name in _OF_A_PROCESS:
             del state[name]
+        state["_rng"] = None
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Storage.__setstate__(self, state)
-        self._writer, self._writer_pid = 0, 0
-        self._forget_reading()
+        self.__dict__.update(state)
+        self._start_process()
         if self._ring is not None and self._form is not None:
             self._use(self._ring, self._form)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"unread={len(self)}"
         return f"{type(self).__name__}(slots={self.max_size}, writers={self.writers}, {state})"
+
+
+_OF_A_PROCESS = ("_words", "_writer", "_writer_pid", "_held", "_leased", "_drawn", "_rollouts")

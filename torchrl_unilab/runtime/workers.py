@@ -3,7 +3,8 @@
 A worker runs ``target(link, *args)``. Its `Link` is a pipe to the parent: the parent asks,
 the worker answers; the worker's end also shows when the parent is gone, however it went.
 What a worker raises is relayed with its traceback and raised in the parent as a
-`WorkerError`; a worker that is killed is named with its signal as soon as it is dead.
+`WorkerError`; a worker that is killed is named with its signal as soon as it is dead, and
+one that is stopped, so that nobody waits for it, within a second.
 
 Workers start as multiprocessing's start method says, which TorchRL sets to ``"spawn"``. With
 ``"forkserver"``, and `torchrl_unilab.trainers` among what it preloads, they start in
@@ -13,8 +14,10 @@ milliseconds. They are never forked from the parent, whose threads and locks the
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import weakref
@@ -25,6 +28,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
+import psutil
 import torch
 
 from torchrl_unilab.errors import WorkerError
@@ -34,6 +38,8 @@ __all__ = ["Link", "WorkerGroup"]
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
 FAILED_START_SECONDS = 0.2  # workers that are still starting listen to nobody
+LOOK_SECONDS = 0.5  # from one look for stopped workers to the next
+CONTINUE_SECONDS = 0.25  # within which all of a terminal's job go on once it is continued
 _RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe though nobody reads it yet
 _HINTS = {
     "SIGKILL": "The system may have been out of memory.",
@@ -41,6 +47,10 @@ _HINTS = {
     "SIGSEGV": "Native code crashed: look at the physics, the model or an extension.",
     "SIGABRT": "Native code gave up: look at its message above.",
 }
+_NO_START = (
+    " before it was ready. Its own words are above. A script must start what has workers below "
+    '`if __name__ == "__main__":`, for each worker imports the script.'
+)
 
 
 class ParentGoneError(Exception):
@@ -82,9 +92,19 @@ class Link:
 
 @dataclass
 class _Worker:
+    index: int
     name: str
     process: BaseProcess
     connection: Connection
+    ready: bool = False
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal stopped it, so that it neither works nor ends."""
+        try:
+            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.NoSuchProcess:
+            return False
 
 
 class WorkerGroup:
@@ -113,31 +133,47 @@ class WorkerGroup:
         num_threads: int = 1,
     ) -> None:
         method = mp.get_start_method()
-        context: Any = mp.get_context("spawn" if method == "fork" else method)
+        self._context: Any = mp.get_context("spawn" if method == "fork" else method)
+        self._target, self._arguments = target, arguments
+        self._name, self._num_threads = name, num_threads
+        self._owner = os.getpid()
+        self._stopping = threading.RLock()
         # When this process ends: before multiprocessing waits for all its children, and before
         # what the workers use is closed.
         self._at_exit = Finalize(None, _stop, (weakref.ref(self),), exitpriority=1)
         self._workers: list[_Worker] = []
         self._failed: WorkerError | None = None
+        self._next_look = 0.0
         try:
-            for index, args in enumerate(arguments):
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=_run,
-                    args=(there, target, args, num_threads),
-                    name=f"{name}-{index}",
-                    daemon=False,  # a worker may have processes of its own, as ParallelEnv has
-                )
-                process.start()
-                there.close()
-                self._workers.append(_Worker(f"{name} {index}", process, here))
-            self.started = [self._receive(w, "ready", START_SECONDS) for w in self._workers]
+            for index in range(len(arguments)):
+                self._workers.append(self._start(index))
+            self.started = [
+                self._receive(worker, "ready", START_SECONDS) for worker in self._workers
+            ]
         except BaseException:
             self.stop(FAILED_START_SECONDS)
             raise
 
+    def _start(self, index: int) -> _Worker:
+        here, there = self._context.Pipe()
+        process = self._context.Process(
+            target=_run,
+            args=(there, self._target, self._arguments[index], self._num_threads),
+            name=f"{self._name}-{index}",
+            daemon=False,  # a worker may have processes of its own, as ParallelEnv has
+        )
+        process.start()
+        there.close()
+        return _Worker(index, f"{self._name} {index}", process, here)
+
     def __len__(self) -> int:
         return len(self._workers)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def pids(self) -> list[int]:
@@ -181,7 +217,7 @@ class WorkerGroup:
             WorkerError: A worker failed meanwhile, or had before, and no descriptor is
                 readable.
         """
-        ready = wait([*descriptors, *self._sentinels()], timeout)
+        ready = self._wait(descriptors, timeout)
         if any(descriptor in ready for descriptor in descriptors):
             return True
         self.check()
@@ -191,23 +227,86 @@ class WorkerGroup:
         """Raise what a worker failed with, if one did.
 
         Raises:
-            WorkerError: A worker ended that had not been told to.
+            WorkerError: A worker ended that had not been told to, or is stopped.
         """
         if self._failed is not None:
             raise self._failed
         for worker in self._workers:
             if wait([worker.process.sentinel], 0):  # knows before `is_alive` does
                 self._fail(worker)
+        self._look_for_stopped()
 
-    def _sentinels(self) -> list[int]:
-        return [worker.process.sentinel for worker in self._workers]
+    def end(self, index: int) -> None:
+        """Kill a worker, if it lives; what it held may then be taken from it. Idempotent."""
+        process = self._workers[index].process
+        process.kill()
+        process.join()
 
-    def _receive(self, worker: _Worker, kind: str, timeout: float | None) -> Any:
-        ready = wait([worker.connection, *self._sentinels()], timeout)
+    def restart(self, index: int) -> Any:
+        """Start a worker anew in place of one that failed.
+
+        Returns:
+            What it said when it was ready.
+
+        Raises:
+            WorkerError: It failed while it started.
+        """
+        self.end(index)
+        old = self._workers[index]
+        old.connection.close()
+        old.process.close()
+        worker = self._workers[index] = self._start(index)
+        self._failed = None
+        self.started[index] = self._receive(worker, "ready", START_SECONDS, among=[worker])
+        return self.started[index]
+
+    def _wait(
+        self,
+        objects: Sequence[Any],
+        timeout: float | None,
+        among: Sequence[_Worker] | None = None,
+    ) -> list[Any]:
+        """Wait for one of `objects` or a worker's end; return what is ready.
+
+        Raises:
+            WorkerError: A worker is stopped.
+        """
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        sentinels = [worker.process.sentinel for worker in among or self._workers]
+        while True:
+            left = max(0.0, until - time.monotonic())
+            ready = wait([*objects, *sentinels], min(left, LOOK_SECONDS))
+            if ready or left <= LOOK_SECONDS:
+                return ready
+            self._look_for_stopped()
+
+    def _look_for_stopped(self) -> None:
+        """Raise if a worker is stopped, now and then."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + LOOK_SECONDS
+        stopped = [worker for worker in self._workers if worker.stopped]
+        if stopped:
+            # This process may have been stopped with them, and be the first to go on.
+            wait([worker.process.sentinel for worker in stopped], CONTINUE_SECONDS)
+        for worker in stopped:
+            if worker.stopped:
+                raise self._error(worker, "was stopped by a signal, as SIGSTOP or SIGTSTP.")
+
+    def _receive(
+        self,
+        worker: _Worker,
+        kind: str,
+        timeout: float | None,
+        among: Sequence[_Worker] | None = None,
+    ) -> Any:
+        ready = self._wait([worker.connection], timeout, among)
         try:
             if worker.connection.poll():
                 found, value = worker.connection.recv()
                 if found == kind:
+                    worker.ready = True
                     return value
                 raise self._error(worker, f"failed:\n{value}")
         except (EOFError, OSError):
@@ -216,7 +315,7 @@ class WorkerGroup:
             self.check()  # another one failed, which is no less of a reason
         raise WorkerError(
             f"{worker.name}, process {worker.process.pid}: no answer within {timeout or 0:g} s "
-            "(expected one). See whether it is stopped, or waits for something."
+            "(expected one). See whether it waits for something."
         )
 
     def _fail(self, worker: _Worker) -> None:
@@ -235,28 +334,40 @@ class WorkerGroup:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             raise self._error(worker, f"was ended by {name}. {_HINTS.get(name, '')}".rstrip())
-        raise self._error(worker, f"ended by itself with exit code {code}.")
+        when = "." if worker.ready else _NO_START
+        raise self._error(worker, f"ended by itself with exit code {code}{when}")
 
     def _error(self, worker: _Worker, text: str) -> WorkerError:
         self._failed = WorkerError(
             f"{worker.name}, process {worker.process.pid}, {text}\n(expected it to run on). "
             "Mend the cause and start again."
         )
+        self._failed.worker = worker.index
         return self._failed
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """Ask all workers to end; kill those that have not after `timeout`. Idempotent."""
-        for worker in self._workers:
-            worker.connection.close()  # which tells the worker
-        until = time.monotonic() + timeout
-        for worker in self._workers:
-            worker.process.join(max(0.0, until - time.monotonic()))
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
-            worker.process.close()
-        self._workers = []
-        self._at_exit.cancel()
+        """Ask all workers to end; kill those that have not after `timeout`. Idempotent.
+
+        Threads may call it at once: all return when the workers have ended. In a forked copy of
+        the process it lets go of them: they are not the copy's.
+        """
+        if os.getpid() != self._owner:
+            self._workers = []
+            return
+        with self._stopping:
+            workers, self._workers = self._workers, []
+            for worker in workers:
+                worker.connection.close()  # which tells the worker
+            until = time.monotonic() + timeout
+            for worker in workers:
+                while (left := until - time.monotonic()) > 0.0 and not worker.stopped:
+                    if wait([worker.process.sentinel], min(left, CONTINUE_SECONDS)):
+                        break
+                if worker.process.is_alive():
+                    worker.process.kill()
+                    worker.process.join()
+                worker.process.close()
+            self._at_exit.cancel()
 
 
 def _stop(group: weakref.ref[WorkerGroup]) -> None:

@@ -59,7 +59,7 @@ class ProcessLock:
         try:
             if self._closed:
                 raise SegmentClosedError(
-                    "lock of shared rows: used after it was closed (expected an open one). "
+                    "lock of shared memory: used after it was closed (expected an open one). "
                     "End what uses it before the process ends."
                 )
             if self._pid != os.getpid():  # a forked child must not share its parent's opening
@@ -81,7 +81,7 @@ class ProcessLock:
 
     def _contended(self) -> SnapshotContendedError:
         return SnapshotContendedError(
-            f"lock of shared rows: held by another process or thread for {self._timeout:g} s "
+            f"lock of shared memory: held by another process or thread for {self._timeout:g} s "
             "(expected some microseconds). See whether a process is stopped."
         )
 
@@ -156,12 +156,11 @@ class SharedPlace:
             return SharedSegment.attach(self.name)
         return SharedSegment._attach_descriptor(os.dup(self._descriptor), nbytes, None)
 
-    def build(self, nbytes: int, fits: str = "") -> SharedSegment:
+    def build(self, nbytes: int) -> SharedSegment:
         """Size the memory and attach it; under the lock, where nobody has.
 
         Args:
             nbytes: Its size.
-            fits: What the error says would fit; ``{free}`` stands for the bytes there are.
 
         Raises:
             SegmentSpaceError: It does not fit. Nothing was allocated.
@@ -183,8 +182,9 @@ class SharedPlace:
 
     def _no_room(self, nbytes: int) -> SegmentSpaceError:
         return SegmentSpaceError(
-            f"cannot create shared rows: {nbytes} bytes do not fit (expected at most "
-            f"{free_bytes(self.kind)}, free for {self.kind} segments). Use fewer rows."
+            f"cannot create shared memory: {nbytes} bytes do not fit (expected at most "
+            f"{free_bytes(self.kind)}, free for {self.kind} segments). Lower the sizes it was "
+            "computed from."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,7 +5,8 @@ the tokens of slots that nobody works on: ``free`` those to be filled, ``ready``
 are committed, oldest first. Whoever takes a token out of a pipe owns its slot, alone, until
 it puts the token into a pipe again. The kernel hands each token to one taker, so claiming
 needs no lock, no compare-and-swap and no retry, and a process that is stopped or killed
-keeps the slots it owned and nothing else.
+keeps the slots it owned and nothing else. Those of the dead are found by a census
+(`torchrl_unilab.shm.ring_notes`) and free again, see `RolloutRing.recover`.
 
 - *claim*: take a free token; if there is none, ``overflow="overwrite"`` takes the oldest
   ready one (its rollout is dropped and counted), ``overflow="block"`` waits for a free one.
@@ -23,7 +24,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import reduction
 from multiprocessing.util import Finalize
@@ -43,6 +47,15 @@ from torchrl_unilab.shm.counters import SharedWords
 from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.ring_notes import (
+    IDLE,
+    MOVING,
+    Note,
+    following,
+    nobodys,
+    noted_slot,
+    unsettled,
+)
 from torchrl_unilab.shm.segment import (
     SegmentKind,
     SharedSegment,
@@ -98,11 +111,12 @@ class Lease(NamedTuple):
 
 _MAGIC = 0x554E494C_52494E47
 # Beside the words of every header.
-_SLOTS, _WRITERS, _OVERFLOW, _READER_PID, _READER_GONE, _READ = 2, 3, 4, 6, 7, 8
-_HEADER_WORDS = 9
-# Words of each writer: its process, the rollouts it committed, and the slot it fills plus
-# one; then how many rollouts of each writer it has dropped.
-_PID, _COMMITTED, _FILLING = range(3)
+_SLOTS, _WRITERS, _OVERFLOW, _READER_PID, _READER_GONE, _READ, _LOST = 2, 3, 4, 6, 7, 8, 9
+_HEADER_WORDS = 10
+# Words of each writer: its process, the rollouts it committed, and its note; then how many
+# rollouts of each writer it has dropped.
+_PID, _COMMITTED, _NOTE = range(3)
+_RETRY_SECONDS = 2e-5
 
 
 class RolloutRing:
@@ -110,7 +124,7 @@ class RolloutRing:
 
     Each process that unpickles or attaches the ring may act as one writer (`use_writer`),
     or as the reader; one thread of it at a time. Nothing is lost unless it is counted:
-    ``write_count == read_count + sum(dropped)`` once all slots are read.
+    ``write_count == read_count + sum(dropped) + lost`` once all slots are read.
 
     Args:
         initial: Dotted key to tensor: shapes and dtypes of a slot, not its content.
@@ -224,8 +238,11 @@ class RolloutRing:
         self._views = [dict(zip(layout.keys, views, strict=True)) for views in self._tensors]
         self._writer = 0
         self._own = 0  # where the words of the own writer begin
+        self._note = 0  # the last one of the own writer
         self._claimed: int | None = None
-        self._awaited: Lease | None = None  # taken while waiting, not yet given out
+        self._reads = False
+        self._held: set[int] = set()  # slots taken and not released
+        self._awaited: deque[Lease] = deque()  # taken while waiting, not yet given out
         self._at_end: Finalize | None = None
         self._at_end_pid = 0
         self._lease: Lease | None = None
@@ -275,6 +292,12 @@ class RolloutRing:
             for of in range(self.writers)
         )
 
+    @property
+    def lost(self) -> int:
+        """Committed rollouts that nobody will read: they went with a process that died."""
+        self._check_open()
+        return self._header[_LOST]
+
     def _of_writer(self, writer: int, word: int) -> int:
         return self._writer_words[writer * (3 + self.writers) + word]
 
@@ -310,8 +333,15 @@ class RolloutRing:
         self._write_here(os.getpid())
 
     def _write_here(self, pid: int) -> None:
+        self._note = self._of_writer(self._writer, _NOTE)
+        self._tell(IDLE)
         self._set_own(_PID, pid)
         self._end_with_process()
+
+    def _tell(self, state: int) -> None:
+        """Note what this writer is at."""
+        self._note = note = following(self._note, state)
+        self._writer_words[self._own + _NOTE] = note
 
     def _end_with_process(self) -> None:
         """Say so when this process ends: who ended has not died.
@@ -347,19 +377,22 @@ class RolloutRing:
         if token is None:
             return None
         slot = token.slot
-        words[own + _FILLING] = slot + 1
+        self._tell(slot + 1)
         # Odd, and never a value it had: the last owner may have died with it odd.
         self._generations[slot] = (self._generations[slot] + 1) | 1
         self._claimed = slot
         return slot
 
     def _take_to_fill(self) -> Token | None:
+        self._tell(MOVING)
         token = self._free.take()
         if token is None and self.overflow == "overwrite":
             token = self._ready.take()
             if token is not None:
                 word = 3 + token.writer
                 self._set_own(word, self._of_writer(self._writer, word) + 1)
+        if token is None:
+            self._tell(IDLE)
         return token
 
     def _wait_to_fill(self, timeout: float | None) -> Token | None:
@@ -411,9 +444,10 @@ class RolloutRing:
         generation = self._generations[slot] + 1
         self._generations[slot] = generation
         self._claimed = None
-        words[own + _FILLING] = 0  # first: no slot may ever have two tokens
+        self._tell(MOVING)
+        words[own + _COMMITTED] = count  # first: whoever dies in between, it is missed
         self._ready.put(Token(slot, self._writer, count, generation))
-        words[own + _COMMITTED] = count
+        self._tell(IDLE)
         return count
 
     def abandon_write(self) -> None:
@@ -421,8 +455,9 @@ class RolloutRing:
         self._check_open()
         if self._claimed is not None:
             slot, self._claimed = self._claimed, None
-            self._set_own(_FILLING, 0)  # first, as above
+            self._tell(MOVING)
             self._free.put(Token(slot, self._writer, 0, self._generations[slot]))
+            self._tell(IDLE)
 
     def blank(self) -> RolloutBlock:
         """Return a private rollout of zeros, which `write` and `copy_read_slot_to` copy at once."""
@@ -458,31 +493,36 @@ class RolloutRing:
             tensors.layout is self.layout or tensors.layout == self.layout
         )
 
-    def recover(self, writer: int) -> bool:
-        """Free the slot that a dead writer left half written; return if there was one.
+    def take_over(self, writer: int) -> bool:
+        """Free the slot that a dead writer noted, before becoming it; return if there was one.
 
-        A writer killed between taking a token and noting it, or between forgetting it and
-        putting it back, some microseconds in all, keeps its slot for good.
+        One process at a time, and none that recovers meanwhile. What the dead one had in
+        its hands between a pipe and its note, some microseconds in all, is left for `recover`.
 
         Raises:
             RuntimeError: The writer is alive.
         """
         self._check_open()
+        self._refuse_living(writer)
+        slot = self._forget(writer)
+        if slot is not None:
+            self._free.put(Token(slot, writer, 0, self._generations[slot]))
+        return slot is not None
+
+    def _refuse_living(self, writer: int) -> None:
         pid = self._of_writer(writer, _PID)
         if pid and process_is_alive(pid):
             raise RuntimeError(
                 f"cannot recover the slot of writer {writer}: process {pid} is alive "
                 "(expected it dead). End it first."
             )
-        filling = self._of_writer(writer, _FILLING)
-        own = writer * (3 + self.writers)
-        self._writer_words[own + _FILLING] = 0  # it has no other writer any more
+
+    def _forget(self, writer: int) -> int | None:
+        """Let nobody be a writer whose process is dead; return the slot that it had noted."""
+        word, own = self._of_writer(writer, _NOTE), writer * (3 + self.writers)
+        self._writer_words[own + _NOTE] = following(word, IDLE)
         self._writer_words[own + _PID] = 0
-        if not filling:
-            return False
-        slot = filling - 1
-        self._free.put(Token(slot, writer, 0, self._generations[slot]))
-        return True
+        return noted_slot(word)
 
     # Reader
 
@@ -497,7 +537,7 @@ class RolloutRing:
     def available(self) -> int:
         """How many committed rollouts wait to be read."""
         self._check_open()
-        return len(self._ready) + (self._awaited is not None)
+        return len(self._ready) + len(self._awaited)
 
     def wait_for_data(self, timeout: float | None = 60.0) -> bool:
         """Wait until a rollout is ready; return whether one is.
@@ -511,7 +551,7 @@ class RolloutRing:
         Raises:
             PeerGoneError: Nothing is ready and a writer has died; names its process.
         """
-        if self._awaited is not None or self._take_ready():
+        if self._take_ready():
             return True
         for slept in waits([self._ready], timeout):
             if self._take_ready():
@@ -530,11 +570,12 @@ class RolloutRing:
         return False
 
     def _take_ready(self) -> bool:
-        if self._awaited is None:
-            self._awaited = self.acquire()
-        return self._awaited is not None
+        if not self._awaited and (lease := self._take_committed()) is not None:
+            self._awaited.append(lease)
+        return bool(self._awaited)
 
     def _read_here(self) -> None:
+        self._reads = True
         pid = os.getpid()
         if self._header[_READER_PID] != pid or self._header[_READER_GONE]:
             self._header[_READER_PID] = pid
@@ -549,14 +590,15 @@ class RolloutRing:
         Raises:
             SegmentError: The slot is not what was committed: someone wrote to borrowed memory.
         """
-        if self._awaited is not None:
-            lease, self._awaited = self._awaited, None
-            return lease
+        return self._awaited.popleft() if self._awaited else self._take_committed()
+
+    def _take_committed(self) -> Lease | None:
         self._check_open()
         self._read_here()
         token = self._ready.take()
         if token is None:
             return None
+        self._held.add(token.slot)
         self._check_whole(token)
         return Lease(token, self._views[token.slot])
 
@@ -568,6 +610,7 @@ class RolloutRing:
         """
         self._check_whole(lease.token)
         self._header[_READ] = self._header[_READ] + 1
+        self._held.discard(lease.token.slot)
         self._free.put(lease.token)
 
     def _check_whole(self, token: Token) -> None:
@@ -668,11 +711,91 @@ class RolloutRing:
         lease, self._lease = self._lease, None
         self.release(lease)
 
+    # What the dead leave
+
+    def recover(self, writer: int | None = None, timeout: float = 1.0) -> int:
+        """Free the slots that dead processes held; return how many there were.
+
+        For the reader, or whoever is to be it after one that has died. In whichever step a
+        writer or a reader died, what it held is found; a rollout that was not committed is
+        never read, one that was and went with it is counted in `lost`. Other writers may be
+        at work. Rollouts that are ready become the reader's, as if waited for.
+
+        Args:
+            writer: One that must be dead; any may be if not given.
+            timeout: Seconds to wait for living writers that claim or commit at this moment.
+
+        Raises:
+            RuntimeError: The writer is alive, or another living process is the reader.
+            RingTimeoutError: A writer is stopped while it claims or commits. No slot is
+                free but those that were.
+        """
+        self._check_open()
+        if writer is not None:
+            self._refuse_living(writer)
+        self._refuse_living_reader()
+        self._read_here()
+        until = time.monotonic() + timeout
+        free: list[Token] = []
+        try:
+            while True:
+                before = self._notes()
+                while (token := self._free.take()) is not None:
+                    free.append(token)
+                while (lease := self._take_committed()) is not None:
+                    self._awaited.append(lease)
+                missing = self._missing()
+                notes = self._notes()
+                living = {note.pid for note in notes if note.pid and process_is_alive(note.pid)}
+                busy = unsettled(before, notes, living)
+                if not busy:
+                    break
+                if time.monotonic() > until:
+                    raise RingTimeoutError(
+                        f"cannot recover slots: writers {busy}, processes "
+                        f"{[notes[w].pid for w in busy]}, are claiming or committing for "
+                        f"{timeout:g} s (expected some microseconds). See whether one is stopped, "
+                        "and recover again."
+                    )
+                time.sleep(_RETRY_SECONDS)
+            held = self._held.union(token.slot for token in free)
+            found = nobodys(self.slots, held, notes, living)
+            for dead, note in enumerate(notes):
+                if note.pid and note.pid not in living:
+                    self._forget(dead)
+            self._header[_LOST] = self._header[_LOST] + missing
+            free += [Token(slot, 0, 0, self._generations[slot]) for slot in found]
+            return len(found)
+        finally:
+            for token in free:
+                self._free.put(token)
+
+    def _refuse_living_reader(self) -> None:
+        pid, here = self._header[_READER_PID], os.getpid()
+        other = not self._reads if pid == here else pid and process_is_alive(pid)
+        if other and not self._header[_READER_GONE]:
+            raise RuntimeError(
+                f"cannot recover slots: process {pid} is the reader (expected this one). Recover "
+                "where rollouts are read."
+            )
+
+    def _notes(self) -> list[Note]:
+        return [
+            Note(self._of_writer(w, _PID), self._of_writer(w, _NOTE)) for w in range(self.writers)
+        ]
+
+    def _missing(self) -> int:
+        """Committed rollouts that are nowhere, when all that are ready are the reader's."""
+        gone = self.read_count + sum(self.dropped) + self.lost
+        return self.write_count - gone - len(self._held)
+
     # End
+
+    _is_ending = staticmethod(sys.is_finalizing)  # the module's names may be gone then
 
     def close(self) -> None:
         """Give up the ring; its creator frees it. Idempotent."""
-        if self._segment.closed:
+        if self._segment.closed or self._is_ending():  # then the kernel closes it
             return
         if self._at_end is not None:
             self._at_end.cancel()
@@ -683,7 +806,8 @@ class RolloutRing:
         self._tensors = []
         self._views = []
         self._blocks = []
-        self._lease = self._awaited = None
+        self._lease = None
+        self._awaited.clear()
         self._segment.close()
         self._free.close()
         self._ready.close()

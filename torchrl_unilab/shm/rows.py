@@ -30,7 +30,8 @@ before its successor is touched, so a row that may be read has a successor that 
 A slot belongs to one row: its *owner* word, the row's position, changes before the slot is
 rewritten, and a reader compares it after gathering. A slot is free again when its row is
 overwritten or the successor has come. If too few are free, the oldest rows are given up (the
-floor rises) until there are enough. A process that is killed may lose its last rows' slots.
+floor rises) until there are enough. Slots that a killed process took and that no row refers to
+are free again once its rows are recovered and no others are in flight.
 """
 
 from __future__ import annotations
@@ -443,6 +444,9 @@ class SharedRows:
                 if words[own + _START]:
                     self._recover(self._writer)  # interrupted just after it had reserved
                 head = header[HEAD]
+                for start in range(_START, len(words), WRITER_WORDS):
+                    if words[start] > head:  # it died before the head said so
+                        words[start] = 0
                 if at is not None and head % self.capacity != at:
                     raise RuntimeError(
                         f"cannot append rows at position {at}: the next one is "
@@ -467,7 +471,7 @@ class SharedRows:
                         raise SegmentSpaceError(
                             f"cannot write {count} rows: {self._slots_free()} slots of the table "
                             f"of final observations are left (expected {slots}); killed writers "
-                            "lost the others. Empty the storage, or make a new one."
+                            "had the others. Recover them, or empty the storage."
                         )
             self._wait_for(in_way, until)
 
@@ -681,17 +685,31 @@ class SharedRows:
     def _recover(self, writer: int) -> bool:
         own = writer * WRITER_WORDS
         first, count = self._words[own + _START] - 1, self._words[own + _COUNT]
-        if first < 0:
-            return False
         head = self._header[HEAD]
-        if first + count <= head:  # else it died before it had them
+        if first >= 0 and first + count <= head:  # else it died before it had them
             whole = self.window()
             rows = torch.arange(max(first, first + count - self.capacity), first + count)
             complete = torch.arange(max(whole.floor, whole.end - len(rows)), whole.end)
             if not self._refill(rows.remainder(self.capacity), complete.remainder(self.capacity)):
                 self._header[FLOOR] = max(self._header[FLOOR], first + count)
         self._words[own + _START] = 0
-        return True
+        if self._first_in_flight(below=1 << 63) is None:
+            self._free_unused()
+        return first >= 0
+
+    def _free_unused(self) -> None:
+        """Free all slots that no row refers to. Under the lock, with no rows in flight."""
+        link, floor, taken = self.layout.link, self._header[FLOOR], self._header[TAKEN]
+        if not self.side_slots or link is None:
+            return
+        codes = self.block[:, link][_ring(floor, self._header[HEAD] - floor, self.capacity)]
+        slots = codes.bitwise_right_shift(self.layout.flag_bits).long() - (self.capacity + 1)
+        used = torch.zeros(self.side_slots, dtype=torch.bool)
+        used[slots[slots >= 0]] = True
+        free = (~used).nonzero().squeeze(1)
+        # Those that were free are among them: whoever dies in between, so are the first ones.
+        self._free[_ring(taken, len(free), self.side_slots)] = free.int()
+        self._header[FREED] = taken + len(free)
 
     def _settle(self) -> None:
         """Finish what a process that died did to rows in place. Under the lock."""

@@ -20,6 +20,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import weakref
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, Literal
@@ -165,14 +166,15 @@ class SharedSegment:
         self.name = name
         self._owner_pid = owner_pid
         self._descriptor = descriptor
+        path = None if name is None or owner_pid is None else _path(name)
+        # Also at the interpreter's end, before modules are taken down.
+        self._release = weakref.finalize(self, _release, descriptor, path, owner_pid)
         # The array exports the map's buffer, so the map outlives every borrowed view.
         self._buffer: npt.NDArray[np.uint8] | None = None
         try:
             self._buffer = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
         except (OSError, ValueError):
-            os.close(descriptor)
-            if self.is_owner and name is not None:
-                _path(name).unlink(missing_ok=True)
+            self._release()
             raise
 
     @property
@@ -197,23 +199,14 @@ class SharedSegment:
 
     def close(self) -> None:
         """Give up the segment; its creator also unlinks its name. Idempotent."""
-        if self._buffer is None:
-            return
         self._buffer = None
-        os.close(self._descriptor)
-        if self.is_owner and self.name is not None:
-            _path(self.name).unlink(missing_ok=True)
+        self._release()
 
     def __enter__(self) -> SharedSegment:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        # Absent if __init__ refused its arguments.
-        if self.__dict__.get("_buffer") is not None:
-            self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         _ = self.buffer  # refuse a closed segment
@@ -246,6 +239,12 @@ def _create_named(name: str) -> int:
             f"cannot create segment: name {name!r} is taken in {named_directory()} "
             "(expected a new name). Choose another, or attach it."
         ) from None
+
+
+def _release(descriptor: int, path: Path | None, owner_pid: int | None) -> None:
+    os.close(descriptor)
+    if path is not None and os.getpid() == owner_pid:
+        path.unlink(missing_ok=True)
 
 
 def _path(name: str) -> Path:

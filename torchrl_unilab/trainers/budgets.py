@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -44,7 +45,6 @@ from torchrl_unilab.shm.segment import default_kind, free_bytes, named_directory
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, cell_nbytes
 from torchrl_unilab.trainers.configs import APPOConfig
 from torchrl_unilab.trainers.learners import Learner, build_learner
-from torchrl_unilab.trainers.off_policy import compute_train_start_threshold
 from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.weight_update.transport import named_tensors
 
@@ -127,7 +127,9 @@ def run_threads(config: Config) -> ThreadPlan:
         ConfigError: A count is not positive.
     """
     cores = available_cores()
-    learner = 1 if isinstance(config, APPOConfig) else config.learner_threads or cores
+    learner = 1
+    if isinstance(config, OffPolicyConfig):
+        learner = cores if config.learner_threads is None else config.learner_threads
     return plan_threads(cores, config.num_collectors, config.physics_threads, learner)
 
 
@@ -143,6 +145,7 @@ def memory_items(config: Config, form: RunForm) -> tuple[MemoryItem, ...]:
     metrics = BlockLayout.of_specs(
         [
             ("frames", (), torch.int64),
+            ("trajectories", (), torch.int64),
             ("episodes", (), torch.int64),
             ("seconds", (len(PHASES),), torch.float64),
             ("last", (WINDOW, 3), torch.float64),
@@ -213,6 +216,7 @@ def _appo_items(config: APPOConfig, form: RunForm, on_device: Place) -> list[Mem
             ring_nbytes(form.rollout_layout(config.frames_per_rollout), slots, workers),
             ("slots", *sizes),
         ),
+        MemoryItem("rollout counts", "shared", 8 * (4 + 3 * workers)),
         # At most: the pool leaves out what the loss does not read.
         MemoryItem(
             "rollout pool", on_device, config.pool * rollout, ("pool", *sizes), estimate=True
@@ -366,20 +370,26 @@ class RunBudget:
         return low
 
     def _least(self, setting: str) -> int:
-        config = self.config
+        """The smallest value of a setting with which the others can work."""
         if setting == "slots":
-            return config.num_collectors
-        if setting == "replay_buffer_n" and isinstance(config, OffPolicyConfig):
-            first = compute_train_start_threshold(
-                config.batch_size, config.learning_starts, config.total_envs
-            )
-            return math.ceil(first / config.total_envs)
-        return 1
+            return self.config.num_collectors
+        now = getattr(self.config, setting)
+        return 1 + bisect_left(range(1, now), True, key=partial(self._works, setting))
+
+    def _works(self, setting: str, value: int) -> bool:
+        try:
+            self._with(setting, value)
+        except ConfigError:
+            return False
+        return True
 
     def _fits(self, setting: str, value: int) -> bool:
+        changed = dataclasses.replace(self, config=self._with(setting, value))
+        return not changed.memory.exceeded
+
+    def _with(self, setting: str, value: int) -> Config:
         other: dict[str, Any] = {setting: value}
-        changed = dataclasses.replace(self.config, **other)
-        return not dataclasses.replace(self, config=changed).memory.exceeded
+        return dataclasses.replace(self.config, **other)
 
 
 def check_memory(config: Config, env: EnvBase, learner: Learner) -> None:

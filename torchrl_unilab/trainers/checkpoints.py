@@ -44,6 +44,7 @@ from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.allowed import check_settings, integer
 
 __all__ = [
     "RunCheckpoints",
@@ -54,7 +55,7 @@ __all__ = [
     "save_learner",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Of what this package puts into a checkpoint; another one is refused."""
 DIGESTS = "digests.json"
 MANIFEST = "manifest.json"
@@ -110,6 +111,7 @@ class SavedRun:
         interval: Frames between checkpoints; None for one at the end only.
         keep: How many checkpoints are kept.
         resumed: Frames at which the run had been resumed, each time.
+        version: Of the weights that had been published last.
     """
 
     path: Path
@@ -119,6 +121,7 @@ class SavedRun:
     interval: int | None
     keep: int
     resumed: tuple[int, ...]
+    version: int
 
 
 class RunCheckpoints(CheckpointRotation):
@@ -130,7 +133,7 @@ class RunCheckpoints(CheckpointRotation):
         interval: Frames between checkpoints; None for one at the end only.
 
     Raises:
-        ConfigError: `keep` or `interval` is not positive.
+        ConfigError: `keep` or `interval` is no integer of at least 1.
 
     Example:
         >>> import tempfile
@@ -150,19 +153,21 @@ class RunCheckpoints(CheckpointRotation):
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 2, interval: int | None = None
     ) -> None:
-        if keep < 1:
-            raise ConfigError(f"keep_checkpoints: {keep} (expected at least 1). Use 2.")
-        if interval is not None and interval < 1:
-            raise ConfigError(
-                f"checkpoint_interval: {interval} frames (expected at least 1). Leave it out for "
-                "a checkpoint at the end only."
-            )
+        check_settings(
+            {"keep_checkpoints": keep, "checkpoint_interval": interval},
+            {"keep_checkpoints": integer(), "checkpoint_interval": integer().or_none()},
+        )
         super().__init__(Path(directory), keep_last=keep, prefix=_PREFIX)
         self._directory = Path(directory)
         self.interval = interval
 
     def metadata(
-        self, run: Mapping[str, Any], *, total_frames: int, resumed: Collection[int] = ()
+        self,
+        run: Mapping[str, Any],
+        *,
+        total_frames: int,
+        resumed: Collection[int] = (),
+        version: int = 0,
     ) -> dict[str, Any]:
         """Return what to save of a run beside its components; see `SavedRun`."""
         return {
@@ -172,6 +177,7 @@ class RunCheckpoints(CheckpointRotation):
             "interval": self.interval,
             "keep": self.keep_last,
             "resumed": list(resumed),
+            "version": version,
         }
 
     def paths(self) -> list[Path]:
@@ -259,6 +265,7 @@ class RunCheckpoints(CheckpointRotation):
             metadata["interval"],
             metadata["keep"],
             tuple(metadata["resumed"]),
+            metadata["version"],
         )
 
 
@@ -275,6 +282,8 @@ def _damage(path: Path, components: Collection[str] | None) -> str | None:
         return f"it is of format {manifest['metadata'].get('unilab_format')}"
     parts = None
     if components is not None:
+        if missing := sorted(set(components) - manifest["components"].keys()):
+            return f"it has no {missing}"
         parts = tuple(manifest["components"][name]["path"] + "/" for name in components)
         expected = {name: digest for name, digest in expected.items() if name.startswith(parts)}
     found = _digests(path, parts)
@@ -332,8 +341,11 @@ def load_trainer(trainer: Trainer, saved: SavedRun) -> None:
     Raises:
         ConfigError: The checkpoint does not fit.
     """
+    first = {"replay"} & set(trainer.checkpoint.components)  # its writers refer to its rows
     try:
-        trainer.checkpoint.load(saved.path)
+        if first:
+            trainer.checkpoint.load(saved.path, components=first)
+        trainer.checkpoint.load(saved.path, components=set(trainer.checkpoint.components) - first)
     except CheckpointError as error:
         raise ConfigError(
             f"cannot resume from {saved.path}: {error} (expected a checkpoint of this run's "

@@ -38,6 +38,7 @@ def ring_collector(
         use_buffers=False,
         num_threads=1,
         seed=seed,
+        restart_workers=config.restart_workers,
     )
 
 
@@ -63,6 +64,7 @@ def replay_collector(
         lockstep=config.sync_collection,
         num_threads=1,
         seed=seed,
+        restart_workers=config.restart_workers,
         n_step=config.n_step,
         gamma=config.gamma,
         next_observation=config.next_observation,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,16 @@ from typing import Any
 from torchrl_unilab.data.rollout_pool import MAX_ROLLOUTS
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.ring import Overflow
+from torchrl_unilab.trainers.allowed import (
+    Allowed,
+    check_settings,
+    choice,
+    flag,
+    integer,
+    number,
+    text,
+    widths,
+)
 
 __all__ = ["APPO_TASKS", "APPOConfig"]
 
@@ -51,11 +60,12 @@ class APPOConfig:
         overflow: What a collector does when no slot is free: ``"block"`` or ``"overwrite"``.
         max_policy_lag: Rollouts that began more published versions ago are dropped.
         lockstep: Collect only when the learner asks: repeatable bit for bit.
+        restart_workers: Lost collectors to replace before the loss of one ends the run.
         tau: Share of the current policy that a target update takes over.
         target_update_freq: Optimiser steps between target updates; None for one per rollout.
 
     Raises:
-        ConfigError: A size is not positive.
+        ConfigError: A setting cannot work.
     """
 
     num_envs: int = 64
@@ -89,41 +99,22 @@ class APPOConfig:
     overflow: Overflow = "block"
     max_policy_lag: int | None = None
     lockstep: bool = False
+    restart_workers: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse sizes that cannot work."""
-        for name in (
-            "num_envs",
-            "num_steps",
-            "num_collectors",
-            "pool",
-            "epochs",
-            "minibatches",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"{name}: {value!r} (expected an integer of at least 1). "
-                    "Leave it out for the default."
-                )
-        if self.pool > MAX_ROLLOUTS:
+        """Refuse what cannot work."""
+        check_settings(vars(self), _ALLOWED)
+        if self.minibatches > self.frames_per_rollout:  # the first pool has one rollout
             raise ConfigError(
-                f"pool: {self.pool} (expected at most {MAX_ROLLOUTS}). Use 1 to learn from each "
-                "rollout once."
+                f"minibatches: {self.minibatches} (expected at most the {self.frames_per_rollout} "
+                f"frames of a rollout, num_envs {self.num_envs} x num_steps {self.num_steps}). "
+                "Lower it, or collect more at a time."
             )
-        for name in ("lr", "desired_kl", "max_grad_norm", "reward_scale", "value_clip"):
-            value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(
-                    f"{name}: {value!r} (expected a finite positive number). "
-                    "Leave it out for the default."
-                )
-        for name in ("log_std", "entropy_coeff", "critic_coeff", "rho_bar", "c_bar"):
-            value = getattr(self, name)
-            if not math.isfinite(value):
-                raise ConfigError(
-                    f"{name}: {value!r} (expected a finite number). Leave it out for the default."
-                )
+        if self.lockstep and self.slots is not None and self.slots < self.num_collectors:
+            raise ConfigError(
+                f"slots: {self.slots} in lock-step (expected at least num_collectors, "
+                f"{self.num_collectors}). Leave it out."
+            )
 
     @property
     def observation_keys(self) -> tuple[str, ...]:
@@ -140,6 +131,41 @@ class APPOConfig:
         """Return the settings of a task, with `overrides` on top."""
         return dataclasses.replace(cls(**APPO_TASKS.get(task, {})), **overrides)
 
+
+_ALLOWED: Mapping[str, Allowed] = {
+    "num_envs": integer(),
+    "num_steps": integer(),
+    "num_collectors": integer(),
+    "physics_threads": integer().or_none(),
+    "pool": integer(1, MAX_ROLLOUTS),
+    "epochs": integer(),
+    "minibatches": integer(),
+    "lr": number(above=0),
+    "desired_kl": number(above=0),
+    "max_grad_norm": number(above=0),
+    "reward_scale": number(above=0),
+    "observation": text(),
+    "critic_observation": text(),
+    "hidden": widths(),
+    "log_std": number(),
+    "gamma": number(0, 1),
+    "lambda_": number(0, 1),
+    "rho_bar": number(above=0),
+    "c_bar": number(0),
+    "clip_epsilon": number(0),
+    "value_clip": number(above=0).or_none(),
+    "critic_coeff": number(0),
+    "entropy_coeff": number(),
+    "tau": number(0, 1),
+    "target_update_freq": integer().or_none(),
+    "fused": flag(),
+    "compile": flag(),
+    "slots": integer().or_none(),
+    "overflow": choice("block", "overwrite"),
+    "max_policy_lag": integer(0).or_none(),
+    "lockstep": flag(),
+    "restart_workers": integer(0),
+}
 
 APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {},

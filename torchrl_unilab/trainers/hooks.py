@@ -149,8 +149,32 @@ class PublishWeights(TrainerHookBase):
         self._counted = state_dict["counted"]
 
 
+_LAG_SHARES = {
+    "policy_lag_0": 0,
+    "policy_lag_1": 1,
+    "policy_lag_2_3": 3,
+    "policy_lag_4_7": 7,
+    "policy_lag_8_15": 15,
+    "policy_lag_16_up": float("inf"),
+}
+"""What is logged of how far behind batches were: key to the largest lag of its share."""
+
+
 class LogPolicyLag(_Report):
     """Logs how many published versions the workers' rollouts are behind.
+
+    Logged are always the same keys, whatever the lag, as loggers keep a file open for each:
+
+    ====================  ==============================================================
+    ``policy_lag``        of this batch, the mean over its samples
+    ``policy_version``    the newest published version; a resumed run counts on
+    ``policy_lag_max``    of the batch that was furthest behind so far
+    ``policy_lag_0``      share of the batches so far that were 0 versions behind, and so
+                          for ``_1``, ``_2_3``, ``_4_7``, ``_8_15`` and ``_16_up``
+    ====================  ==============================================================
+
+    0 is as in lock-step, 1 where workers collect while the learner learns; a share at 8 or
+    above says that data is old: fewer slots or collectors, or a bound (``max_policy_lag``).
 
     Warns once if the lag only grows: the workers no longer pull.
 
@@ -175,18 +199,26 @@ class LogPolicyLag(_Report):
         """Return the lag of the batch, or of the workers if it carries no version."""
         versions = None if batch is None else batch.get(("next", "policy_version"), None)
         if versions is not None:
-            lag = self.scheme.version - float(versions.float().mean())
+            lag = self.scheme.version - float(versions.double().mean())
         else:
             applied = [v for v in self.scheme.applied_versions.values() if v is not None]
             lag = float(self.scheme.version - min(applied, default=self.scheme.version))
         counter("policy_lag", lag)
         self.histogram[round(lag)] += 1
         self._watch(lag)
-        shares = {
-            f"policy_lag_{behind}": count / self.histogram.total()
-            for behind, count in self.histogram.items()
+        return {
+            "policy_lag": lag,
+            "policy_version": self.scheme.version,
+            "policy_lag_max": max(self.histogram),
+            **self._shares(),
         }
-        return {"policy_lag": lag, **shares}
+
+    def _shares(self) -> dict[str, float]:
+        shares = dict.fromkeys(_LAG_SHARES, 0.0)
+        for behind, count in self.histogram.items():
+            key = next(key for key, most in _LAG_SHARES.items() if behind <= most)
+            shares[key] += count / self.histogram.total()
+        return shares
 
     def state_dict(self) -> dict[str, Any]:
         """Return the histogram, and what the warning follows from."""

@@ -8,6 +8,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import (
     ObservationNormalizer,
     make_actor,
@@ -39,16 +40,38 @@ class Learner:
 
 
 def build_learner(env: EnvBase, config: APPOConfig | OffPolicyConfig) -> Learner:
-    """Return networks and loss as the settings' algorithm has them."""
+    """Return networks and loss as the settings' algorithm has them.
+
+    Raises:
+        ConfigError: The environment does not observe what the networks read; names what it
+            does.
+    """
     if isinstance(config, APPOConfig):
         return build_appo(env, config)
     return build_off_policy(env, config)
 
 
+def _observation_sizes(env: EnvBase, config: APPOConfig | OffPolicyConfig) -> dict[str, int]:
+    """Return the sizes of the vectors that the networks read, by key."""
+    spec, dims = env.observation_spec, len(env.batch_size) + 1
+    vectors = {
+        key: spec[key].shape[-1]
+        for key in spec.keys(True, True)
+        if isinstance(key, str) and len(spec[key].shape) == dims
+    }
+    for name in ("observation", "critic_observation"):
+        key = getattr(config, name)
+        if key not in vectors:
+            raise ConfigError(
+                f"{name}: {key!r} (expected a vector that the environment observes, one of "
+                f"{sorted(vectors)}). Choose one of them."
+            )
+    return {key: vectors[key] for key in (config.observation, config.critic_observation)}
+
+
 def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
     """Return APPO's networks and loss."""
-    keys = dict.fromkeys((config.observation, config.critic_observation))
-    sizes = {key: env.observation_spec[key].shape[-1] for key in keys}
+    sizes = _observation_sizes(env, config)
     normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items()}
     key, critic_key = config.observation, config.critic_observation
     actor = make_actor(
@@ -88,8 +111,7 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
 
 def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
     """Return SAC's or TD3's networks and TorchRL's loss over them."""
-    keys = dict.fromkeys((config.observation, config.critic_observation))
-    sizes = {key: env.observation_spec[key].shape[-1] for key in keys}
+    sizes = _observation_sizes(env, config)
     normalizers = (
         {key: ObservationNormalizer(size) for key, size in sizes.items()}
         if config.obs_normalization

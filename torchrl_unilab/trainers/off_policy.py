@@ -18,7 +18,10 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
-from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
+from torchrl_unilab.trainers.off_policy_configs import (
+    OffPolicyConfig,
+    compute_train_start_threshold,
+)
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -27,21 +30,6 @@ __all__ = [
     "compute_train_start_threshold",
     "replay_buffer_ready_for_learning",
 ]
-
-
-def compute_train_start_threshold(batch_size: int, learning_starts: int, num_envs: int) -> int:
-    """Return how many rows the replay must have before the first update.
-
-    Args:
-        batch_size: Rows of a minibatch.
-        learning_starts: Steps of each environment; below 0 counts as 0.
-        num_envs: Environments.
-
-    Example:
-        >>> compute_train_start_threshold(256, 100, 16)
-        1600
-    """
-    return max(batch_size, max(learning_starts, 0) * num_envs)
 
 
 def replay_buffer_ready_for_learning(
@@ -221,9 +209,7 @@ class OffPolicyTrainer(Trainer):
         self.config = config
         self.normalizers = dict(normalizers or {})
         self.storage = collector.storage
-        threshold = compute_train_start_threshold(
-            config.batch_size, config.learning_starts, config.total_envs
-        )
+        threshold = config.train_start_threshold
         if threshold > self.storage.max_size:
             raise ConfigError(
                 f"replay of {self.storage.max_size} rows (expected at least {threshold}, which "

@@ -10,23 +10,40 @@ from typing import Any, Literal
 
 from torchrl_unilab.data.packed_replay import NextObservation
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.allowed import (
+    Allowed,
+    check_settings,
+    choice,
+    flag,
+    integer,
+    number,
+    text,
+    widths,
+)
 
-__all__ = ["OFF_POLICY_TASKS", "Algorithm", "OffPolicyConfig"]
+__all__ = [
+    "OFF_POLICY_TASKS",
+    "Algorithm",
+    "OffPolicyConfig",
+    "compute_train_start_threshold",
+]
 
 Algorithm = Literal["sac", "td3"]
 
-_COUNTS = (
-    "num_envs",
-    "num_collectors",
-    "replay_buffer_n",
-    "batch_size",
-    "updates_per_step",
-    "policy_frequency",
-    "env_steps_per_sync",
-    "n_step",
-)
-_POSITIVE = ("lr_actor", "lr_critic", "lr_alpha", "alpha", "reward_scale")
-_NOT_NEGATIVE = ("target_noise", "target_noise_clip", "noise_std_min", "noise_std_max")
+
+def compute_train_start_threshold(batch_size: int, learning_starts: int, num_envs: int) -> int:
+    """Return how many rows the replay must have before the first update.
+
+    Args:
+        batch_size: Rows of a minibatch.
+        learning_starts: Steps of each environment; below 0 counts as 0.
+        num_envs: Environments.
+
+    Example:
+        >>> compute_train_start_threshold(256, 100, 16)
+        1600
+    """
+    return max(batch_size, max(learning_starts, 0) * num_envs)
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class OffPolicyConfig:
         policy_frequency: Critic updates per update of the policy.
         sync_collection: Collect only when the learner asks: repeatable bit for bit. Else
             the collectors take the next tick's steps while the learner updates.
+        restart_workers: Lost collectors to replace before the loss of one ends the run.
         env_steps_per_sync: Steps of each environment in a tick.
         obs_normalization: Normalise observations by running statistics of all rows, each
             counted once.
@@ -95,6 +113,7 @@ class OffPolicyConfig:
     updates_per_step: int = 4
     policy_frequency: int = 1
     sync_collection: bool = False
+    restart_workers: int = 0
     env_steps_per_sync: int = 1
     obs_normalization: bool = False
     n_step: int = 1
@@ -119,44 +138,29 @@ class OffPolicyConfig:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work."""
-        if self.algorithm not in ("sac", "td3"):
-            raise ConfigError(
-                f"algorithm: {self.algorithm!r} (expected 'sac' or 'td3'). Use 'sac'."
-            )
-        if self.next_observation not in ("stored", "derived"):
-            raise ConfigError(
-                f"next_observation: {self.next_observation!r} (expected 'stored' or 'derived'). "
-                "Use 'stored'."
-            )
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"{name}: {value!r} (expected an integer of at least 1). "
-                    "Leave it out for the default."
-                )
-        for name in (*_POSITIVE, *_NOT_NEGATIVE):
-            value = getattr(self, name)
-            least = "positive" if name in _POSITIVE else "non-negative"
-            if not math.isfinite(value) or value < 0 or (name in _POSITIVE and value == 0):
-                raise ConfigError(
-                    f"{name}: {value!r} (expected a finite {least} number). "
-                    "Leave it out for the default."
-                )
-        for name in ("gamma", "tau"):
-            value = getattr(self, name)
-            if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"{name}: {value!r} (expected within [0, 1]). Leave it out.")
+        check_settings(vars(self), _ALLOWED)
         if self.noise_std_min > self.noise_std_max:
             raise ConfigError(
                 f"noise_std_min: {self.noise_std_min} (expected at most noise_std_max, "
                 f"{self.noise_std_max}). Leave both out for the defaults."
+            )
+        if self.train_start_threshold > self.capacity:
+            raise ConfigError(
+                f"replay_buffer_n: {self.replay_buffer_n} (expected at least "
+                f"{math.ceil(self.train_start_threshold / self.total_envs)}, as the first update "
+                f"needs {self.train_start_threshold} rows). Raise it, or lower learning_starts or "
+                "batch_size."
             )
 
     @property
     def total_envs(self) -> int:
         """Environments of all collectors."""
         return self.num_envs * self.num_collectors
+
+    @property
+    def train_start_threshold(self) -> int:
+        """Rows before the first update, see `compute_train_start_threshold`."""
+        return compute_train_start_threshold(self.batch_size, self.learning_starts, self.total_envs)
 
     @property
     def frames_per_tick(self) -> int:
@@ -174,6 +178,43 @@ class OffPolicyConfig:
         own = {**ALGORITHM_DEFAULTS.get(algorithm, {}), **OFF_POLICY_TASKS.get(task, {})}
         return dataclasses.replace(cls(algorithm=algorithm, **own), **overrides)
 
+
+_ALLOWED: Mapping[str, Allowed] = {
+    "algorithm": choice("sac", "td3"),
+    "num_envs": integer(),
+    "num_collectors": integer(),
+    "physics_threads": integer().or_none(),
+    "learner_threads": integer().or_none(),
+    "replay_buffer_n": integer(),
+    "batch_size": integer(),
+    "learning_starts": integer(None),
+    "init_random": flag(),
+    "updates_per_step": integer(),
+    "policy_frequency": integer(),
+    "sync_collection": flag(),
+    "restart_workers": integer(0),
+    "env_steps_per_sync": integer(),
+    "obs_normalization": flag(),
+    "n_step": integer(),
+    "next_observation": choice("stored", "derived"),
+    "observation": text(),
+    "critic_observation": text(),
+    "hidden": widths(),
+    "layer_norm": flag(),
+    "gamma": number(0, 1),
+    "tau": number(0, 1),
+    "lr_actor": number(above=0),
+    "lr_critic": number(above=0),
+    "lr_alpha": number(above=0),
+    "alpha": number(above=0),
+    "target_noise": number(0),
+    "target_noise_clip": number(0),
+    "noise_std_min": number(0),
+    "noise_std_max": number(0),
+    "reward_scale": number(above=0),
+    "fused": flag(),
+    "compile": flag(),
+}
 
 ALGORITHM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sac": {},

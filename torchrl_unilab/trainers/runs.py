@@ -1,4 +1,4 @@
-"""Whole runs: train in a run directory, evaluate what lies there."""
+"""Whole runs: train in a run directory, or go on with what lies there."""
 
 from __future__ import annotations
 
@@ -9,26 +9,22 @@ import json
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from tensordict.nn import TensorDictModuleBase
-from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.envs import EnvBase
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.trainers import Trainer
 
-from torchrl_unilab.collectors.base import CreateEnv, WorkerCollector
+from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, UniLabError
-from torchrl_unilab.runtime import available_cores
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.budgets import check_memory, run_threads
@@ -49,96 +45,77 @@ from torchrl_unilab.trainers.loggers import FanOutLogger
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.trainers.plots import plot_returns
+from torchrl_unilab.trainers.processor_time import CollectorTime
+from torchrl_unilab.trainers.run_options import RunOptions, check_frames, check_run
+from torchrl_unilab.trainers.saved_runs import CHECKPOINT, CONFIG, config_of, evaluate_run
 from torchrl_unilab.weight_update import UniLabShmScheme
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["evaluate_run", "resume_run", "train_appo", "train_off_policy"]
 
-CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"
 TRACE = "trace.json"
-CONFIG = "config.json"
-
-Announce = Callable[[str], None]
-_CONFIGS: Mapping[str, type[Any]] = {
-    "appo": APPOConfig,
-    "sac": OffPolicyConfig,
-    "td3": OffPolicyConfig,
-}
 
 
 def train_appo(
     env: str,
     *,
     frames: int,
-    seed: int = 0,
     run_dir: str | os.PathLike[str],
+    seed: int = 0,
     config: APPOConfig | None = None,
-    create_env: Callable[[], EnvBase] | None = None,
-    stop_at: float | None = None,
-    max_seconds: float | None = None,
-    progress_bar: bool = True,
-    eval_episodes: int = 16,
-    trace: bool = False,
-    checkpoint_interval: int | None = None,
-    keep_checkpoints: int = 2,
-    announce: Callable[[str], None] = lambda line: None,
+    **options: Unpack[RunOptions],
 ) -> dict[str, Any]:
     """Train by APPO and leave logs, checkpoint, picture and summary in `run_dir`.
 
     Args:
-        env: Task of `MujocoBatchEnv`, or a name for `create_env`'s environments.
+        env: Task of `MujocoBatchEnv`, or a name for ``create_env``'s environments.
         frames: Frames to collect.
-        seed: Seeds networks, environments and sampling.
         run_dir: Must not exist, or be empty.
+        seed: Seeds networks, environments and sampling.
         config: Settings; the task's own if not given.
-        create_env: Makes one collector's environment, of any TorchRL kind; picklable.
-            `MujocoBatchEnv` of the task if not given.
-        stop_at: Stop early once the mean return of the last episodes is this high.
-        max_seconds: Stop early after so many seconds of training.
-        progress_bar: Show a bar with frames per second, return and policy lag.
-        eval_episodes: Episodes of the final evaluation.
-        trace: Write ``trace.json``: what learner and collectors did when
-            (`torchrl_unilab.runtime.trace`). It is written however training ends.
-        checkpoint_interval: Frames between checkpoints, from which `resume_run` goes on;
-            None for a quarter of them. There is one at the end, however it comes.
-        keep_checkpoints: How many of them are kept, the newest.
-        announce: Takes a line for the person who runs this.
+        **options: Those of `RunOptions`: ``create_env``, ``stop_at``, ``max_seconds``,
+            ``progress_bar``, ``eval_episodes``, ``trace``, ``checkpoint_interval``,
+            ``keep_checkpoints``, ``announce``.
 
     Returns:
         The summary, as written to ``summary.json``.
 
     Raises:
-        ConfigError: The run directory is not empty, frames or episodes are not positive, or
-            the run does not fit the memory that is free (says what would).
+        ConfigError: The run directory is not empty, something asked for cannot work, or the
+            run does not fit the memory that is free (says what would).
         ValueError: Unknown task (lists what exists).
     """
     config = config or APPOConfig.for_task(env)
-    return _run(_APPO, env, "appo", config, **_arguments(locals()))
+    return _run(_APPO, env, "appo", config, frames=frames, run_dir=run_dir, seed=seed, **options)
 
 
 def train_off_policy(
     env: str,
     *,
     frames: int,
-    seed: int = 0,
     run_dir: str | os.PathLike[str],
+    seed: int = 0,
     config: OffPolicyConfig | None = None,
-    create_env: CreateEnv | None = None,
-    stop_at: float | None = None,
-    max_seconds: float | None = None,
-    progress_bar: bool = True,
-    eval_episodes: int = 16,
-    trace: bool = False,
-    checkpoint_interval: int | None = None,
-    keep_checkpoints: int = 2,
-    announce: Announce = lambda line: None,
+    **options: Unpack[RunOptions],
 ) -> dict[str, Any]:
     """Train by SAC or TD3, as `config` says, and leave in `run_dir` what `train_appo` does.
 
     Arguments, result and errors are those of `train_appo`.
     """
     config = config or OffPolicyConfig.for_task(env)
-    return _run(_OFF_POLICY, env, config.algorithm, config, **_arguments(locals()))
+    return _run(
+        _OFF_POLICY,
+        env,
+        config.algorithm,
+        config,
+        frames=frames,
+        run_dir=run_dir,
+        seed=seed,
+        **options,
+    )
 
 
 def resume_run(
@@ -146,28 +123,15 @@ def resume_run(
     *,
     settings: Mapping[str, Any] | None = None,
     frames: int | None = None,
-    create_env: CreateEnv | None = None,
-    stop_at: float | None = None,
-    max_seconds: float | None = None,
-    progress_bar: bool = True,
-    eval_episodes: int = 16,
-    trace: bool = False,
-    checkpoint_interval: int | None = None,
-    keep_checkpoints: int | None = None,
-    announce: Announce = lambda line: None,
+    **options: Unpack[RunOptions],
 ) -> dict[str, Any]:
     """Go on with a run from its newest checkpoint, in its directory.
 
-    Counters, curve, clock and logs go on; what was logged after the checkpoint is logged
-    anew. A run in lock-step goes on bit for bit as if it had never ended: APPO with
-    ``lockstep``, SAC and TD3 with ``sync_collection``, on `MujocoBatchEnv`. Other runs go on
-    from the same networks, optimisers and replay, in the same episodes where the environment
-    is a `MujocoBatchEnv`.
-
-    Versions of published weights are counted anew. Rows of a replay that were the last of
-    their environments are not linked to what follows: with ``n_step`` above 1, or
-    ``next_observation="derived"``, such a row's rewards end there, and a run in lock-step
-    differs from an unbroken one in that.
+    Counters, curve, clock, versions of weights and logs go on; what was logged after the
+    checkpoint is logged anew. A run in lock-step goes on bit for bit as if it had never ended:
+    APPO with ``lockstep``, SAC and TD3 with ``sync_collection``, on `MujocoBatchEnv`. Other runs
+    go on from the same networks, optimisers and replay, in the same episodes where the
+    environment is a `MujocoBatchEnv`.
 
     Args:
         run_dir: The run.
@@ -175,15 +139,7 @@ def resume_run(
             refused if it is not.
         frames: Frames to collect, those that have been among them; by default as many as
             the run was to collect.
-        create_env: As it was given to the run.
-        stop_at: As for `train_appo`, and likewise the other arguments.
-        max_seconds: Counts the seconds before the checkpoint, too.
-        progress_bar: As for `train_appo`.
-        eval_episodes: As for `train_appo`.
-        trace: As for `train_appo`; replaces a trace that is there.
-        checkpoint_interval: Frames between checkpoints; as it was if not given.
-        keep_checkpoints: How many are kept; as many as it was if not given.
-        announce: As for `train_appo`.
+        **options: As for `train_appo`; ``create_env`` as it was given to the run.
 
     Returns:
         The summary; ``resumed`` has the frames at which the run was resumed.
@@ -212,44 +168,35 @@ def resume_run(
             "in another directory."
         )
     frames = saved.total_frames if frames is None else frames
+    check_frames(frames)
     if frames <= saved.frames:
         raise ConfigError(
             f"cannot resume {run_dir}: {saved.frames} of {frames} frames have been collected "
             "(expected fewer). Ask for more frames."
         )
-    announce(f"resuming at {saved.frames} of {frames} frames, from {saved.path}")
+    options.get("announce", _say_nothing)(
+        f"resuming at {saved.frames} of {frames} frames, from {saved.path}"
+    )
     algo = saved.run["algo"]
+    if options.get("checkpoint_interval") is None:
+        options["checkpoint_interval"] = saved.interval
+    if options.get("keep_checkpoints") is None:
+        options["keep_checkpoints"] = saved.keep
     return _run(
         _APPO if algo == "appo" else _OFF_POLICY,
         saved.run["env"],
         algo,
-        _config_of(saved.run),
+        config_of(saved.run),
         frames=frames,
-        seed=saved.run["seed"],
         run_dir=run_dir,
-        create_env=create_env,
-        stop_at=stop_at,
-        max_seconds=max_seconds,
-        progress_bar=progress_bar,
-        eval_episodes=eval_episodes,
-        trace=trace,
-        checkpoint_interval=saved.interval if checkpoint_interval is None else checkpoint_interval,
-        keep_checkpoints=saved.keep if keep_checkpoints is None else keep_checkpoints,
-        announce=announce,
+        seed=saved.run["seed"],
         saved=saved,
+        **options,
     )
 
 
-def _config_of(settings: Mapping[str, Any]) -> Any:
-    """Return the settings that ``config.json`` or a checkpoint has."""
-    kind = _CONFIGS[settings["algo"]]
-    fields = {field.name for field in dataclasses.fields(kind)}
-    kept = {key: value for key, value in settings.items() if key in fields}
-    return kind(**{**kept, "hidden": tuple(kept["hidden"])})
-
-
-def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key not in ("env", "config")}
+def _say_nothing(line: str) -> None:
+    """Announce a line to nobody."""
 
 
 @dataclass(frozen=True)
@@ -268,25 +215,31 @@ def _run(
     config: Any,
     *,
     frames: int,
-    seed: int,
     run_dir: str | os.PathLike[str],
-    create_env: CreateEnv | None,
-    stop_at: float | None,
-    max_seconds: float | None,
-    progress_bar: bool,
-    eval_episodes: int,
-    trace: bool,
-    checkpoint_interval: int | None,
-    keep_checkpoints: int,
-    announce: Announce,
+    seed: int,
     saved: SavedRun | None = None,
+    create_env: CreateEnv | None = None,
+    stop_at: float | None = None,
+    max_seconds: float | None = None,
+    progress_bar: bool = True,
+    eval_episodes: int = 16,
+    trace: bool = False,
+    checkpoint_interval: int | None = None,
+    keep_checkpoints: int | None = None,
+    announce: Callable[[str], None] = _say_nothing,
 ) -> dict[str, Any]:
-    if frames < 1:
-        raise ConfigError(f"frames: {frames} (expected at least 1). Use for example 2000000.")
-    if eval_episodes < 1:
-        raise ConfigError(f"eval_episodes: {eval_episodes} (expected at least 1). Use 16.")
-    if not 0 <= seed < 2**32:
-        raise ConfigError(f"seed: {seed} (expected 0 to {2**32 - 1}). Use for example 0.")
+    """Train as `config` says; see `RunOptions`."""
+    asked = {
+        "env": env,
+        "frames": frames,
+        "seed": seed,
+        "stop_at": stop_at,
+        "max_seconds": max_seconds,
+        "progress_bar": progress_bar,
+        "eval_episodes": eval_episodes,
+        "trace": trace,
+    }
+    check_run(config, asked)
     plan = run_threads(config)
     create_proxy = create_env
     if create_env is None or create_proxy is None:
@@ -298,16 +251,18 @@ def _run(
     settings = json.loads(json.dumps(settings))  # as a file has them
     if checkpoint_interval is None:
         checkpoint_interval = max(1, frames // 4)
-    checkpoints = RunCheckpoints(path / CHECKPOINT, keep_checkpoints, checkpoint_interval)
+    keep = 2 if keep_checkpoints is None else keep_checkpoints
+    checkpoints = RunCheckpoints(path / CHECKPOINT, keep, checkpoint_interval)
     resumed = [*saved.resumed, saved.frames] if saved else []
-    metadata = checkpoints.metadata(settings, total_frames=frames, resumed=resumed)
+    metadata = partial(checkpoints.metadata, settings, total_frames=frames, resumed=resumed)
     announce(str(plan))
     torch.set_num_threads(plan.learner_threads)
     torch.manual_seed(seed)
     with contextlib.closing(create_proxy()) as proxy:
         learner = build_learner(proxy, config)
         check_memory(config, proxy, learner)
-    scheme = UniLabShmScheme()
+    # What a checkpoint has is published once it is loaded, under the version that it had.
+    scheme = UniLabShmScheme(first_version=max(0, saved.version - 1) if saved else 0)
     begun = threading.Event()
     with contextlib.ExitStack() as closing:
         if trace:
@@ -328,13 +283,13 @@ def _run(
             seed=seed,
             checkpoint=checkpoint,
             checkpoint_rotation=checkpoints,
-            checkpoint_metadata=lambda _: metadata,
+            checkpoint_metadata=lambda _: metadata(version=scheme.version),
             save_trainer_interval=checkpoint_interval - 1,
             log_interval=min(10 * collector.frames_per_batch, frames // 20),
         )
         closing.callback(algorithm.close, trainer)
         StopWhen(trainer.returns, stop_at=stop_at, max_seconds=max_seconds).register(trainer)
-        cpu = _CollectorTime(collector)
+        cpu = CollectorTime(collector)
         trainer.register_op("setup", cpu.start)
         trainer.register_op("post_steps", cpu.sample)
         if saved:
@@ -370,86 +325,6 @@ def _run(
     plot_returns(path / "returns.png", f"{env}, {algo.upper()}, seed {seed}", trainer.returns.curve)
     (path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
     return summary
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run's policy, with an environment of its task.
-
-    Attributes:
-        settings: What ``config.json`` says.
-        env: New, of the run's task; whoever loads the run closes it.
-        actor: The policy of the run's checkpoint.
-    """
-
-    settings: Mapping[str, Any]
-    env: MujocoBatchEnv
-    actor: TensorDictModuleBase
-
-
-def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) -> Run:
-    """Load the checkpoint of a run.
-
-    Args:
-        run_dir: A run.
-        purpose: What for, a verb; for messages.
-        **env_options: Of `MujocoBatchEnv`.
-
-    Raises:
-        ConfigError: There is no run with a checkpoint in `run_dir`.
-        ValueError: The environment refuses the options.
-    """
-    path = Path(run_dir)
-    if not (path / CONFIG).is_file() or not (path / CHECKPOINT).exists():
-        raise ConfigError(
-            f"cannot {purpose} {run_dir}: no {CONFIG} and {CHECKPOINT} there (expected a "
-            "run directory). Train first."
-        )
-    try:
-        settings = json.loads((path / CONFIG).read_text())
-        config = _config_of(settings)
-        task = make_task(settings["env"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"cannot {purpose} {run_dir}: {CONFIG} says {error!r} (expected the settings of a "
-            "run on a task of MujocoBatchEnv). Restore it, or train again."
-        ) from error
-    env = MujocoBatchEnv(task, **env_options)
-    try:
-        actor = build_learner(env, config).actor
-        saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
-        Checkpoint(policy=actor).load(saved.path)
-    except (CheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
-        env.close()
-        raise ConfigError(
-            f"cannot {purpose} {run_dir}: the checkpoint does not load, {error} (expected one "
-            f"that fits {CONFIG}). Restore both, or train again."
-        ) from error
-    return Run(settings, env, actor)
-
-
-def evaluate_run(
-    run_dir: str | os.PathLike[str], *, episodes: int = 16, seed: int = 0
-) -> dict[str, Any]:
-    """Evaluate the checkpoint of a run on its task.
-
-    Returns:
-        ``env``, ``episodes``, and mean, minimum and maximum of the returns.
-
-    Raises:
-        ConfigError: There is no run with a checkpoint in `run_dir`.
-    """
-    run = load_run(run_dir, "evaluate", num_envs=episodes, num_threads=available_cores())
-    run.env.set_seed(seed)
-    with contextlib.closing(run.env):
-        returns = evaluate(run.env, run.actor)
-    return {
-        "env": run.settings["env"],
-        "episodes": episodes,
-        "mean": returns.mean().item(),
-        "min": returns.min().item(),
-        "max": returns.max().item(),
-    }
 
 
 def _evaluation_env(create_env: CreateEnv, episodes: int, threads: int) -> EnvBase:
@@ -525,48 +400,3 @@ def _mean_return(env: EnvBase, actor: TensorDictModuleBase, seed: int) -> float:
 def _versions() -> dict[str, str]:
     names = ("torchrl-unilab", "torchrl", "tensordict", "torch", "mujoco", "gymnasium")
     return {name: importlib.metadata.version(name) for name in names}
-
-
-class _CollectorTime:
-    """Processor time of the collectors' processes per second since training began.
-
-    Attributes:
-        busy: One share per collector; above 1 if several threads step physics.
-    """
-
-    def __init__(self, collector: WorkerCollector) -> None:
-        self._processes: list[psutil.Process | None] = [None] * len(collector.pids)
-        for i, pid in enumerate(collector.pids):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self._processes[i] = psutil.Process(pid)
-        self._started = 0.0
-        self._before: list[float] = []
-        self._last = [0.0] * len(self._processes)
-        self.busy: list[float] = []
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
-        self._before = self._now()
-
-    def sample(self) -> None:
-        elapsed = time.perf_counter() - self._started
-        now = self._now()
-        self.busy = [(b - a) / elapsed for a, b in zip(self._before, now, strict=True)]
-
-    def _now(self) -> list[float]:
-        """Seconds of each; of one that has ended, which others will tell, those seen last."""
-        self._last = [
-            _cpu_seconds(process, last)
-            for process, last in zip(self._processes, self._last, strict=True)
-        ]
-        return self._last
-
-
-def _cpu_seconds(process: psutil.Process | None, otherwise: float) -> float:
-    if process is None:
-        return otherwise
-    try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
-        return otherwise
-    return float(times.user + times.system)

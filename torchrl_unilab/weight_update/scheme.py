@@ -59,9 +59,11 @@ class UniLabShmScheme(WeightSyncScheme):
         pull: When a worker looks for a new version: at the start of each ``"rollout"``,
             before each policy call (``"step"``), or only on `receive` (``"manual"``).
         slots: How many snapshots rotate, at least 2.
+        first_version: Version of the initial weights, so that versions go on where those of a
+            run that is resumed left off.
 
     Raises:
-        ConfigError: `pull` or `slots` is not one of the above.
+        ConfigError: `pull`, `slots` or `first_version` is not one of the above.
 
     Example:
         >>> from torchrl.collectors import MultiSyncCollector
@@ -83,6 +85,7 @@ class UniLabShmScheme(WeightSyncScheme):
         *,
         pull: PullAt = "rollout",
         slots: int = DEFAULT_SLOTS,
+        first_version: int = 0,
     ) -> None:
         super().__init__(strategy)
         if pull not in _PULL_MOMENTS:
@@ -92,10 +95,15 @@ class UniLabShmScheme(WeightSyncScheme):
             )
         if slots < 2:
             raise ConfigError(f"slots: {slots} (expected at least 2). Leave it out for 3.")
+        if first_version < 0:
+            raise ConfigError(
+                f"first_version: {first_version} (expected at least 0). Leave it out for 0."
+            )
         self.sync = sync
         self.per_worker_weights = per_worker_weights
         self.pull_at: PullAt = pull
         self.slots = slots
+        self.first_version = first_version  # the cells themselves count from 0
         self._transport: UniLabShmTransport | None = None
         self._clear_local()
 
@@ -321,8 +329,8 @@ class UniLabShmScheme(WeightSyncScheme):
 
     @property
     def version(self) -> int:
-        """The newest published version; 0 is the initial weights."""
-        return self._require_transport().version
+        """The newest published version; `first_version`, 0, is the initial weights."""
+        return self.first_version + self._require_transport().version
 
     @property
     def applied_versions(self) -> dict[int, int | None]:
@@ -332,15 +340,18 @@ class UniLabShmScheme(WeightSyncScheme):
         (``collector.load_state_dict``), until the next publish.
         """
         cells = self._require_transport().cells
-        return {worker: cell.applied(worker) for worker, cell in cells.items()}
+        return {worker: self._version_applied(cell, worker) for worker, cell in cells.items()}
+
+    def _version_applied(self, cell: SnapshotCell, worker: int) -> int | None:
+        seen = cell.applied(worker)
+        return None if seen is None else self.first_version + seen
 
     @property
     def lag(self) -> dict[int, int | None]:
         """For each worker, how many versions it is behind, or None before it connected."""
         cells = self._require_transport().cells
-        applied = self.applied_versions
         return {
-            worker: None if (seen := applied[worker]) is None else cell.version - seen
+            worker: None if (seen := cell.applied(worker)) is None else cell.version - seen
             for worker, cell in cells.items()
         }
 
@@ -387,20 +398,29 @@ class UniLabShmScheme(WeightSyncScheme):
             behind = []
             for worker in ids:
                 cell = transport.cell(worker)
-                wanted = cell.version if version is None else version
-                applied = cell.applied(worker)
+                wanted = self.first_version + cell.version if version is None else version
+                applied = self._version_applied(cell, worker)
                 if applied is None or applied < wanted:
                     behind.append(worker)
             if not behind:
                 return
             if time.monotonic() >= deadline:
-                states = ", ".join(_describe(transport.cell(w), w) for w in behind)
+                states = ", ".join(self._describe(transport.cell(w), w) for w in behind)
                 raise WorkersBehindError(
                     f"workers behind after {timeout:g} s: {states} (expected version "
-                    f"{version if version is not None else transport.version}). "
+                    f"{self.version if version is None else version}). "
                     "Check that they are collecting."
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _describe(self, cell: SnapshotCell, worker: int) -> str:
+        pid = cell.reader_pid(worker)
+        if pid is None:
+            return f"worker {worker} never connected"
+        state = "alive" if process_is_alive(pid) else "dead"
+        applied = self._version_applied(cell, worker)
+        where = "with weights that it loaded itself" if applied is None else f"at version {applied}"
+        return f"worker {worker} (pid {pid}, {state}) {where}"
 
     # Receiver
 
@@ -450,6 +470,8 @@ class UniLabShmScheme(WeightSyncScheme):
         self._context_ref = None if context is None else weakref.ref(context)
         if self._initialized_on_receiver and isinstance(context, Collector):
             pull_in_rollouts(context, self)
+            if self._binding is not None:  # connected before there was one
+                self._tell_context(self.applied_version, self._binding)
 
     def pull(self) -> bool:
         """Apply the newest version if it is not applied yet; return whether it did.
@@ -473,13 +495,13 @@ class UniLabShmScheme(WeightSyncScheme):
         self._applied = version
         assert self.worker_idx is not None
         cell.report_applied(self.worker_idx, version)
-        self._tell_context(version, binding)
+        self._tell_context(self.first_version + version, binding)
         return True
 
     @property
     def applied_version(self) -> int:
         """The version that this worker's model has; -1 before the first."""
-        return self._applied
+        return -1 if self._applied < 0 else self.first_version + self._applied
 
     def disown(self) -> None:
         """Record that the model has weights from elsewhere, until the next publish."""
@@ -640,13 +662,3 @@ def _module(model: Any, model_id: str) -> nn.Module:
             "Policies without weights (e.g. RandomPolicy) need no weight synchronization."
         )
     return model
-
-
-def _describe(cell: SnapshotCell, worker: int) -> str:
-    pid = cell.reader_pid(worker)
-    if pid is None:
-        return f"worker {worker} never connected"
-    state = "alive" if process_is_alive(pid) else "dead"
-    applied = cell.applied(worker)
-    where = "with weights that it loaded itself" if applied is None else f"at version {applied}"
-    return f"worker {worker} (pid {pid}, {state}) {where}"

@@ -1,0 +1,127 @@
+"""What a run has left in its directory: loaded to be evaluated or shown."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tensordict.nn import TensorDictModuleBase
+from torchrl.checkpoint import Checkpoint, CheckpointError
+
+from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.runtime import available_cores
+from torchrl_unilab.trainers.checkpoints import RunCheckpoints
+from torchrl_unilab.trainers.configs import APPOConfig
+from torchrl_unilab.trainers.evaluation import evaluate
+from torchrl_unilab.trainers.learners import build_learner
+from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
+
+__all__ = ["CHECKPOINT", "CONFIG", "Run", "config_of", "evaluate_run", "load_run"]
+
+CHECKPOINT = "checkpoint"
+CONFIG = "config.json"
+
+_CONFIGS: Mapping[str, type[Any]] = {
+    "appo": APPOConfig,
+    "sac": OffPolicyConfig,
+    "td3": OffPolicyConfig,
+}
+
+
+def config_of(settings: Mapping[str, Any]) -> Any:
+    """Return the settings that ``config.json`` or a checkpoint has."""
+    kind = _CONFIGS[settings["algo"]]
+    fields = {field.name for field in dataclasses.fields(kind)}
+    kept = {key: value for key, value in settings.items() if key in fields}
+    return kind(**{**kept, "hidden": tuple(kept["hidden"])})
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's policy, with an environment of its task.
+
+    Attributes:
+        settings: What ``config.json`` says.
+        env: New, of the run's task; whoever loads the run closes it.
+        actor: The policy of the run's checkpoint.
+    """
+
+    settings: Mapping[str, Any]
+    env: MujocoBatchEnv
+    actor: TensorDictModuleBase
+
+
+def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) -> Run:
+    """Load the checkpoint of a run.
+
+    Args:
+        run_dir: A run.
+        purpose: What for, a verb; for messages.
+        **env_options: Of `MujocoBatchEnv`.
+
+    Raises:
+        ConfigError: There is no run with a whole checkpoint in `run_dir`; names an older one
+            that is whole, if there is one.
+        ValueError: The environment refuses the options.
+    """
+    path = Path(run_dir)
+    if not (path / CONFIG).is_file() or not (path / CHECKPOINT).exists():
+        raise ConfigError(
+            f"cannot {purpose} {run_dir}: no {CONFIG} and {CHECKPOINT} there (expected a "
+            "run directory). Train first."
+        )
+    try:
+        settings = json.loads((path / CONFIG).read_text())
+        config = config_of(settings)
+        task = make_task(settings["env"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot {purpose} {run_dir}: {CONFIG} says {error!r} (expected the settings of a "
+            "run on a task of MujocoBatchEnv). Restore it, or train again."
+        ) from error
+    try:
+        saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
+    except ConfigError as error:  # which says what would do
+        raise ConfigError(f"cannot {purpose} {run_dir}: {error}") from error
+    env = MujocoBatchEnv(task, **env_options)
+    try:
+        actor = build_learner(env, config).actor
+        Checkpoint(policy=actor).load(saved.path)
+    except (CheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
+        env.close()
+        raise ConfigError(
+            f"cannot {purpose} {run_dir}: {saved.path.name} does not load, {error} (expected one "
+            f"that fits {CONFIG}). Restore both, or train again."
+        ) from error
+    return Run(settings, env, actor)
+
+
+def evaluate_run(
+    run_dir: str | os.PathLike[str], *, episodes: int = 16, seed: int = 0
+) -> dict[str, Any]:
+    """Evaluate the checkpoint of a run on its task.
+
+    Returns:
+        ``env``, ``episodes``, and mean, minimum and maximum of the returns.
+
+    Raises:
+        ConfigError: There is no run with a checkpoint in `run_dir`.
+    """
+    run = load_run(run_dir, "evaluate", num_envs=episodes, num_threads=available_cores())
+    run.env.set_seed(seed)
+    with contextlib.closing(run.env):
+        returns = evaluate(run.env, run.actor)
+    return {
+        "env": run.settings["env"],
+        "episodes": episodes,
+        "mean": returns.mean().item(),
+        "min": returns.min().item(),
+        "max": returns.max().item(),
+    }
