@@ -569,22 +569,27 @@ def test_a_process_packs_as_a_thread_does_waits_for_rows_and_sees_the_end():
         assert rows_of(pipeline.sample_large_batch(52, COUNT)) == drawn(61, 201).tolist()
 
 
-def test_a_stopped_process_is_a_timeout_and_a_killed_one_is_named_with_its_signal(table):
-    with collecting(table, [0.3, DEADLINE]) as (group, (stopped, killed)):
+def test_a_stopped_process_is_named_or_waited_for_no_longer_than_the_timeout(table):
+    with collecting(table, [0.3]) as (group, (stopped,)):
         process = psutil.Process(group.pids[0])
         stopped.sample_large_batch(0, COUNT)
-        killed.sample_large_batch(0, COUNT)
         process.suspend()
         began = time.monotonic()
         stopped.start_prepare(1, COUNT)
-        with pytest.raises(WorkerError, match=r"no answer .* within 0\.3 s .*is stopped") as first:
+        either = r"no answer .* within 0\.3 s .*is stopped|was stopped by a signal"
+        with pytest.raises(WorkerError, match=either) as first:
             stopped.wait_ready()
-        assert 0.3 <= time.monotonic() - began < PROMPT
+        assert time.monotonic() - began < PROMPT
         process.resume()
         with pytest.raises(WorkerError) as second:  # it may still be writing
             stopped.sample_large_batch(1, COUNT)
         assert second.value is first.value
 
+
+def test_a_killed_process_is_named_with_its_signal(table):
+    with collecting(table, [DEADLINE]) as (group, (killed,)):
+        process = psutil.Process(group.pids[0])
+        killed.sample_large_batch(0, COUNT)
         process.suspend()
         killed.start_prepare(1, COUNT)
         began = time.monotonic()

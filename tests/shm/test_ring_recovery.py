@@ -291,6 +291,7 @@ def test_leases_stay_valid_and_what_is_ready_stays_in_order_though_slots_are_rec
             assert stamp(ring.read()) == (1, sequence)
             ring.advance_read()
         assert ring.lost == 0
+        assert not ring.wait_for_data(timeout=0)  # nobody is missed any more
 
 
 @pytest.mark.parametrize("step", [2, 8])  # about to take a token, about to put one

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm import segment
-from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
+from torchrl_unilab.trainers import APPOConfig, evaluate_run, processor_time, train_appo
 from torchrl_unilab.trainers.processor_time import CollectorTime
+from torchrl_unilab.trainers.runs import _children
 
 QUICK = {"num_envs": 8, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
 DEADLINE = 60.0
@@ -261,3 +263,25 @@ def test_a_collector_that_has_ended_keeps_the_time_seen_last():
     later.start()
     later.sample()
     assert len(later.busy) == 2
+
+
+def test_the_time_of_a_collector_and_of_the_one_in_its_place_is_summed(monkeypatch):
+    seconds = {1: 5.0, 2: 7.0}  # so far, by process
+    monkeypatch.setattr(processor_time, "_process", lambda pid: SimpleNamespace(pid=pid))
+    monkeypatch.setattr(processor_time, "_cpu_seconds", lambda process, _: seconds[process.pid])
+    collector = SimpleNamespace(pids=[1])
+    times = CollectorTime(collector)
+    times.start()
+    seconds[1] = 6.0
+    times.sample()
+    collector.pids = [2]
+    assert times._now() == [6.0 + 7.0]
+    seconds[2] = 9.0
+    assert times._now() == [6.0 + 9.0]
+
+
+def test_runs_of_neighbouring_seeds_share_no_environment():
+    acting = sorted(_children(seed, 2)[1] for seed in range(100))
+    assert min(b - a for a, b in itertools.pairwise(acting)) > 10_000  # which counts on from it
+    assert _children(7, 2) == _children(7, 2)
+    assert len({child for seed in range(100) for child in _children(seed, 2)}) == 200

@@ -5,15 +5,18 @@ frames collected, ``checkpoint/frames-000000065536``, with the digests of its fi
 them. It is written under another name, synced to the disk and renamed, so that a process
 that is killed, a full disk or a power failure leaves the checkpoints before it as they were.
 
-What follows from one root seed, and so is repeated by a run in lock-step:
+What follows from one root seed, and so is repeated by a run in lock-step (*networks* and
+*acting* are the two children of ``SeedSequence(seed)``: runs of seeds 0 and 1 share nothing):
 
 ====================  ==================================================================
-Networks, minibatches torch's generator of the learner, seeded with it; then by TorchRL's
-                      trainer with the first seed that no environment has
-Environment i of      seed + w * num_envs + i, as Gymnasium counts; models that differ draw
-collector w           from a child of that generator
-Noise of collector w  the first number of ``SeedSequence((seed, w))``
+Networks              torch's generator of the learner, seeded with *networks*
+Environment i of      acting + w * num_envs + i, as Gymnasium counts; models that differ
+collector w           draw from a child of that generator
+Noise of collector w  the first number of ``SeedSequence((acting, w))``
+Minibatches           torch's generator, seeded by TorchRL's trainer with the first seed
+                      that no environment has
 Sample of tick t      base + t, the base drawn by the learner
+Evaluation            seed + i
 ====================  ==================================================================
 
 A checkpoint has the state of all of them, so that a run in lock-step that goes on from one

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
@@ -257,7 +258,8 @@ def _run(
     metadata = partial(checkpoints.metadata, settings, total_frames=frames, resumed=resumed)
     announce(str(plan))
     torch.set_num_threads(plan.learner_threads)
-    torch.manual_seed(seed)
+    network_seed, acting_seed = _children(seed, 2)
+    torch.manual_seed(network_seed)
     with contextlib.closing(create_proxy()) as proxy:
         learner = build_learner(proxy, config)
         check_memory(config, proxy, learner)
@@ -268,7 +270,7 @@ def _run(
         if trace:
             tracing.start(path / TRACE)  # before there are workers, which are told of it
             closing.callback(lambda: tracing.stop(keep=begun.is_set()))
-        collector = algorithm.collector(create_env, learner.actor, scheme, config, seed)
+        collector = algorithm.collector(create_env, learner.actor, scheme, config, acting_seed)
         closing.callback(collector.shutdown)
         parts = {} if algo == "appo" else {"replay": collector.storage}
         checkpoint = run_checkpoint(**parts)
@@ -280,7 +282,7 @@ def _run(
             normalizers=learner.normalizers,
             scheme=scheme,
             progress_bar=progress_bar,
-            seed=seed,
+            seed=acting_seed,
             checkpoint=checkpoint,
             checkpoint_rotation=checkpoints,
             checkpoint_metadata=lambda _: metadata(version=scheme.version),
@@ -325,6 +327,12 @@ def _run(
     plot_returns(path / "returns.png", f"{env}, {algo.upper()}, seed {seed}", trainer.returns.curve)
     (path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
     return summary
+
+
+def _children(seed: int, count: int) -> list[int]:
+    """Seeds that follow from one, and have nothing in common with those of the next one."""
+    children = np.random.SeedSequence(seed).spawn(count)
+    return [int(child.generate_state(1)[0]) >> 1 for child in children]  # NumPy counts on from it
 
 
 def _evaluation_env(create_env: CreateEnv, episodes: int, threads: int) -> EnvBase:
