@@ -34,7 +34,7 @@ test-all: install
 	$(BIN)/python -m pytest --nbmake -m "not gpu and not faults" tests tutorials
 
 test-faults: install
-	$(BIN)/python -m pytest -n 2 -m faults tests/faults
+	$(BIN)/python -m pytest -n 2 -m "not gpu" tests/faults
 	$(BIN)/python -m tests.faults.table
 
 soak: install

@@ -113,7 +113,6 @@ def test_a_run_whose_disk_is_full_fails_at_once_and_leaves_no_process(outcome):
     assert outcome["children"] == []
 
 
-@pytest.mark.xfail(strict=True, reason="`RunCheckpoints.save` passes on what torch raises")
 def test_the_error_names_the_directory_and_the_space_there_is(outcome):
     assert "OSError" in outcome["kind"]
     expected = rf"cannot save a checkpoint in {re.escape(outcome['disk'])}/run/checkpoint: .+ "

@@ -64,6 +64,7 @@ def _text(cell: Any) -> str:
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_notebook_ends_and_an_interrupt_ends_one_and_leaves_nothing(
     tmp_path, monkeypatch
 ):
@@ -126,7 +127,6 @@ def test_a_run_from_standard_input_fails_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="`WorkerGroup` tells of a main guard, which does not help")
 def test_a_run_from_standard_input_is_told_to_be_written_to_a_file(tmp_path):
     done = _run(SETTINGS + TRAIN, "input", tmp_path)
     last = done.stderr.rpartition("Traceback (most recent call last)")[2].partition("Error: ")[2]

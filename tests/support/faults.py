@@ -408,7 +408,7 @@ def _be_the_learner(cell: Cell, directory: Path, tell: int) -> NoReturn:
 
         run_dir = directory / "run"
         install_here = partial(install, cell, strike, run_dir)
-        _start_a_server(tell, install_here if cell.victim == "collector" else lambda: None)
+        start_a_server(tell, install_here if cell.victim == "collector" else lambda: None)
         if cell.victim == "learner":
             install_here()
         train = train_appo if cell.algorithm == "appo" else train_off_policy
@@ -444,7 +444,7 @@ def _chain(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__ or error.__context__
 
 
-def _start_a_server(tell: int, prepare: Callable[[], None]) -> None:
+def start_a_server(tell: int, prepare: Callable[[], None]) -> None:
     """Start the fork server of this process's workers as a copy of it, prepared for them."""
     tracker: Any = multiprocessing.resource_tracker._resource_tracker
     tracker._fd = tracker._pid = None  # those of the process that this one was forked from

@@ -45,8 +45,8 @@ def fill(directory: Path, but: int = 0) -> None:
 
 def start_from_here() -> None:
     """Let workers start from a copy of this process: in its namespace, and quickly."""
-    from tests.support.faults import _start_a_server
+    from tests.support.faults import start_a_server
 
     mp.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     tell = os.open(os.devnull, os.O_WRONLY)
-    _start_a_server(tell, lambda: None)
+    start_a_server(tell, lambda: None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import SynchronizedArray
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -121,10 +120,3 @@ def fill_blocked(pipe: Connection, buffer: ReplayBuffer, rollouts: int) -> None:
     for i in range(rollouts):
         buffer.extend(make_rollout(i + 1))
     pipe.send("done")
-
-
-def hold_lock(pipe: Connection, words: SynchronizedArray[int]) -> None:
-    """Hold the lock of shared words, as a process that builds the ring does."""
-    with words.get_lock():
-        pipe.send("held")
-        pipe.recv()

@@ -47,10 +47,6 @@ _HINTS = {
     "SIGSEGV": "Native code crashed: look at the physics, the model or an extension.",
     "SIGABRT": "Native code gave up: look at its message above.",
 }
-_NO_START = (
-    " before it was ready. Its own words are above. A script must start what has workers below "
-    '`if __name__ == "__main__":`, for each worker imports the script.'
-)
 
 
 class ParentGoneError(Exception):
@@ -334,7 +330,7 @@ class WorkerGroup:
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             raise self._error(worker, f"was ended by {name}. {_HINTS.get(name, '')}".rstrip())
-        when = "." if worker.ready else _NO_START
+        when = "." if worker.ready else f" before it was ready. {_start_hint()}"
         raise self._error(worker, f"ended by itself with exit code {code}{when}")
 
     def _error(self, worker: _Worker, text: str) -> WorkerError:
@@ -368,6 +364,17 @@ class WorkerGroup:
                     worker.process.join()
                 worker.process.close()
             self._at_exit.cancel()
+
+
+def _start_hint() -> str:
+    """What a script may lack whose workers end before they are ready."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if script is not None and not os.path.exists(script):
+        return f"Workers import the script, and there is no file {script}: write it to a file."
+    return (
+        "Its own words are above. A script must start what has workers below "
+        '`if __name__ == "__main__":`, for each worker imports the script.'
+    )
 
 
 def _stop(group: weakref.ref[WorkerGroup]) -> None:

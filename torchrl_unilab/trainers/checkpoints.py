@@ -25,6 +25,7 @@ equals, bit for bit, the run that was never interrupted.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -224,6 +225,15 @@ class RunCheckpoints(CheckpointRotation):
             (draft / DIGESTS).write_text(json.dumps(_digests(draft)))
             _sync(draft)
             draft.rename(path)
+        except (OSError, RuntimeError) as error:
+            refused = _refused_by_disk(error)
+            if not refused:
+                raise
+            raise OSError(
+                f"cannot save a checkpoint in {directory}: {refused} (expected room for it; "
+                f"{shutil.disk_usage(directory).free} bytes are free). Make room and resume from "
+                "the checkpoint before, or keep fewer (keep_checkpoints)."
+            ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         _sync_entry(directory)
@@ -311,6 +321,15 @@ def _digest(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def _refused_by_disk(error: OSError | RuntimeError) -> str:
+    """What the disk would not do, in the system's words; empty if it is not the disk's fault.
+
+    Torch raises errors of its own, with the system's words at their end.
+    """
+    words = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)}
+    return next((word for word in words if word in str(error)), "")
 
 
 def _sync(directory: Path) -> None:
