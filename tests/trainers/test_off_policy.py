@@ -26,6 +26,7 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.learners import build_off_policy
+from torchrl_unilab.trainers.loggers import KEPT
 from torchrl_unilab.trainers.off_policy import make_update
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -367,3 +368,11 @@ def test_the_pendulum_is_learnt(tmp_path, algorithm):
         eval_episodes=4,
     )
     assert summary["eval_return"] >= 800.0
+
+
+def test_a_trainer_keeps_the_last_of_what_it_logs_and_not_all():
+    trainer = _trainer()
+    for i in range(3 * KEPT):
+        trainer._log(value=i)
+    assert list(trainer._log_dict["value"]) == list(range(2 * KEPT, 3 * KEPT))
+    trainer.collector.shutdown()

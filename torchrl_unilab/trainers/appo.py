@@ -26,6 +26,7 @@ from torchrl_unilab.trainers.hooks import (
     LogPolicyLag,
     PublishWeights,
 )
+from torchrl_unilab.trainers.loggers import newest_values
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["APPOStepper", "APPOTrainer"]
@@ -156,6 +157,7 @@ class APPOTrainer(Trainer):
             optimization_stepper=stepper,
             **kwargs,
         )
+        self._log_dict = newest_values()
         self.pool = RolloutPool(config.pool, stepper.lr.device)
         self.register_module("rollout_pool", self.pool)
         self.busy_time = BusyTime()

@@ -18,6 +18,7 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
+from torchrl_unilab.trainers.loggers import newest_values
 from torchrl_unilab.trainers.off_policy_configs import (
     OffPolicyConfig,
     compute_train_start_threshold,
@@ -226,6 +227,7 @@ class OffPolicyTrainer(Trainer):
             optimizer=None,
             **kwargs,
         )
+        self._log_dict = newest_values()
         self.register_module("optimizer", _Learnt(self._update.optimizers, self.normalizers))
         self.updates = 0
         self._tick = 0
