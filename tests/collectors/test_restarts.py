@@ -13,12 +13,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torchrl.data import TensorDictReplayBuffer
 
 from tests.support.acting import make_policy, set_action
 from tests.support.collecting import BREAKING, CountingEnv, GatedEnv, HitEnv
 from tests.support.processes import DEADLINE, live_children, wait_for
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.data import PackedReplayWriter
 from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.runtime import trace
 
 ENVS, STEPS = 2, 4
 FRAMES = ENVS * STEPS
@@ -64,11 +67,13 @@ def _hit(tmp_path: Path, fault: str, at: int = 10) -> list[Any]:
     return [CountingEnv, partial(HitEnv, tmp_path / "mark", at, fault)]
 
 
-def _end(collector: APPOCollector | ReplayCollector, worker: int) -> None:
-    """Kill a worker and wait until it is dead."""
-    process = psutil.Process(collector.pids[worker])
-    process.kill()
-    process.wait(DEADLINE)
+def _end(collector: APPOCollector | ReplayCollector, *workers: int) -> None:
+    """Kill workers and wait until they are dead."""
+    processes = [psutil.Process(collector.pids[worker]) for worker in workers]
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait(DEADLINE)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -226,6 +231,132 @@ def test_a_worker_that_is_lost_when_it_is_asked_answers_when_it_is_replaced(
     states = collector.state_dict()["workers"]
     assert [state["frames"] for state in states] == [3 * FRAMES, 3 * FRAMES]
     next(batches)
+    assert collector.restarts == 1
+
+
+def test_a_tick_that_was_done_and_not_heard_of_is_not_taken_again(opened, tmp_path, monkeypatch):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    collector = _replay(opened, [partial(GatedEnv, gate, STEPS + 2), CountingEnv])
+    batches = iter(collector)
+    next(batches)
+    wait_for(lambda: collector._frames_of(1) == 2 * FRAMES)
+    _end(collector, 1)
+    replace = collector._replace
+
+    def replace_and_go_on(lost: WorkerError) -> set[int]:
+        replaced = replace(lost)
+        gate.write_bytes(b"")
+        return replaced
+
+    monkeypatch.setattr(collector, "_replace", replace_and_go_on)
+    next(batches)
+    collector._settle()
+    assert collector.restarts == 1
+    assert collector.storage.ptr == collector.metrics().frames == 3 * 2 * FRAMES
+
+
+def test_in_lockstep_a_rollout_that_went_with_one_worker_is_not_charged_to_another(
+    opened, tmp_path, monkeypatch
+):
+    hit = partial(HitEnv, tmp_path / "mark", STEPS + 2, "put")
+    collector = _appo(opened, [CountingEnv, hit], lockstep=True, restart_workers=4)
+    batches = iter(collector)
+    writers = [int(next(batches)[IDS].flatten()[0]) % 2 for _ in range(2)]
+    collect, process = collector._collect, psutil.Process(collector.pids[1])
+
+    def collect_and_lose(*how: Any) -> None:
+        collect(*how)
+        process.wait(DEADLINE)  # its rollout is counted and lost
+        wait_for(lambda: collector.storage.written == (2, 2))
+        _end(collector, 0)  # its is there
+
+    with monkeypatch.context() as patch:
+        patch.setattr(collector, "_collect", collect_and_lose)
+        writers.append(int(next(batches)[IDS].flatten()[0]) % 2)
+    writers += [int(next(batches)[IDS].flatten()[0]) % 2 for _ in range(3)]
+    assert writers == [0, 1] * 3
+    assert collector.restarts == 2
+
+
+def test_two_workers_lost_at_once_are_two_losses(opened):
+    collector = _appo(opened, [CountingEnv] * 2, restart_workers=2)
+    batches = iter(collector)
+    next(batches)
+    _end(collector, 0, 1)
+    for _ in range(10):
+        next(batches)
+    assert collector.restarts == 2
+
+
+def test_a_buffer_on_the_memory_does_not_go_to_the_worker_that_takes_a_place(opened):
+    collector = _replay(opened, [CountingEnv] * 2)
+    batches = iter(collector)
+    next(batches)
+    buffer = TensorDictReplayBuffer(
+        storage=collector.storage,
+        writer=PackedReplayWriter(),
+        batch_size=8,
+        collate_fn=lambda rows: rows,  # cannot be pickled
+    )
+    _end(collector, 0)
+    for _ in range(3):
+        next(batches)
+    assert collector.restarts == 1
+    assert len(buffer.sample()) == 8
+
+
+def test_an_error_of_starting_a_worker_is_the_one_that_surfaces_and_all_end(opened, monkeypatch):
+    collector = _appo(opened, [CountingEnv] * 3)
+    pids, batches = collector.pids, iter(collector)
+    next(batches)
+
+    def none_left(index: int) -> None:
+        raise OSError("Too many open files")
+
+    monkeypatch.setattr(collector._running(), "_start", none_left)
+    _end(collector, 0)
+    with pytest.raises(OSError, match="Too many open files"):
+        deque(batches, maxlen=0)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_an_interrupt_while_a_worker_is_replaced_leaves_a_collector_that_goes_on(
+    opened, monkeypatch
+):
+    collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
+    batches = iter(collector)
+    next(batches)
+    group = collector._running()
+    ask = group.ask
+
+    def interrupted(worker: int, *request: Any, **kwargs: Any) -> Any:
+        if request[0] == "succeed":
+            raise KeyboardInterrupt
+        return ask(worker, *request, **kwargs)
+
+    _end(collector, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "ask", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            deque(batches, maxlen=0)
+    batches = iter(collector)
+    for _ in range(4):
+        next(batches)
+    assert collector.restarts == 2
+
+
+def test_a_worker_is_replaced_though_the_trace_has_ended_that_it_would_join(opened, tmp_path):
+    trace.start(tmp_path / "trace.json")
+    try:
+        collector = _appo(opened, [CountingEnv] * 2)
+        batches = iter(collector)
+        next(batches)
+    finally:
+        trace.stop()
+    _end(collector, 0)
+    for _ in range(10):
+        next(batches)
     assert collector.restarts == 1
 
 

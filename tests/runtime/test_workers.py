@@ -134,13 +134,14 @@ def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_rea
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("SIGKILL", "out of memory"), ("SIGSEGV", "Native code crashed")]
+    ("name", "hint"),
+    [("SIGKILL", "out of memory"), ("SIGSEGV", "Native code crashed"), ("signal 40", "")],
 )
 def test_a_worker_that_is_killed_is_named_with_its_signal_and_a_hint(name, hint):
     group = _group(1)
     try:
         began = time.monotonic()
-        os.kill(group.pids[0], getattr(signal, name))
+        os.kill(group.pids[0], 40 if name == "signal 40" else getattr(signal, name))
         with pytest.raises(WorkerError, match=rf"server 0, .* was ended by {name}.*{hint}"):
             group.ask(0, "double", 1)
         assert time.monotonic() - began < PROMPT

@@ -18,6 +18,7 @@ from torchrl.envs import EnvBase, GymEnv, ParallelEnv, RewardSum, StepCounter, T
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_unilab.modules import make_actor
+from torchrl_unilab.shm.tokens import TokenPipe
 
 SIZE = 3
 BREAKING = 1000.0
@@ -118,7 +119,8 @@ class HitEnv(CountingEnv):
     Args:
         mark: A file that says that it was, so that who takes its place is spared.
         at: The step; 0 for when it is asked for its state.
-        fault: The name of a signal, or ``"raise"``.
+        fault: The name of a signal, ``"raise"``, or ``"put"``: to be killed thereafter, when
+            a rollout is counted and not handed over.
     """
 
     def __init__(self, mark: Path, at: int, fault: str) -> None:
@@ -141,7 +143,14 @@ class HitEnv(CountingEnv):
             mark.touch()
             if fault == "raise":
                 raise ArithmeticError("the physics exploded")
-            os.kill(os.getpid(), getattr(signal, fault))
+            if fault == "put":
+                setattr(TokenPipe, "put", _die)  # noqa: B010
+            else:
+                os.kill(os.getpid(), getattr(signal, fault))
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class GatedEnv(CountingEnv):

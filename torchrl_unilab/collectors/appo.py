@@ -149,7 +149,6 @@ class APPOCollector(WorkerCollector):
         self.max_policy_lag = max_policy_lag
         self.use_buffers = use_buffers
         self.stale = 0
-        self._written: tuple[int, ...] = ()  # of each worker, before a round of lockstep
         self._lease: RolloutLease | None = None  # lent out
         self._waiting: list[RolloutLease] = []  # of this round of lockstep, not yet yielded
         self._restored: list[TensorDictBase] = []  # of such a round, from a checkpoint
@@ -178,11 +177,12 @@ class APPOCollector(WorkerCollector):
                 )
             else:
                 payload = cloudpickle.dumps((factories, policy))
+                memory = self._memory.without_buffers()
                 setup = WorkerSetup(payload, num_steps, exploration_type, trace.settings())
                 self._group = WorkerGroup(
                     collect_rollouts,
                     [
-                        (self._memory, setup, self.scheme, self._latest, worker, workers)
+                        (memory, setup, self.scheme, self._latest, worker, workers)
                         for worker in range(workers)
                     ],
                     name="collector",
@@ -274,7 +274,6 @@ class APPOCollector(WorkerCollector):
             with own_randomness(self._random):
                 fill_slot(storage, self._inline, self._open_metrics(), 0, timeout=None)
         else:
-            self._written = storage.written
             self._collect(1)
         leases = []
         for _ in range(self.num_workers):
@@ -283,13 +282,9 @@ class APPOCollector(WorkerCollector):
         return sorted(leases, key=lambda lease: lease.token.writer)
 
     def _recover(self, worker: int) -> None:
-        storage = self._open_storage()
-        lost = storage.lost
         super()._recover(worker)
-        if self.lockstep:
-            missed = storage.lost - lost
-            if storage.written[worker] - missed > self._written[worker]:
-                self._owing.discard(worker)  # it did what it was asked for
+        if self.lockstep and worker in self._open_storage().unread_writers:
+            self._owing.discard(worker)  # it did what it was asked for
 
     def _give_back(self) -> None:
         """Release the rollout that was lent out."""

@@ -172,6 +172,10 @@ class WorkerCollector(BaseCollector):
                 replaced.add(lost.worker)
             except WorkerError as another:
                 losses += [another] if another.worker == lost.worker else [lost, another]
+            except BaseException:  # as Ctrl-C: one that is half in its place is lost as well
+                if self._group is not None:
+                    self._group.end(lost.worker)
+                raise
         return replaced
 
     def _renew(self, worker: int) -> None:
@@ -181,7 +185,8 @@ class WorkerCollector(BaseCollector):
         self._recover(worker)
         group.restart(worker)
         seeds = np.random.SeedSequence((self._seed, worker, self.restarts)).generate_state(2)
-        group.ask(worker, "seed", int(seeds[0]), int(seeds[1]))
+        # Environments count on from theirs, which is to stay a seed for NumPy.
+        group.ask(worker, "seed", int(seeds[0]) >> 1, int(seeds[1]))
         group.ask(worker, "succeed", cloudpickle.dumps(self._open_metrics().of(worker)))
         if worker in self._owing:
             group.send(worker, *self._task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -74,8 +75,9 @@ class ReplayCollector(WorkerCollector):
         timeout: Seconds to wait for a tick; None waits as long as all workers live.
         restart_workers: How many workers that are lost (killed, stopped, or failed) are replaced
             in the run before the loss of one is an error. A new one acts with the newest
-            weights, starts new episodes from seeds of its own and counts on; what was lost is
-            at most the steps of a tick in the making. Such a run is not repeatable.
+            weights, starts new episodes from seeds of its own and counts on. Rows that the lost
+            one had written of a tick and not told of stay, beside those of the tick as it is
+            taken again. Such a run is not repeatable.
         **replay: Settings of the `PackedReplayStorage`.
 
     Raises:
@@ -140,6 +142,7 @@ class ReplayCollector(WorkerCollector):
         self._owed = False  # a tick was asked for and not answered
         self._unwritten: set[int] = set()  # workers who have stepped, and wait for their turn
         self._come = 0  # ticks that have come and were not yielded
+        self._told = [0] * workers  # frames that each had told of before the tick
 
         env = factories[0]()
         self.num_envs = env.batch_size.numel()
@@ -181,7 +184,7 @@ class ReplayCollector(WorkerCollector):
             else:
                 payload = cloudpickle.dumps((factories, policy, explore, example.clone()))
                 setup = WorkerSetup(payload, num_steps, exploration_type, trace.settings())
-                shared = (self._memory, setup, self.scheme, self._latest)
+                shared = (self._memory.without_buffers(), setup, self.scheme, self._latest)
                 self._group = WorkerGroup(
                     collect_rows,
                     [(*shared, worker, workers, random_frames) for worker in range(workers)],
@@ -216,6 +219,8 @@ class ReplayCollector(WorkerCollector):
 
     def _ask_for_a_tick(self) -> None:
         if self._inline is None:
+            if self.restart_workers:
+                self._told = [self._frames_of(worker) for worker in range(self.num_workers)]
             self._collect(self._in_turn)
             self._unwritten = set(range(self.num_workers)) if self._in_turn else set()
             self._owed = True
@@ -250,8 +255,14 @@ class ReplayCollector(WorkerCollector):
 
     def _recover(self, worker: int) -> None:
         super()._recover(worker)
-        if worker in self._unwritten:
+        if self._frames_of(worker) > self._told[worker]:
+            self._owing.discard(worker)  # its rows are there: it died after it had told of them
+            self._unwritten.discard(worker)
+        elif worker in self._unwritten:
             self._owing.add(worker)  # the steps that it would have written
+
+    def _frames_of(self, worker: int) -> int:
+        return int(self._open_metrics().of(worker)["frames"])
 
     def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
         """Return what `WorkerCollector.state_dict` does, and the ticks not yielded yet.
@@ -387,7 +398,8 @@ def collect_rows(
         workers: How many there are.
         random_frames: Frames of this worker at first with random actions.
     """
-    trace.join(setup.trace, f"collector {worker}")
+    with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
+        trace.join(setup.trace, f"collector {worker}")
     create_env, policy, explore, slot = cloudpickle.loads(setup.payload)
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
     scheme.connect(worker_idx=worker)

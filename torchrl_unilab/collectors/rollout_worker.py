@@ -304,7 +304,8 @@ def collect_rollouts(
         worker: Number of this worker.
         workers: How many there are.
     """
-    trace.join(setup.trace, f"collector {worker}")
+    with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
+        trace.join(setup.trace, f"collector {worker}")
     create_env, policy = cloudpickle.loads(setup.payload)
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
     scheme.connect(worker_idx=worker)

@@ -8,6 +8,7 @@ its tensors are views of that. How rows of several writers stay whole is the bus
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import threading
@@ -824,6 +825,12 @@ class PackedReplayStorage(TensorStorage):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def without_buffers(self) -> PackedReplayStorage:
+        """Return this storage without the buffers that read it, for processes that write."""
+        other = copy.copy(self)
+        other._attached_entities_list = []
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         if self._closed:

@@ -14,6 +14,7 @@ slots themselves and copy nothing they do not have to (`RolloutRingStorage.claim
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import secrets
 import select
@@ -680,6 +681,11 @@ class RolloutRingStorage(TensorStorage):
             )
         ring.release(self._leased.pop(lease.token))
 
+    @property
+    def unread_writers(self) -> frozenset[int]:
+        """Writers of the unread rollouts that this process holds; after `recover`, of all."""
+        return frozenset(lease.token.writer for lease in self._held)
+
     def _lease(self, count: int) -> bool:
         """Hold the `count` oldest unread rollouts; return whether there are as many."""
         self._check_open()
@@ -936,6 +942,12 @@ class RolloutRingStorage(TensorStorage):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def without_buffers(self) -> RolloutRingStorage:
+        """Return this storage without the buffers that read it, for processes that write."""
+        other = copy.copy(self)
+        other._attached_entities_list = []
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_open()

@@ -65,7 +65,7 @@ class Link:
 
     def ready(self, value: Any = None) -> None:
         """Tell the parent that the worker has started, once, with what it wants to know."""
-        self._connection.send(("ready", value))
+        self._tell("ready", value)
 
     def request(self, *, block: bool) -> tuple[Any, ...] | None:
         """Return the parent's next request, or None if there is none and `block` is false.
@@ -83,7 +83,13 @@ class Link:
 
     def answer(self, value: Any = None) -> None:
         """Answer the parent's request."""
-        self._connection.send(("answer", value))
+        self._tell("answer", value)
+
+    def _tell(self, kind: str, value: Any) -> None:
+        try:
+            self._connection.send((kind, value))
+        except OSError:
+            raise ParentGoneError from None
 
 
 @dataclass
@@ -189,13 +195,14 @@ class WorkerGroup:
             self._fail(worker)
 
     def ask(self, index: int, *request: Any, timeout: float = START_SECONDS) -> Any:
-        """Send a request and return the answer.
+        """Send a request and return the answer, whatever becomes of other workers meanwhile.
 
         Raises:
             WorkerError: The worker has failed, or has not answered in `timeout` seconds.
         """
         self.send(index, *request)
-        return self.receive(index, timeout)
+        worker = self._workers[index]
+        return self._receive(worker, "answer", timeout, among=[worker])
 
     def receive(self, index: int, timeout: float | None = None) -> Any:
         """Return the answer to the oldest request sent that has not been received.
@@ -248,10 +255,10 @@ class WorkerGroup:
             WorkerError: It failed while it started.
         """
         self.end(index)
-        old = self._workers[index]
+        worker = self._start(index)  # if that fails, or is interrupted, the old one stays dead
+        old, self._workers[index] = self._workers[index], worker
         old.connection.close()
         old.process.close()
-        worker = self._workers[index] = self._start(index)
         self._failed = None
         self.started[index] = self._receive(worker, "ready", START_SECONDS, among=[worker])
         return self.started[index]
@@ -274,15 +281,15 @@ class WorkerGroup:
             ready = wait([*objects, *sentinels], min(left, LOOK_SECONDS))
             if ready or left <= LOOK_SECONDS:
                 return ready
-            self._look_for_stopped()
+            self._look_for_stopped(among)
 
-    def _look_for_stopped(self) -> None:
+    def _look_for_stopped(self, among: Sequence[_Worker] | None = None) -> None:
         """Raise if a worker is stopped, now and then."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
-        stopped = [worker for worker in self._workers if worker.stopped]
+        stopped = [worker for worker in among or self._workers if worker.stopped]
         if stopped:
             # This process may have been stopped with them, and be the first to go on.
             wait([worker.process.sentinel for worker in stopped], CONTINUE_SECONDS)
@@ -328,7 +335,8 @@ class WorkerGroup:
             pass
         code = worker.process.exitcode
         if code is not None and code < 0:
-            name = signal.Signals(-code).name
+            known = -code in {*signal.Signals}  # of real-time signals, only the first and last
+            name = signal.Signals(-code).name if known else f"signal {-code}"
             raise self._error(worker, f"was ended by {name}. {_HINTS.get(name, '')}".rstrip())
         when = "." if worker.ready else f" before it was ready. {_start_hint()}"
         raise self._error(worker, f"ended by itself with exit code {code}{when}")
