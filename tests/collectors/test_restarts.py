@@ -26,6 +26,7 @@ from torchrl_unilab.runtime import trace
 ENVS, STEPS = 2, 4
 FRAMES = ENVS * STEPS
 FAULTS = ["SIGKILL", "SIGSTOP", "raise"]
+MOSTLY = ["SIGKILL", *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[1:])]
 VERSION = ("next", "policy_version")
 IDS = ("collector", "traj_ids")
 
@@ -104,7 +105,7 @@ def test_a_free_running_collector_goes_on_with_a_worker_in_place_of_one_it_lost(
     wait_for(lambda: collector.metrics().frames == FRAMES * sum(collector.storage.written))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", MOSTLY)
 def test_in_lockstep_a_round_is_whole_though_a_worker_was_lost_in_it(fault, opened, tmp_path):
     collector = _appo(opened, _hit(tmp_path, fault), lockstep=True, total_frames=FRAMES * 12)
     seen = []
@@ -159,7 +160,7 @@ def test_a_worker_lost_after_its_rollout_of_a_round_is_not_asked_for_another(
 
 
 @pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", MOSTLY)
 def test_a_replay_gets_all_rows_of_each_tick_though_a_worker_was_lost(
     fault, lockstep, opened, tmp_path
 ):
@@ -220,7 +221,7 @@ def test_an_idle_worker_that_is_lost_is_replaced_when_it_is_asked(opened):
     assert collector.metrics().frames == 6 * FRAMES
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", MOSTLY)
 def test_a_worker_that_is_lost_when_it_is_asked_answers_when_it_is_replaced(
     fault, opened, tmp_path
 ):

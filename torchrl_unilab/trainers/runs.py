@@ -389,7 +389,15 @@ def _logger(path: Path, closing: contextlib.ExitStack, saved: SavedRun | None) -
     if saved:
         board.experiment.purge_step = saved.frames + 1  # for the file that is opened next
         board.experiment.close()
-    closing.callback(board.experiment.close)  # ends its thread
+
+    def close(kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            board.experiment.close()  # ends its thread
+        except OSError:
+            if kind is None:  # else the first error tells more
+                raise
+
+    closing.push(close)
     return FanOutLogger([CSVLogger("logs", log_dir=str(path)), board])
 
 
