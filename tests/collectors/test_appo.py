@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import psutil
@@ -16,6 +17,7 @@ from tests.support.acting import actions, make_policy, set_action
 from tests.support.collecting import (
     BREAKING,
     CountingEnv,
+    GatedEnv,
     actor,
     env_for_parents_only,
     gym_env,
@@ -441,12 +443,14 @@ def test_rollouts_that_are_too_far_behind_are_dropped_counted_and_replaced(lone,
     assert lone.stale == stale
 
 
-def test_no_rollout_in_time_is_an_error_that_says_so(lone, monkeypatch):
-    monkeypatch.setattr(lone, "timeout", 0.2)
-    os.kill(lone.pids[0], signal.SIGSTOP)
-    batches = iter(lone)
-    with pytest.raises(RingTimeoutError, match=r"no rollout within 0\.2 s"):
-        list(batches)
+def test_no_rollout_in_time_is_an_error_that_says_so(tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)  # which nobody opens: the first rollout does not end
+    with (
+        _collector(make_policy(), partial(GatedEnv, gate, 2), timeout=0.2) as collector,
+        pytest.raises(RingTimeoutError, match=r"no rollout within 0\.2 s"),
+    ):
+        next(iter(collector))
 
 
 def test_a_worker_whose_environment_raises_surfaces_with_its_traceback(lone):
