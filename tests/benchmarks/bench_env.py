@@ -4,16 +4,17 @@ Run as a script::
 
     python -m tests.benchmarks.bench_env --tasks HalfCheetah-v5 Humanoid-v5 --envs 64 1024
 
-For each task, number of simulations and number of threads, all ways of stepping take turns
-within one run, so that load from elsewhere falls on each alike; the tables show the median
-round of each, and the median over the rounds of each ratio.
+For each task, number of simulations and number of threads, all ways of stepping take turns of
+a few hundredths of a second, so that load from elsewhere falls on each alike; the tables show
+the median turn of each, and the median over the turns of each ratio.
 
 *mujoco.batch* steps the task's physics and nothing else (no contact forces, which Gymnasium's
 humanoids observe and MuJoCo computes on request), from the same states and with the
-same controls as *step*, which is `EnvBase.step` of ours: neither restarts anything.
-*restarting* is our `step_and_maybe_reset`, which starts the next episodes, beside *EnvPool*,
-which does the same inside its `step`. *ParallelEnv* is TorchRL's, of so many workers with one
-`GymEnv` each; it does not depend on the number of simulations, and is timed once per task.
+same controls as *step*, which is `EnvBase.step` of ours: neither restarts anything, and that
+both end in the same states is checked. *unclocked* is the same without MuJoCo's own timing of
+its steps, which ours switches off. *restarting* is our `step_and_maybe_reset`, which starts
+the next episodes, beside *EnvPool*, which does the same inside its `step`. *ParallelEnv* is
+TorchRL's, of so many workers with one `GymEnv` each, whatever the number of simulations.
 EnvPool is a dependency of this benchmark alone: ``pip install '.[peers]'``.
 """
 
@@ -23,21 +24,72 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
 import envpool
+import mujoco
 import numpy as np
 import torch
 from mujoco.batch import Batch
+from numpy.typing import NDArray
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase, GymEnv, ParallelEnv
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.envs.physics_clock import stop_physics_clock
 
-Way = tuple[Callable[[], object], Callable[[], object]]
-"""What to do before a round, untimed, and a round."""
+ACTIONS = 50
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of stepping.
+
+    Attributes:
+        restart: Called before a round of turns, untimed.
+        step: Takes the so-manieth step of a round.
+        clocked: Whether MuJoCo times its steps meanwhile, as it does unless told.
+    """
+
+    restart: Callable[[], object]
+    step: Callable[[int], object]
+    clocked: bool = True
+
+
+class Physics:
+    """The bare physics of a task, from the states of an environment.
+
+    Args:
+        env: Where the rounds start.
+        controls: ``(steps, envs, nu)``.
+        threads: Threads that step it.
+    """
+
+    def __init__(self, env: MujocoBatchEnv, controls: NDArray[np.float64], threads: int) -> None:
+        self.env, self.controls, self.frame_skip = env, controls, env.task.frame_skip
+        bare = replace(env.task, reads=()).load_model()  # without what only observations need
+        self.batch = Batch(bare, controls.shape[1], threads)
+        self.batch.reset()
+        self.ctrl, self.qpos, self.qvel = map(self.batch.bind, ("ctrl", "qpos", "qvel"))
+
+    def restart(self) -> None:
+        """Start where the environment is."""
+        # physics costs what its state makes it cost, so all start from like states
+        self.batch.reset()
+        self.qpos[:], self.qvel[:] = self.env.get_state()
+        self.batch.forward()
+
+    def step(self, i: int) -> None:
+        """Step."""
+        self.ctrl[:] = self.controls[i]
+        self.batch.step(nstep=self.frame_skip)
+
+    def check(self) -> None:
+        """Refuse to go on if the environment is elsewhere."""
+        if not np.array_equal(self.qpos, self.env.get_state()[0]):
+            raise RuntimeError("bench_env: physics and step ended in other states.")
 
 
 class Stepping:
@@ -51,30 +103,33 @@ class Stepping:
     """
 
     def __init__(self, name: str, envs: int, threads: int, steps: int) -> None:
-        self.task = make_task(name)
-        self.steps = steps
-        self.env = MujocoBatchEnv(self.task, envs, num_threads=threads, seed=0)
-        self.restarting = MujocoBatchEnv(self.task, envs, num_threads=threads, seed=0)
+        task = make_task(name)
+        self.env = MujocoBatchEnv(task, envs, num_threads=threads, seed=0)
+        self.restarting = MujocoBatchEnv(task, envs, num_threads=threads, seed=0)
         space = self.env.action_spec.space
         noise = torch.rand(steps, *space.low.shape)
         self.actions = space.low + (space.high - space.low) * noise
         self.controls = self.actions.double().numpy()
-        bare = replace(self.task, reads=()).load_model()  # without what only observations need
-        self.batch = Batch(bare, envs, threads)
-        self.batch.reset()
-        self.fields = [self.batch.bind(name) for name in ("ctrl", "qpos", "qvel")]
+        self.physics = Physics(self.env, self.controls, threads)
+        self.unclocked = Physics(self.env, self.controls, threads)
         self.peer = envpool.make(
             name, env_type="gymnasium", num_envs=envs, num_threads=threads, seed=0
         )
 
     def ways(self) -> dict[str, Way]:
-        """The contenders."""
+        """The contenders, in the order in which they restart."""
         return {
-            "mujoco.batch": (self._restart_physics, self._physics),
-            "step": (self._restart, self._step),
-            "restarting": (self._restart_restarting, self._restart_and_step),
-            "EnvPool": (self.peer.reset, self._step_peer),
+            "step": Way(self._restart, self._step, clocked=False),
+            "mujoco.batch": Way(self.physics.restart, self.physics.step),
+            "unclocked": Way(self.unclocked.restart, self.unclocked.step, clocked=False),
+            "restarting": Way(self._restart_restarting, self._restart_and_step, clocked=False),
+            "EnvPool": Way(self.peer.reset, lambda i: self.peer.step(self.controls[i])),
         }
+
+    def check(self) -> None:
+        """Refuse to go on if the bare physics did other work than ours."""
+        self.physics.check()
+        self.unclocked.check()
 
     def close(self) -> None:
         """Free all of it."""
@@ -87,70 +142,80 @@ class Stepping:
         root = self.env.reset()
         self.roots = [root.copy().set("action", action) for action in reversed(self.actions)]
 
-    def _restart_physics(self) -> None:
-        # physics costs what its state makes it cost, so both start from like states
-        self._restart()
-        self.batch.reset()
-        self.fields[1][:], self.fields[2][:] = self.env.get_state()
-        self.batch.forward()
-
-    def _physics(self) -> None:
-        for i in range(self.steps):
-            self.fields[0][:] = self.controls[i]
-            self.batch.step(nstep=self.task.frame_skip)
-
-    def _step(self) -> None:
-        for _ in range(self.steps):
-            self.env.step(self.roots.pop())  # which lets go of what the step before returned
+    def _step(self, i: int) -> None:
+        self.env.step(self.roots.pop())  # which lets go of what the step before returned
 
     def _restart_restarting(self) -> None:
         self.restarting.set_seed(0)
         self.restarting_root = self.restarting.reset()
 
-    def _restart_and_step(self) -> None:
-        root = self.restarting_root
-        for i in range(self.steps):
-            _, root = self.restarting.step_and_maybe_reset(root.set("action", self.actions[i]))
-
-    def _step_peer(self) -> None:
-        for i in range(self.steps):
-            self.peer.step(self.controls[i])
+    def _restart_and_step(self, i: int) -> None:
+        root = self.restarting_root.set("action", self.actions[i])
+        _, self.restarting_root = self.restarting.step_and_maybe_reset(root)
 
 
 @contextlib.contextmanager
-def gym_workers(name: str, workers: int, steps: int) -> Iterator[Way]:
+def gym_workers(name: str, workers: int) -> Iterator[Way]:
     """TorchRL's environment of processes, stepped by a random policy."""
     env: EnvBase = ParallelEnv(workers, partial(GymEnv, name))
+    actions = [env.action_spec.rand() for _ in range(ACTIONS)]
     root = env.reset()
-    actions = [env.action_spec.rand() for _ in range(steps)]
 
-    def step() -> None:
-        state = root
-        for action in actions:
-            _, state = env.step_and_maybe_reset(state.set("action", action))
+    def restart() -> None:
+        nonlocal root
+        root = env.reset()
+
+    def step(i: int) -> None:
+        nonlocal root
+        _, root = env.step_and_maybe_reset(root.set("action", actions[i % ACTIONS]))
 
     try:
-        yield (lambda: None), step
+        yield Way(restart, step)
     finally:
         env.close()
 
 
-def race(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round, by contender; the first round warms up."""
+def race(
+    ways: dict[str, Way], rounds: int, turns: int, turn: int, check: Callable[[], None]
+) -> dict[str, list[float]]:
+    """Seconds of each turn, by contender.
+
+    Args:
+        ways: The contenders.
+        rounds: All restart before each; the first one warms up.
+        turns: Turns of each contender in a round.
+        turn: Steps of a turn.
+        check: Called after each round.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
-    for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            prepare, way = ways[name]
-            prepare()
-            start = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: taken[1:] for name, taken in seconds.items()}
+    for number in range(rounds + 1):
+        for way in ways.values():
+            way.restart()
+        for first in range(0, turns * turn, turn):
+            names = [*names[1:], names[0]]
+            for name in names:
+                set_clock(ways[name].clocked)
+                step = ways[name].step
+                start = time.perf_counter()
+                for i in range(first, first + turn):
+                    step(i)
+                if number:
+                    seconds[name].append(time.perf_counter() - start)
+        check()
+    return seconds
+
+
+def set_clock(on: bool) -> None:
+    """Have MuJoCo time its steps, or not."""
+    if on:
+        mujoco.set_mjcb_time(None)
+    else:
+        stop_physics_clock()
 
 
 def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
-    """How many times as fast, the median of the rounds."""
+    """How many times as fast, the median of the turns."""
     return float(median(np.divide(seconds[theirs], seconds[ours])))
 
 
@@ -160,7 +225,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["HalfCheetah-v5", "Humanoid-v5"])
     parser.add_argument("--envs", nargs="+", type=int, default=[64, 1024])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--steps", type=int, default=6400, help="of one simulation, in a round")
+    parser.add_argument("--steps", type=int, default=6400, help="of all, in a round")
+    parser.add_argument("--turn", type=int, default=1280, help="steps of all, in a turn")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, default=8, help="of ParallelEnv")
     args = parser.parse_args()
@@ -168,29 +234,31 @@ def main() -> None:
     torch.set_num_threads(1)
     torchrl_logger.setLevel("ERROR")
     print(
-        "| task | simulations | threads | mujoco.batch | step | of it | restarting | EnvPool | "
-        "of it | ParallelEnv | of it |\n|---|" + "---:|" * 10
+        "| task | simulations | threads | mujoco.batch | step | of it | of unclocked | restarting "
+        "| EnvPool | of it | ParallelEnv | of it |\n|---|" + "---:|" * 11
     )
     for name in args.tasks:
-        with gym_workers(name, args.workers, 50) as gym_way:
+        with gym_workers(name, args.workers) as gym_way:
             for envs in args.envs:
                 for threads in args.threads:
-                    steps = max(8, args.steps // envs)
-                    stepping = Stepping(name, envs, threads, steps)
+                    turn = max(1, args.turn // envs)
+                    turns = max(1, args.steps // (envs * turn))
+                    stepping = Stepping(name, envs, threads, turn * turns)
                     ways = stepping.ways() | {"ParallelEnv": gym_way}
-                    seconds = race(ways, args.rounds)
+                    seconds = race(ways, args.rounds, turns, turn, stepping.check)
                     stepping.close()
-                    speeds = {way: envs * steps / median(taken) for way, taken in seconds.items()}
-                    speeds["ParallelEnv"] = args.workers * 50 / median(seconds["ParallelEnv"])
+                    speeds = {way: envs * turn / median(taken) for way, taken in seconds.items()}
+                    speeds["ParallelEnv"] *= args.workers / envs
                     cells = [
                         f"{speeds['mujoco.batch']:,.0f}",
                         f"{speeds['step']:,.0f}",
                         f"**{ratio(seconds, 'step', 'mujoco.batch'):.2f}**",
+                        f"{ratio(seconds, 'step', 'unclocked'):.2f}",
                         f"{speeds['restarting']:,.0f}",
                         f"{speeds['EnvPool']:,.0f}",
                         f"**{ratio(seconds, 'restarting', 'EnvPool'):.2f}**",
                         f"{speeds['ParallelEnv']:,.0f}",
-                        f"**{speeds['step'] / speeds['ParallelEnv']:.0f}**",
+                        f"**{speeds['restarting'] / speeds['ParallelEnv']:.1f}**",
                     ]
                     print(f"| {name} | {envs} | {threads} | {' | '.join(cells)} |", flush=True)
 

@@ -60,7 +60,9 @@ def test_episodes_are_what_counting_each_step_of_each_says(deeds):
         assert episodes.truncated.tolist() == plain.truncated
         assert episodes.any_done == done.any()
         expected = [done, plain.terminated, plain.truncated]
-        assert episodes.flags().tolist() == np.array(expected)[:, :, None].tolist()
+        flags = np.array(episodes.flags())
+        assert flags.dtype == bool
+        assert flags.tolist() == np.array(expected)[:, :, None].tolist()
 
 
 def test_what_a_task_said_is_not_written_to():
@@ -68,6 +70,7 @@ def test_what_a_task_said_is_not_written_to():
     episodes = Episodes(N, LIMIT)
     episodes.advance(terminated)
     episodes.start(np.array([0]))
-    episodes.flags()[:] = True
+    for flags in episodes.flags():
+        flags[:] = True
     assert terminated.tolist() == [True, False, True]
     assert episodes.terminated.tolist() == [False, False, True]

@@ -18,7 +18,21 @@ from torchrl.envs import EnvBase, GymEnv, TransformedEnv
 from torchrl.envs.transforms import Compose, RewardSum, StepCounter, VecNormV2
 from torchrl.envs.utils import check_env_specs
 
-from torchrl_unilab.envs import TASKS, MujocoBatchEnv
+from torchrl_unilab.envs import TASKS, MujocoBatchEnv, make_task
+
+FILTERED_PENDULUM = """
+<mujoco>
+  <worldbody>
+    <body>
+      <joint type="slide" axis="1 0 0"/><geom size=".1"/>
+      <body><joint name="hinge" axis="0 1 0"/><geom size=".1" pos="0 0 .6"/></body>
+    </body>
+  </worldbody>
+  <actuator>
+    <general joint="hinge" dyntype="filter" dynprm="1" ctrlrange="-3 3"/>
+  </actuator>
+</mujoco>
+"""
 
 
 def act(env: MujocoBatchEnv, seed: int) -> torch.Tensor:
@@ -129,6 +143,26 @@ def test_step_and_maybe_reset_equals_the_base_class(name: str, device: str | Non
     assert ends == {0, 8} if name == "HalfCheetah-v5" else {0, 1} <= ends
     lean.close()
     plain.close()
+
+
+@pytest.mark.parametrize("given", [{}, {"reward": torch.ones(3, 1), "more": torch.ones(3)}])
+@pytest.mark.parametrize("mask", [None, [True, False, True], [True] * 3, [False] * 3])
+def test_step_equals_the_base_class(
+    given: dict[str, torch.Tensor], mask: list[bool] | None
+) -> None:
+    envs = [MujocoBatchEnv("Hopper-v5", 3, seed=0) for _ in range(2)]
+    after = []
+    for env, step in zip(envs, (MujocoBatchEnv.step, EnvBase.step), strict=True):
+        root = env.reset().set("action", act(env, 0))
+        if given:
+            root["next"] = TensorDict(given, [3])
+        if mask is not None:
+            root["_step"] = torch.tensor(mask)[:, None]
+        after.append(step(env, root))
+        with pytest.raises(RuntimeError, match="Expected a tensordict with shape"):
+            step(env, root.exclude("_step", "next")[:2])
+        env.close()
+    assert_same(*after)
 
 
 def test_later_steps_and_resets_leave_returned_tensors_alone() -> None:
@@ -292,6 +326,16 @@ def test_a_diverging_simulation_ends_its_episode_and_leaves_the_others_alone() -
     assert (env.num_diverged, twin.num_diverged) == (1, 0)
     env.close()
     twin.close()
+
+
+def test_what_is_looked_at_for_divergence_is_all_that_moves() -> None:
+    env = MujocoBatchEnv(make_task("InvertedPendulum-v5", model=FILTERED_PENDULUM), 2, seed=0)
+    names = ("time", "qpos", "qvel", "act")
+    parts = [env._batch.bind(name).reshape(2, -1) for name in names]
+    env.step(env.reset().set("action", torch.ones(2, 1)))
+    assert all(part.all() for part in parts)
+    np.testing.assert_array_equal(env._moving, np.concatenate(parts, axis=1))
+    env.close()
 
 
 def test_a_jump_out_of_sight_overflows_nothing() -> None:

@@ -81,13 +81,13 @@ class Episodes:
         self._begin(ids, self._now)
         self._look()
 
-    def flags(self) -> Flags:
-        """Whether each is done, terminated and truncated: ``(3, n, 1)``, a new array."""
-        flags = np.zeros((3, len(self), 1), dtype=bool)
-        if self.any_done:
-            flags[1, :, 0], flags[2, :, 0] = self.terminated, self.truncated
-            np.logical_or(flags[1], flags[2], out=flags[0])
-        return flags
+    def flags(self) -> tuple[Flags, Flags, Flags]:
+        """Whether each is done, terminated and truncated: three new arrays, ``(n, 1)``."""
+        shape = (len(self), 1)
+        if not self.any_done:
+            return np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, bool)
+        terminated, truncated = self.terminated[:, None], self.truncated[:, None]
+        return terminated | truncated, terminated.copy(), truncated.copy()
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that there is to know."""

@@ -26,7 +26,10 @@ def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
     Returns:
         ``(nsim,)``, in the dtype of ``values``.
     """
-    sums: NDArray[Any] = np.square(values).reshape(len(values), -1).sum(axis=1)
+    squares = np.square(values)
+    if values.ndim != 2:
+        squares = squares.reshape(len(values), -1)
+    sums: NDArray[Any] = np.add.reduce(squares, axis=1)
     return sums
 
 

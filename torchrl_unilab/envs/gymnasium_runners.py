@@ -61,20 +61,22 @@ class Runner(NoisyStart):
 
     def progress(self, fields: Fields, before: Array, dt: float) -> tuple[Array, dict[str, Array]]:
         """The reward for speed, and what is told of position and velocity."""
-        velocity = (self.place(fields) - before) / dt
+        velocity = self.place(fields) - before
+        velocity /= dt
         position = fields["qpos"][:, : self.axes].copy()
-        info = {"x_position": position[:, 0], "x_velocity": velocity[:, 0]}
+        speed = velocity[:, 0]
+        info = {"x_position": position[:, 0], "x_velocity": speed}
         if self.axes == 2:
             info |= {"y_position": position[:, 1], "y_velocity": velocity[:, 1]}
             info["distance_from_origin"] = norms(position)
-        return self.forward_reward_weight * velocity[:, 0], info
+        return self.forward_reward_weight * speed, info
 
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
         """Reward speed along x, charge for control, and never terminate."""
         forward, info = self.progress(fields, before, dt)
-        cost = control_cost(action, self.ctrl_cost_weight)
-        terms = {"reward_forward": forward, "reward_ctrl": -cost}
-        return Outcome(forward - cost, never(fields), terms, info)
+        control = control_cost(action, -self.ctrl_cost_weight)
+        terms = {"reward_forward": forward, "reward_ctrl": control}
+        return Outcome(forward + control, never(fields), terms, info)
 
 
 @dataclass(frozen=True, kw_only=True)

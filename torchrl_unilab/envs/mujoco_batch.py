@@ -9,7 +9,7 @@ from typing import Any
 import mujoco
 import numpy as np
 import torch
-from mujoco import mjtStage, mjtWarning
+from mujoco import mjtStage, mjtState, mjtWarning
 from mujoco.batch import DATA_FIELDS, MODEL_FIELDS, Batch, SimulationError
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict, TensorDictBase
@@ -20,6 +20,7 @@ from torchrl.envs import EnvBase
 from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.held_fields import HeldFields
 from torchrl_unilab.envs.named_tasks import make_task
+from torchrl_unilab.envs.physics_clock import stop_physics_clock
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask
@@ -28,6 +29,15 @@ from torchrl_unilab.runtime import available_cores, plan_threads
 _ALL = slice(None)
 _FLAGS = ("done", "terminated", "truncated")
 _BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
+_MOVING = sum(
+    part.value
+    for part in (
+        mjtState.mjSTATE_TIME,
+        mjtState.mjSTATE_QPOS,
+        mjtState.mjSTATE_QVEL,
+        mjtState.mjSTATE_ACT,
+    )
+)
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -49,6 +59,9 @@ class MujocoBatchEnv(EnvBase):
     A simulation that diverges is terminated with reward 0, is put back to the
     model's default pose, which is what its last observation shows, and is counted
     in `num_diverged` and logged; the others are unaffected.
+
+    From the first environment on, MuJoCo does not time its steps in this process; see
+    `torchrl_unilab.envs.physics_clock.stop_physics_clock`.
 
     Args:
         task: a task, or the name of one, as `torchrl_unilab.envs.make_task` takes it.
@@ -149,6 +162,7 @@ class MujocoBatchEnv(EnvBase):
         self.dtype = _NUMPY_DTYPE[dtype]
         self._episodes = Episodes(num_envs, max_episode_steps)
 
+        stop_physics_clock()
         model = task.load_model()
         batch = Batch(model, num_envs, num_threads)
         batch.reset()
@@ -166,6 +180,8 @@ class MujocoBatchEnv(EnvBase):
             self._fields["command"] = np.zeros((num_envs, task.command_size))
         # MuJoCo resets a simulation that diverges and leaves one of these counts
         self._warnings = batch.warning
+        # a state is a row of its parts by the order of their bits: these lead
+        self._moving = batch.state[:, : mujoco.mj_stateSize(model, _MOVING)]
         self._held = HeldFields(self._fields)
         self._init_qpos = self._fields["qpos"][0].copy()
         self._init_qvel = self._fields["qvel"][0].copy()
@@ -374,7 +390,7 @@ class MujocoBatchEnv(EnvBase):
         self.randomizer.close()
         self._fields = {}
         self._held.close()
-        self._ctrl = self._warnings = np.empty((0, 0))
+        self._ctrl = self._warnings = self._moving = np.empty((0, 0))
 
     def _set_seed(self, seed: int | None) -> None:
         n = len(self._episodes)
@@ -415,10 +431,22 @@ class MujocoBatchEnv(EnvBase):
             root = fresh.update(others)
         return tensordict, root
 
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The base class's method, past what only a partial or a given next step needs."""
+        keys = tensordict.keys()
+        if "_step" in keys or "next" in keys:
+            return super().step(tensordict)
+        self._assert_tensordict_shape(tensordict)
+        following = self._step_proc_data(self._advance(self._read_action(tensordict)))
+        return tensordict.set("next", following)
+
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        batch = self._open_batch()
-        action = self._read_action(tensordict)
         ids = self._rows(tensordict.get("_step", None))
+        return self._advance(self._read_action(tensordict), ids)
+
+    def _advance(self, action: NDArray[Any], ids: NDArray[np.intp] | None = None) -> TensorDictBase:
+        """Step simulations ``ids``, all by default, and say what came of it."""
+        batch = self._open_batch()
         rows = _ALL if ids is None else ids
         task = self.task
 
@@ -462,13 +490,12 @@ class MujocoBatchEnv(EnvBase):
 
     def _diverged(self, failed: NDArray[np.int32]) -> NDArray[np.bool_] | None:
         """Which simulations the last step left without a state, ``(n,)``; None if none."""
-        state = self._open_batch().state
-        # most steps end here, and each of these looks at one contiguous array
-        if not len(failed) and not np.count_nonzero(self._warnings) and _finite(state):
+        moving = self._moving
+        # most steps end here
+        if not len(failed) and not np.count_nonzero(self._warnings) and _finite(moving):
             return None
-        # MuJoCo resets a simulation that diverges and leaves one of these counts
         diverged: NDArray[np.bool_] = self._warnings[:, _BAD, 1].any(axis=1)
-        diverged |= ~np.isfinite(state).all(axis=1)
+        diverged |= ~np.isfinite(moving).all(axis=1)
         diverged[failed] = True
         return diverged if diverged.any() else None
 
@@ -508,6 +535,7 @@ class MujocoBatchEnv(EnvBase):
 
     def _read_action(self, tensordict: TensorDictBase) -> NDArray[Any]:
         """The action as a contiguous array, refused if it is malformed."""
+        self._open_batch()
         action = tensordict["action"]
         if action.requires_grad:
             action = action.detach()
