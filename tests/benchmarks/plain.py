@@ -18,6 +18,7 @@ from mujoco.batch import Batch
 from torch import nn
 
 from torchrl_unilab.envs import make_task
+from torchrl_unilab.envs.physics_clock import stop_physics_clock
 from torchrl_unilab.modules import make_actor, make_critic
 from torchrl_unilab.trainers.configs import APPOConfig
 
@@ -39,6 +40,7 @@ class PlainEnv:
     def __init__(self, name: str, num_envs: int, num_threads: int, seed: int) -> None:
         self.task = task = make_task(name)
         model = task.load_model()
+        stop_physics_clock()  # as our environments do
         self.batch = Batch(model, num_envs, num_threads)
         self.batch.reset()
         self.ctrl = self.batch.bind("ctrl")

@@ -149,6 +149,15 @@ def test_a_worker_that_is_killed_is_named_with_its_signal_and_a_hint(name, hint)
         group.stop()
 
 
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_a_later_one():
+    with _group(1) as group:
+        group.send(0, "double", 1)
+        group.send(0, "double", 2)
+        assert group.ask(0, "double", 21) == 42
+        group.send(0, "double", 3)
+        assert group.receive(0, DEADLINE) == 6
+
+
 def test_a_worker_that_leaves_unasked_or_does_not_answer_is_an_error():
     group = _group()
     try:

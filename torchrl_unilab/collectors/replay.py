@@ -333,6 +333,7 @@ class _RowWorker:
         self._rows = slot.select(*transition_keys(steps.env))
         self._random_frames = random_frames
         self._policy = steps.policy
+        self._unwritten = False
 
     def step(self) -> None:
         """Take `num_steps` steps."""
@@ -341,14 +342,18 @@ class _RowWorker:
         steps.policy = _RandomActions(steps.env) if random else self._policy
         with span("rollout"):
             steps.rollout(self._slot)
+        self._unwritten = True
 
     def write(self, metrics: LatestMetrics, worker: int) -> None:
-        """Write the steps taken, and tell about them."""
+        """Write the steps taken, and tell about them. Doing so again changes nothing."""
+        if not self._unwritten:
+            return
         steps = self.steps
         steps.clock.start()
         self.storage.add(self._rows.reshape(steps.num_envs, steps.num_steps))
         steps.clock.to("write")
         steps.tell(metrics, worker)
+        self._unwritten = False
 
 
 class _RandomActions(TensorDictModuleBase):

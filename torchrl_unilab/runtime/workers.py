@@ -2,6 +2,8 @@
 
 A worker runs ``target(link, *args)``. Its `Link` is a pipe to the parent: the parent asks,
 the worker answers; the worker's end also shows when the parent is gone, however it went.
+Requests are numbered and answers bear their numbers: when Ctrl-C falls between a request and
+its answer, the answer is not taken for that to a later request.
 What a worker raises is relayed with its traceback and raised in the parent as a
 `WorkerError`; a worker that is killed is named with its signal as soon as it is dead, and
 one that is stopped, so that nobody waits for it, within a second.
@@ -62,6 +64,7 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._number = 0  # of the request that the next answer is to
 
     def ready(self, value: Any = None) -> None:
         """Tell the parent that the worker has started, once, with what it wants to know."""
@@ -76,7 +79,8 @@ class Link:
         try:
             if not block and not self._connection.poll():
                 return None
-            request: tuple[Any, ...] = self._connection.recv()
+            request: tuple[Any, ...]
+            self._number, request = self._connection.recv()
             return request
         except (EOFError, OSError):
             raise ParentGoneError from None
@@ -87,7 +91,7 @@ class Link:
 
     def _tell(self, kind: str, value: Any) -> None:
         try:
-            self._connection.send((kind, value))
+            self._connection.send((kind, self._number, value))
         except OSError:
             raise ParentGoneError from None
 
@@ -99,6 +103,7 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     ready: bool = False
+    requests: int = 0
 
     @property
     def stopped(self) -> bool:
@@ -183,14 +188,15 @@ class WorkerGroup:
         return [worker.process.pid or 0 for worker in self._workers]
 
     def send(self, index: int, *request: Any) -> None:
-        """Send a request that is not answered.
+        """Send a request, whose answer, if there will be one, `receive` returns.
 
         Raises:
             WorkerError: The worker has failed.
         """
         worker = self._workers[index]
+        worker.requests += 1
         try:
-            worker.connection.send(request)
+            worker.connection.send((worker.requests, request))
         except OSError:
             self._fail(worker)
 
@@ -205,7 +211,7 @@ class WorkerGroup:
         return self._receive(worker, "answer", timeout, among=[worker])
 
     def receive(self, index: int, timeout: float | None = None) -> Any:
-        """Return the answer to the oldest request sent that has not been received.
+        """Return the answer to the newest request; those to older ones are let go.
 
         Raises:
             WorkerError: The worker has failed, or has not answered in `timeout` seconds,
@@ -304,16 +310,21 @@ class WorkerGroup:
         timeout: float | None,
         among: Sequence[_Worker] | None = None,
     ) -> Any:
-        ready = self._wait([worker.connection], timeout, among)
-        try:
-            if worker.connection.poll():
-                found, value = worker.connection.recv()
-                if found == kind:
-                    worker.ready = True
-                    return value
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        while True:
+            left = None if timeout is None else until - time.monotonic()
+            ready = self._wait([worker.connection], left, among)
+            try:
+                if not worker.connection.poll():
+                    break
+                found, number, value = worker.connection.recv()
+            except (EOFError, OSError):
+                self._fail(worker)
+            if found == "error":
                 raise self._error(worker, f"failed:\n{value}")
-        except (EOFError, OSError):
-            self._fail(worker)
+            if found == kind and number == worker.requests:
+                worker.ready = True
+                return value
         if ready:
             self.check()  # another one failed, which is no less of a reason
         raise WorkerError(
@@ -328,7 +339,7 @@ class WorkerGroup:
         worker.process.join(STOP_SECONDS)
         try:
             while worker.connection.poll():
-                kind, value = worker.connection.recv()
+                kind, _, value = worker.connection.recv()
                 if kind == "error":
                     raise self._error(worker, f"failed:\n{value}")
         except (EOFError, OSError):
@@ -408,7 +419,7 @@ def _run(
             half = _RELAYED_CHARACTERS // 2
             text = f"{text[:half]}\n[...]\n{text[-half:]}"
         try:
-            connection.send(("error", text))
+            connection.send(("error", 0, text))
         except OSError:
             sys.stderr.write(text)  # nobody is left to relay it to
     finally:
