@@ -18,21 +18,7 @@ from torchrl.envs import EnvBase, GymEnv, TransformedEnv
 from torchrl.envs.transforms import Compose, RewardSum, StepCounter, VecNormV2
 from torchrl.envs.utils import check_env_specs
 
-from torchrl_unilab.envs import TASKS, MujocoBatchEnv, make_task
-
-FILTERED_PENDULUM = """
-<mujoco>
-  <worldbody>
-    <body>
-      <joint type="slide" axis="1 0 0"/><geom size=".1"/>
-      <body><joint name="hinge" axis="0 1 0"/><geom size=".1" pos="0 0 .6"/></body>
-    </body>
-  </worldbody>
-  <actuator>
-    <general joint="hinge" dyntype="filter" dynprm="1" ctrlrange="-3 3"/>
-  </actuator>
-</mujoco>
-"""
+from torchrl_unilab.envs import TASKS, MujocoBatchEnv
 
 
 def act(env: MujocoBatchEnv, seed: int) -> torch.Tensor:
@@ -294,7 +280,7 @@ def test_a_set_state_is_the_state_and_starts_an_episode() -> None:
 
 def diverge(env: MujocoBatchEnv, ids: list[int]) -> None:
     """Give simulations speeds at which MuJoCo gives up."""
-    env._fields["qvel"][ids] = 1e11
+    env._physics.fields["qvel"][ids] = 1e11
 
 
 def test_a_diverging_simulation_ends_its_episode_and_leaves_the_others_alone() -> None:
@@ -328,20 +314,10 @@ def test_a_diverging_simulation_ends_its_episode_and_leaves_the_others_alone() -
     twin.close()
 
 
-def test_what_is_looked_at_for_divergence_is_all_that_moves() -> None:
-    env = MujocoBatchEnv(make_task("InvertedPendulum-v5", model=FILTERED_PENDULUM), 2, seed=0)
-    names = ("time", "qpos", "qvel", "act")
-    parts = [env._batch.bind(name).reshape(2, -1) for name in names]
-    env.step(env.reset().set("action", torch.ones(2, 1)))
-    assert all(part.all() for part in parts)
-    np.testing.assert_array_equal(env._moving, np.concatenate(parts, axis=1))
-    env.close()
-
-
 def test_a_jump_out_of_sight_overflows_nothing() -> None:
     env = MujocoBatchEnv("Hopper-v5", 2, seed=0, with_reward_terms=True)
     root = env.reset()
-    env._fields["qpos"][0, 0] = 1e300
+    env._physics.fields["qpos"][0, 0] = 1e300
     after = env.step(root.set("action", act(env, 0)))["next"]
     assert after["terminated"].flatten().tolist() == [True, False]
     assert after["reward"][0] == 0
@@ -402,14 +378,14 @@ def test_a_simulation_error_terminates_its_simulation_only(
 ) -> None:
     env, twin = (MujocoBatchEnv("HalfCheetah-v5", 3, seed=0) for _ in range(2))
     root, twin_root = env.reset(), twin.reset()
-    step = env._batch.step
+    step = env._physics.batch.step
 
     def failing(ids: Any = None, nstep: int = 1) -> None:
         step(ids, nstep)
         raise SimulationError(np.array([2]), "stack overflow")
 
     with monkeypatch.context() as patch:
-        patch.setattr(env._batch, "step", failing)
+        patch.setattr(env._physics.batch, "step", failing)
         data, root = env.step_and_maybe_reset(root.set("action", act(env, 0)))
     expected, _ = twin.step_and_maybe_reset(twin_root.set("action", act(env, 0)))
     assert data["next", "terminated"].flatten().tolist() == [False, False, True]
@@ -540,7 +516,7 @@ def test_threads_default_to_the_cpus_of_the_process_less_the_learners(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus)
     env = MujocoBatchEnv("InvertedPendulum-v5", 16)
-    assert env._batch.nthread == threads
+    assert env._physics.batch.nthread == threads
     env.close()
 
 
@@ -569,10 +545,10 @@ def test_a_malformed_action_is_refused_and_changes_nothing(
 ) -> None:
     env = MujocoBatchEnv("Hopper-v5", 2, seed=0, max_episode_steps=1)
     root = env.reset()
-    state = env._batch.state.copy()
+    state = env._physics.batch.state.copy()
     with pytest.raises(ValueError, match=message):
         env.step(root.set("action", action))
-    np.testing.assert_array_equal(env._batch.state, state)
+    np.testing.assert_array_equal(env._physics.batch.state, state)
     root = root.exclude("next")
     assert env.step(root.set("action", act(env, 0)))["next", "truncated"].all()
     env.close()
@@ -595,10 +571,10 @@ def test_a_malformed_state_is_refused_and_changes_nothing(
 ) -> None:
     env = MujocoBatchEnv("InvertedPendulum-v5", 2, seed=0)
     env.reset()
-    state = env._batch.state.copy()
+    state = env._physics.batch.state.copy()
     with pytest.raises(ValueError, match=message):
         env.set_state(qpos, np.zeros(qpos.shape), ids=ids)
-    np.testing.assert_array_equal(env._batch.state, state)
+    np.testing.assert_array_equal(env._physics.batch.state, state)
     env.close()
 
 

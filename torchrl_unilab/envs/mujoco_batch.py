@@ -6,11 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import mujoco
 import numpy as np
 import torch
-from mujoco import mjtStage, mjtState, mjtWarning
-from mujoco.batch import DATA_FIELDS, MODEL_FIELDS, Batch, SimulationError
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict, TensorDictBase
 from torchrl import logger as torchrl_logger
@@ -18,26 +15,14 @@ from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.envs.episodes import Episodes
-from torchrl_unilab.envs.held_fields import HeldFields
 from torchrl_unilab.envs.named_tasks import make_task
-from torchrl_unilab.envs.physics_clock import stop_physics_clock
-from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
+from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
+from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.runtime import available_cores, plan_threads
 
-_ALL = slice(None)
 _FLAGS = ("done", "terminated", "truncated")
-_BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
-_MOVING = sum(
-    part.value
-    for part in (
-        mjtState.mjSTATE_TIME,
-        mjtState.mjSTATE_QPOS,
-        mjtState.mjSTATE_QVEL,
-        mjtState.mjSTATE_ACT,
-    )
-)
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -162,42 +147,22 @@ class MujocoBatchEnv(EnvBase):
         self.dtype = _NUMPY_DTYPE[dtype]
         self._episodes = Episodes(num_envs, max_episode_steps)
 
-        stop_physics_clock()
-        model = task.load_model()
-        batch = Batch(model, num_envs, num_threads)
-        batch.reset()
-        self._batch: Batch | None = batch
+        self._physics: Simulations | None = Simulations(task, num_envs, num_threads, randomization)
+        self.randomizer = self._physics.randomizer
+        model = self._physics.batch.model
         self.dt = float(model.opt.timestep * task.frame_skip)
-        if randomization is None:
-            randomization = task.randomization
-        self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
-        # live views of the physics: they change with every call of the batch
-        self._ctrl = batch.bind("ctrl")
-        self._fields = {
-            name: _field(batch, name, task.name) for name in ("qpos", "qvel", *task.reads)
-        }
-        if task.command_size:
-            self._fields["command"] = np.zeros((num_envs, task.command_size))
-        # MuJoCo resets a simulation that diverges and leaves one of these counts
-        self._warnings = batch.warning
-        # a state is a row of its parts by the order of their bits: these lead
-        self._moving = batch.state[:, : mujoco.mj_stateSize(model, _MOVING)]
-        self._held = HeldFields(self._fields)
-        self._init_qpos = self._fields["qpos"][0].copy()
-        self._init_qvel = self._fields["qvel"][0].copy()
-        for start in (self._init_qpos, self._init_qvel):
-            start.flags.writeable = False
         self._renderer = BatchRenderer(
-            batch, width=render_width, height=render_height, camera=render_camera
+            self._physics.batch, width=render_width, height=render_height, camera=render_camera
         )
         seen = _simulations("render_ids", render_ids, num_envs)
         self._pixels = Pixels(self._renderer, num_envs, seen) if from_pixels else None
         self._observes = not (from_pixels and pixels_only)
-        self._make_specs(model)
+        self._make_specs(self._physics)
         self._set_seed(seed)
         self.is_closed = False
 
-    def _make_specs(self, model: mujoco.MjModel) -> None:
+    def _make_specs(self, physics: Simulations) -> None:
+        model, fields = physics.batch.model, physics.fields
         n, device, dtype = len(self._episodes), self.device, self._torch_dtype
 
         def unbounded(width: int) -> Unbounded:
@@ -215,7 +180,7 @@ class MujocoBatchEnv(EnvBase):
         self.action_spec = Bounded(
             low.expand(shape), high.expand(shape), shape, dtype=dtype, device=device
         )
-        groups = self.task.observations(self._fields)
+        groups = self.task.observations(fields)
         self._widths = {key: sum(part.shape[1] for part in parts) for key, parts in groups.items()}
         observed = {key: unbounded(width) for key, width in self._widths.items() if self._observes}
         if self._pixels is not None:
@@ -224,8 +189,7 @@ class MujocoBatchEnv(EnvBase):
             )
         if self._with_reward_terms:
             action = np.zeros(shape, dtype=self.dtype)
-            before = self.task.before(self._fields)
-            outcome = self.task.outcome(self._fields, before, action, self.dt)
+            outcome = self.task.outcome(fields, self.task.before(fields), action, self.dt)
             terms = {name: unbounded(1) for name in outcome.terms}
             observed["reward_terms"] = Composite(terms, shape=[n], device=device)
             self.reward_terms = dict.fromkeys(outcome.terms, np.zeros(n))
@@ -242,8 +206,8 @@ class MujocoBatchEnv(EnvBase):
         Raises:
             RuntimeError: if the environment is closed.
         """
-        self._open_batch()
-        return self._fields["qpos"].copy(), self._fields["qvel"].copy()
+        fields = self._open_physics().fields
+        return fields["qpos"].copy(), fields["qvel"].copy()
 
     def set_state(
         self, qpos: ArrayLike, qvel: ArrayLike, ids: ArrayLike | None = None
@@ -270,13 +234,13 @@ class MujocoBatchEnv(EnvBase):
             >>> td["observation"][1].tolist()
             [0.0, 0.10000000149011612, 0.0, 0.0]
         """
-        self._open_batch()
+        fields = self._open_physics().fields
         rows = _simulations("set_state: ids", ids, len(self._episodes))
         order = np.argsort(rows)  # as the batch wants its ids
         values = []
         for name, value in (("qpos", qpos), ("qvel", qvel)):
             value = np.asarray(value, dtype=np.float64)
-            shape = (len(rows), self._fields[name].shape[1])
+            shape = (len(rows), fields[name].shape[1])
             if value.shape != shape or not np.isfinite(value).all():
                 raise ValueError(
                     f"set_state: {name} has shape {value.shape} and "
@@ -308,16 +272,12 @@ class MujocoBatchEnv(EnvBase):
             >>> bool((one.step(action.clone()) == other.step(action.clone())).all())
             True
         """
-        state = self._open_batch().state
         return {
-            "state": state.copy(),
-            "derived": self._held.derived(),
-            "command": self._fields["command"].copy() if self.task.command_size else None,
+            **self._open_physics().state_dict(),
             "episodes": self._episodes.state_dict(),
             "reward_terms": {name: term.copy() for name, term in self.reward_terms.items()},
             "num_diverged": self.num_diverged,
             "generators": [rng.bit_generator.state for rng in self._rngs],
-            "randomizer": self.randomizer.state_dict(),
         }
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
@@ -331,31 +291,13 @@ class MujocoBatchEnv(EnvBase):
             ValueError: if it is of another task or number of simulations. Nothing has
                 changed then.
         """
-        batch = self._open_batch()
-        mine = {name: field.shape for name, field in self._held.derived().items()}
-        command = self._fields["command"].shape if self.task.command_size else None
-        expected = (batch.state.shape, mine, command)
-        found = (
-            snapshot["state"].shape,
-            {name: field.shape for name, field in snapshot["derived"].items()},
-            None if snapshot["command"] is None else snapshot["command"].shape,
-        )
-        if found != expected:
-            raise ValueError(
-                f"restore: a snapshot of shapes {found} (expected {expected}, those of "
-                f"{self.task.name}). Restore one of the same task and number of simulations."
-            )
-        self.randomizer.load_state_dict(snapshot["randomizer"])
-        batch.state[...] = snapshot["state"]
-        self._held.hold(snapshot["derived"])
-        if self.task.command_size:
-            self._fields["command"][...] = snapshot["command"]
+        self._open_physics().load_state_dict(snapshot)
         self._episodes.load_state_dict(snapshot["episodes"])
         self.reward_terms = {name: term.copy() for name, term in snapshot["reward_terms"].items()}
         self.num_diverged = snapshot["num_diverged"]
         for rng, generator in zip(self._rngs, snapshot["generators"], strict=True):
             rng.bit_generator.state = generator
-        self._mark(slice(None))
+        self._mark()
 
     def render(self, ids: ArrayLike | None = None) -> Pictures:
         """Draw simulations as they are now.
@@ -374,7 +316,7 @@ class MujocoBatchEnv(EnvBase):
             ValueError: if ids names no simulation.
             ConfigError: if OpenGL cannot draw here; names what is missing.
         """
-        self._open_batch()
+        self._open_physics()
         return self._renderer.render(_simulations("render: ids", ids, len(self._episodes)))
 
     def close(self, *, raise_if_closed: bool = False) -> None:
@@ -385,12 +327,9 @@ class MujocoBatchEnv(EnvBase):
         """
         self._renderer.close()
         self.is_closed = True
-        # the views keep the simulations alive, so they must go too
-        self._batch = None
-        self.randomizer.close()
-        self._fields = {}
-        self._held.close()
-        self._ctrl = self._warnings = self._moving = np.empty((0, 0))
+        if self._physics is not None:
+            self._physics.close()
+            self._physics = None
 
     def _set_seed(self, seed: int | None) -> None:
         n = len(self._episodes)
@@ -398,7 +337,7 @@ class MujocoBatchEnv(EnvBase):
         self.randomizer.seed(self._rngs)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
-        self._open_batch()
+        self._open_physics()
         mask = None if tensordict is None else tensordict.get("_reset", None)
         ids = self._rows(mask)
         self._start_episodes(np.arange(len(self._episodes)) if ids is None else ids)
@@ -446,28 +385,14 @@ class MujocoBatchEnv(EnvBase):
 
     def _advance(self, action: NDArray[Any], ids: NDArray[np.intp] | None = None) -> TensorDictBase:
         """Step simulations ``ids``, all by default, and say what came of it."""
-        batch = self._open_batch()
-        rows = _ALL if ids is None else ids
-        task = self.task
-
+        task, physics = self.task, self._open_physics()
         start = time.perf_counter()
-        before = task.before(self._held.seen)
-        if ids is None:
-            self._ctrl[:] = action
-        else:
-            self._ctrl[ids] = action[ids]
-        failed = np.empty(0, dtype=np.int32)
-        try:
-            batch.step(ids, nstep=task.frame_skip)
-        except SimulationError as error:
-            failed = error.ids
-        diverged = self._diverged(failed)
+        before = task.before(physics.seen)
+        diverged = physics.step(action, ids)
         if diverged is not None:
-            batch.reset(diverged)
             self._report(diverged)
-        self._held.release(rows)
         start = self._end_phase("physics", start)
-        outcome = task.outcome(self._held.seen, before, action, self.dt)
+        outcome = task.outcome(physics.seen, before, action, self.dt)
         reward, terminated = outcome.reward, outcome.terminated
         # past what nn.Module does about attributes, which takes as long as some of the terms
         self.__dict__.update(reward_terms=outcome.terms, info=outcome.info)
@@ -478,7 +403,7 @@ class MujocoBatchEnv(EnvBase):
             self.reward_terms = {
                 name: np.where(diverged, 0.0, term) for name, term in self.reward_terms.items()
             }
-        self._mark(rows)
+        self._mark(ids)
         self._episodes.advance(terminated, ids)
         if ids is not None:
             reward = np.where(np.isin(np.arange(len(reward)), ids), reward, 0.0)
@@ -487,17 +412,6 @@ class MujocoBatchEnv(EnvBase):
             self._draw_commands(np.flatnonzero(due) if ids is None else ids[due[ids]])
         self._end_phase("reward", start)
         return self._output(reward=self._tensor(reward[:, None], self.dtype))
-
-    def _diverged(self, failed: NDArray[np.int32]) -> NDArray[np.bool_] | None:
-        """Which simulations the last step left without a state, ``(n,)``; None if none."""
-        moving = self._moving
-        # most steps end here
-        if not len(failed) and not np.count_nonzero(self._warnings) and _finite(moving):
-            return None
-        diverged: NDArray[np.bool_] = self._warnings[:, _BAD, 1].any(axis=1)
-        diverged |= ~np.isfinite(moving).all(axis=1)
-        diverged[failed] = True
-        return diverged if diverged.any() else None
 
     def _end_phase(self, phase: str, start: float) -> float:
         """Count the time since ``start`` for a phase; return the present."""
@@ -525,29 +439,29 @@ class MujocoBatchEnv(EnvBase):
             return super()._step_proc_data(next_tensordict_out)
         return next_tensordict_out
 
-    def _open_batch(self) -> Batch:
-        if self._batch is None:
+    def _open_physics(self) -> Simulations:
+        if self._physics is None:
             raise RuntimeError(
                 "MujocoBatchEnv: the environment is closed (expected an open one). "
                 "Create a new one."
             )
-        return self._batch
+        return self._physics
 
     def _read_action(self, tensordict: TensorDictBase) -> NDArray[Any]:
         """The action as a contiguous array, refused if it is malformed."""
-        self._open_batch()
+        shape = (len(self._episodes), self._open_physics().num_controls)
         action = tensordict["action"]
         if action.requires_grad:
             action = action.detach()
         if action.dtype is not torch.float32 and action.dtype is not torch.float64:
             action = action.float()
         array: NDArray[Any] = np.ascontiguousarray(action.numpy(force=not action.is_cpu))
-        if array.shape != self._ctrl.shape:
+        if array.shape != shape:
             raise ValueError(
                 f"MujocoBatchEnv.step: action has shape {array.shape} (expected "
-                f"{self._ctrl.shape}). Give one row of controls per simulation."
+                f"{shape}). Give one row of controls per simulation."
             )
-        if not _finite(array):
+        if not all_finite(array):
             raise ValueError(
                 f"MujocoBatchEnv.step: action has {(~np.isfinite(array)).sum()} "
                 "non-finite values (expected none). Check the policy for NaN."
@@ -565,10 +479,9 @@ class MujocoBatchEnv(EnvBase):
         if not len(ids):
             return
         start = time.perf_counter()
-        self.randomizer.reset(ids)
-        states = [
-            self.task.initial_state(self._rngs[i], self._init_qpos, self._init_qvel) for i in ids
-        ]
+        physics = self._open_physics()
+        physics.randomizer.reset(ids)
+        states = [self.task.initial_state(self._rngs[i], *physics.start) for i in ids]
         self._draw_commands(ids)
         self._place(ids, *(np.array(part) for part in zip(*states, strict=True)))
         self._end_phase("reset", start)
@@ -576,18 +489,13 @@ class MujocoBatchEnv(EnvBase):
     def _draw_commands(self, ids: NDArray[np.intp]) -> None:
         """Draw new commands for simulations ``ids``, if the task has commands."""
         if self.task.command_size:
-            command = self._fields["command"]
+            command = self._open_physics().fields["command"]
             for i in ids:
                 command[i] = self.task.command(self._rngs[i])
 
     def _place(self, ids: NDArray[np.intp], qpos: Array, qvel: Array) -> None:
         """Start episodes of simulations ``ids``, sorted, from these states."""
-        batch = self._open_batch()
-        batch.reset(ids, stage=mjtStage.mjSTAGE_NONE.value)
-        self._fields["qpos"][ids] = qpos
-        self._fields["qvel"][ids] = qvel
-        batch.forward(ids)
-        self._held.release(ids)
+        self._open_physics().place(ids, qpos, qvel)
         if self._with_reward_terms:
             started = np.isin(np.arange(len(self._episodes)), ids)
             self.reward_terms = {
@@ -596,15 +504,15 @@ class MujocoBatchEnv(EnvBase):
         self._episodes.start(ids)
         self._mark(ids)
 
-    def _mark(self, rows: NDArray[np.intp] | slice) -> None:
-        """Let the pictures of these simulations be drawn anew."""
+    def _mark(self, ids: NDArray[np.intp] | None = None) -> None:
+        """Let the pictures of these simulations be drawn anew; of all for None."""
         if self._pixels is not None:
-            self._pixels.outdate(rows)
+            self._pixels.outdate(slice(None) if ids is None else ids)
 
     def _output(self, **entries: torch.Tensor) -> TensorDict:
         """The present observation and flags, in new tensors, and ``entries``."""
         start = time.perf_counter()
-        groups = self.task.observations(self._held.seen) if self._observes else {}
+        groups = self.task.observations(self._open_physics().seen) if self._observes else {}
         for key, parts in groups.items():
             # cast while they are put together: one copy out of the physics
             array = np.concatenate(parts, axis=1, dtype=self.dtype, casting="same_kind")
@@ -635,24 +543,6 @@ class MujocoBatchEnv(EnvBase):
         return self._placed(torch.from_numpy(array.astype(dtype)))
 
 
-def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
-    """A field of the physics or of the model, one row per simulation."""
-    if name in DATA_FIELDS:
-        bound: NDArray[Any] = batch.bind(name)
-        return bound
-    if name not in MODEL_FIELDS:
-        raise ValueError(
-            f"MujocoBatchEnv: {task} reads {name!r} (expected a field of MjData that "
-            "mujoco.batch binds or of MjModel that it expands). Correct `reads`."
-        )
-    expanded: NDArray[Any] | None = batch.expanded(name)
-    if expanded is not None:
-        return expanded
-    owner, _, attribute = name.rpartition(".")
-    value = np.asarray(getattr(batch.model.opt if owner else batch.model, attribute))
-    return np.broadcast_to(value, (batch.nsim, *value.shape))
-
-
 def _simulations(what: str, ids: ArrayLike | None, n: int) -> NDArray[np.intp]:
     """The simulations that ``ids`` names, distinct; all for None."""
     rows = np.arange(n) if ids is None else np.asarray(ids)
@@ -666,11 +556,6 @@ def _simulations(what: str, ids: ArrayLike | None, n: int) -> NDArray[np.intp]:
             f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Correct ids."
         )
     return rows
-
-
-def _finite(array: NDArray[Any]) -> bool:
-    """Whether all of it is finite; counts, which touches less than reducing does."""
-    return bool(np.count_nonzero(np.isfinite(array)) == array.size)
 
 
 def _check_positive(name: str, value: int) -> None:

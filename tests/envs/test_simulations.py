@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import mujoco
+import numpy as np
+import pytest
+
+from torchrl_unilab.envs import make_task
+from torchrl_unilab.envs.simulations import Simulations, all_finite
+
+PENDULUM = """
+<mujoco>
+  <worldbody>
+    <body>
+      <joint type="slide" axis="1 0 0"/><geom size=".1"/>
+      <body><joint name="hinge" axis="0 1 0"/><geom size=".1" pos="0 0 .6"/></body>
+    </body>
+  </worldbody>
+  <actuator>
+    <general joint="hinge" dyntype="filter" dynprm="1" ctrlrange="-3 3"/>
+  </actuator>
+</mujoco>
+"""
+N = 3
+
+
+def simulations(count: int = N) -> Simulations:
+    return Simulations(make_task("InvertedPendulum-v5", model=PENDULUM), count, 1)
+
+
+def controls(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).uniform(-3.0, 3.0, (N, 1))
+
+
+@pytest.mark.parametrize("ids", [None, [0, 2]])
+def test_a_control_step_is_that_many_steps_of_mujoco_for_each(ids: list[int] | None) -> None:
+    physics = simulations()
+    model = physics.batch.model
+    plain = [mujoco.MjData(model) for _ in range(N)]
+    for step in range(5):
+        assert physics.step(controls(step), None if ids is None else np.array(ids)) is None
+        for i in range(N) if ids is None else ids:
+            plain[i].ctrl[:] = controls(step)[i]
+            mujoco.mj_step(model, plain[i], nstep=2)  # InvertedPendulum's frame_skip
+    np.testing.assert_array_equal(physics.fields["qpos"], [data.qpos for data in plain])
+    np.testing.assert_array_equal(physics.fields["qvel"], [data.qvel for data in plain])
+    physics.close()
+
+
+def test_what_is_looked_at_for_divergence_is_all_that_moves() -> None:
+    physics = simulations()
+    parts = [physics.batch.bind(name).reshape(N, -1) for name in ("time", "qpos", "qvel", "act")]
+    physics.step(controls(0))
+    assert all(part.all() for part in parts)
+    np.testing.assert_array_equal(physics._moving, np.concatenate(parts, axis=1))
+    physics.close()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_what_diverges_is_put_back_and_told_and_the_others_are_as_without_it(value: float) -> None:
+    physics, twin = simulations(), simulations()
+    for step in range(3):
+        physics.step(controls(step))
+        twin.step(controls(step))
+    physics.fields["qvel"][1] = value
+    diverged = physics.step(controls(3))
+    assert diverged is not None
+    assert diverged.tolist() == [False, True, False]
+    assert twin.step(controls(3)) is None
+    np.testing.assert_array_equal(physics.batch.state[::2], twin.batch.state[::2])
+    np.testing.assert_array_equal(physics.fields["qpos"][1], physics.start[0])
+    assert physics.step(controls(4)) is None
+    physics.close()
+    twin.close()
+
+
+def test_a_saved_state_goes_on_bit_for_bit_and_one_of_others_is_refused() -> None:
+    physics, other, fewer = simulations(), simulations(), simulations(2)
+    for step in range(3):
+        physics.step(controls(step))
+    saved = physics.state_dict()
+    other.load_state_dict(saved)
+    before = fewer.batch.state.copy()
+    with pytest.raises(ValueError, match=r"shapes \(\(3, .* \(expected \(\(2, "):
+        fewer.load_state_dict(saved)
+    np.testing.assert_array_equal(fewer.batch.state, before)
+    for step in range(3, 6):
+        physics.step(controls(step))
+        other.step(controls(step))
+    np.testing.assert_array_equal(physics.batch.state, other.batch.state)
+    for each in (physics, other, fewer):
+        each.close()
+
+
+def test_a_placed_simulation_forgets_what_it_was() -> None:
+    physics = simulations()
+    physics.step(controls(0))
+    others = physics.batch.state[[0, 2]].copy()
+    physics.place(np.array([1]), np.array([[0.1, 0.2]]), np.array([[0.3, 0.4]]))
+    assert physics.fields["qpos"][1].tolist() == [0.1, 0.2]
+    assert physics.fields["qvel"][1].tolist() == [0.3, 0.4]
+    assert physics.batch.bind("act")[1] == physics.batch.bind("time")[1] == 0.0
+    np.testing.assert_array_equal(physics.batch.state[[0, 2]], others)
+    physics.close()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_number_that_is_not_finite_is_found(value: float) -> None:
+    array = np.full((3, 4), 1e300)
+    assert all_finite(array)
+    array[1, 2] = value
+    assert not all_finite(array)
+    assert all_finite(array[:, :2])

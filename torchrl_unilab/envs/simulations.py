@@ -1,0 +1,207 @@
+"""The physics of an environment: a task's simulations, stepped, placed and looked after."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mujoco
+import numpy as np
+from mujoco import mjtStage, mjtState, mjtWarning
+from mujoco.batch import DATA_FIELDS, MODEL_FIELDS, Batch, SimulationError
+from numpy.typing import NDArray
+
+from torchrl_unilab.envs.held_fields import HeldFields
+from torchrl_unilab.envs.physics_clock import stop_physics_clock
+from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
+from torchrl_unilab.envs.task import Array, MujocoTask
+
+__all__ = ["Simulations", "all_finite"]
+
+_ALL = slice(None)
+_NONE = np.empty(0, dtype=np.int32)
+_BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
+_MOVING = sum(
+    part.value
+    for part in (
+        mjtState.mjSTATE_TIME,
+        mjtState.mjSTATE_QPOS,
+        mjtState.mjSTATE_QVEL,
+        mjtState.mjSTATE_ACT,
+    )
+)
+
+
+class Simulations:
+    """Simulations of one task's model, each of them a row.
+
+    Args:
+        task: whose model and `reads` they have.
+        num_envs: how many there are.
+        num_threads: that step them.
+        randomization: how their models differ; None as the task says.
+
+    Attributes:
+        batch: of MuJoCo's.
+        fields: live views of what the task reads, and the commands, ``(n, ...)`` each: they
+            change with every call.
+        randomizer: holds what differs between the models.
+        start: the model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
+
+    Raises:
+        ValueError: if the task reads what there is not, and ConfigError, which is one, if what
+            is to be randomised is not in the model.
+    """
+
+    def __init__(
+        self,
+        task: MujocoTask,
+        num_envs: int,
+        num_threads: int,
+        randomization: Sequence[Randomize] | None = None,
+    ) -> None:
+        stop_physics_clock()
+        model = task.load_model()
+        self.batch = batch = Batch(model, num_envs, num_threads)
+        batch.reset()
+        if randomization is None:
+            randomization = task.randomization
+        self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
+        self._name, self._frame_skip = task.name, task.frame_skip
+        self._has_commands = task.command_size > 0
+        self.fields = {
+            name: _field(batch, name, task.name) for name in ("qpos", "qvel", *task.reads)
+        }
+        if self._has_commands:
+            self.fields["command"] = np.zeros((num_envs, task.command_size))
+        self._held = HeldFields(self.fields)
+        self._ctrl = batch.bind("ctrl")
+        # MuJoCo resets a simulation that diverges and leaves one of these counts
+        self._warnings = batch.warning
+        # a state is a row of its parts by the order of their bits: these lead
+        self._moving = batch.state[:, : mujoco.mj_stateSize(model, _MOVING)]
+        self.start = self.fields["qpos"][0].copy(), self.fields["qvel"][0].copy()
+        for values in self.start:
+            values.flags.writeable = False
+
+    @property
+    def seen(self) -> Mapping[str, NDArray[Any]]:
+        """All fields, as they are to be read."""
+        return self._held.seen
+
+    @property
+    def num_controls(self) -> int:
+        """Controls of each."""
+        return int(self._ctrl.shape[1])
+
+    def step(
+        self, action: NDArray[Any], ids: NDArray[np.intp] | None = None
+    ) -> NDArray[np.bool_] | None:
+        """Take the task's physics steps of one control step.
+
+        Args:
+            action: ``(n, nu)``, finite.
+            ids: the simulations to step, sorted; None for all.
+
+        Returns:
+            Which of them diverged, ``(n,)``, and were put back to the model's default pose;
+            None if none did.
+        """
+        failed = _NONE
+        if ids is None:
+            self._ctrl[:] = action
+        else:
+            self._ctrl[ids] = action[ids]
+        try:
+            self.batch.step(ids, nstep=self._frame_skip)
+        except SimulationError as error:
+            failed = error.ids
+        diverged = self._diverged(failed)
+        if diverged is not None:
+            self.batch.reset(diverged)
+        self._held.release(_ALL if ids is None else ids)
+        return diverged
+
+    def _diverged(self, failed: NDArray[np.int32]) -> NDArray[np.bool_] | None:
+        """Which simulations the last step left without a state, ``(n,)``; None if none."""
+        moving = self._moving
+        # most steps end here
+        if not len(failed) and not np.count_nonzero(self._warnings) and all_finite(moving):
+            return None
+        diverged: NDArray[np.bool_] = self._warnings[:, _BAD, 1].any(axis=1)
+        diverged |= ~np.isfinite(moving).all(axis=1)
+        diverged[failed] = True
+        return diverged if diverged.any() else None
+
+    def place(self, ids: NDArray[np.intp], qpos: Array, qvel: Array) -> None:
+        """Put simulations `ids`, sorted, into these states, and forget all else of theirs."""
+        self.batch.reset(ids, stage=mjtStage.mjSTAGE_NONE.value)
+        self.fields["qpos"][ids] = qpos
+        self.fields["qvel"][ids] = qvel
+        self.batch.forward(ids)
+        self._held.release(ids)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all that the next steps follow from."""
+        return {
+            "state": self.batch.state.copy(),
+            "derived": self._held.derived(),
+            "command": self.fields["command"].copy() if self._has_commands else None,
+            "randomizer": self.randomizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, here or in simulations like these.
+
+        Raises:
+            ValueError: if they are of another task or number. Nothing has changed then.
+        """
+        mine = {name: field.shape for name, field in self._held.derived().items()}
+        command = self.fields["command"].shape if self._has_commands else None
+        expected = (self.batch.state.shape, mine, command)
+        found = (
+            state["state"].shape,
+            {name: field.shape for name, field in state["derived"].items()},
+            None if state["command"] is None else state["command"].shape,
+        )
+        if found != expected:
+            raise ValueError(
+                f"restore: a snapshot of shapes {found} (expected {expected}, those of "
+                f"{self._name}). Restore one of the same task and number of simulations."
+            )
+        self.randomizer.load_state_dict(state["randomizer"])
+        self.batch.state[...] = state["state"]
+        self._held.hold(state["derived"])
+        if self._has_commands:
+            self.fields["command"][...] = state["command"]
+
+    def close(self) -> None:
+        """Let go of all. The views keep the simulations alive, so they go too."""
+        self.randomizer.close()
+        self._held.close()
+        self.fields = {}
+        self._ctrl = self._warnings = self._moving = np.empty((0, 0))
+        del self.batch
+
+
+def all_finite(array: NDArray[Any]) -> bool:
+    """Whether all of it is finite; counts, which touches less than reducing does."""
+    return bool(np.count_nonzero(np.isfinite(array)) == array.size)
+
+
+def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
+    """A field of the physics or of the model, one row per simulation."""
+    if name in DATA_FIELDS:
+        bound: NDArray[Any] = batch.bind(name)
+        return bound
+    if name not in MODEL_FIELDS:
+        raise ValueError(
+            f"MujocoBatchEnv: {task} reads {name!r} (expected a field of MjData that "
+            "mujoco.batch binds or of MjModel that it expands). Correct `reads`."
+        )
+    expanded: NDArray[Any] | None = batch.expanded(name)
+    if expanded is not None:
+        return expanded
+    owner, _, attribute = name.rpartition(".")
+    value = np.asarray(getattr(batch.model.opt if owner else batch.model, attribute))
+    return np.broadcast_to(value, (batch.nsim, *value.shape))
