@@ -185,12 +185,16 @@ def test_the_next_sample_is_begun_while_this_one_is_learnt_from_if_it_is_asked_f
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_loss_takes_the_same_step(algorithm):
+    from torch._inductor import config as compiler
+
     moved = []
     for compiled in (False, True):
         trainer = _trainer(8, algorithm=algorithm, fused=False, compile=compiled)
-        moved.append(_trained(trainer))
+        # compiled code draws its noise by a generator of its own, unless told
+        with compiler.patch(fallback_random=True):
+            moved.append(_trained(trainer))
     for key, eager in moved[0].items():
-        torch.testing.assert_close(eager, moved[1][key], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(eager, moved[1][key], rtol=1e-4, atol=1e-6)
 
 
 @BOTH

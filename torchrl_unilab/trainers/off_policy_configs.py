@@ -95,7 +95,8 @@ class OffPolicyConfig:
         reward_scale: Factor on rewards for learning; reported returns are unscaled.
         fused: Take updates by `FusedSACUpdate` or `FusedTD3Update`.
         compile: Compile the loss (`torch.compile`) where `fused` does not apply; pays off in
-            long runs only, as compiling takes half a minute and a C++ compiler.
+            long runs only, as compiling takes half a minute and a C++ compiler. The noise in
+            the loss is then drawn by the compiler's generator: other numbers, as good ones.
 
     Raises:
         ConfigError: A setting cannot work.
