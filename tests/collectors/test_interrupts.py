@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,69 +12,111 @@ import torch
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
 from tests.support.processes import DEADLINE, live_children
-from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.runtime import WorkerGroup
 
-WORKERS = 2
-FRAMES = 8 * WORKERS
+WORKERS = 3
+TICKS = 6
+BATCH = 8
+SETTINGS: dict[str, Any] = {"lockstep": True, "seed": 100, "timeout": DEADLINE}
 
 
-def _collector(**settings: Any) -> ReplayCollector:
+def _replay() -> ReplayCollector:
     return ReplayCollector(
         [CountingEnv] * WORKERS,
         make_policy(0.0),
         capacity=512,
-        frames_per_batch=FRAMES,
-        seed=100,
-        timeout=DEADLINE,
-        **settings,
+        frames_per_batch=BATCH * WORKERS,
+        total_frames=BATCH * WORKERS * TICKS,
+        **SETTINGS,
     )
 
 
-def _interrupt(collector: ReplayCollector, monkeypatch: pytest.MonkeyPatch, kind: str) -> list[str]:
-    """Have Ctrl-C fall once after the first request of a kind, before its answer is read."""
-    group, fallen = collector._running(), []
-    send, receive = group.send, group.receive
-    last = [""]
-
-    def sent(worker: int, *request: Any) -> None:
-        send(worker, *request)
-        last[0] = request[0]
-
-    def interrupted(worker: int, timeout: float | None = None) -> Any:
-        if last[0] == kind and not fallen:
-            fallen.append(kind)
-            raise KeyboardInterrupt
-        return receive(worker, timeout)
-
-    monkeypatch.setattr(group, "send", sent)
-    monkeypatch.setattr(group, "receive", interrupted)
-    return fallen
+def _appo() -> APPOCollector:
+    return APPOCollector(
+        [CountingEnv] * WORKERS,
+        make_policy(0.0),
+        frames_per_batch=BATCH,
+        total_frames=BATCH * WORKERS * TICKS,
+        **SETTINGS,
+    )
 
 
-@pytest.mark.parametrize("kind", ["collect", "write", "state"])
-def test_a_collector_interrupted_before_an_answer_goes_on_as_one_that_was_not(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ticks, rows, states = 6, [], []
-    for interrupt in (False, True):
-        with _collector(lockstep=True, total_frames=ticks * FRAMES) as collector:
-            fallen = _interrupt(collector, monkeypatch, kind) if interrupt else []
-            batches = iter(collector)
-            for tick in range(ticks):
-                try:
-                    next(batches)
-                except KeyboardInterrupt:
-                    batches = iter(collector)
-                    next(batches)
+class _Interrupt:
+    """Has Ctrl-C fall once around a call of the second worker's, or for nobody's, of a group.
+
+    Args:
+        group: Of workers.
+        call: Before which it falls.
+        after: The newest request then.
+    """
+
+    def __init__(self, group: WorkerGroup, call: str, after: str) -> None:
+        self.newest, self.call, self.after, self.fallen, self.count = "", call, after, False, 0
+        self.real = {name: getattr(group, name) for name in ("send", "receive", "wait")}
+        for name in self.real:
+            setattr(group, name, lambda *args, name=name, **kw: self._called(name, *args, **kw))
+
+    def _called(self, name: str, *args: Any, **kw: Any) -> Any:
+        if name == self.call and self.newest == self.after and not self.fallen:
+            self.count += 1
+            if self.count == 2:
+                self.fallen = True
+                raise KeyboardInterrupt
+        if name == "send":
+            self.newest = args[1]
+        return self.real[name](*args, **kw)
+
+
+def _batches(collector: Any) -> Iterator[Any]:
+    """All batches, of as many iterators as it takes."""
+    whole = False
+    while not whole:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield from collector
+            whole = True
+
+
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [("send", "collect"), ("receive", "collect"), ("receive", "write"), ("receive", "state")],
+)
+def test_a_replay_collector_goes_on_as_one_that_was_not_interrupted(call: str, after: str) -> None:
+    rows = []
+    for interrupted in (False, True):
+        with _replay() as collector:
+            if interrupted:
+                fault = _Interrupt(collector._running(), call, after)
+            for tick, _ in enumerate(_batches(collector)):
                 if tick == 2:
                     with contextlib.suppress(KeyboardInterrupt):
                         collector.state_dict()
-            assert next(batches, "the end") == "the end"
-            assert fallen == ([kind] if interrupt else [])
             storage = collector.storage
-            assert collector.metrics().frames == len(storage) == ticks * FRAMES
+            assert collector.metrics().frames == len(storage) == collector.state_dict()["frames"]
             rows.append(storage.get(torch.arange(len(storage))).clone())
-            states.append(collector.state_dict()["frames"])
-    assert states == [ticks * FRAMES] * 2
+    assert fault.fallen
+    assert len(rows[0]) == TICKS * BATCH * WORKERS
     assert (rows[0] == rows[1]).all()
+    assert not live_children()
+
+
+@pytest.mark.parametrize(("call", "after"), [("send", "collect"), ("wait", "collect")])
+def test_rounds_in_lockstep_are_whole_though_one_was_interrupted(call: str, after: str) -> None:
+    rollouts = []
+    for interrupted in (False, True):
+        with _appo() as collector:
+            if interrupted:
+                fault = _Interrupt(collector._running(), call, after)
+            batches = []
+            for i, rollout in enumerate(_batches(collector)):
+                batches.append(rollout)
+                if i == WORKERS:
+                    state = collector.state_dict()
+            rollouts.append(batches)
+            assert len(state["waiting"]) == WORKERS - 1
+            assert collector.metrics().frames == TICKS * WORKERS * BATCH
+    assert fault.fallen
+    assert len(rollouts[0]) == len(rollouts[1]) == TICKS * WORKERS
+    for one, other in zip(*rollouts, strict=True):
+        assert (one == other).all()
     assert not live_children()

@@ -151,6 +151,7 @@ class APPOCollector(WorkerCollector):
         self.stale = 0
         self._lease: RolloutLease | None = None  # lent out
         self._waiting: list[RolloutLease] = []  # of this round of lockstep, not yet yielded
+        self._coming = 0  # rollouts of this round that are not there yet
         self._restored: list[TensorDictBase] = []  # of such a round, from a checkpoint
 
         env = factories[0]()
@@ -216,12 +217,7 @@ class APPOCollector(WorkerCollector):
                 yield rollout
                 continue
             with span("sample"):
-                if not self.lockstep:
-                    lease = self._next_fresh()
-                else:
-                    # All workers collect at once; their rollouts are taken in their order.
-                    self._waiting = self._waiting or self._one_each()
-                    lease = self._waiting.pop(0)
+                lease = self._next_of_round() if self.lockstep else self._next_fresh()
             self._frames += lease.rollout.numel()
             if self.use_buffers:
                 self._lease = lease
@@ -267,19 +263,31 @@ class APPOCollector(WorkerCollector):
                 )
         return lease
 
-    def _one_each(self) -> list[RolloutLease]:
-        """Return one new rollout of each worker, in the order of the workers."""
+    def _next_of_round(self) -> RolloutLease:
+        """Return the next rollout of a round: all workers collect at once, one each.
+
+        What is there of a round that was interrupted stays, and the rest is waited for.
+        """
         storage = self._open_storage()
-        if self._inline is not None:
-            with own_randomness(self._random):
-                fill_slot(storage, self._inline, self._open_metrics(), 0, timeout=None)
-        else:
-            self._collect(1)
-        leases = []
-        for _ in range(self.num_workers):
-            leases.append(self._take())
-            self._owing.discard(leases[-1].token.writer)
-        return sorted(leases, key=lambda lease: lease.token.writer)
+        if not self._waiting and not self._coming:
+            if self._inline is None:
+                self._coming = self.num_workers
+                self._collect(1)
+            else:
+                with own_randomness(self._random):
+                    fill_slot(storage, self._inline, self._open_metrics(), 0, timeout=None)
+                self._coming = 1
+        self._settle()
+        return self._waiting.pop(0)
+
+    def _settle(self) -> None:
+        self._ask_the_rest()
+        while self._coming:
+            lease = self._take()
+            self._waiting.append(lease)
+            self._coming -= 1
+            self._owing.discard(lease.token.writer)
+            self._waiting.sort(key=lambda lease: lease.token.writer)
 
     def _recover(self, worker: int) -> None:
         super()._recover(worker)

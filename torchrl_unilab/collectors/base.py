@@ -82,6 +82,7 @@ class WorkerCollector(BaseCollector):
         self._frames = 0
         self._seed = 0
         self._task: tuple[Any, ...] = ()  # what workers were last asked to collect
+        self._unasked: set[int] = set()  # those who were not yet, and only if Ctrl-C came between
         self._owing: set[int] = set()  # those who have not done it yet
         self._closing = threading.RLock()
         self._memory: Any = None
@@ -111,10 +112,16 @@ class WorkerCollector(BaseCollector):
     def _collect(self, *how: Any) -> None:
         """Have all workers collect, which each owes from then on."""
         self._task, self._owing = ("collect", *how), set()
-        group = self._running()
-        for worker in range(self.num_workers):
-            self._persist(partial(group.send, worker, *self._task))
+        self._unasked = set(range(self.num_workers))
+        self._ask_the_rest()
+
+    def _ask_the_rest(self) -> None:
+        """Go on with asking the workers to collect, where that was interrupted."""
+        while self._unasked:
+            worker = min(self._unasked)
+            self._persist(partial(self._running().send, worker, *self._task))
             self._owing.add(worker)
+            self._unasked.discard(worker)
 
     def _ask(self, *requests: tuple[Any, ...]) -> list[Any]:
         """Ask each worker its own request; return the answers."""

@@ -221,9 +221,9 @@ class ReplayCollector(WorkerCollector):
         if self._inline is None:
             if self.restart_workers:
                 self._told = [self._frames_of(worker) for worker in range(self.num_workers)]
-            self._collect(self._in_turn)
             self._unwritten = set(range(self.num_workers)) if self._in_turn else set()
             self._owed = True
+            self._collect(self._in_turn)
             return
         with own_randomness(self._random):
             self._rows.step()
@@ -238,6 +238,7 @@ class ReplayCollector(WorkerCollector):
             self._come += 1
 
     def _finish_tick(self) -> None:
+        self._ask_the_rest()
         while self._owing or self._unwritten:
             if self._owing:
                 worker = min(self._owing)
@@ -258,7 +259,7 @@ class ReplayCollector(WorkerCollector):
         if self._frames_of(worker) > self._told[worker]:
             self._owing.discard(worker)  # its rows are there: it died after it had told of them
             self._unwritten.discard(worker)
-        elif worker in self._unwritten:
+        elif worker in self._unwritten - self._unasked:
             self._owing.add(worker)  # the steps that it would have written
 
     def _frames_of(self, worker: int) -> int:
