@@ -24,7 +24,7 @@ from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.row_copy import RowCopy, RowFinder
 from torchrl_unilab.shm.rows import SharedRows
 
-__all__ = ["NonFinite", "RowAppender"]
+__all__ = ["NonFinite", "RowAppender", "check_steps"]
 
 NonFinite = Literal["refuse", "count", "pass"]
 _FINITE = (REWARD, "action")  # keys that must be, unless they pass
@@ -197,3 +197,31 @@ class RowAppender:
             start = first + count - len(staged.words)
             rows.write(start, staged.words)
         return start
+
+
+def check_steps(
+    rows: TensorDictBase,
+    mask: torch.Tensor | None,
+    finals: torch.Tensor | TensorDictBase | None,
+) -> None:
+    """Refuse what `RowAppender.add` cannot add, whatever the form of the rows.
+
+    Raises:
+        LayoutShapeError: The rows are not [N] or [N, T], there is none, or the mask is not of
+            their shape or without final observations.
+    """
+    if (mask is None) != (finals is None):
+        raise LayoutShapeError(
+            f"final observations: mask {mask is not None}, observations {finals is not None} "
+            "(expected both or none). Give both."
+        )
+    if rows.ndim not in (1, 2) or not rows.numel():
+        raise LayoutShapeError(
+            f"cannot add rows: batch size {list(rows.batch_size)} (expected [N] or [N, T], "
+            "not empty). Reshape them."
+        )
+    if mask is not None and (mask.shape != rows.batch_size or mask.dtype is not torch.bool):
+        raise LayoutShapeError(
+            f"terminal_mask: {mask.dtype} of shape {tuple(mask.shape)} (expected torch.bool of "
+            f"{tuple(rows.batch_size)}). One entry for each row."
+        )

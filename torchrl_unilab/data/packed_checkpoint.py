@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
-
-from torchrl_unilab.errors import ConfigError, LayoutDigestError
+from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
+from torchrl_unilab.errors import LayoutDigestError
 
 if TYPE_CHECKING:
     from torchrl_unilab.data.packed_replay import PackedReplayStorage
@@ -19,7 +18,7 @@ __all__ = ["PackedReplayCheckpointer"]
 _CHUNK = 1 << 24  # bytes written at a time
 
 
-class PackedReplayCheckpointer(StorageCheckpointerBase):
+class PackedReplayCheckpointer(SharedStorageCheckpointer):
     """Saves a `PackedReplayStorage` as one file, straight from shared memory.
 
     Writers wait meanwhile; samplers do not. Hooks of TorchRL's checkpointers get the whole
@@ -57,12 +56,3 @@ class PackedReplayCheckpointer(StorageCheckpointerBase):
                             f"cannot load rows: {path} ends too early (expected "
                             f"{part.nbytes} bytes more). Load another checkpoint."
                         )
-
-    def _refuse_hook(self, hook: Any) -> None:
-        raise ConfigError(
-            f"hook of a packed checkpoint: {hook!r} (expected none). "
-            "Change rows with a transform of the replay buffer."
-        )
-
-    register_save_hook = _refuse_hook
-    register_load_hook = _refuse_hook

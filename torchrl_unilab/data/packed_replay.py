@@ -8,11 +8,8 @@ its tensors are views of that. How rows of several writers stay whole is the bus
 
 from __future__ import annotations
 
-import copy
 import json
-import sys
 import threading
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -20,26 +17,23 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from torchrl.data import Composite
-from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
-from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
-from torchrl_unilab.data.packed_append import NonFinite, RowAppender
+from torchrl_unilab.data.packed_append import NonFinite, RowAppender, check_steps
 from torchrl_unilab.data.packed_checkpoint import PackedReplayCheckpointer
 from torchrl_unilab.data.packed_form import DONE, REWARD, RowForm, key_path
 from torchrl_unilab.data.packed_links import RowLinker
-from torchrl_unilab.data.packed_sampling import BatchMemory, RowGatherer
+from torchrl_unilab.data.packed_sampling import RowGatherer, draw_positions
 from torchrl_unilab.data.packers import ReplaySnapshot
+from torchrl_unilab.data.positions import check_range, flat_positions, is_single
+from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.errors import (
     ConfigError,
     LayoutDigestError,
     LayoutKeyError,
     LayoutShapeError,
-    SegmentClosedError,
     SnapshotContendedError,
 )
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_copy import is_run
 from torchrl_unilab.shm.row_store import RowStore
 from torchrl_unilab.shm.rows import SharedRows
@@ -53,7 +47,7 @@ __all__ = [
 NextObservation = Literal["stored", "derived"]
 
 
-class PackedReplayStorage(TensorStorage):
+class PackedReplayStorage(SharedStorage):
     """`max_size` transitions in shared memory, one contiguous row each.
 
     A drop-in for ``LazyTensorStorage`` in ``ReplayBuffer`` and ``TensorDictReplayBuffer``:
@@ -111,7 +105,15 @@ class PackedReplayStorage(TensorStorage):
     """
 
     _default_checkpointer = PackedReplayCheckpointer
-    supports_conditional_update = False
+    _of_a_process = (
+        "_writing",
+        "_attaching",
+        "_attached",
+        "_form",
+        "_appender",
+        "_gatherer",
+        "_wanted_writer",
+    )
 
     def __init__(
         self,
@@ -155,12 +157,7 @@ class PackedReplayStorage(TensorStorage):
                 f"replay storage: gamma {gamma}, timeout {timeout} (expected 0 to 1, above 0). "
                 "Check them."
             )
-        Storage.__init__(self, max_size)
-        # The rows themselves count what these would, for all processes and without a lock.
-        del self._mutation_revision_value, self._last_cursor_index_value
-        self.ndim = 1
-        self.device = torch.device("cpu")
-        self.writers = writers
+        super().__init__(max_size, writers, kind, timeout)
         self.next_observation: NextObservation = next_observation
         self.observation_keys = None if observation_keys is None else list(observation_keys)
         self.final_observations = final_observations if next_observation == "derived" else 0
@@ -168,34 +165,16 @@ class PackedReplayStorage(TensorStorage):
         self.non_finite_policy: NonFinite = non_finite
         self.reuse = reuse
         self.timeout = timeout
-        self._place = SharedPlace(kind, timeout)
-        self._closed = False
         self._start_process()
         if example is not None:
             self._build(example)
 
-    @classmethod
-    def from_spec(cls, spec: Composite, max_size: int, **settings: Any) -> PackedReplayStorage:
-        """Build the storage for rows of `spec`.
-
-        Args:
-            spec: The spec of one row: its shape is the row's batch size.
-            max_size: As for the storage.
-            **settings: As for the storage.
-        """
-        example = TensorDict(batch_size=spec.shape, device=torch.device("meta"))
-        for key, leaf in spec.items(include_nested=True, leaves_only=True):
-            example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-        return cls(max_size, example=example, **settings)
-
     def _start_process(self) -> None:
-        """What each process has for itself."""
         self._writing = threading.RLock()
         self._attaching = threading.Lock()  # a process has its rows once, in all threads
         self._attached: SharedRows | None = None
         self._form: RowForm | None = None
         self._appender: RowAppender | None = None
-        self._batches: dict[int, deque[BatchMemory]] = {}
         self._gatherer: RowGatherer | None = None
         self._wanted_writer: int | None = None
 
@@ -221,10 +200,7 @@ class PackedReplayStorage(TensorStorage):
     @property
     def initialized(self) -> bool:
         """Whether keys, shapes and dtypes are known."""
-        if self._closed:
-            raise SegmentClosedError(
-                "cannot use replay storage: it is closed (expected an open one). Make it again."
-            )
+        self._check_open()
         if self._attached is None:
             segment = self._place.find()
             if segment is not None:
@@ -272,7 +248,7 @@ class PackedReplayStorage(TensorStorage):
                 self._store(form), self._place, segment, self.timeout, self._wanted_writer
             )
             self._form = form
-            self._gatherer = RowGatherer(rows, form, self.n_step, self.gamma)
+            self._gatherer = RowGatherer(rows, form, self.n_step, self.gamma, self.reuse)
             self._appender = RowAppender(rows, form, self.non_finite_policy)
         self._attached = rows
 
@@ -313,34 +289,10 @@ class PackedReplayStorage(TensorStorage):
         return seen.end if seen.head <= self.max_size else self.max_size
 
     @property
-    def _len(self) -> int:
-        return len(self)
-
-    @_len.setter
-    def _len(self, value: int) -> None:
-        """What a writer sets after it has written is what it is."""
-
-    @property
-    def _len_along_dim0(self) -> int:
-        return len(self)
-
-    @property
-    def _total_shape(self) -> torch.Size:
-        return torch.Size([self.max_size])
-
-    @property
-    def shape(self) -> torch.Size:
-        """Rows that have been written."""
-        return torch.Size([len(self)])
-
-    @property
     def _mutation_revision(self) -> int:
         if not self.initialized:
             return 0
         return (self.rows.version << 48) + self.rows.window().head
-
-    def _bump_mutation_revision(self) -> None:
-        """Writing counts by itself."""
 
     @property
     def _last_cursor_index(self) -> int | None:
@@ -358,11 +310,7 @@ class PackedReplayStorage(TensorStorage):
         Raises:
             ConfigError: There is no such writer, or another process is it.
         """
-        if not 0 <= writer < self.writers:
-            raise ConfigError(
-                f"replay writer: {writer} (expected 0 to {self.writers - 1}). "
-                "Make the storage for more writers."
-            )
+        self._check_writer(writer)
         self._wanted_writer = writer
         if self.initialized:
             self.rows.use_writer(writer)
@@ -410,25 +358,10 @@ class PackedReplayStorage(TensorStorage):
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             ConfigError: A reward or action is not finite; nothing was written.
         """
-        mask, capacity = terminal_mask, int(self.max_size)
-        if (mask is None) != (terminal_next_obs is None):
-            raise LayoutShapeError(
-                f"final observations: mask {mask is not None}, observations "
-                f"{terminal_next_obs is not None} (expected both or none). Give both."
-            )
-        if rows.ndim not in (1, 2) or not rows.numel():
-            raise LayoutShapeError(
-                f"cannot add rows: batch size {list(rows.batch_size)} (expected [N] or [N, T], "
-                "not empty). Reshape them."
-            )
-        if mask is not None and (mask.shape != rows.batch_size or mask.dtype is not torch.bool):
-            raise LayoutShapeError(
-                f"terminal_mask: {mask.dtype} of shape {tuple(mask.shape)} (expected torch.bool of "
-                f"{tuple(rows.batch_size)}). One entry for each row."
-            )
+        check_steps(rows, terminal_mask, terminal_next_obs)
         with span("commit"), self._writing:
             appender = self._need_appender(rows if rows.ndim == 1 else rows[0])
-            return appender.add(rows, mask, terminal_next_obs) % capacity
+            return appender.add(rows, terminal_mask, terminal_next_obs) % int(self.max_size)
 
     def append(self, rows: TensorDictBase, at: int | None = None) -> torch.Tensor:
         """Append rows [n] as they are; return their positions, int64 [n].
@@ -482,11 +415,11 @@ class PackedReplayStorage(TensorStorage):
         """
         if isinstance(data, list):
             data = LazyStackedTensorDict.maybe_dense_stack(data)
-        single = isinstance(cursor, int) or (type(cursor) is torch.Tensor and not cursor.ndim)
+        single = is_single(cursor)
         if single:
             data = data.unsqueeze(0)
         count = data.batch_size[0]
-        positions = self._as_positions([int(cursor)] if single else cursor)
+        positions = flat_positions([int(cursor)] if single else cursor, len(self))
         if positions.numel() != count:
             raise LayoutShapeError(
                 f"cannot write rows: {count} at {len(positions)} positions (expected as many). "
@@ -519,30 +452,6 @@ class PackedReplayStorage(TensorStorage):
 
     # Reading
 
-    def _as_positions(self, index: Any) -> torch.Tensor:
-        """An index as positions, int64, flat; negative ones count from the end."""
-        if type(index) is torch.Tensor and index.dtype is torch.int64:
-            return index if index.ndim == 1 and index.is_cpu else index.reshape(-1).cpu()
-        if isinstance(index, tuple) and len(index) == 1:
-            index = index[0]
-        if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            return (
-                torch.arange(start, max(start, stop), step)
-                if step > 0
-                else torch.tensor(range(start, stop, step), dtype=torch.int64)
-            )
-        if isinstance(index, np.ndarray):
-            index = torch.from_numpy(index)
-        elif not isinstance(index, torch.Tensor):
-            index = torch.tensor(list(index), dtype=torch.int64)
-        if index.dtype is torch.bool:
-            index = index.nonzero().squeeze(1)
-        flat: torch.Tensor = index
-        if index.ndim != 1 or index.dtype is not torch.int64 or index.device.type != "cpu":
-            flat = index.reshape(-1).to(device="cpu", dtype=torch.int64)
-        return flat
-
     def get(self, index: Any) -> TensorDict:
         """Return copies of rows.
 
@@ -558,54 +467,26 @@ class PackedReplayStorage(TensorStorage):
             SnapshotContendedError: A row was not complete in time; names the writer.
         """
         rows = self.rows
-        if isinstance(index, int) or (
-            isinstance(index, (torch.Tensor, np.ndarray)) and not index.ndim
-        ):
+        if is_single(index):
             return self.get([int(index)])[0]
-        positions, length = self._as_positions(index), len(self)
+        length = len(self)
+        positions = flat_positions(index, length)
         if len(positions):
             low, high = (int(bound) for bound in torch.aminmax(positions))
-            if low < -length or high >= length:
-                raise IndexError(
-                    f"no row {low if low < -length else high}: {length} are written (expected "
-                    f"{-length} to {length - 1}). Write first."
-                )
+            check_range(low, high, length, "row", "written")
             if low < 0:
                 positions = positions.remainder(length)
         assert self._gatherer is not None
-        memory = self._memory(len(positions))
-        rows.read_at(positions, self._gatherer.into(memory))
-        batch = self._gatherer.tensordict(memory, index=False)
+        gatherer, memory = self._gatherer, self._gatherer.next_memory(len(positions))
+        rows.read_at(positions, gatherer.into(memory))
+        batch = gatherer.tensordict(memory, index=False)
         if isinstance(index, torch.Tensor) and index.ndim > 1 and index.dtype is not torch.bool:
             return batch.view(*index.shape, *batch.batch_size[1:])
         return batch
 
-    def _memory(self, count: int) -> BatchMemory:
-        assert self._gatherer is not None
-        if not self.reuse:
-            return self._gatherer.memory(count)
-        with self._writing:
-            batches = self._batches.setdefault(count, deque(maxlen=self.reuse))
-            if len(batches) < self.reuse:
-                batches.append(self._gatherer.memory(count))
-            else:
-                batches.rotate(-1)
-            return batches[-1]
-
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draw positions as any storage does, of rows that are not being written."""
-        rows = self.rows
-        seen = rows.wait_readable()
-        length = seen.end if seen.head <= self.max_size else self.max_size
-        index = torch.randint(0, max(1, length), (batch_size,), generator=self._rng)
-        if seen.end == seen.head and seen.floor == max(0, seen.head - self.max_size):
-            return index
-        numbers = rows.rows_at(index, seen.head)
-        bad = ((numbers < seen.floor) | (numbers >= seen.end)).nonzero().squeeze(1)
-        if len(bad):
-            drawn = torch.randint(seen.floor, seen.end, (len(bad),), generator=self._rng)
-            index[bad] = drawn.remainder_(self.max_size)
-        return index
+        return draw_positions(self.rows, batch_size, self._rng)
 
     def empty_batch(
         self, count: int, *, pin_memory: bool = False, shared: bool = False
@@ -677,7 +558,7 @@ class PackedReplayStorage(TensorStorage):
             generator = torch.Generator().manual_seed(seed)
         source = self._rng if generator is None else generator
         if out is None:
-            memory = self._memory(count)
+            memory = gatherer.next_memory(count)
         else:
             memory = gatherer.memory_of(out)
             if len(memory.index) != count:
@@ -700,13 +581,6 @@ class PackedReplayStorage(TensorStorage):
         rows.read_rows(numbers, low, gatherer.into(memory), redraw)
         return gatherer.tensordict(memory, index=True) if out is None else out
 
-    def contains(self, item: Any) -> Any:
-        """Whether there is a row at a position: a bool, or one each for a tensor."""
-        length = len(self)
-        if isinstance(item, torch.Tensor):
-            return (item >= -length) & (item < length)
-        return -length <= item < length
-
     def _empty(self) -> None:
         """Forget all rows."""
         if self.initialized:
@@ -716,20 +590,6 @@ class PackedReplayStorage(TensorStorage):
                 self._appender.forget()
 
     # Checkpoints
-
-    @property
-    def checkpointer(self) -> StorageCheckpointerBase:
-        """What `dumps` and `loads` use: a `PackedReplayCheckpointer`."""
-        return self._checkpointer
-
-    @checkpointer.setter
-    def checkpointer(self, value: StorageCheckpointerBase | None) -> None:
-        if value is not None and not isinstance(value, PackedReplayCheckpointer):
-            raise ConfigError(
-                f"checkpointer of packed rows: {type(value).__name__} (expected "
-                "PackedReplayCheckpointer). Leave it out."
-            )
-        self._checkpointer = value or PackedReplayCheckpointer()
 
     @contextmanager
     def saved(self) -> Iterator[tuple[dict[str, Any], list[np.ndarray[Any, Any]]]]:
@@ -802,62 +662,12 @@ class PackedReplayStorage(TensorStorage):
 
     # End
 
-    @property
-    def closed(self) -> bool:
-        """Whether this process has closed the storage."""
-        return self._closed
-
-    _is_ending = staticmethod(sys.is_finalizing)  # the module's names may be gone then
-
-    def close(self) -> None:
-        """Give up the storage. Idempotent."""
-        if self._closed or self._is_ending():  # then the kernel frees it
-            return
-        self._closed = True
+    def _leave(self) -> None:
         if self._attached is not None:
             self._attached.leave()
             self._attached.segment.close()
-        self._start_process()
-        self._place.close()
-
-    def __enter__(self) -> PackedReplayStorage:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def without_buffers(self) -> PackedReplayStorage:
-        """Return this storage without the buffers that read it, for processes that write."""
-        other = copy.copy(self)
-        other._attached_entities_list = []
-        return other
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._closed:
-            self.initialized  # noqa: B018  # refuses
-        state = self.__dict__.copy()
-        for name in _OF_A_PROCESS:
-            del state[name]
-        state["_rng"] = None
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
         self._start_process()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"size={self.size}"
         return f"{type(self).__name__}(max_size={self.max_size}, writers={self.writers}, {state})"
-
-
-_ARRAYS = (torch.Tensor, np.ndarray)
-_OF_A_PROCESS = (
-    "_writing",
-    "_attaching",
-    "_attached",
-    "_form",
-    "_appender",
-    "_batches",
-    "_gatherer",
-    "_wanted_writer",
-)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
+from collections import deque
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,7 +15,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.layout import align
 from torchrl_unilab.shm.rows import Gather, SharedRows
 
-__all__ = ["BatchMemory", "RowGatherer"]
+__all__ = ["BatchMemory", "RowGatherer", "draw_positions"]
 
 
 class BatchMemory:
@@ -43,11 +45,16 @@ class RowGatherer:
         n_step: Steps that a transition of a batch takes, if its episode and the rows so far
             go on for as long.
         gamma: Discount of a step.
+        reuse: How many memories `next_memory` gives in turn; 0 for a new one each time.
     """
 
-    def __init__(self, rows: SharedRows, form: RowForm, n_step: int, gamma: float) -> None:
+    def __init__(
+        self, rows: SharedRows, form: RowForm, n_step: int, gamma: float, reuse: int = 0
+    ) -> None:
         self._rows, self._form, self._layout = rows, form, rows.layout
-        self.n_step, self.gamma = n_step, gamma
+        self.n_step, self.gamma, self.reuse = n_step, gamma, reuse
+        self._turning = threading.Lock()
+        self._turns: dict[int, deque[BatchMemory]] = {}  # the latest one last, by count
         words, bits = self._layout.words, self._layout.flag_bits
         plan: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
             ("index", torch.int64, ()),
@@ -85,6 +92,18 @@ class RowGatherer:
             blocks[name] = flat[start:end].view(dtype).view(count, *shape)
             start = align(end)
         return BatchMemory(flat, blocks)
+
+    def next_memory(self, count: int) -> BatchMemory:
+        """Return memory for `count` rows, which is used again after `reuse` more."""
+        if not self.reuse:
+            return self.memory(count)
+        with self._turning:
+            turns = self._turns.setdefault(count, deque(maxlen=self.reuse))
+            if len(turns) < self.reuse:
+                turns.append(self.memory(count))
+            else:
+                turns.rotate(-1)
+            return turns[-1]
 
     def into(self, memory: BatchMemory) -> Gather:
         """Return what gathers rows into `memory`, see `SharedRows.read_rows`."""
@@ -224,3 +243,27 @@ class RowGatherer:
             f"batch to sample into: batch size {list(batch.batch_size)}, not made for it (expected "
             "one of empty_batch). Make it with the storage's empty_batch."
         )
+
+
+def draw_positions(rows: SharedRows, count: int, generator: torch.Generator | None) -> torch.Tensor:
+    """Draw positions as any storage of TorchRL does, of rows that are not being written.
+
+    Args:
+        rows: The rows.
+        count: How many.
+        generator: Source of the draw; the global one if None.
+
+    Returns:
+        Positions, int64 [count].
+    """
+    seen, capacity = rows.wait_readable(), rows.capacity
+    length = seen.end if seen.head <= capacity else capacity
+    index = torch.randint(0, max(1, length), (count,), generator=generator)
+    if seen.end == seen.head and seen.floor == max(0, seen.head - capacity):
+        return index
+    numbers = rows.rows_at(index, seen.head)
+    bad = ((numbers < seen.floor) | (numbers >= seen.end)).nonzero().squeeze(1)
+    if len(bad):
+        drawn = torch.randint(seen.floor, seen.end, (len(bad),), generator=generator)
+        index[bad] = drawn.remainder_(capacity)
+    return index

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
-from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_unilab.data.packed_replay import PackedReplayStorage
+from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError
 
 __all__ = ["PackedReplayWriter"]
 
 
-class PackedReplayWriter(Writer):
+class PackedReplayWriter(SharedStorageWriter):
     """Appends rows to a `PackedReplayStorage`, whose cursor all processes share.
 
     TorchRL's round-robin writers work too, but keep a cursor of their own: their processes
@@ -74,18 +72,3 @@ class PackedReplayWriter(Writer):
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """The buffer empties the storage, and so the cursor."""
-
-    # The storage has all there is to save.
-
-    def dumps(self, path: str | Path) -> None:
-        """Save nothing."""
-
-    def loads(self, path: str | Path) -> None:
-        """Load nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""

@@ -13,9 +13,9 @@ from tensordict import TensorDictBase
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
-from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_unilab.data.rollout_ring import RolloutRingStorage
+from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError
 
 __all__ = ["RolloutReplayBuffer", "RolloutRingSampler", "RolloutRingWriter"]
@@ -23,7 +23,7 @@ __all__ = ["RolloutReplayBuffer", "RolloutRingSampler", "RolloutRingWriter"]
 Take = Literal["oldest", "newest"]
 
 
-class RolloutRingWriter(Writer):
+class RolloutRingWriter(SharedStorageWriter):
     """Commits rollouts to a `RolloutRingStorage`; with `RolloutRingSampler`, in any buffer.
 
     `extend` takes one rollout, or several along one more leading dimension, or a list; `add`
@@ -79,21 +79,6 @@ class RolloutRingWriter(Writer):
             none = [0] * self._storage.writers
             counts = {"read": 0, "lost": 0, "skipped": 0}
             self._storage._set_counts({"written": none, "dropped": none, **counts})
-
-    # The storage has all there is to save.
-
-    def dumps(self, path: str | Path) -> None:
-        """Save nothing."""
-
-    def loads(self, path: str | Path) -> None:
-        """Load nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""
 
 
 class RolloutRingSampler(Sampler):

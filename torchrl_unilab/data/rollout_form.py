@@ -1,4 +1,4 @@
-"""What a rollout looks like: keys, shapes and dtypes. Pure."""
+"""What a rollout looks like: keys, shapes and dtypes; its tensors in that order. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, is_leaf_nontensor
 
 from torchrl_unilab.errors import (
     LayoutDtypeError,
     LayoutKeyError,
 )
-from torchrl_unilab.shm.layout import dotted
+from torchrl_unilab.shm.layout import BlockLayout, dotted
 
-__all__ = ["RolloutForm", "named_leaves", "rollout_leaves"]
+__all__ = ["RolloutForm", "RolloutSource", "named_leaves", "rollout_leaves"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,13 @@ class RolloutForm:
             rollout.set(key, tensor)
         return rollout
 
+    def stack(self, rollouts: list[TensorDict]) -> TensorDict:
+        """Copy rollouts of this form, which may be none, to one of batch size [K, *batch_size]."""
+        if rollouts:
+            return torch.stack(rollouts, 0)
+        empty = [torch.empty(0, *shape, dtype=dtype) for _, shape, dtype in self.fields]
+        return self.tensordict(empty, (0,))
+
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` makes it from."""
         fields = [[list(key), list(shape), str(dtype)] for key, shape, dtype in self.fields]
@@ -76,6 +83,48 @@ class RolloutForm:
                 for key, shape, dtype in saved["fields"]
             ),
         )
+
+
+@dataclass(frozen=True)
+class RolloutSource:
+    """Tensors to copy to a slot: one per field, or one per field and stacked part.
+
+    Attributes:
+        tensors: The tensors, on any device, in the order of the slot's.
+        stack_dim: The dimension that parts are stacked along, if there are.
+    """
+
+    tensors: list[torch.Tensor]
+    stack_dim: int | None = None
+
+    @classmethod
+    def of(cls, rollout: TensorDictBase, layout: BlockLayout) -> RolloutSource:
+        """Return the tensors of a rollout for a slot of `layout`, checked.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ.
+        """
+        if not isinstance(rollout, LazyStackedTensorDict):
+            return cls(layout.select(named_leaves(rollout)))
+        dim = rollout.stack_dim
+        parts = [named_leaves(part) for part in rollout.tensordicts]
+        # The shape that the stack of tensors like these has, without a stack.
+        stacked = {
+            key: t.unsqueeze(dim).expand(*t.shape[:dim], len(parts), *t.shape[dim:])
+            for key, t in parts[0].items()
+        }
+        layout.select(stacked)
+        alike = BlockLayout.of({key: parts[0][key] for key in layout.keys})
+        columns = [alike.select(part) for part in parts]
+        return cls([part for field in zip(*columns, strict=True) for part in field], dim)
+
+    def copy_to(self, fields: Iterable[torch.Tensor]) -> None:
+        """Copy to the tensors of a slot."""
+        targets = list(fields)
+        if self.stack_dim is not None:
+            targets = [part for field in targets for part in field.unbind(self.stack_dim)]
+        with torch.no_grad():
+            torch._foreach_copy_(targets, self.tensors)
 
 
 def rollout_leaves(rollout: TensorDictBase) -> Iterable[tuple[tuple[str, ...], torch.Tensor]]:

@@ -14,37 +14,32 @@ slots themselves and copy nothing they do not have to (`RolloutRingStorage.claim
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import secrets
 import select
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
-from torchrl.data import Composite
-from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
-from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+from tensordict import TensorDict, TensorDictBase
 
+from torchrl_unilab.data.positions import check_range, flat_positions, is_single
+from torchrl_unilab.data.ring_books import RingBooks
 from torchrl_unilab.data.ring_meeting import RingMeetingPoint
-from torchrl_unilab.data.rollout_form import RolloutForm, named_leaves
+from torchrl_unilab.data.rollout_checkpoint import RolloutRingCheckpointer
+from torchrl_unilab.data.rollout_form import RolloutForm, RolloutSource, named_leaves
+from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.errors import (
     ConfigError,
     LayoutShapeError,
     RingTimeoutError,
-    SegmentClosedError,
     SnapshotContendedError,
 )
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_is_alive
-from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing
 from torchrl_unilab.shm.segment import SegmentKind
 from torchrl_unilab.shm.tokens import Token
@@ -54,11 +49,6 @@ __all__ = [
     "RolloutRingCheckpointer",
     "RolloutRingStorage",
 ]
-
-_READ, _LOST, _SKIPPED, _RECOVERED, _PIDS = range(5)
-"""Shared words: what to take off the ring's counts of rollouts read and lost; rollouts
-skipped and slots recovered; and, one for each writer from there on, its process, what to take
-off the ring's counts of those it has written, and of those of its that were dropped."""
 
 _LOCK_SECONDS = 60.0
 """How long a process waits for another one that builds the ring."""
@@ -78,36 +68,7 @@ class RolloutLease:
     rollout: TensorDict
 
 
-class RolloutRingCheckpointer(StorageCheckpointerBase):
-    """Saves the unread rollouts of a `RolloutRingStorage`, and its counters, as one file.
-
-    Hooks of TorchRL's checkpointers rewrite the transitions of one long trajectory and do
-    not apply to rollouts; they are refused.
-    """
-
-    def dumps(self, storage: RolloutRingStorage, path: str | Path) -> None:
-        """Save to ``path/rollouts.pt``; whole or not at all."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        draft = path / "rollouts.pt.part"
-        torch.save(storage.state_dict(), draft)
-        draft.replace(path / "rollouts.pt")
-
-    def loads(self, storage: RolloutRingStorage, path: str | Path) -> None:
-        """Load what `dumps` saved, see `RolloutRingStorage.load_state_dict`."""
-        storage.load_state_dict(torch.load(Path(path) / "rollouts.pt", weights_only=True))
-
-    def _refuse_hook(self, hook: Any) -> None:
-        raise ConfigError(
-            f"hook of a rollout checkpoint: {hook!r} (expected none). "
-            "Change rollouts with a transform of the replay buffer."
-        )
-
-    register_save_hook = _refuse_hook
-    register_load_hook = _refuse_hook
-
-
-class RolloutRingStorage(TensorStorage):
+class RolloutRingStorage(SharedStorage):
     """`slots` rollouts in shared memory, written by several processes, read by one, once.
 
     An item is a whole rollout: a TensorDict of any batch size (``[num_envs, num_steps]``,
@@ -161,7 +122,7 @@ class RolloutRingStorage(TensorStorage):
     """
 
     _default_checkpointer = RolloutRingCheckpointer
-    supports_conditional_update = False
+    _of_a_process = ("_books", "_writer", "_writer_pid", "_held", "_leased", "_drawn", "_rollouts")
 
     def __init__(
         self,
@@ -182,21 +143,13 @@ class RolloutRingStorage(TensorStorage):
                 "rollout ring: kind 'anonymous' with shared_init (expected 'named'). "
                 "Leave out kind, or give an example."
             )
-        Storage.__init__(self, slots)  # what TensorStorage adds, the ring has
-        # The ring itself counts what these would. Theirs are semaphores with names, which
-        # nobody takes away when a process is killed.
-        del self._mutation_revision_value, self._last_cursor_index_value
-        self.ndim = 1
-        self.device = torch.device("cpu")
-        self.writers = writers
+        super().__init__(slots, writers, kind, _LOCK_SECONDS)
         self.overflow: Overflow = overflow
         self.timeout = timeout
         self.shared_init = shared_init
         self._name = name
         self._kind: SegmentKind | None = kind
-        self._closed = False
-        self._place = SharedPlace(kind, _LOCK_SECONDS)
-        self._place.build(8 * (_PIDS + 3 * writers))
+        self._place.build(RingBooks.nbytes(writers))
         self._start_process()
         self._ring: RolloutRing | None = None
         self._form: RolloutForm | None = None
@@ -208,25 +161,10 @@ class RolloutRingStorage(TensorStorage):
                 name or f"unilab-rollouts-{os.getpid()}-{secrets.token_hex(6)}"
             )
 
-    @classmethod
-    def from_spec(cls, spec: Composite, slots: int = 4, **settings: Any) -> RolloutRingStorage:
-        """Build the storage for rollouts of `spec`.
-
-        Args:
-            spec: The spec of a whole rollout: its shape is the rollout's batch size.
-            slots: As for the storage.
-            **settings: As for the storage.
-        """
-        example = TensorDict(batch_size=spec.shape, device=torch.device("meta"))
-        for key, leaf in spec.items(include_nested=True, leaves_only=True):
-            example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
-        return cls(slots, example=example, **settings)
-
     def _start_process(self) -> None:
-        """Start as a process that has neither written nor read."""
         segment = self._place.find()
         assert segment is not None
-        self._words = segment.buffer.data.cast("q")
+        self._books = RingBooks(segment.buffer.data.cast("q"), self.writers)
         self._writer, self._writer_pid = 0, 0
         self._forget_reading()
 
@@ -263,17 +201,6 @@ class RolloutRingStorage(TensorStorage):
             if found is not None:
                 self._use(*found)
         return self._ring is not None
-
-    @property
-    def closed(self) -> bool:
-        """Whether this process has closed the storage."""
-        return self._closed
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SegmentClosedError(
-                "cannot use rollout storage: it is closed (expected an open one). Build it again."
-            )
 
     def _build(self, form: RolloutForm) -> None:
         """Make the ring; if processes share the making of it, make it or find it."""
@@ -317,22 +244,20 @@ class RolloutRingStorage(TensorStorage):
 
     # Counts
 
+    def _counted(self) -> RolloutRing | None:
+        """The ring, if there is anything to count yet."""
+        self._check_open()
+        return self._ring if self.initialized else None
+
     @property
     def written(self) -> tuple[int, ...]:
         """Rollouts that each writer has committed."""
-        self._check_open()
-        return self._since(self.ring.written if self.initialized else [0] * self.writers, 1)
+        return self._books.written(self._counted())
 
     @property
     def dropped(self) -> tuple[int, ...]:
         """Rollouts of each writer that made room for newer ones before they were read."""
-        self._check_open()
-        return self._since(self.ring.dropped if self.initialized else [0] * self.writers, 2)
-
-    def _since(self, counts: Sequence[int], part: int) -> tuple[int, ...]:
-        first = _PIDS + part * self.writers
-        base = self._words[first : first + self.writers]
-        return tuple(count - off for count, off in zip(counts, base, strict=True))
+        return self._books.dropped(self._counted())
 
     @property
     def write_count(self) -> int:
@@ -342,44 +267,31 @@ class RolloutRingStorage(TensorStorage):
     @property
     def read_count(self) -> int:
         """Rollouts that were sampled, or acquired and released."""
-        self._check_open()
-        count = self.ring.read_count if self.initialized else 0
-        return count - self._words[_READ]
+        return self._books.read(self._counted())
 
     @property
     def skipped(self) -> int:
         """Rollouts that were given up unread for newer ones, or by emptying the buffer."""
-        return self._words[_SKIPPED]
+        return self._books.skipped
 
     @property
     def lost(self) -> int:
         """Committed rollouts that went unread with a process that died; known once recovered."""
-        self._check_open()
-        return (self.ring.lost if self.initialized else 0) - self._words[_LOST]
+        return self._books.lost(self._counted())
 
     @property
     def recovered(self) -> int:
         """Slots that dead processes left and that `recover` has freed."""
-        return self._words[_RECOVERED]
+        return self._books.recovered
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
         """Let the counts be these from now on."""
-        shift = [now - then for now, then in zip(self.written, counts["written"], strict=True)]
-        shift += [now - then for now, then in zip(self.dropped, counts["dropped"], strict=True)]
-        for i, off in enumerate(shift, start=_PIDS + self.writers):
-            self._words[i] += off
-        self._words[_READ] += self.read_count - counts["read"]
-        self._words[_LOST] += self.lost - counts["lost"]
-        self._words[_SKIPPED] = counts["skipped"]
+        self._books.load_state_dict(counts, self._counted())
 
     def _give_up(self, lease: Lease, *, dropped: bool) -> None:
         """Release an unread rollout, and count it as such."""
         self.ring.release(lease)
-        self._words[_READ] += 1  # not read
-        if dropped:
-            self._words[_PIDS + 2 * self.writers + lease.token.writer] -= 1
-        else:
-            self._words[_SKIPPED] += 1
+        self._books.give_up(lease.token.writer, dropped=dropped)
 
     # Writer
 
@@ -396,18 +308,11 @@ class RolloutRingStorage(TensorStorage):
         self._check_writer(writer)
         self._become([writer])
 
-    def _check_writer(self, writer: int) -> None:
-        if not 0 <= writer < self.writers:
-            raise ConfigError(
-                f"rollout writer: {writer} (expected 0 to {self.writers - 1}). "
-                "Build the storage for more writers."
-            )
-
     def _become(self, choice: Sequence[int]) -> None:
         """Become the first writer of `choice` that no living process is."""
         own = os.getpid()
         with self._locked():
-            taken = {w: self._words[_PIDS + w] for w in choice}
+            taken = self._books.owners(choice)
             free = [w for w, pid in taken.items() if pid in (0, own) or not process_is_alive(pid)]
             if not free:
                 raise ConfigError(
@@ -421,13 +326,13 @@ class RolloutRingStorage(TensorStorage):
                     self._ring.take_over(writer)
                 self._ring.use_writer(writer)
             self._stop_writing()
-            self._words[_PIDS + writer] = own
+            self._books.set_owner(writer, own)
         self._writer, self._writer_pid = writer, own
 
     def _stop_writing(self) -> None:
         """Let another process be the writer that this one was."""
         if self._writer_pid == os.getpid():
-            self._words[_PIDS + self._writer] = 0
+            self._books.set_owner(self._writer, 0)
             self._writer_pid = 0
 
     def _claim(self, timeout: float | None) -> bool:
@@ -498,36 +403,12 @@ class RolloutRingStorage(TensorStorage):
         self._check_open()
         if not self.initialized:
             self._build(RolloutForm.of(rollout))
-        return self._write(self._sources(rollout), timeout)
+        return self._write(RolloutSource.of(rollout, self.ring.layout), timeout)
 
-    def _sources(self, rollout: TensorDictBase) -> tuple[int | None, list[torch.Tensor]]:
-        """The tensors to copy, checked: one per field, or one per field and stacked part."""
-        select = self.ring.layout.select
-        if not isinstance(rollout, LazyStackedTensorDict):
-            return None, select(named_leaves(rollout))
-        dim = rollout.stack_dim
-        parts = [named_leaves(part) for part in rollout.tensordicts]
-        # The shape that the stack of tensors like these has, without a stack.
-        stacked = {
-            key: t.unsqueeze(dim).expand(*t.shape[:dim], len(parts), *t.shape[dim:])
-            for key, t in parts[0].items()
-        }
-        select(stacked)
-        alike = BlockLayout.of({key: parts[0][key] for key in self.ring.layout.keys})
-        columns = [alike.select(part) for part in parts]
-        return dim, [part for field in zip(*columns, strict=True) for part in field]
-
-    def _write(
-        self, sources: tuple[int | None, list[torch.Tensor]], timeout: float | None = None
-    ) -> bool:
+    def _write(self, source: RolloutSource, timeout: float | None = None) -> bool:
         if not self._claim(timeout):
             return False
-        dim, tensors = sources
-        fields = list(self.ring.write_buffer.values())
-        if dim is not None:
-            fields = [part for field in fields for part in field.unbind(dim)]
-        with torch.no_grad():
-            torch._foreach_copy_(fields, tensors)
+        source.copy_to(self.ring.write_buffer.values())
         self.commit()
         return True
 
@@ -564,8 +445,10 @@ class RolloutRingStorage(TensorStorage):
             )
         if not self.initialized:
             self._build(RolloutForm.of(rollouts[0]))
-        for written, sources in enumerate([self._sources(rollout) for rollout in rollouts]):
-            if not self._write(sources):
+        layout = self.ring.layout
+        sources = [RolloutSource.of(rollout, layout) for rollout in rollouts]
+        for written, source in enumerate(sources):
+            if not self._write(source):
                 raise RingTimeoutError(
                     f"cannot write rollout {written} of {len(rollouts)}: no slot was free for "
                     f"{self.timeout} s (expected the reader to release one). Read faster, use "
@@ -611,7 +494,7 @@ class RolloutRingStorage(TensorStorage):
             return 0
         with self._locked():  # nobody takes the place of the dead meanwhile
             found = self.ring.recover(writer, timeout)
-            self._words[_RECOVERED] += found
+            self._books.recover(found)
         self._lease(self.max_size)
         return found
 
@@ -754,63 +637,34 @@ class RolloutRingStorage(TensorStorage):
         drawn = self._drawn is not None and index is self._drawn
         self.ring  # noqa: B018  # refuses a closed storage, and one without a layout
         positions = self._positions(index)
-        single = isinstance(positions, int)
-        chosen = [positions] if isinstance(positions, int) else positions
-        rollouts = [self._rollout(self._held[i]) for i in chosen]
-        copy = self._copy(rollouts, single)
+        rollouts = [self._rollout(self._held[i]) for i in positions]
+        assert self._form is not None
+        copy = rollouts[0].clone() if is_single(index) else self._form.stack(rollouts)
         if drawn:
             self._drawn = None
-            for _ in range(chosen[0]):
+            for _ in range(positions[0]):
                 self._give_up(self._held.popleft(), dropped=False)
-            for _ in chosen:
+            for _ in positions:
                 self.ring.release(self._held.popleft())
         return copy
 
-    def _copy(self, rollouts: list[TensorDict], single: bool) -> TensorDict:
-        if single:
-            return rollouts[0].clone()
-        if rollouts:
-            return torch.stack(rollouts, 0)
-        assert self._form is not None
-        empty = [torch.empty(0, *shape, dtype=dtype) for _, shape, dtype in self._form.fields]
-        return self._form.tensordict(empty, (0,))
-
-    def _positions(self, index: Any) -> int | list[int]:
+    def _positions(self, index: Any) -> list[int]:
         """What an index means, of rollouts that are held: writers may drop others meanwhile."""
         if isinstance(index, slice):
             self._lease(self.max_size)
-            return list(range(len(self._held)))[index]
-        chosen = torch.as_tensor(list(index) if isinstance(index, range) else index)
-        if chosen.dtype is torch.bool:
-            chosen = chosen.nonzero()
-        wanted = chosen.flatten().tolist()
-        from_end = min(wanted, default=0) < 0
-        self._lease(self.max_size if from_end else max(wanted, default=-1) + 1)
+        asked = [index]
+        if not isinstance(index, int):
+            asked = flat_positions(index, len(self._held)).tolist()
+        low, high = min(asked, default=0), max(asked, default=-1)
+        self._lease(self.max_size if low < 0 else high + 1)
         unread = len(self._held)
-        for i in wanted:
-            if not -unread <= i < unread:
-                raise IndexError(
-                    f"no rollout {i}: {unread} are unread (expected {-unread} to {unread - 1}). "
-                    "Write first."
-                )
-        found = [int(i) % unread for i in wanted]
-        return found[0] if not chosen.ndim else found
-
-    def contains(self, item: Any) -> Any:
-        """Whether there is an unread rollout at a position: a bool, or one each for a tensor."""
-        unread = len(self)
-        if isinstance(item, torch.Tensor):
-            return (item >= -unread) & (item < unread)
-        return -unread <= item < unread
+        check_range(low, high, unread, "rollout", "unread")
+        return [i % unread for i in asked]
 
     def __len__(self) -> int:
         """Unread rollouts: those in the ring and those the reader holds unread."""
         self._check_open()
         return self.ring.available() + len(self._held) if self.initialized else 0
-
-    @property
-    def _len(self) -> int:
-        return len(self)
 
     @property
     def _mutation_revision(self) -> int:
@@ -819,16 +673,9 @@ class RolloutRingStorage(TensorStorage):
         ring = self.ring
         return ring.write_count + sum(ring.dropped) + ring.read_count + ring.lost
 
-    def _bump_mutation_revision(self) -> None:
-        """Writing and reading count by themselves."""
-
     @property
     def _last_cursor_index(self) -> None:
         """No rollout has a position of its own."""
-
-    @property
-    def _total_shape(self) -> torch.Size:
-        return torch.Size([self.max_size])
 
     def _empty(self) -> None:
         """Skip all unread rollouts."""
@@ -840,20 +687,6 @@ class RolloutRingStorage(TensorStorage):
 
     # Checkpoints
 
-    @property
-    def checkpointer(self) -> StorageCheckpointerBase:
-        """What `dumps` and `loads` use: a `RolloutRingCheckpointer`."""
-        return self._checkpointer
-
-    @checkpointer.setter
-    def checkpointer(self, value: StorageCheckpointerBase | None) -> None:
-        if value is not None and not isinstance(value, RolloutRingCheckpointer):
-            raise ConfigError(
-                f"checkpointer of rollouts: {type(value).__name__} (expected "
-                "RolloutRingCheckpointer). Leave it out."
-            )
-        self._checkpointer = value or RolloutRingCheckpointer()
-
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the unread rollouts, in order, and the counters.
 
@@ -864,13 +697,7 @@ class RolloutRingStorage(TensorStorage):
         return {
             "form": None if form is None else form.to_json(),
             "rollouts": None if form is None else named_leaves(self.get(slice(None))),
-            "counts": {
-                "written": list(self.written),
-                "dropped": list(self.dropped),
-                "read": self.read_count,
-                "lost": self.lost,
-                "skipped": self.skipped,
-            },
+            "counts": self._books.state_dict(self._counted()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -916,56 +743,25 @@ class RolloutRingStorage(TensorStorage):
             )
         writing = self._writer_pid == os.getpid()
         for i in range(unread):
-            self._write((None, [saved[key][i] for key in self.ring.layout.keys]))
+            self._write(RolloutSource([saved[key][i] for key in self.ring.layout.keys]))
         if not writing:
             self._stop_writing()
 
     # End
 
-    _is_ending = staticmethod(sys.is_finalizing)  # the module's names may be gone then
-
-    def close(self) -> None:
-        """Give up the storage; its creator frees the memory. Idempotent."""
-        if self._closed or self._is_ending():  # then the kernel frees it
-            return
-        self._closed = True
+    def _leave(self) -> None:
         self._stop_writing()
         self._forget_reading()
         if self._ring is not None:
             self._ring.close()
         if self._meeting is not None:
             self._meeting.close()
-        self._place.close()
-
-    def __enter__(self) -> RolloutRingStorage:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def without_buffers(self) -> RolloutRingStorage:
-        """Return this storage without the buffers that read it, for processes that write."""
-        other = copy.copy(self)
-        other._attached_entities_list = []
-        return other
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._check_open()
-        state = self.__dict__.copy()
-        for name in _OF_A_PROCESS:
-            del state[name]
-        state["_rng"] = None
-        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start_process()
+        super().__setstate__(state)
         if self._ring is not None and self._form is not None:
             self._use(self._ring, self._form)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"unread={len(self)}"
         return f"{type(self).__name__}(slots={self.max_size}, writers={self.writers}, {state})"
-
-
-_OF_A_PROCESS = ("_words", "_writer", "_writer_pid", "_held", "_leased", "_drawn", "_rollouts")

@@ -1,0 +1,207 @@
+"""What storages in shared memory have in common, whatever they keep there."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torchrl.data import Composite
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+from torchrl.data.replay_buffers.storages import Storage, TensorStorage
+from torchrl.data.replay_buffers.writers import Writer
+
+from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.shm.place import SharedPlace
+from torchrl_unilab.shm.segment import SegmentKind
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["SharedStorage", "SharedStorageCheckpointer", "SharedStorageWriter"]
+
+
+class SharedStorageCheckpointer(StorageCheckpointerBase):
+    """Saves a storage as it lies in shared memory.
+
+    Hooks of TorchRL's checkpointers get the whole content as tensors of one long trajectory,
+    which there never is; they are refused.
+    """
+
+    def _refuse_hook(self, hook: Any) -> None:
+        raise ConfigError(
+            f"hook of a {type(self).__name__}: {hook!r} (expected none). "
+            "Change what is written with a transform of the replay buffer."
+        )
+
+    register_save_hook = _refuse_hook
+    register_load_hook = _refuse_hook
+
+
+class SharedStorage(TensorStorage):
+    """A storage whose content and counts lie in memory that several processes share.
+
+    What is there counts itself: TorchRL's own counters are not needed. Their semaphores have
+    names, which nobody takes away when a process is killed. Pickle the storage to spawned
+    processes; each starts as one that has neither written nor read.
+
+    Args:
+        max_size: How many items.
+        writers: How many processes may write.
+        kind: Kind of segment; the platform's default if not given.
+        lock_timeout: Seconds a process waits for another one that holds the place's lock.
+    """
+
+    supports_conditional_update = False
+    _of_a_process: ClassVar[tuple[str, ...]]
+    """Attributes that each process has for itself; `_start_process` sets them."""
+
+    def __init__(
+        self, max_size: int, writers: int, kind: SegmentKind | None, lock_timeout: float
+    ) -> None:
+        Storage.__init__(self, max_size)  # what TensorStorage adds, shared memory has
+        del self._mutation_revision_value, self._last_cursor_index_value
+        self.ndim = 1
+        self.device = torch.device("cpu")
+        self.writers = writers
+        self._closed = False
+        self._place = SharedPlace(kind, lock_timeout)
+
+    @classmethod
+    def from_spec(cls, spec: Composite, *size: int, **settings: Any) -> Self:
+        """Build the storage for items of `spec`.
+
+        Args:
+            spec: The spec of one item, a row or a rollout: its shape is the item's batch size.
+            *size: How many, as for the storage.
+            **settings: As for the storage.
+        """
+        example = TensorDict(batch_size=spec.shape, device=torch.device("meta"))
+        for key, leaf in spec.items(include_nested=True, leaves_only=True):
+            example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+        build: Callable[..., Self] = cls
+        return build(*size, example=example, **settings)
+
+    @abstractmethod
+    def _start_process(self) -> None:
+        """Start as a process that has neither written nor read."""
+
+    def _check_writer(self, writer: int) -> None:
+        if not 0 <= writer < self.writers:
+            raise ConfigError(
+                f"writer of a {type(self).__name__}: {writer} (expected 0 to "
+                f"{self.writers - 1}). Build the storage for more writers."
+            )
+
+    def contains(self, item: Any) -> Any:
+        """Whether there is an item at a position: a bool, or one each for a tensor."""
+        length = len(self)
+        if isinstance(item, torch.Tensor):
+            return (item >= -length) & (item < length)
+        return -length <= item < length
+
+    # What TorchRL keeps counters for
+
+    @property
+    def _len(self) -> int:
+        return len(self)
+
+    @_len.setter
+    def _len(self, value: int) -> None:
+        """What a writer sets after it has written is what it is."""
+
+    @property
+    def _total_shape(self) -> torch.Size:
+        return torch.Size([self.max_size])
+
+    def _bump_mutation_revision(self) -> None:
+        """Writing and reading count by themselves."""
+
+    # Checkpoints
+
+    @property
+    def checkpointer(self) -> StorageCheckpointerBase:
+        """What `dumps` and `loads` use: one of the storage's own kind."""
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, value: StorageCheckpointerBase | None) -> None:
+        own = self._default_checkpointer
+        if value is not None and not isinstance(value, own):
+            raise ConfigError(
+                f"checkpointer of a {type(self).__name__}: {type(value).__name__} (expected "
+                f"{own.__name__}). Leave it out."
+            )
+        self._checkpointer = value or own()
+
+    # End
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has closed the storage."""
+        return self._closed
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SegmentClosedError(
+                f"cannot use {type(self).__name__}: it is closed (expected an open one). "
+                "Build it again."
+            )
+
+    _is_ending = staticmethod(sys.is_finalizing)  # the module's names may be gone then
+
+    def close(self) -> None:
+        """Give up the storage; its creator frees the memory. Idempotent."""
+        if self._closed or self._is_ending():  # then the kernel frees it
+            return
+        self._closed = True
+        self._leave()
+        self._place.close()
+
+    @abstractmethod
+    def _leave(self) -> None:
+        """Give up what this process has of the storage."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def without_buffers(self) -> Self:
+        """Return this storage without the buffers that read it, for processes that write."""
+        other = copy.copy(self)
+        other._attached_entities_list = []
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_open()
+        state = {k: v for k, v in self.__dict__.items() if k not in self._of_a_process}
+        state["_rng"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_process()
+
+
+class SharedStorageWriter(Writer):
+    """A writer with nothing to save: the storage has it all."""
+
+    def dumps(self, path: str | Path) -> None:
+        """Save nothing."""
+
+    def loads(self, path: str | Path) -> None:
+        """Load nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
