@@ -24,7 +24,6 @@ from torchrl.data.replay_buffers import (
     SamplerWithoutReplacement,
     SliceSampler,
 )
-from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 from torchrl.envs.transforms import RewardScaling
 
 from tests.support.transitions import flags, stamped, transitions
@@ -198,6 +197,7 @@ def test_transforms_and_prefetch_see_the_same_batches():
         torch.tensor(2),
         torch.tensor([[1, 2], [3, 4]]),
         torch.arange(20) % 3 == 0,
+        [i % 3 == 0 for i in range(20)],
         np.array([5, 6]),
         torch.tensor([], dtype=torch.int64),
     ],
@@ -638,14 +638,6 @@ def test_a_checkpoint_that_ends_too_early_is_refused_and_leaves_no_rows(tmp_path
         assert (two.ptr, two.size) == (0, 0)
         two.append(transitions(3))
         assert same(two[:], transitions(3))
-
-
-def test_other_checkpointers_and_hooks_are_refused():
-    with PackedReplayStorage(5) as storage:
-        with pytest.raises(ConfigError, match="PackedReplayCheckpointer"):
-            storage.checkpointer = TensorStorageCheckpointer()
-        with pytest.raises(ConfigError, match="hook"):
-            storage.register_save_hook(lambda data, path: data)
 
 
 def test_after_close_everything_is_a_python_error():

@@ -21,8 +21,7 @@ _CHUNK = 1 << 24  # bytes written at a time
 class PackedReplayCheckpointer(SharedStorageCheckpointer):
     """Saves a `PackedReplayStorage` as one file, straight from shared memory.
 
-    Writers wait meanwhile; samplers do not. Hooks of TorchRL's checkpointers get the whole
-    content as tensors, which this one never makes; they are refused.
+    Writers wait meanwhile; samplers do not.
     """
 
     def dumps(self, storage: PackedReplayStorage, path: str | Path) -> None:

@@ -16,11 +16,7 @@ __all__ = ["RolloutRingCheckpointer"]
 
 
 class RolloutRingCheckpointer(SharedStorageCheckpointer):
-    """Saves the unread rollouts of a `RolloutRingStorage`, and its counters, as one file.
-
-    Hooks of TorchRL's checkpointers rewrite the transitions of one long trajectory and do
-    not apply to rollouts; they are refused.
-    """
+    """Saves the unread rollouts of a `RolloutRingStorage`, and its counters, as one file."""
 
     def dumps(self, storage: RolloutRingStorage, path: str | Path) -> None:
         """Save to ``path/rollouts.pt``; whole or not at all."""

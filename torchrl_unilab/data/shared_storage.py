@@ -27,10 +27,10 @@ __all__ = ["SharedStorage", "SharedStorageCheckpointer", "SharedStorageWriter"]
 
 
 class SharedStorageCheckpointer(StorageCheckpointerBase):
-    """Saves a storage as it lies in shared memory.
+    """Saves a `SharedStorage`, without hooks.
 
-    Hooks of TorchRL's checkpointers get the whole content as tensors of one long trajectory,
-    which there never is; they are refused.
+    Hooks of TorchRL's checkpointers get the whole content as the tensors of one long
+    trajectory, which is never made of it; they are refused.
     """
 
     def _refuse_hook(self, hook: Any) -> None:

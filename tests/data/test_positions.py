@@ -1,0 +1,77 @@
+"""What an index of a storage means, against what the same index means in a list or a tensor."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_unilab.data.positions import check_range, flat_positions, is_single
+
+bounds = st.none() | st.integers(-12, 12)
+slices = st.builds(slice, bounds, bounds, st.none() | st.integers(-4, 4).filter(bool))
+
+
+@given(slices, st.integers(0, 9))
+def test_a_slice_means_what_it_does_in_a_list(index, length):
+    found = flat_positions(index, length)
+    assert (found.dtype, found.tolist()) == (torch.int64, list(range(length))[index])
+    assert flat_positions((index,), length).tolist() == found.tolist()
+
+
+@given(st.lists(st.integers(-9, 9)), st.sampled_from([torch.int64, torch.int32, torch.int8]))
+def test_the_same_positions_in_any_form_are_the_same(positions, dtype):
+    for index in (
+        positions,
+        tuple(positions) if len(positions) != 1 else (positions,),
+        np.array(positions, dtype=np.int64),
+        torch.tensor(positions, dtype=dtype),
+        torch.tensor(positions, dtype=dtype).unsqueeze(0),
+    ):
+        found = flat_positions(index, 9)
+        assert (found.dtype, found.ndim, found.tolist()) == (torch.int64, 1, positions)
+
+
+@given(st.lists(st.booleans(), min_size=1))
+def test_a_mask_in_any_form_is_where_it_is_true(mask):
+    expected = [i for i, chosen in enumerate(mask) if chosen]
+    for index in (mask, np.array(mask), torch.tensor(mask)):
+        assert flat_positions(index, len(mask)).tolist() == expected
+
+
+def test_positions_that_need_no_change_are_not_copied():
+    positions = torch.arange(3)
+    assert flat_positions(positions, 3) is positions
+
+
+@pytest.mark.parametrize("index", [0, -1, np.array(1), torch.tensor(1)], ids=repr)
+def test_one_position_is_single(index):
+    assert is_single(index)
+
+
+@pytest.mark.parametrize(
+    "index", [[0], (0,), slice(1), range(1), np.array([1]), torch.tensor([1])], ids=repr
+)
+def test_what_may_be_several_is_not_single(index):
+    assert not is_single(index)
+
+
+@given(st.integers(-9, 9), st.integers(-9, 9), st.integers(0, 6))
+def test_a_range_is_refused_where_a_list_refuses_an_end_of_it(one, other, length):
+    low, high = sorted((one, other))
+    try:
+        items = list(range(length))
+        items[low], items[high]
+    except IndexError:
+        with pytest.raises(IndexError, match=f"{length} are there .expected {-length} to "):
+            check_range(low, high, length, "thing", "there")
+    else:
+        check_range(low, high, length, "thing", "there")
+
+
+@pytest.mark.parametrize(("low", "high", "named"), [(0, 3, 3), (-4, 2, -4), (-4, 3, -4)])
+def test_the_position_that_is_not_there_is_named(low, high, named):
+    with pytest.raises(IndexError, match=f"^no row {named}: 3 are written"):
+        check_range(low, high, 3, "row", "written")

@@ -1,0 +1,155 @@
+"""What both storages in shared memory do, because their base does."""
+
+from __future__ import annotations
+
+import pickle
+from multiprocessing import resource_tracker
+
+import pytest
+import torch
+from torchrl.data import Composite, ReplayBuffer, Unbounded
+from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
+
+from tests.support.rollouts import make_rollout
+from tests.support.transitions import transitions
+from torchrl_unilab.data import (
+    PackedReplayStorage,
+    PackedReplayWriter,
+    RolloutRingStorage,
+    RolloutRingWriter,
+)
+from torchrl_unilab.data.shared_storage import SharedStorage
+from torchrl_unilab.errors import ConfigError, SegmentClosedError
+
+KINDS = {PackedReplayStorage: PackedReplayWriter, RolloutRingStorage: RolloutRingWriter}
+BOTH = pytest.mark.parametrize("cls", list(KINDS))
+
+
+def filled(cls: type[SharedStorage], items: int = 2) -> SharedStorage:
+    storage = cls(4, writers=2)
+    if items:
+        rollouts = [make_rollout(value) for value in range(items)]
+        data = transitions(items) if cls is PackedReplayStorage else rollouts
+        buffer_of(storage).extend(data)
+    return storage
+
+
+def buffer_of(storage: SharedStorage) -> ReplayBuffer:
+    return ReplayBuffer(storage=storage, writer=KINDS[type(storage)](), batch_size=1)
+
+
+@BOTH
+def test_other_checkpointers_and_hooks_are_refused(cls):
+    with filled(cls, 0) as storage:
+        own = storage.checkpointer
+        with pytest.raises(ConfigError, match=f"expected {type(own).__name__}"):
+            ReplayBuffer(storage=storage, checkpointer=TensorStorageCheckpointer())
+        for register in (storage.register_save_hook, storage.register_load_hook):
+            with pytest.raises(ConfigError, match=f"hook of a {type(own).__name__}"):
+                register(lambda data, path: data)
+        assert storage.checkpointer is own
+        storage.checkpointer = other = type(own)()
+        assert storage.checkpointer is other
+
+
+@BOTH
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_storage_of_a_spec_knows_its_items_before_any_comes(cls, by_name):
+    count = Unbounded((3,), dtype=torch.int32)
+    spec = Composite(reward=Unbounded((3, 1)), next=Composite(count=count, shape=(3,)), shape=(3,))
+    size = "max_size" if cls is PackedReplayStorage else "slots"
+    args, settings = ((), {size: 5}) if by_name else ((5,), {})
+    with cls.from_spec(spec, *args, writers=2, **settings) as storage:
+        assert (storage.initialized, storage.max_size, storage.writers) == (True, 5, 2)
+        buffer_of(storage).extend(torch.stack([spec.rand() for _ in range(2)]))
+        assert storage[:].batch_size == (2, 3)
+        assert storage[0]["next", "count"].dtype is torch.int32
+
+
+@BOTH
+def test_length_is_what_is_there_whatever_a_stock_writer_says(cls):
+    with filled(cls, 3) as storage:
+        storage._len = 1
+        assert (len(storage), storage._len, storage.shape) == (3, 3, (3,))
+        assert [i in storage for i in (-4, -3, 2, 3)] == [False, True, True, False]
+        assert storage.contains(torch.tensor([2, 3])).tolist() == [True, False]
+
+
+@BOTH
+def test_what_is_written_changes_the_revision_and_what_is_not_does_not(cls):
+    with filled(cls) as storage:
+        before = storage._mutation_revision
+        storage._bump_mutation_revision()
+        assert storage._mutation_revision == before
+        buffer_of(storage).extend(storage[:].clone())
+        assert storage._mutation_revision > before
+
+
+@BOTH
+@pytest.mark.parametrize("writer", [-1, 2])
+def test_there_are_as_many_writers_as_were_asked_for(cls, writer):
+    with filled(cls) as storage, pytest.raises(ConfigError, match="expected 0 to 1"):
+        storage.use_writer(writer)
+
+
+@BOTH
+def test_nothing_is_left_to_the_resource_tracker(cls, monkeypatch):
+    named: set[str] = set()
+    monkeypatch.setattr(resource_tracker, "register", lambda name, kind: named.add(name))
+    monkeypatch.setattr(resource_tracker, "unregister", lambda name, kind: named.discard(name))
+    with filled(cls, 2):
+        assert named == set()
+
+
+@BOTH
+def test_what_goes_to_a_process_is_nothing_that_is_of_another(cls):
+    with filled(cls) as storage:
+        state = storage.__getstate__()
+        own = set(storage._of_a_process)
+        assert own
+        assert own.isdisjoint(state)
+        assert {*state, *own} == {*storage.__dict__, "_rng"}
+        assert own <= {*storage.__dict__}
+
+
+@BOTH
+def test_a_storage_goes_without_the_buffers_that_read_it(cls):
+    with filled(cls) as storage:
+        buffer = buffer_of(storage)
+        other = storage.without_buffers()
+        assert other._attached_entities == []
+        assert storage._attached_entities[-1] is buffer
+        assert len(other) == len(storage) == 2
+
+
+@BOTH
+def test_a_closed_storage_is_closed_once_and_refused(cls):
+    storage = filled(cls)
+    with storage as entered:
+        assert entered is storage
+        assert not storage.closed
+    storage.close()
+    assert storage.closed
+    for use in (lambda: len(storage), lambda: storage.get(0), lambda: pickle.dumps(storage)):
+        with pytest.raises(SegmentClosedError, match=f"cannot use {cls.__name__}: it is closed"):
+            use()
+
+
+@BOTH
+def test_a_storage_closed_while_the_interpreter_ends_is_left_to_the_kernel(cls, monkeypatch):
+    storage = filled(cls)
+    monkeypatch.setattr(storage, "_is_ending", lambda: True)
+    storage.close()
+    assert not storage.closed
+    assert len(storage) == 2
+    monkeypatch.undo()
+    storage.close()
+
+
+@BOTH
+def test_a_writer_has_nothing_to_save(cls, tmp_path):
+    writer = KINDS[cls]()
+    writer.dumps(tmp_path / "writer")
+    writer.loads(tmp_path / "writer")
+    writer.load_state_dict(writer.state_dict())
+    assert (writer.state_dict(), list(tmp_path.iterdir())) == ({}, [])
