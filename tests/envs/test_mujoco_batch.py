@@ -151,6 +151,25 @@ def test_step_equals_the_base_class(
     assert_same(*after)
 
 
+class Doubled(MujocoBatchEnv):
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        after = super()._step(tensordict)
+        return after.set("reward", 2 * after["reward"])
+
+
+def test_a_derived_environment_may_change_what_a_step_gives() -> None:
+    plain, doubled = MujocoBatchEnv("Hopper-v5", 3, seed=0), Doubled("Hopper-v5", 3, seed=0)
+    action = act(plain, 0)
+    one = plain.step(plain.reset().set("action", action))["next", "reward"]
+    other = doubled.step(doubled.reset().set("action", action))["next", "reward"]
+    assert torch.equal(2 * one, other)
+    step, _ = doubled.step_and_maybe_reset(doubled.reset().set("action", action))
+    again, _ = plain.step_and_maybe_reset(plain.reset().set("action", action))
+    assert torch.equal(2 * again["next", "reward"], step["next", "reward"])
+    plain.close()
+    doubled.close()
+
+
 def test_later_steps_and_resets_leave_returned_tensors_alone() -> None:
     env = MujocoBatchEnv("Hopper-v5", 4, seed=0, max_episode_steps=3)
     root = env.reset()

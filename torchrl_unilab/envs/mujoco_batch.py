@@ -376,15 +376,11 @@ class MujocoBatchEnv(EnvBase):
         if "_step" in keys or "next" in keys:
             return super().step(tensordict)
         self._assert_tensordict_shape(tensordict)
-        following = self._step_proc_data(self._advance(self._read_action(tensordict)))
-        return tensordict.set("next", following)
+        return tensordict.set("next", self._step_proc_data(self._step(tensordict)))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        action = self._read_action(tensordict)
         ids = self._rows(tensordict.get("_step", None))
-        return self._advance(self._read_action(tensordict), ids)
-
-    def _advance(self, action: NDArray[Any], ids: NDArray[np.intp] | None = None) -> TensorDictBase:
-        """Step simulations ``ids``, all by default, and say what came of it."""
         task, physics = self.task, self._open_physics()
         start = time.perf_counter()
         before = task.before(physics.seen)
