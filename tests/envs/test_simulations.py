@@ -43,6 +43,7 @@ def test_a_control_step_is_that_many_steps_of_mujoco_for_each(ids: list[int] | N
             mujoco.mj_step(model, plain[i], nstep=2)  # InvertedPendulum's frame_skip
     np.testing.assert_array_equal(physics.fields["qpos"], [data.qpos for data in plain])
     np.testing.assert_array_equal(physics.fields["qvel"], [data.qvel for data in plain])
+    np.testing.assert_array_equal(physics.batch.bind("ctrl"), [data.ctrl for data in plain])
     physics.close()
 
 
@@ -71,6 +72,22 @@ def test_what_diverges_is_put_back_and_told_and_the_others_are_as_without_it(val
     assert physics.step(controls(4)) is None
     physics.close()
     twin.close()
+
+
+def test_a_state_that_is_not_finite_has_diverged_also_where_mujoco_does_not_say_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    physics = simulations()
+
+    def overflow(ids: None, nstep: int) -> None:
+        physics.fields["qvel"][1, 0] = np.inf
+
+    monkeypatch.setattr(physics.batch, "step", overflow)
+    diverged = physics.step(controls(0))
+    assert diverged is not None
+    assert diverged.tolist() == [False, True, False]
+    assert all_finite(physics.batch.state)
+    physics.close()
 
 
 def test_a_saved_state_goes_on_bit_for_bit_and_one_of_others_is_refused() -> None:

@@ -44,7 +44,7 @@ class Episodes:
         self._now = 0
         self._began = np.zeros(n, dtype=np.int64)
         self._due = limit  # when the first of them may be truncated
-        self.terminated = self.truncated = self._none = np.zeros(n, dtype=bool)
+        self.terminated = self.truncated = np.zeros(n, dtype=bool)
         self.any_done = False
 
     def __len__(self) -> int:
