@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import multiprocessing as mp
 import multiprocessing.forkserver
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 DEADLINE = 30.0
 
@@ -72,3 +76,24 @@ def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < until, "it does not come to pass"
+
+
+@contextlib.contextmanager
+def process_with_id(pid: int) -> Iterator[None]:
+    """Run another process under the id of one that has died; skip where that is not allowed."""
+    last = Path("/proc/sys/kernel/ns_last_pid")
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        try:
+            last.write_text(str(pid - 1))
+        except OSError:
+            pytest.skip("the kernel does not let this user choose a process id")
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        try:
+            if process.pid == pid:
+                yield
+                return
+        finally:
+            process.kill()
+            process.communicate()
+    raise TimeoutError(f"process id {pid} was not to be had within {DEADLINE:g} s")

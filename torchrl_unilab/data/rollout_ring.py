@@ -39,7 +39,7 @@ from torchrl_unilab.errors import (
     SnapshotContendedError,
 )
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing
 from torchrl_unilab.shm.segment import SegmentKind
 from torchrl_unilab.shm.tokens import Token
@@ -310,14 +310,14 @@ class RolloutRingStorage(SharedStorage):
 
     def _become(self, choice: Sequence[int]) -> None:
         """Become the first writer of `choice` that no living process is."""
-        own = os.getpid()
+        own = this_process()
         with self._locked():
             taken = self._books.owners(choice)
             free = [w for w, pid in taken.items() if pid in (0, own) or not process_is_alive(pid)]
             if not free:
                 raise ConfigError(
                     f"cannot write as rollout writer {list(choice)}: taken by processes "
-                    f"{list(taken.values())} (expected a free one). "
+                    f"{[process_id(pid) for pid in taken.values()]} (expected a free one). "
                     f"Build the storage for more than {self.writers} writers."
                 )
             writer = free[0]
@@ -327,7 +327,7 @@ class RolloutRingStorage(SharedStorage):
                 self._ring.use_writer(writer)
             self._stop_writing()
             self._books.set_owner(writer, own)
-        self._writer, self._writer_pid = writer, own
+        self._writer, self._writer_pid = writer, os.getpid()
 
     def _stop_writing(self) -> None:
         """Let another process be the writer that this one was."""

@@ -46,7 +46,7 @@ from torchrl_unilab.errors import (
 from torchrl_unilab.shm.counters import SharedWords
 from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
-from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.ring_notes import (
     IDLE,
     MOVING,
@@ -330,7 +330,7 @@ class RolloutRing:
             )
         self._writer = writer
         self._own = writer * (3 + self.writers)
-        self._write_here(os.getpid())
+        self._write_here(this_process())
 
     def _write_here(self, pid: int) -> None:
         self._note = self._of_writer(self._writer, _NOTE)
@@ -350,7 +350,7 @@ class RolloutRing:
         """
         if self._at_end_pid != os.getpid():
             self._at_end = Finalize(None, _end, (weakref.ref(self),), exitpriority=0)
-            self._at_end_pid = os.getpid()
+            self._at_end_pid = this_process()
 
     def claim(self, timeout: float | None = None) -> int | None:
         """Own a slot to fill, until it is committed; return it.
@@ -368,7 +368,7 @@ class RolloutRing:
         if self._claimed is not None:
             return self._claimed
         words, own = self._writer_words, self._own
-        pid = os.getpid()
+        pid = this_process()
         if words[own + _PID] != pid:
             self._write_here(pid)
         token = self._take_to_fill()
@@ -407,7 +407,7 @@ class RolloutRing:
             if self._header[_READER_GONE] or (reader and not process_is_alive(reader)):
                 raise PeerGoneError(
                     f"writer {self._writer} waits for a free slot: the reader, process "
-                    f"{reader}, is gone (expected it to read). Stop writing."
+                    f"{process_id(reader)}, is gone (expected it to read). Stop writing."
                 )
         return None
 
@@ -513,7 +513,7 @@ class RolloutRing:
         pid = self._of_writer(writer, _PID)
         if pid and process_is_alive(pid):
             raise RuntimeError(
-                f"cannot recover the slot of writer {writer}: process {pid} is alive "
+                f"cannot recover the slot of writer {writer}: process {process_id(pid)} is alive "
                 "(expected it dead). End it first."
             )
 
@@ -564,8 +564,8 @@ class RolloutRing:
                     if self._take_ready():  # the last it did
                         return True
                     raise PeerGoneError(
-                        f"waiting for a rollout: writer {writer}, process {pid}, has died "
-                        "(expected it to write). See its own output for the cause."
+                        f"waiting for a rollout: writer {writer}, process {process_id(pid)}, has "
+                        "died (expected it to write). See its own output for the cause."
                     )
         return False
 
@@ -576,7 +576,7 @@ class RolloutRing:
 
     def _read_here(self) -> None:
         self._reads = True
-        pid = os.getpid()
+        pid = this_process()
         if self._header[_READER_PID] != pid or self._header[_READER_GONE]:
             self._header[_READER_PID] = pid
             self._header[_READER_GONE] = 0
@@ -753,8 +753,8 @@ class RolloutRing:
                 if time.monotonic() > until:
                     raise RingTimeoutError(
                         f"cannot recover slots: writers {busy}, processes "
-                        f"{[notes[w].pid for w in busy]}, are claiming or committing for "
-                        f"{timeout:g} s (expected some microseconds). See whether one is stopped, "
+                        f"{[process_id(notes[w].pid) for w in busy]}, are claiming or committing "
+                        f"for {timeout:g} s (expected some microseconds). See whether one is stopped, "
                         "and recover again."
                     )
                 time.sleep(_RETRY_SECONDS)
@@ -771,12 +771,12 @@ class RolloutRing:
                 self._free.put(token)
 
     def _refuse_living_reader(self) -> None:
-        pid, here = self._header[_READER_PID], os.getpid()
+        pid, here = self._header[_READER_PID], this_process()
         other = not self._reads if pid == here else pid and process_is_alive(pid)
         if other and not self._header[_READER_GONE]:
             raise RuntimeError(
-                f"cannot recover slots: process {pid} is the reader (expected this one). Recover "
-                "where rollouts are read."
+                f"cannot recover slots: process {process_id(pid)} is the reader (expected this one). "
+                "Recover where rollouts are read."
             )
 
     def _notes(self) -> list[Note]:
@@ -816,10 +816,10 @@ class RolloutRing:
 
     def _vacate(self) -> None:
         """Be neither reader nor writer any more."""
-        if self._header[_READER_PID] == os.getpid():
+        if self._header[_READER_PID] == this_process():
             self._header[_READER_GONE] = 1
         for writer in range(self.writers):
-            if self._of_writer(writer, _PID) == os.getpid() and self._claimed is None:
+            if self._of_writer(writer, _PID) == this_process() and self._claimed is None:
                 self._writer_words[writer * (3 + self.writers) + _PID] = 0
 
     cleanup = close

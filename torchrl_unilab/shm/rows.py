@@ -48,7 +48,7 @@ import torch
 
 from torchrl_unilab.errors import ConfigError, SegmentSpaceError, SnapshotContendedError
 from torchrl_unilab.shm.counters import is_weakly_ordered
-from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.row_store import (
@@ -337,7 +337,7 @@ class SharedRows:
                 return
             if overdue:
                 raise SnapshotContendedError(
-                    f"rows of writer {writer} (process {pid}): not complete for "
+                    f"rows of writer {writer} (process {process_id(pid)}): not complete for "
                     f"{self.timeout:g} s (expected some microseconds). See whether it is stopped."
                 )
         time.sleep(_WAIT_SECONDS)
@@ -367,7 +367,7 @@ class SharedRows:
                 f"row writer: {writer} (expected 0 to {self.writers - 1}). "
                 "Make the storage for more writers."
             )
-        own = os.getpid()
+        own = this_process()
         choice = range(self.writers) if writer is None else [writer]
         with self._lock:
             self._settle()
@@ -376,7 +376,7 @@ class SharedRows:
                 if pid in (0, own) or not process_is_alive(pid):
                     break
             else:
-                pids = [self._words[w * WRITER_WORDS + _PID] for w in choice]
+                pids = [process_id(self._words[w * WRITER_WORDS + _PID]) for w in choice]
                 raise ConfigError(
                     f"cannot write as writer {list(choice)}: taken by processes {pids} (expected "
                     f"a free one). Make the storage for more than {self.writers} writers."
@@ -384,7 +384,7 @@ class SharedRows:
             self._recover(w)
             self.leave()
             self._words[w * WRITER_WORDS + _PID] = own
-        self._writer, self._writer_pid = w, own
+        self._writer, self._writer_pid = w, os.getpid()
 
     def _need_writer(self) -> None:
         if self._writer_pid != os.getpid():
@@ -666,7 +666,7 @@ class SharedRows:
         pid, found = self._mend(writer)
         if pid:
             raise RuntimeError(
-                f"cannot recover the rows of writer {writer}: process {pid} is alive "
+                f"cannot recover the rows of writer {writer}: process {process_id(pid)} is alive "
                 "(expected it dead). End it first."
             )
         return found

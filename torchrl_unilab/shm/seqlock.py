@@ -13,7 +13,6 @@ the newer version, a bounded number of times. The order of memory this needs is 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import zlib
@@ -28,7 +27,7 @@ from torchrl_unilab.errors import ConfigError, SnapshotContendedError
 from torchrl_unilab.shm.counters import LINE, SharedWords, is_weakly_ordered
 from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
-from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
 
 __all__ = ["SeqLock", "SnapshotCell", "cell_nbytes"]
@@ -158,10 +157,10 @@ def _crc(payload: npt.NDArray[np.uint8], version: int) -> int:
 # Words ahead of the seqlock: what a process that attaches by name checks and reads.
 _MAGIC = 0x554E494C_41420001
 # Beside the words of every header.
-_SLOTS, _READERS, _CHECKSUM, _WRITER_PID = 2, 3, 4, 6
+_SLOTS, _READERS, _CHECKSUM, _WRITER = 2, 3, 4, 6
 _HEADER_WORDS = 7
-# Words of each reader: the version it applied plus one, its pid, its overtaken tries.
-_APPLIED, _PID, _OVERTAKEN = range(3)
+# Words of each reader: the version it applied plus one, its process, its overtaken tries.
+_APPLIED, _PROCESS, _OVERTAKEN = range(3)
 _READER_WORDS = 3
 
 
@@ -314,7 +313,7 @@ class SnapshotCell:
     def _begin(self) -> int:
         _ = self._segment.buffer  # a closed cell is refused
         if not self._is_writer:
-            self._header[_WRITER_PID] = os.getpid()
+            self._header[_WRITER] = this_process()
             self._is_writer = True
         return self._lock.begin()
 
@@ -338,8 +337,8 @@ class SnapshotCell:
     @property
     def publish_cut_off(self) -> bool:
         """Whether the writer died in the middle of a publish; readers keep the version before."""
-        pid = self._header[_WRITER_PID]
-        return self._lock.is_writing and bool(pid) and not process_is_alive(pid)
+        writer = self._header[_WRITER]
+        return self._lock.is_writing and writer != 0 and not process_is_alive(writer)
 
     overtaken: int = 0
     """Tries of the last `stage` that the writer overtook."""
@@ -359,7 +358,7 @@ class SnapshotCell:
         """Record that reader `reader`, this process, acts with `version`, or with none."""
         base = _READER_WORDS * reader
         words = self._reader_words
-        words[base + _PID] = os.getpid()
+        words[base + _PROCESS] = this_process()
         if version is not None:  # a stage came before
             words[base + _OVERTAKEN] = words[base + _OVERTAKEN] + self.overtaken
         words[base + _APPLIED] = 0 if version is None else version + 1
@@ -371,7 +370,11 @@ class SnapshotCell:
 
     def reader_pid(self, reader: int) -> int | None:
         """Return the process id of a reader, or None before it first applied a version."""
-        return self._reader_words[_READER_WORDS * reader + _PID] or None
+        return process_id(self._reader_words[_READER_WORDS * reader + _PROCESS]) or None
+
+    def reader_is_alive(self, reader: int) -> bool:
+        """Return whether the process that is a reader lives."""
+        return process_is_alive(self._reader_words[_READER_WORDS * reader + _PROCESS])
 
     def reader_overtaken(self, reader: int) -> int:
         """Return how often a reader was overtaken and retried."""

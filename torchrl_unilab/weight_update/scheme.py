@@ -18,7 +18,6 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, WorkersBehindError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm import SnapshotCell
-from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_tensors import EXTRA_STATE, ModuleTensors
 from torchrl_unilab.weight_update.pull import pull_in_rollouts
@@ -417,7 +416,7 @@ class UniLabShmScheme(WeightSyncScheme):
         pid = cell.reader_pid(worker)
         if pid is None:
             return f"worker {worker} never connected"
-        state = "alive" if process_is_alive(pid) else "dead"
+        state = "alive" if cell.reader_is_alive(worker) else "dead"
         applied = self._version_applied(cell, worker)
         where = "with weights that it loaded itself" if applied is None else f"at version {applied}"
         return f"worker {worker} (pid {pid}, {state}) {where}"

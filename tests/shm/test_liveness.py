@@ -1,0 +1,115 @@
+"""A process is known by its id and its start time: a reused id is another process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from tests.support.processes import DEADLINE, process_with_id, receive, spawned
+from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
+from torchrl_unilab.shm.ring import RolloutRing
+from torchrl_unilab.shm.seqlock import SnapshotCell
+
+
+def _tell_who_and_wait(pipe: Connection) -> None:
+    pipe.send((os.getpid(), this_process()))
+    pipe.recv()
+
+
+def _publish_and_die(pipe: Connection, cell: SnapshotCell) -> None:
+    cell.publish_by(lambda payload: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def _write_and_die(pipe: Connection, ring: RolloutRing) -> None:
+    ring.use_writer(0)
+    ring.claim()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_names_itself_by_its_id_and_start_time():
+    assert process_id(this_process()) == os.getpid()
+    assert process_is_alive(this_process())
+    assert this_process() == this_process()
+
+
+def test_no_process_is_not_alive():
+    assert not process_is_alive(0)
+
+
+def test_a_process_of_another_start_time_under_the_same_id_is_another():
+    assert not process_is_alive(this_process() ^ (1 << 40))
+
+
+def test_each_process_knows_itself_also_when_it_is_forked():
+    before = this_process()
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(there, b"1" if process_id(this_process()) == os.getpid() else b"0")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(here, 1) == b"1"
+    os.close(here)
+    os.close(there)
+    assert this_process() == before
+
+
+def test_a_process_lives_until_it_ends():
+    with spawned(_tell_who_and_wait) as (process, pipe):
+        pid, word = receive(pipe)
+        assert process_id(word) == pid == process.pid
+        assert process_is_alive(word)
+        process.kill()
+        process.join(DEADLINE)
+        assert not process_is_alive(word)
+
+
+def test_a_zombie_is_not_alive():
+    here, there = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(there, this_process().to_bytes(8, "little"))
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    word = int.from_bytes(os.read(here, 8), "little")
+    assert process_id(word) == child
+    assert not process_is_alive(word)
+    os.waitpid(child, 0)
+    os.close(here)
+    os.close(there)
+
+
+def test_a_process_under_the_id_of_a_dead_one_is_not_taken_for_it():
+    with spawned(_tell_who_and_wait) as (process, pipe):
+        pid, word = receive(pipe)
+        process.kill()
+        process.join(DEADLINE)
+        with process_with_id(pid):
+            assert not process_is_alive(word)
+
+
+def test_a_publish_is_cut_off_though_another_process_has_its_writers_id():
+    with (
+        SnapshotCell({"w": torch.zeros(3)}) as cell,
+        spawned(_publish_and_die, cell) as (process, _),
+    ):
+        process.join(DEADLINE)
+        with process_with_id(process.pid):
+            assert cell.publish_cut_off
+
+
+def test_a_dead_writer_of_a_ring_is_found_though_another_process_has_its_id():
+    with (
+        RolloutRing({"x": torch.zeros(2)}, slots=3, writers=1) as ring,
+        spawned(_write_and_die, ring) as (process, _),
+    ):
+        process.join(DEADLINE)
+        with process_with_id(process.pid):
+            with pytest.raises(PeerGoneError, match=f"process {process.pid}"):
+                ring.wait_for_data(timeout=1.0)
+            assert ring.recover(0)
