@@ -1,0 +1,252 @@
+"""What the tensors of an item look like: keys, shapes, dtypes and batch size. Pure.
+
+One `TensorSchema` serves the rows of a replay, the rollouts of a ring, memory budgets and
+checkpoints. A schema says *what* an item is; layouts (`torchrl_unilab.shm`) say *where* its
+bytes lie. Fields keep their order, and no two have one dotted name.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_unilab.errors import LayoutDtypeError, LayoutError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.shm.layout import dotted
+
+__all__ = ["Path", "TensorField", "TensorSchema", "key_path", "leaves"]
+
+Path = tuple[str, ...]
+"""A TensorDict key as a tuple."""
+
+_CPU = torch.device("cpu")
+
+
+def key_path(key: str | Sequence[str]) -> Path:
+    """Return a TensorDict key as a tuple."""
+    return (key,) if isinstance(key, str) else tuple(key)
+
+
+def leaves(data: TensorDictBase) -> dict[Path, torch.Tensor]:
+    """Return key to tensor of all entries, nested ones too.
+
+    Raises:
+        LayoutDtypeError: An entry is not a tensor, or `data` is no TensorDict.
+    """
+    if not isinstance(data, TensorDictBase):
+        raise LayoutDtypeError(
+            f"cannot read tensors: {type(data).__name__} (expected a TensorDict). Convert it first."
+        )
+    found: dict[Path, torch.Tensor] = {}
+    _collect(data, (), found)
+    return found
+
+
+def _collect(data: TensorDictBase, path: Path, found: dict[Path, torch.Tensor]) -> None:
+    for key, entry in data.items():
+        here = (*path, key)
+        if isinstance(entry, torch.Tensor):
+            found[here] = entry
+        elif isinstance(entry, TensorDictBase):
+            _collect(entry, here, found)
+        else:
+            raise LayoutDtypeError(
+                f"entry {dotted(here)!r}: {type(entry).__name__} (expected a tensor). Leave it out."
+            )
+
+
+class TensorField(NamedTuple):
+    """One tensor of an item: its key, its whole shape and its dtype."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """The dotted key."""
+        return dotted(self.path)
+
+
+@dataclass(frozen=True)
+class TensorSchema:
+    """Keys, shapes and dtypes of an item's tensors, and the item's batch size.
+
+    Attributes:
+        batch_size: Batch size of one item: [] for a transition, [N, T] for a rollout.
+        fields: Its tensors in order; their shapes include `batch_size`.
+
+    Example:
+        >>> row = TensorDict({"x": torch.zeros(3), "next": {"done": torch.ones(1).bool()}}, [])
+        >>> schema = TensorSchema.of(row)
+        >>> schema.names, schema.nbytes
+        (('x', 'next.done'), 13)
+        >>> batch = schema.empty((5,))
+        >>> [tuple(tensor.shape) for tensor in schema.select(batch, (5,))]
+        [(5, 3), (5, 1)]
+    """
+
+    batch_size: tuple[int, ...]
+    fields: tuple[TensorField, ...]
+
+    @classmethod
+    def of(cls, item: TensorDictBase) -> TensorSchema:
+        """Return the schema of an item, whose content does not count.
+
+        Raises:
+            LayoutKeyError: There is no tensor, a nested TensorDict is empty, or two keys have
+                one dotted name.
+            LayoutDtypeError: An entry is not a tensor, or `item` is no TensorDict.
+        """
+        fields = [TensorField(path, tuple(t.shape), t.dtype) for path, t in leaves(item).items()]
+        names = [field.name for field in fields]
+        if not names or len(set(names)) < len(names):
+            raise LayoutKeyError(
+                f"keys of an item: {names} (expected at least one, each dotted name once). "
+                "Rename one; nested and dotted keys share one namespace."
+            )
+        for key, entry in item.items(include_nested=True):
+            if isinstance(entry, TensorDictBase) and entry.is_empty():
+                raise LayoutKeyError(
+                    f"entry {dotted(key)!r}: an empty TensorDict (expected tensors in it). "
+                    "Leave it out."
+                )
+        return cls(tuple(item.batch_size), tuple(fields))
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Dotted keys of all fields, in order."""
+        return tuple(field.name for field in self.fields)
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, TensorField]:
+        """Dotted key to field."""
+        return dict(zip(self.names, self.fields, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one item's elements, without gaps."""
+        return sum(math.prod(field.shape) * field.dtype.itemsize for field in self.fields)
+
+    def select(
+        self, data: TensorDictBase, batch_size: Sequence[int] = (), *, ignore: Iterable[Path] = ()
+    ) -> list[torch.Tensor]:
+        """Return the tensors of items in the order of the fields, checked.
+
+        Args:
+            data: Items of batch size [*batch_size, *self.batch_size].
+            batch_size: Batch dimensions in front of an item's.
+            ignore: Keys that may be there although the schema does not know them.
+
+        Raises:
+            LayoutKeyError: A key is missing or unknown.
+            LayoutShapeError: A tensor has another shape.
+            LayoutDtypeError: A tensor has another dtype, or an entry is not a tensor.
+        """
+        found = leaves(data)
+        if tuple(found) != self._paths:  # another order, or other keys
+            unknown = found.keys() - {*self._paths}
+            missing = [path for path in self._paths if path not in found]
+            if missing or unknown - {*ignore}:
+                raise LayoutKeyError(
+                    f"keys: missing {[*map(dotted, missing)]}, unknown "
+                    f"{sorted(map(dotted, unknown))} (expected {[*self.names]}). "
+                    "Pass items like the first one, or make a new storage."
+                )
+            found = {path: found[path] for path in self._paths}
+        for tensor, (path, shape, dtype) in zip(found.values(), self.fields, strict=True):
+            if tensor.shape != (*batch_size, *shape):
+                raise LayoutShapeError(
+                    f"shape of {dotted(path)!r}: {tuple(tensor.shape)} (expected "
+                    f"{(*batch_size, *shape)}). Pass items like the first one, or make a new "
+                    "storage."
+                )
+            if tensor.dtype is not dtype:
+                raise LayoutDtypeError(
+                    f"dtype of {dotted(path)!r}: {tensor.dtype} (expected {dtype}). Cast it, or "
+                    "make a new storage."
+                )
+        return list(found.values())
+
+    @functools.cached_property
+    def _paths(self) -> tuple[Path, ...]:
+        return tuple(field.path for field in self.fields)
+
+    def tensordict(
+        self, tensors: Sequence[torch.Tensor], batch_size: Sequence[int] = ()
+    ) -> TensorDict:
+        """Return tensors on the CPU, given in the order of the fields, as a TensorDict.
+
+        Nothing is copied, and nothing is checked.
+
+        Args:
+            tensors: One per field, of shape [*batch_size, *field.shape].
+            batch_size: Batch dimensions in front of an item's.
+        """
+        return _nested(self._tree, tensors, torch.Size((*batch_size, *self.batch_size)))
+
+    @functools.cached_property
+    def _tree(self) -> dict[str, Any]:
+        """Name to the field's index, or to such a dictionary."""
+        tree: dict[str, Any] = {}
+        for index, path in enumerate(self._paths):
+            node = tree
+            for part in path[:-1]:
+                node = node.setdefault(part, {})
+            node[path[-1]] = index
+        return tree
+
+    def empty(
+        self, batch_size: Sequence[int] = (), device: torch.device | str = "cpu"
+    ) -> TensorDict:
+        """Allocate items of batch size [*batch_size, *self.batch_size], not initialised."""
+        items = TensorDict(batch_size=[*batch_size, *self.batch_size], device=torch.device(device))
+        for path, shape, dtype in self.fields:
+            items.set(path, torch.empty((*batch_size, *shape), dtype=dtype, device=device))
+        return items
+
+    def meta(self) -> TensorDict:
+        """Return an item without memory, on the device ``"meta"``."""
+        return self.empty(device="meta")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` makes the schema from: lists, integers and strings."""
+        fields = [[[*path], [*shape], str(dtype)] for path, shape, dtype in self.fields]
+        return {"batch_size": [*self.batch_size], "fields": fields}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> TensorSchema:
+        """Return the schema that was saved.
+
+        Raises:
+            LayoutError: `saved` is not what `to_json` returns.
+        """
+        try:
+            fields = tuple(
+                TensorField(tuple(map(str, path)), tuple(map(int, shape)), _dtypes()[dtype])
+                for path, shape, dtype in saved["fields"]
+            )
+            return cls(tuple(map(int, saved["batch_size"])), fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LayoutError(
+                f"saved schema: {error!r} (expected the result of `to_json`). Load another file."
+            ) from error
+
+
+@functools.cache
+def _dtypes() -> dict[str, torch.dtype]:
+    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+def _nested(tree: dict[str, Any], tensors: Sequence[torch.Tensor], shape: torch.Size) -> TensorDict:
+    source = {
+        key: tensors[entry] if isinstance(entry, int) else _nested(entry, tensors, shape)
+        for key, entry in tree.items()
+    }
+    # The checks of the public constructor take longer than the gather of a small batch.
+    return TensorDict._new_unsafe(source=source, batch_size=shape, device=_CPU)
