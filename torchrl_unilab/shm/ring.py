@@ -350,7 +350,7 @@ class RolloutRing:
         """
         if self._at_end_pid != os.getpid():
             self._at_end = Finalize(None, _end, (weakref.ref(self),), exitpriority=0)
-            self._at_end_pid = this_process()
+            self._at_end_pid = os.getpid()
 
     def claim(self, timeout: float | None = None) -> int | None:
         """Own a slot to fill, until it is committed; return it.
