@@ -754,8 +754,8 @@ class RolloutRing:
                     raise RingTimeoutError(
                         f"cannot recover slots: writers {busy}, processes "
                         f"{[process_id(notes[w].pid) for w in busy]}, are claiming or committing "
-                        f"for {timeout:g} s (expected some microseconds). See whether one is stopped, "
-                        "and recover again."
+                        f"for {timeout:g} s (expected some microseconds). See whether one is "
+                        "stopped, and recover again."
                     )
                 time.sleep(_RETRY_SECONDS)
             held = self._held.union(token.slot for token in free)
@@ -775,8 +775,8 @@ class RolloutRing:
         other = not self._reads if pid == here else pid and process_is_alive(pid)
         if other and not self._header[_READER_GONE]:
             raise RuntimeError(
-                f"cannot recover slots: process {process_id(pid)} is the reader (expected this one). "
-                "Recover where rollouts are read."
+                f"cannot recover slots: process {process_id(pid)} is the reader (expected this "
+                "one). Recover where rollouts are read."
             )
 
     def _notes(self) -> list[Note]:
