@@ -184,7 +184,6 @@ def test_a_batch_is_ready_once_it_is_packed_and_not_before(table):
     table.gate.clear()
     with DoubleBufferReplayPipeline(table, sample_count=COUNT) as pipeline:
         assert pipeline.batch_ready(0, COUNT) is False
-        assert pipeline.wait_until_ready(0, COUNT) is False  # nobody asked for it
         pipeline.wait_ready()
         pipeline.start_prepare(0, COUNT)
         assert table.packing.wait(DEADLINE)
@@ -193,9 +192,75 @@ def test_a_batch_is_ready_once_it_is_packed_and_not_before(table):
             assert pipeline.wait_until_ready(0, COUNT) is True
         assert pipeline.batch_ready(0, COUNT) is True
         assert pipeline.batch_ready(1, COUNT) is False
-        assert pipeline.wait_until_ready(1, COUNT) is False
-        pipeline.sample_large_batch(0, COUNT)
-        assert pipeline.batch_ready(0, COUNT) is False
+
+
+# The tick that is being learnt
+
+
+def test_the_same_tick_is_the_same_batch_until_after_tick(table, packer):
+    with DoubleBufferReplayPipeline(table, sample_count=COUNT, packer=packer) as pipeline:
+        first = pipeline.sample_large_batch(3, COUNT)
+        table.add(COUNT)
+        pipeline.start_prepare(4, COUNT)
+
+        again = pipeline.sample_large_batch(3, COUNT)
+
+        assert again["observation"].data_ptr() == first["observation"].data_ptr()
+        assert rows_of(again) == drawn(3, CAPACITY).tolist()
+        assert pipeline.last_metadata.tick_id == 3
+
+
+def test_the_tick_that_is_being_learnt_is_ready_and_needs_no_start(table, packer):
+    with DoubleBufferReplayPipeline(table, sample_count=COUNT, packer=packer) as pipeline:
+        pipeline.sample_large_batch(3, COUNT)
+
+        assert pipeline.batch_ready(3, COUNT) is True
+        assert pipeline.wait_until_ready(3, COUNT) is True
+        assert pipeline.start_prepare(3, COUNT) is False
+
+
+def test_a_tick_asked_for_while_another_is_being_learnt_is_an_error(table, packer):
+    with DoubleBufferReplayPipeline(table, sample_count=COUNT, packer=packer) as pipeline:
+        pipeline.sample_large_batch(3, COUNT)
+        pipeline.start_prepare(4, COUNT)
+
+        message = r"sample tick 4: tick 3 is being learnt \(expected .*after_tick\(\)"
+        with pytest.raises(RuntimeError, match=message):
+            pipeline.sample_large_batch(4, COUNT)
+
+        pipeline.after_tick()
+        assert rows_of(pipeline.sample_large_batch(4, COUNT)) == drawn(4, CAPACITY).tolist()
+
+
+def test_after_tick_a_tick_is_prepared_anew(table, packer):
+    with DoubleBufferReplayPipeline(table, sample_count=COUNT, packer=packer) as pipeline:
+        pipeline.sample_large_batch(3, COUNT)
+        pipeline.after_tick()
+
+        assert pipeline.batch_ready(3, COUNT) is False
+        assert pipeline.start_prepare(3, COUNT) is True
+
+
+def test_waiting_for_a_tick_prepares_it(table, packer):
+    with DoubleBufferReplayPipeline(table, sample_count=COUNT, packer=packer) as pipeline:
+        assert pipeline.wait_until_ready(3, COUNT) is True
+
+        assert pipeline.batch_ready(3, COUNT) is True
+        assert pipeline.start_prepare(3, COUNT) is False
+
+
+def test_waiting_for_a_tick_while_another_is_prepared_is_an_error(table, packer):
+    with DoubleBufferReplayPipeline(table, sample_count=COUNT, packer=packer) as pipeline:
+        pipeline.start_prepare(3, COUNT)
+        with pytest.raises(RuntimeError, match=r"prepare tick 4: tick 3 has not been consumed"):
+            pipeline.wait_until_ready(4, COUNT)
+
+
+def test_a_restored_pipeline_forgets_the_tick_that_was_being_learnt(table, packer):
+    with DoubleBufferReplayPipeline(table, sample_count=COUNT, packer=packer) as pipeline:
+        pipeline.sample_large_batch(3, COUNT)
+        pipeline.load_state_dict({"base_seed": 7})
+        assert rows_of(pipeline.sample_large_batch(3, COUNT)) == drawn(10, CAPACITY).tolist()
 
 
 def test_the_thread_packs_while_the_learner_goes_on_and_inline_packs_at_once(table):
@@ -263,6 +328,7 @@ def test_a_tick_gets_the_same_batch_in_any_order_and_whoever_packs(base_seed, ti
                 pipeline.start_prepare(tick, COUNT)
             batch = pipeline.sample_large_batch(tick, COUNT)
             assert rows_of(batch) == drawn(base_seed + tick, CAPACITY).tolist()
+            pipeline.after_tick()
 
 
 TABLE = Table()
@@ -279,6 +345,7 @@ def test_a_restored_pipeline_draws_with_the_seed_that_was_saved(table, packer):
         for tick in (3, 4):
             batch = pipeline.sample_large_batch(tick, COUNT)
             assert rows_of(batch) == drawn(7 + tick, CAPACITY).tolist()
+            pipeline.after_tick()
 
 
 def test_the_metadata_say_what_was_drawn_from_and_where_it_went(table, packer):
@@ -298,6 +365,7 @@ def test_the_metadata_say_what_was_drawn_from_and_where_it_went(table, packer):
             batch_host_slot=0,
             batch_gpu_slot=None,
         )
+        pipeline.after_tick()
         pipeline.sample_large_batch(7, COUNT)
         assert pipeline.last_metadata == ReplayTickMetadata(7, 612, 512, 47, 64, 1, None)
 
@@ -359,6 +427,7 @@ def test_a_learner_never_sees_a_batch_change_under_it_while_packing_goes_on(tabl
                 reads += 1
                 if done:
                     break
+            pipeline.after_tick()
     assert reads > 400
 
 
@@ -369,6 +438,7 @@ def test_entries_added_to_a_batch_do_not_stay_in_the_slot(table):
             assert set(batch.keys(True, True)) == set(table.rows.keys(True, True))
             batch["advantage"] = torch.zeros(COUNT)
             batch["next", "value"] = torch.zeros(COUNT)
+            pipeline.after_tick()
 
 
 def test_many_ticks_take_no_more_memory_than_two_slots_nor_more_threads(table):
@@ -385,6 +455,7 @@ def test_many_ticks_take_no_more_memory_than_two_slots_nor_more_threads(table):
             addresses.add(batch["observation"].data_ptr())
             threads = threads or set(threading.enumerate())
             more |= set(threading.enumerate()) - threads
+            pipeline.after_tick()
         pipeline.wait_ready()
         gc.collect()
         growth = tracemalloc.get_traced_memory()[0] - before
@@ -555,11 +626,15 @@ def test_a_process_packs_as_a_thread_does_waits_for_rows_and_sees_the_end():
                 expected = threaded.sample_large_batch(tick, COUNT)
                 assert rows_of(batch) == rows_of(expected) == drawn(9 + tick, 200).tolist()
                 assert pipeline.last_metadata == threaded.last_metadata
+                pipeline.after_tick()
+                threaded.after_tick()
         pipeline.sample_large_batch(50, COUNT)
+        pipeline.after_tick()
         pipeline.start_prepare(51, COUNT, min_snapshot_ptr=201)
         assert pipeline.batch_ready(51, COUNT) is False
         group.ask(0, "add", 1)
         assert rows_of(pipeline.sample_large_batch(51, COUNT)) == drawn(60, 201).tolist()
+        pipeline.after_tick()
 
         with hurried(closing.close, closing_soon := threading.Event()):
             closing_soon.set()
@@ -573,6 +648,7 @@ def test_a_stopped_process_is_named_or_waited_for_no_longer_than_the_timeout(tab
     with collecting(table, [0.3]) as (group, (stopped,)):
         process = psutil.Process(group.pids[0])
         stopped.sample_large_batch(0, COUNT)
+        stopped.after_tick()
         process.suspend()
         began = time.monotonic()
         stopped.start_prepare(1, COUNT)
@@ -590,6 +666,7 @@ def test_a_killed_process_is_named_with_its_signal(table):
     with collecting(table, [DEADLINE]) as (group, (killed,)):
         process = psutil.Process(group.pids[0])
         killed.sample_large_batch(0, COUNT)
+        killed.after_tick()
         process.suspend()
         killed.start_prepare(1, COUNT)
         began = time.monotonic()

@@ -21,7 +21,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
     Unbounded,
 )
-from torchrl.data.replay_buffers import RandomSampler, SamplerWithoutReplacement
+from torchrl.data.replay_buffers import SamplerWithoutReplacement
 
 from tests.support.acting import StillEnv, make_policy
 from tests.support.processes import DEADLINE, receive, spawned
@@ -316,16 +316,6 @@ def test_a_storage_is_read_by_any_index_without_consuming(index):
         assert (found == expected).all()
         found.zero_()  # a copy
         assert values(storage.get(slice(None))) == [1, 2, 3]
-
-
-def test_a_random_sampler_reads_without_consuming():
-    with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
-        buffer = ReplayBuffer(
-            storage=storage, sampler=RandomSampler(), writer=RolloutRingWriter(), batch_size=8
-        )
-        buffer.extend(stack(1, 2))
-        assert set(values(buffer.sample())) <= {1, 2}
-        assert len(buffer) == 2
 
 
 # Writing

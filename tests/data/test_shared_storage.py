@@ -107,7 +107,7 @@ def test_nothing_is_left_to_the_resource_tracker(cls, monkeypatch):
 def test_what_goes_to_a_process_is_nothing_that_is_of_another(cls):
     with filled(cls) as storage:
         storage._rng = torch.Generator()
-        state = storage.__getstate__()
+        state = storage._shared_state()
         assert state["_rng"] is None
         own = set(storage._of_a_process)
         assert own

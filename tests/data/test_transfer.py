@@ -170,25 +170,26 @@ def learn(device: Device, tick: int, batch: TensorDictBase, seen: list[tuple[int
             device.learner.ask(lambda leaf=leaf: seen.extend((tick, x) for x in leaf.unique()))
 
 
-@given(seed=st.integers(0, 2**32), after=st.lists(st.booleans(), min_size=8, max_size=8))
+@given(seed=st.integers(0, 2**32), early=st.lists(st.booleans(), min_size=8, max_size=8))
 @settings(max_examples=150, deadline=None)
-def test_however_late_the_device_is_the_learner_s_work_sees_its_own_tick_s_batch(seed, after):
-    """`after_tick` is called at every tick where `after` says so."""
+def test_however_late_the_device_is_the_learner_s_work_sees_its_own_tick_s_batch(seed, early):
+    """A tick ends before the next one is prepared where `early` says so, else after that."""
     device, seen = Device(seed), []
     with DoubleBufferReplayPipeline(
         Seeds(), sample_count=COUNT, packer="inline", base_seed=1, transfer=modelled(device)
     ) as pipeline:
-        for tick, said in enumerate(after):
+        for tick, before in enumerate(early):
             batch = pipeline.sample_large_batch(tick, COUNT)
             learn(device, tick, batch, seen)
             for _ in range(device.random.randrange(12)):
                 device.progress()
-            if said:
+            if before:
                 pipeline.after_tick()
             if device.random.random() < 0.7:
                 pipeline.start_prepare(tick + 1, COUNT)
+            pipeline.after_tick()
         device.learner.synchronize()
-    assert {tick for tick, _ in seen} == set(range(len(after)))
+    assert {tick for tick, _ in seen} == set(range(len(early)))
     for tick, value in seen:
         assert value in (tick + 1, True), f"tick {tick} saw {value}"
 
@@ -355,6 +356,7 @@ def test_a_pipeline_over_the_portable_copy_says_where_its_batches_are():
             pipeline.wait_ready()
             assert bool((batch["observation"] == tick).all())
             assert pipeline.last_metadata.batch_gpu_slot == tick % 2
+            pipeline.after_tick()
         assert pipeline.h2d_submitter == "torch"
 
 

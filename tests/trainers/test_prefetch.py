@@ -66,7 +66,7 @@ def test_minibatches_are_the_parts_of_one_large_sample_a_tick(full):
             drawn = [_stamps(prefetch()) for _ in range(STEPS)]
             assert [*itertools.chain(*drawn)] == _stamps(full.sample(STEPS * ROWS, seed=7 + tick))
             assert {len(part) for part in drawn} == {ROWS}
-            assert pipeline.wait_until_ready(tick + 1, STEPS * ROWS)  # it has been begun
+            assert pipeline.start_prepare(tick + 1, STEPS * ROWS) is False  # it has been started
 
 
 def test_who_loads_a_state_draws_what_came_after_it(full):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
+from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump
 from torchrl_unilab.errors import LayoutDigestError
 
 if TYPE_CHECKING:
@@ -41,12 +42,16 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
         draft.replace(path / "rows.bin")
 
     def loads(self, storage: PackedReplayStorage, path: str | Path) -> None:
-        """Load what `dumps` saved, in place of what there is.
+        """Load what `dumps` of this class or of a stock storage saved, in place of what there is.
 
         Raises:
             LayoutDigestError: The storage holds other rows, or the file is not whole.
         """
-        with (Path(path) / "rows.bin").open("rb") as file:
+        path = Path(path)
+        if is_stock_dump(path) and not (path / "rows.bin").exists():
+            storage.load_rows(rows_of_dump(path))
+            return
+        with (path / "rows.bin").open("rb") as file:
             head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
             with storage.restored(head) as parts:
                 for part in parts:

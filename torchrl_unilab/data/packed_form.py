@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 
 from torchrl_unilab.errors import LayoutDtypeError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.shm.layout import dotted
@@ -22,6 +22,7 @@ __all__ = [
     "TRUNCATED",
     "RowForm",
     "StagedRows",
+    "as_rows",
     "key_path",
     "leaves",
 ]
@@ -99,7 +100,7 @@ class RowForm:
                 one dotted name, or there is nothing to link.
             LayoutDtypeError: An entry is not a tensor.
         """
-        for key, entry in row.items(True, False):
+        for key, entry in as_rows(row).items(True, False):
             if isinstance(entry, TensorDictBase) and entry.is_empty():
                 raise LayoutKeyError(
                     f"entry {dotted(key)!r} of a row: an empty TensorDict (expected tensors in "
@@ -306,13 +307,27 @@ def leaves(rows: TensorDictBase) -> dict[Path, torch.Tensor]:
     Raises:
         LayoutDtypeError: An entry is not a tensor, or `rows` is no TensorDict.
     """
-    if not isinstance(rows, TensorDictBase):
-        raise LayoutDtypeError(
-            f"cannot write rows: {type(rows).__name__} (expected a TensorDict). Convert them first."
-        )
     found: dict[Path, torch.Tensor] = {}
-    _collect(rows, (), found)
+    _collect(as_rows(rows), (), found)
     return found
+
+
+def as_rows(data: Any) -> TensorDictBase:
+    """Return rows as a TensorDict; a list of them stacked.
+
+    Raises:
+        LayoutDtypeError: They are none.
+    """
+    stray = data
+    if isinstance(data, list):
+        stray = next((row for row in data if not isinstance(row, TensorDictBase)), None)
+        if data and stray is None:
+            return LazyStackedTensorDict.maybe_dense_stack(data)
+    elif isinstance(data, TensorDictBase):
+        return data
+    raise LayoutDtypeError(
+        f"cannot write rows: {type(stray).__name__} (expected a TensorDict). Convert them first."
+    )
 
 
 def _collect(rows: TensorDictBase, path: Path, found: dict[Path, torch.Tensor]) -> None:

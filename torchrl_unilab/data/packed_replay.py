@@ -12,20 +12,21 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.data.packed_append import NonFinite, RowAppender, check_steps
 from torchrl_unilab.data.packed_checkpoint import PackedReplayCheckpointer
-from torchrl_unilab.data.packed_form import DONE, REWARD, RowForm, key_path
+from torchrl_unilab.data.packed_form import DONE, REWARD, RowForm, as_rows, key_path
 from torchrl_unilab.data.packed_links import RowLinker
 from torchrl_unilab.data.packed_sampling import RowGatherer, draw_positions
 from torchrl_unilab.data.packers import ReplaySnapshot
 from torchrl_unilab.data.positions import check_range, flat_positions, is_single
 from torchrl_unilab.data.shared_storage import SharedStorage
+from torchrl_unilab.data.stock import StockArguments, check_stock_arguments, rows_of_state_dict
 from torchrl_unilab.errors import (
     ConfigError,
     LayoutDigestError,
@@ -38,6 +39,9 @@ from torchrl_unilab.shm.row_copy import is_run
 from torchrl_unilab.shm.row_store import RowStore
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 __all__ = [
     "PackedReplayStorage",
@@ -87,9 +91,11 @@ class PackedReplayStorage(SharedStorage):
             for fresh memory each time.
         kind: Kind of segment; the platform's default if not given.
         timeout: Seconds to wait for a row that another process is writing.
+        **stock: What TorchRL's storages take (`StockArguments`), at values that rows in shared
+            host memory honour.
 
     Raises:
-        ConfigError: A setting cannot work.
+        ConfigError: A setting cannot work, or a stock argument cannot be honoured.
         SegmentSpaceError: It does not fit memory; says how many rows would. Raised when the
             rows are known.
 
@@ -130,7 +136,9 @@ class PackedReplayStorage(SharedStorage):
         reuse: int = 0,
         kind: SegmentKind | None = None,
         timeout: float = 10.0,
+        **stock: Unpack[StockArguments],
     ) -> None:
+        check_stock_arguments(type(self).__name__, stock)
         if final_observations is None:
             final_observations = min(max_size, max_size // 64 + 256)
         for setting, count, least in (
@@ -358,7 +366,7 @@ class PackedReplayStorage(SharedStorage):
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             ConfigError: A reward or action is not finite; nothing was written.
         """
-        check_steps(rows, terminal_mask, terminal_next_obs)
+        check_steps(as_rows(rows), terminal_mask, terminal_next_obs)
         with span("commit"), self._writing:
             appender = self._need_appender(rows if rows.ndim == 1 else rows[0])
             return appender.add(rows, terminal_mask, terminal_next_obs) % int(self.max_size)
@@ -378,6 +386,7 @@ class PackedReplayStorage(SharedStorage):
             ConfigError: A reward or action is not finite; nothing was written.
             RuntimeError: There is no row, or the next position is not `at`.
         """
+        rows = as_rows(rows)
         count = rows.batch_size[0] if rows.batch_size else 0
         if not count:
             raise RuntimeError(
@@ -413,8 +422,7 @@ class PackedReplayStorage(SharedStorage):
             RuntimeError: Positions before these have not been written, or rows with derived
                 next observations would be rewritten.
         """
-        if isinstance(data, list):
-            data = LazyStackedTensorDict.maybe_dense_stack(data)
+        data = as_rows(data)
         single = is_single(cursor)
         if single:
             data = data.unsqueeze(0)
@@ -640,6 +648,24 @@ class PackedReplayStorage(SharedStorage):
         if self._appender is not None:
             self._appender.forget()
 
+    def load_rows(self, rows: TensorDictBase) -> None:
+        """Let rows [n], such as those of a stock checkpoint, be all there is, from position 0.
+
+        Raises:
+            LayoutDigestError: They are more than fit.
+            LayoutError: Keys, shapes or dtypes differ.
+        """
+        if len(rows) > self.max_size:
+            raise LayoutDigestError(
+                f"cannot load {len(rows)} rows: the storage takes {self.max_size} (expected at "
+                f"most as many). Load into a storage of max_size={len(rows)}."
+            )
+        if len(rows):
+            self._need_appender(rows).stage(rows)  # refuses what it cannot write
+        self._empty()
+        if len(rows):
+            self.append(rows)
+
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and all that belongs to them."""
         if not self.initialized:
@@ -648,11 +674,14 @@ class PackedReplayStorage(SharedStorage):
             return {"head": head, "parts": [torch.from_numpy(part.copy()) for part in parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`, in place of what there is.
+        """Load a `state_dict`, of this class or of a stock storage, in place of what there is.
 
         Raises:
             LayoutDigestError: The storage holds other rows.
         """
+        if "head" not in state_dict:
+            self.load_rows(rows_of_state_dict(state_dict))
+            return
         if state_dict["head"] is None:
             self._empty()
             return
@@ -660,7 +689,22 @@ class PackedReplayStorage(SharedStorage):
             for part, saved in zip(parts, state_dict["parts"], strict=True):
                 np.copyto(part, saved.numpy())
 
-    # End
+    # Copies and end
+
+    def _like(self) -> Self:
+        return type(self)(
+            self.max_size,
+            writers=self.writers,
+            next_observation=self.next_observation,
+            observation_keys=self.observation_keys,
+            final_observations=self.final_observations or None,
+            n_step=self.n_step,
+            gamma=self.gamma,
+            non_finite=self.non_finite_policy,
+            reuse=self.reuse,
+            kind=self._place.kind,
+            timeout=self.timeout,
+        )
 
     def _leave(self) -> None:
         if self._attached is not None:

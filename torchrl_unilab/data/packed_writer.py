@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_unilab.data.packed_form import as_rows
 from torchrl_unilab.data.packed_replay import PackedReplayStorage
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError
@@ -54,9 +55,7 @@ class PackedReplayWriter(SharedStorageWriter):
 
         Raises as `PackedReplayStorage.append`.
         """
-        if isinstance(data, list):
-            data = LazyStackedTensorDict.maybe_dense_stack(data)
-        index = self._storage.append(data)
+        index = self._storage.append(as_rows(data))
         for entity in self._storage._attached_entities:
             entity.mark_update(index)
         return index

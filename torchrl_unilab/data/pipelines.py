@@ -92,13 +92,16 @@ class ReplayPipeline(Protocol):
         """Wait for the batch that is being prepared, if one is."""
 
     def wait_until_ready(self, tick_id: int, sample_count: int) -> bool:
-        """Wait for a tick's batch; return false at once if it is not being prepared."""
+        """Wait for a tick's batch, which is prepared if it has not been; return true."""
 
     def sample_large_batch(self, tick_id: int, sample_count: int) -> TensorDictBase:
-        """Return a tick's batch on the learner's device, [sample_count], and consume it."""
+        """Return a tick's batch on the learner's device, [sample_count], to learn from.
+
+        Until `after_tick` the same tick gets the same batch, and no other tick gets one.
+        """
 
     def after_tick(self) -> None:
-        """Say that the learner has asked for all its work on the batch."""
+        """End the tick: the learner has asked for all its work on the batch."""
 
     def close(self) -> None:
         """End all waiting and let go of the memory. Idempotent."""
@@ -109,8 +112,8 @@ class DoubleBufferReplayPipeline:
 
     The rows of a tick are drawn with the seed ``base_seed + tick``: from the same rows, the
     same tick gets the same batch, whoever packs it and whenever. A batch is the pipeline's
-    memory: valid until the learner starts to prepare the tick after the next, and on a
-    device with streams for all work asked for until then, done or not.
+    memory: valid until `after_tick`, and on a device with streams for all work asked for until
+    then, done or not.
 
     One thread learns; `close` may be called in any. Whatever a batch fails with is raised by
     the next call that needs the batch, and the tick is forgotten.
@@ -201,6 +204,7 @@ class DoubleBufferReplayPipeline:
         self._closed = False
         self._cold = 0  # the slot that is prepared next, or now
         self._hot: TransferSlot | None = None  # what the learner has not finished with
+        self._hot_tick: int | None = None
         self._tick: int | None = None  # being prepared, or prepared and not consumed
         self._prepared: Future[ReplayTickMetadata] = Future()  # that tick's
         self.sample_count = sample_count
@@ -253,7 +257,7 @@ class DoubleBufferReplayPipeline:
                 that it may hold the tick's own data. The packer waits for them.
 
         Returns:
-            True if this call started it, false if the tick is pending or prepared already.
+            True if this call started it, false if the tick is pending, prepared or being learnt.
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
@@ -262,7 +266,7 @@ class DoubleBufferReplayPipeline:
             Exception: An inline packer failed.
         """
         self._check(tick_id, sample_count)
-        if self._tick == tick_id:
+        if tick_id in (self._tick, self._hot_tick):
             return False
         if self._tick is not None:
             raise RuntimeError(
@@ -281,7 +285,7 @@ class DoubleBufferReplayPipeline:
         return True
 
     def batch_ready(self, tick_id: int, sample_count: int) -> bool:
-        """Return whether a tick's batch is on the device.
+        """Return whether a tick's batch is on the device, or being learnt from.
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
@@ -289,6 +293,8 @@ class DoubleBufferReplayPipeline:
             Exception: What packing it failed with.
         """
         self._check(tick_id, sample_count)
+        if self._hot_tick == tick_id:
+            return True
         if self._tick != tick_id or not self._prepared.done():
             return False
         self._outcome()
@@ -307,31 +313,10 @@ class DoubleBufferReplayPipeline:
             self._slots[self._cold].wait()
 
     def wait_until_ready(self, tick_id: int, sample_count: int) -> bool:
-        """Wait until a tick's batch is on the device.
+        """Wait until a tick's batch is on the device; prepare it if it has not been started.
 
         Returns:
-            Whether it is; false, at once, if nobody asked for this tick.
-
-        Raises:
-            ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            SegmentClosedError: The pipeline is closed, before or meanwhile.
-            Exception: What packing it failed with.
-        """
-        self._check(tick_id, sample_count)
-        if self._tick != tick_id:
-            return False
-        self.wait_ready()
-        return True
-
-    def sample_large_batch(self, tick_id: int, sample_count: int) -> TensorDictBase:
-        """Return a tick's batch and consume it: it is the hot one, its slot not written to.
-
-        Prepares it first if nobody has. Waits for packing, and for nothing that the device
-        still has to do.
-
-        Returns:
-            Batch [sample_count] on the device. Entries may be added to it; its tensors are
-            the pipeline's.
+            True.
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
@@ -339,36 +324,63 @@ class DoubleBufferReplayPipeline:
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: What packing it failed with.
         """
-        with span("sample"):
-            self.start_prepare(tick_id, sample_count)
-            with self._span("replay wait"):
-                metadata = self._outcome()
-        self.after_tick()  # whoever wants the next batch has asked for all work on this one
-        self._hot = self._slots[self._cold]
-        self._cold = (self._cold + 1) % SLOTS
-        self._tick = None
-        self.last_metadata = metadata
+        self.start_prepare(tick_id, sample_count)
+        if self._hot_tick != tick_id:
+            self.wait_ready()
+        return True
+
+    def sample_large_batch(self, tick_id: int, sample_count: int) -> TensorDictBase:
+        """Return a tick's batch to learn from: its slot is not written to until `after_tick`.
+
+        Until then the same tick gets the same batch again. Prepares it first if that has not
+        been started. Waits for packing, and for nothing that the device still has to do.
+
+        Returns:
+            Batch [sample_count] on the device. Entries may be added to it; its tensors are
+            the pipeline's.
+
+        Raises:
+            ConfigError: Another number of rows than the pipeline's, or a negative tick.
+            RuntimeError: Another tick has not been consumed, or is being learnt.
+            SegmentClosedError: The pipeline is closed, before or meanwhile.
+            Exception: What packing it failed with.
+        """
+        self._check(tick_id, sample_count)
+        if self._hot_tick not in (None, tick_id):
+            raise RuntimeError(
+                f"cannot sample tick {tick_id}: tick {self._hot_tick} is being learnt (expected it "
+                "to be over). Call after_tick() first."
+            )
+        if self._hot is None:
+            with span("sample"):
+                self.start_prepare(tick_id, sample_count)
+                with self._span("replay wait"):
+                    self.last_metadata = self._outcome()
+            self._hot, self._hot_tick = self._slots[self._cold], tick_id
+            self._cold = (self._cold + 1) % SLOTS
+            self._tick = None
         batch: TensorDictBase = self._hot.acquire().copy()
         return batch
 
     def after_tick(self) -> None:
-        """Say that the learner has asked for all its work on the hot batch.
+        """End the tick: the learner has asked for all its work on the hot batch.
 
-        Its slot is rewritten after that work. What is not said here is taken as said when
-        the learner consumes the next batch.
+        Its slot is rewritten after that work. Does nothing if no tick is being learnt.
         """
         if self._hot is not None:
             self._hot.release()
-            self._hot = None
+        self._hot, self._hot_tick = None, None
 
     def state_dict(self) -> dict[str, int]:
         """Return the seed of tick 0: what a tick draws follows from it and from the rows."""
         return {"base_seed": self.base_seed}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Restore what `state_dict` returned; a batch that was prepared is not used."""
+        """Restore what `state_dict` returned; no batch of before is used."""
+        self.after_tick()
         if self._tick is not None:
             self.sample_large_batch(self._tick, self.sample_count)
+            self.after_tick()
         self.base_seed = state_dict["base_seed"]
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_unilab.data.rollout_ring import RolloutRingStorage
+from torchrl_unilab.data.rollout_ring import RolloutRingStorage, RolloutSampler
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError
 
@@ -81,7 +81,7 @@ class RolloutRingWriter(SharedStorageWriter):
             self._storage._set_counts({"written": none, "dropped": none, **counts})
 
 
-class RolloutRingSampler(Sampler):
+class RolloutRingSampler(RolloutSampler):
     """Takes whole rollouts out of a `RolloutRingStorage`, each once.
 
     ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest and

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
+from torchrl_unilab.data.stock import is_stock_dump
 
 if TYPE_CHECKING:
     from torchrl_unilab.data.rollout_ring import RolloutRingStorage
@@ -28,4 +29,7 @@ class RolloutRingCheckpointer(SharedStorageCheckpointer):
 
     def loads(self, storage: RolloutRingStorage, path: str | Path) -> None:
         """Load what `dumps` saved, see `RolloutRingStorage.load_state_dict`."""
-        storage.load_state_dict(torch.load(Path(path) / "rollouts.pt", weights_only=True))
+        path = Path(path)
+        if is_stock_dump(path) and not (path / "rollouts.pt").exists():
+            raise storage.foreign_checkpoint(f"a stock one in {path}")
+        storage.load_state_dict(torch.load(path / "rollouts.pt", weights_only=True))

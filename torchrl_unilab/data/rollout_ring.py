@@ -21,10 +21,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.data import ReplayBuffer
+from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_unilab.data.positions import check_range, flat_positions, is_single
 from torchrl_unilab.data.ring_books import RingBooks
@@ -44,10 +46,14 @@ from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing
 from torchrl_unilab.shm.segment import SegmentKind
 from torchrl_unilab.shm.tokens import Token
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
     "RolloutLease",
     "RolloutRingCheckpointer",
     "RolloutRingStorage",
+    "RolloutSampler",
 ]
 
 _LOCK_SECONDS = 60.0
@@ -66,6 +72,13 @@ class RolloutLease:
 
     token: Token
     rollout: TensorDict
+
+
+class RolloutSampler(Sampler):
+    """A sampler that takes out what it draws, by `RolloutRingStorage.draw`.
+
+    No other kind may sample a ring: it would train on rollouts that stay unread.
+    """
 
 
 class RolloutRingStorage(SharedStorage):
@@ -633,8 +646,11 @@ class RolloutRingStorage(SharedStorage):
         Raises:
             IndexError: There is no such rollout.
             RuntimeError: No layout is known yet.
+            ConfigError: A buffer samples by another sampler than a `RolloutSampler`.
         """
         drawn = self._drawn is not None and index is self._drawn
+        if not drawn and isinstance(index, torch.Tensor):
+            self._check_samplers()
         self.ring  # noqa: B018  # refuses a closed storage, and one without a layout
         positions = self._positions(index)
         rollouts = [self._rollout(self._held[i]) for i in positions]
@@ -647,6 +663,15 @@ class RolloutRingStorage(SharedStorage):
             for _ in positions:
                 self.ring.release(self._held.popleft())
         return copy
+
+    def _check_samplers(self) -> None:
+        for buffer in self._attached_entities:
+            if isinstance(buffer, ReplayBuffer) and not isinstance(buffer.sampler, RolloutSampler):
+                raise ConfigError(
+                    f"cannot sample rollouts by a {type(buffer.sampler).__name__} (expected a "
+                    "RolloutRingSampler, which takes out what it samples). Give the buffer "
+                    "sampler=RolloutRingSampler()."
+                )
 
     def _positions(self, index: Any) -> list[int]:
         """What an index means, of rollouts that are held: writers may drop others meanwhile."""
@@ -708,8 +733,11 @@ class RolloutRingStorage(SharedStorage):
         Raises:
             RuntimeError: There are unread rollouts, or leases.
             LayoutError: The rollouts have other keys, shapes or dtypes.
-            ConfigError: There are more of them than slots, or another number of writers.
+            ConfigError: There are more of them than slots, another number of writers, or it
+                is a state of another storage.
         """
+        if "rollouts" not in state_dict:
+            raise self.foreign_checkpoint(f"state dict of {sorted(state_dict)}")
         if len(self) or self._leased:
             raise RuntimeError(
                 f"cannot load rollouts: {len(self)} are unread and {len(self._leased)} leased "
@@ -724,6 +752,15 @@ class RolloutRingStorage(SharedStorage):
         if state_dict["form"] is not None:
             self._load(RolloutForm.from_json(state_dict["form"]), state_dict["rollouts"])
         self._set_counts(counts)
+
+    @staticmethod
+    def foreign_checkpoint(what: str) -> ConfigError:
+        """Return the error for a checkpoint of another kind of storage."""
+        return ConfigError(
+            f"cannot load rollouts: checkpoint of another storage, {what} (expected one of a "
+            "RolloutRingStorage). Load it where it was saved, and extend the ring by each rollout "
+            "of it."
+        )
 
     def _load(self, form: RolloutForm, saved: dict[str, torch.Tensor]) -> None:
         unread = len(next(iter(saved.values())))
@@ -747,7 +784,17 @@ class RolloutRingStorage(SharedStorage):
         if not writing:
             self._stop_writing()
 
-    # End
+    # Copies and end
+
+    def _like(self) -> Self:
+        return type(self)(
+            self.max_size,
+            writers=self.writers,
+            overflow=self.overflow,
+            kind=self._kind,
+            shared_init=self.shared_init,
+            timeout=self.timeout,
+        )
 
     def _leave(self) -> None:
         self._stop_writing()

@@ -6,6 +6,7 @@ import copy
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +17,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 from torchrl.data.replay_buffers.writers import Writer
 
-from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError
 from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.segment import SegmentKind
 
@@ -173,6 +174,26 @@ class SharedStorage(TensorStorage):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    # Copies
+
+    @abstractmethod
+    def _like(self) -> Self:
+        """Return a storage of the same settings in memory apart, empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a storage of the same settings and items in memory apart."""
+        other = self._like()
+        memo[id(self)] = other
+        other.load_state_dict(self.state_dict())
+        other._attached_entities_list = copy.deepcopy(self._attached_entities_list, memo)
+        return other
+
+    def __copy__(self) -> Self:
+        """Return a storage of the same memory."""
+        other = type(self).__new__(type(self))
+        other.__setstate__(self._shared_state())
+        return other
+
     def without_buffers(self) -> Self:
         """Return this storage without the buffers that read it, for processes that write."""
         other = copy.copy(self)
@@ -180,6 +201,16 @@ class SharedStorage(TensorStorage):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is None:
+            self._check_open()
+            raise SegmentError(
+                f"cannot pickle {type(self).__name__}: no process is being spawned with it "
+                "(expected it among the arguments of one). Save it with dumps() or state_dict(), "
+                "and load that."
+            )
+        return self._shared_state()
+
+    def _shared_state(self) -> dict[str, Any]:
         self._check_open()
         state = {k: v for k, v in self.__dict__.items() if k not in self._of_a_process}
         state["_rng"] = None

@@ -132,12 +132,12 @@ class BlockLayout:
             if tensor.shape != field.shape:
                 raise LayoutShapeError(
                     f"shape of {field.key!r}: {tuple(tensor.shape)} (expected {field.shape}). "
-                    "Publish the model the layout was made from, or build a new scheme."
+                    + _REMEDY
                 )
             if tensor.dtype is not field.dtype:
                 raise LayoutDtypeError(
                     f"dtype of {field.key!r}: {tensor.dtype} (expected {field.dtype}). "
-                    "Cast it, or build a new scheme from the new dtype."
+                    "Cast it. " + _REMEDY
                 )
 
     def select(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -153,12 +153,14 @@ class BlockLayout:
             unknown = sorted(tensors.keys() - set(self.keys))
             raise LayoutKeyError(
                 f"keys of the tensors: missing {missing}, unknown {unknown} "
-                f"(expected {len(self.fields)} keys: {_some(self.keys)}). "
-                "Publish the model the layout was made from."
+                f"(expected {len(self.fields)} keys: {_some(self.keys)}). " + _REMEDY
             )
         ordered = [tensors[key] for key in self.keys]
         self.check(ordered)
         return ordered
+
+
+_REMEDY = "Give tensors like those the layout was made from, or build it anew from these."
 
 
 def _some(keys: Sequence[str], shown: int = 8) -> str:

@@ -63,6 +63,7 @@ class PrefetchReplay(TrainerHookBase):
         """
         if not self._left:
             pipeline, count = self.pipeline, self.pipeline.sample_count
+            pipeline.after_tick()
             large = pipeline.sample_large_batch(self.ticks, count)
             self.ticks += 1
             pipeline.start_prepare(self.ticks, count)
@@ -96,8 +97,6 @@ class PrefetchReplay(TrainerHookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; what was prepared is not used."""
-        prepared, self.ticks = self.ticks, state_dict["ticks"]
+        self.ticks = state_dict["ticks"]
         self._left.clear()
-        count = self.pipeline.sample_count
-        if self.pipeline.wait_until_ready(prepared, count):
-            self.pipeline.sample_large_batch(prepared, count)
+        self.pipeline.load_state_dict(self.pipeline.state_dict())

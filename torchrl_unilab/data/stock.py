@@ -1,0 +1,126 @@
+"""TorchRL's own storages, as far as ours stand in for them: arguments and checkpoints.
+
+Nothing that is read here can execute code: a checkpoint with a pickle in it is refused.
+`PackedReplayStorage` and `RolloutRingStorage` call it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_unilab.errors import ConfigError, LayoutDigestError
+
+__all__ = [
+    "StockArguments",
+    "check_stock_arguments",
+    "is_stock_dump",
+    "rows_of_dump",
+    "rows_of_state_dict",
+]
+
+
+class StockArguments(TypedDict, total=False):
+    """Keyword arguments of ``LazyTensorStorage`` and ``LazyMemmapStorage``.
+
+    Honoured are: `device` None or ``"cpu"``, `ndim` 1, `compilable` False, `cleanup_memmap`
+    True, `scratch_dir` None, `auto_cleanup` None or True; `consolidated`, `shared_init` and
+    `existsok` either way.
+    """
+
+    device: torch.device | str | None
+    ndim: int
+    compilable: bool
+    consolidated: bool
+    shared_init: bool
+    cleanup_memmap: bool
+    scratch_dir: str | Path | None
+    existsok: bool
+    auto_cleanup: bool | None
+
+
+_HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "device": ((None, "cpu"), "Move what is sampled with a transform, or a replay pipeline"),
+    "ndim": ((1,), "Flatten what you extend by"),
+    "compilable": ((False,), "Leave it out: the storage is shared between processes"),
+    "consolidated": ((False, True), ""),
+    "shared_init": ((False, True), ""),
+    "cleanup_memmap": ((True,), "Leave it out: there is no file to keep"),
+    "scratch_dir": ((None,), "Leave it out, and save with dumps()"),
+    "existsok": ((False, True), ""),
+    "auto_cleanup": ((None, True), "Leave it out: the kernel frees shared memory"),
+}
+
+
+def check_stock_arguments(storage: str, given: Mapping[str, Any]) -> None:
+    """Refuse arguments that rows in shared host memory cannot honour.
+
+    Args:
+        storage: Name of the storage's class.
+        given: Arguments by name.
+
+    Raises:
+        ConfigError: A value cannot be honoured.
+        TypeError: An argument is unknown.
+    """
+    for name, value in given.items():
+        if name not in _HONOURED:
+            raise TypeError(f"{storage}() got an unexpected keyword argument {name!r}")
+        values, remedy = _HONOURED[name]
+        if (str(value) if isinstance(value, torch.device) else value) not in values:
+            raise ConfigError(
+                f"{storage} {name}: {value!r} (expected {' or '.join(map(repr, values))}). "
+                f"{remedy}."
+            )
+
+
+def is_stock_dump(path: Path) -> bool:
+    """Return whether a stock storage's ``dumps`` has saved to a folder."""
+    return (path / "storage_metadata.json").is_file()
+
+
+def rows_of_dump(path: Path) -> TensorDictBase:
+    """Return the rows [n] that a stock storage's ``dumps`` saved, memory-mapped.
+
+    Raises:
+        LayoutDigestError: They are no tensors in a TensorDict.
+    """
+    saved = json.loads((path / "storage_metadata.json").read_text())
+    if saved["is_pytree"]:
+        raise _no_rows(str(path), "plain tensors")
+    try:
+        rows: TensorDictBase = TensorDict.load_memmap(path, allow_pickle=False)
+    except RuntimeError as error:
+        raise _no_rows(str(path), f"more than tensors: {error}") from error
+    return rows[: saved["len"]]
+
+
+def rows_of_state_dict(state_dict: Mapping[str, Any]) -> TensorDictBase:
+    """Return the rows [n] of a stock storage's ``state_dict``.
+
+    Raises:
+        LayoutDigestError: They are no tensors in a TensorDict, or it is of another class.
+    """
+    if "_storage" not in state_dict:
+        raise _no_rows("state dict", f"{sorted(state_dict)}")
+    if isinstance(state_dict["_storage"], torch.Tensor):
+        raise _no_rows("state dict", "plain tensors")
+    if not state_dict["_len"]:
+        return TensorDict(batch_size=[0])
+    rows = TensorDict().load_state_dict(state_dict["_storage"], strict=False)
+    if not rows.batch_dims:  # a file may lose what the state dict knows beside its keys
+        rows.auto_batch_size_(1)
+    return rows[: state_dict["_len"]]
+
+
+def _no_rows(what: str, found: str) -> LayoutDigestError:
+    return LayoutDigestError(
+        f"cannot load rows from {what}: {found} (expected tensors of a PackedReplayStorage, or of "
+        "a stock storage of TensorDicts). Load it where it was saved, and extend this storage "
+        "by what you read there."
+    )
