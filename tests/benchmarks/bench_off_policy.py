@@ -107,7 +107,7 @@ def run_ours(config: OffPolicyConfig, seed: int, marks: Marks) -> float:
         capacity=config.capacity,
         frames_per_batch=config.frames_per_tick,
         total_frames=-1,
-        init_random_frames=config.learning_starts * config.total_envs,
+        init_random_frames=config.init_random_frames,
         weight_sync_schemes={"policy": scheme},
         lockstep=config.sync_collection,
         seed=seed,

@@ -216,8 +216,38 @@ def test_the_learning_rate_follows_a_reference_in_float64():
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("kl", [0.0, -1e-9])
+def test_a_policy_that_has_not_moved_leaves_the_learning_rate_alone(kl):
+    lr = torch.tensor(1e-3)
+    assert torch.equal(kl_adapted_lr(lr, torch.tensor(kl), desired_kl=0.01), lr)
+
+
+@pytest.mark.parametrize(
+    ("settings", "blind"),
+    [
+        ({"target_update_freq": 1}, [True, False]),
+        ({"target_update_freq": 2}, [True, False]),
+        ({"target_update_freq": 1, "tau": 0.5}, [False, False]),  # the target lags behind
+        ({"target_update_freq": 3}, [False, False]),
+    ],
+    ids=str,
+)
+def test_the_target_is_current_until_the_first_step_on_a_pool_that_was_estimated_with_it(
+    settings, blind
+):
+    loss = _loss(**settings)
+    for _ in range(2):
+        loss.step_target()
+    loss.estimate(_rollout(loss))
+    seen = []
+    for _ in range(2):
+        seen.append(loss.target_is_current)
+        loss.step_target()
+    assert seen == blind
+
+
 def test_the_learning_rate_stays_within_its_bounds():
-    assert kl_adapted_lr(torch.tensor(1e-2), torch.tensor(0.0), 0.01).item() == pytest.approx(1e-2)
+    assert kl_adapted_lr(torch.tensor(1e-2), torch.tensor(1e-9), 0.01).item() == pytest.approx(1e-2)
     assert kl_adapted_lr(torch.tensor(1e-5), torch.tensor(9.0), 0.01).item() == pytest.approx(1e-5)
 
 

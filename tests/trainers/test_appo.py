@@ -95,6 +95,15 @@ def _assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
         assert torch.equal(value, other[name]), name
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_step_per_rollout_leaves_the_learning_rate_alone(fused):
+    trainer = _trainer(8, epochs=1, minibatches=1, fused=fused)
+
+    trainer.train()
+
+    assert trainer.optimization_stepper.lr.item() == pytest.approx(1e-3)
+
+
 def _batches(count: int) -> list[TensorDictBase]:
     """Rollouts of the pendulum under the trainers' first policy."""
     loss = _loss(APPOConfig(**QUICK), 4, actor=ObservationNormalizer(4))

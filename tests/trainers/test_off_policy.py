@@ -104,10 +104,26 @@ def test_learning_starts_when_the_replay_has_a_batch_and_each_environments_steps
     assert not ready(rows - 1)
 
 
-def test_runs_are_compared_by_the_mean_of_the_last_hundred_episodes():
-    history = [1000.0, *[1.0] * 50, *[3.0] * 50]
-    assert build_reward_comparison_metrics(history, 0.0) == {"reward_100_episodes": 2.0}
-    assert build_reward_comparison_metrics([], 5.0) == {"reward_100_episodes": 5.0}
+def test_runs_are_compared_by_the_latest_mean_of_a_hundred_episodes():
+    assert build_reward_comparison_metrics([1000.0, 1.0, 3.0], 7.0) == {"mean_ep100": 3.0}
+
+
+def test_runs_without_a_mean_are_not_compared():
+    assert build_reward_comparison_metrics([], 5.0) == {}
+
+
+def test_learning_starts_below_zero_counts_as_zero(tmp_path):
+    config = OffPolicyConfig(**{**QUICK, "learning_starts": -1}, sync_collection=True)
+
+    summary = train_off_policy(
+        "InvertedPendulum-v5",
+        frames=24,
+        run_dir=tmp_path,
+        config=config,
+        progress_bar=False,
+    )
+
+    assert summary["optim_steps"] == 2 * 3  # from 16 rows, a batch, on: ticks 4 to 6
 
 
 def test_no_update_is_taken_before_and_the_stated_number_after():

@@ -27,13 +27,14 @@ def kl_adapted_lr(lr: torch.Tensor, kl: torch.Tensor, desired_kl: float) -> torc
     """Return the learning rate after one observation of the KL divergence.
 
     Divided by 1.1 above ``1.2 * desired_kl``, multiplied by 1.1 below
-    ``desired_kl / 1.2``, and kept within [1e-5, 1e-2]. Stays on the tensors' device.
+    ``desired_kl / 1.2``, and kept within [1e-5, 1e-2]. A divergence of 0 is that of a policy
+    that has not moved, which says nothing: the rate stays. So does it on the tensors' device.
 
     Example:
         >>> kl_adapted_lr(torch.tensor(1e-3), torch.tensor(0.5), desired_kl=0.01).item()
         0.000909...
     """
-    raised = torch.where(kl < desired_kl / 1.2, lr * 1.1, lr)
+    raised = torch.where((kl > 0.0) & (kl < desired_kl / 1.2), lr * 1.1, lr)
     return torch.where(kl > desired_kl * 1.2, lr / 1.1, raised).clamp_(MIN_LR, MAX_LR)
 
 
@@ -145,6 +146,7 @@ class APPOLoss(LossModule):
         self.tau = tau
         self.target_update_freq = target_update_freq
         self.steps = 0  # a number, so that counting never waits for a device
+        self._estimated_at: int | None = None  # of `steps`
         self._current = list(actor_network.parameters())
         self._target = list(self.target_actor_network.parameters())
 
@@ -175,6 +177,15 @@ class APPOLoss(LossModule):
             "rho_clip_fraction",
         ]
 
+    @property
+    def target_is_current(self) -> bool:
+        """Whether the last estimated pool's target policy is the current one.
+
+        Its KL divergence is then 0 but for rounding, and says nothing of the learning rate.
+        """
+        copied = self.tau == 1.0 and self.steps % self.target_update_freq == 0
+        return self.steps == self._estimated_at and (copied or self.steps == 0)
+
     def get_extra_state(self) -> dict[str, int]:
         """Return the count of optimiser steps, which a checkpoint carries."""
         return {"steps": self.steps}
@@ -190,6 +201,8 @@ class APPOLoss(LossModule):
     def estimate(self, rollouts: TensorDictBase) -> TensorDictBase:
         """Add V-trace targets, advantages and the target policy's outputs to rollouts.
 
+        The target policy normalises observations by the statistics of now.
+
         Args:
             rollouts: Batch [B, T], time last, with the true next observations under
                 ``next``.
@@ -198,6 +211,8 @@ class APPOLoss(LossModule):
             A shallow copy with the keys that `forward` reads beside the rollouts' own.
             Advantages have zero mean and unit variance over the batch.
         """
+        self.sync_target_buffers()
+        self._estimated_at = self.steps
         keys = self.tensor_keys
         critic_in = self.critic_network.in_keys
         value_key = self.critic_network.out_keys[0]

@@ -216,8 +216,9 @@ class FusedAPPOUpdate:
             norm = torch.linalg.vector_norm(self._grad)
             self._grad.mul_((self._max_grad_norm / norm.add_(1e-6)).clamp_(max=1.0))
             fused_adam(self.optimizer, self._flat, self._grad)
+            if not self.loss.target_is_current:
+                self.lr.copy_(kl_adapted_lr(self.lr, statistics[3], self.desired_kl))
             self.loss.step_target()
-            self.lr.copy_(kl_adapted_lr(self.lr, statistics[3], self.desired_kl))
         return statistics.clone()  # outside, so that it can be used like any other tensor
 
     def _differentiate(self, columns: torch.Tensor) -> torch.Tensor:

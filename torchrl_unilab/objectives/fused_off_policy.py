@@ -18,7 +18,14 @@ from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.modules.q_value import QValue
 from torchrl_unilab.objectives.fused_networks import FlatAdam, ReluNetwork, flatten, is_relu_mlp
 
-__all__ = ["FusedOffPolicyUpdate", "Transitions", "critics_are_known", "targets_of", "trained"]
+__all__ = [
+    "FusedOffPolicyUpdate",
+    "Transitions",
+    "critics_are_known",
+    "sync_normalizers",
+    "targets_of",
+    "trained",
+]
 
 _NORMALIZERS = {nn.Identity, ObservationNormalizer}
 _LOSS_FUNCTIONS = ("l1", "l2", "smooth_l1")
@@ -155,7 +162,8 @@ class FusedOffPolicyUpdate(abc.ABC):
     def prepare(self, batch: TensorDictBase) -> torch.Tensor:
         """Pack transitions, with all that updates do not change computed.
 
-        Observations are normalised here, by the statistics of now. ``steps_to_next_obs``, if
+        Observations are normalised here, by the statistics of now, which the loss's own
+        copies take over (`sync_normalizers`). ``steps_to_next_obs``, if
         the batch has it, is the power of the discount, as in TorchRL's estimators; a
         ``priority_weight``, if the loss uses it, weights the losses' means.
 
@@ -175,6 +183,7 @@ class FusedOffPolicyUpdate(abc.ABC):
                 f"transitions: batch size {tuple(batch.batch_size)} (expected one dimension). "
                 "Flatten the batch by reshape(-1)."
             )
+        sync_normalizers(self.loss)
         loss, keys, critic = self.loss, self.loss.tensor_keys, self.loss.qvalue_network
         after = _required(batch, "next")
         # In the order of a minibatch's columns; the first width is of two of them.
@@ -313,6 +322,29 @@ def _required(batch: TensorDictBase, key: NestedKey) -> TensorDictBase | torch.T
             "that the loss reads). Store it, or name it by loss.set_keys."
         )
     return value
+
+
+@torch.no_grad()
+def sync_normalizers(loss: LossModule) -> None:
+    """Copy the statistics of the networks' normalisers to the copies that a loss keeps.
+
+    TorchRL's losses clone a network's buffers for its target, and for each of several
+    critics; `torchrl.objectives.SoftUpdate` moves parameters alone. Without this they would
+    normalise by the statistics of when the loss was made.
+
+    Args:
+        loss: An off-policy loss of TorchRL.
+    """
+    children = dict(loss.named_children())
+    for name in loss._has_update_associated:  # of all networks
+        copies = [
+            children[key] for key in (f"{name}_params", f"target_{name}_params") if key in children
+        ]
+        for path, module in getattr(loss, name).named_modules(remove_duplicate=False):
+            if isinstance(module, ObservationNormalizer):
+                for key, buffer in module.named_buffers():
+                    for parameters in copies:
+                        parameters.get((*path.split("."), key)).copy_(buffer)
 
 
 def targets_of(loss: LossModule, name: str) -> TensorDictBase:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDictBase
 from torchrl.objectives import TD3Loss
 
 from torchrl_unilab.errors import ConfigError
@@ -101,26 +100,11 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         online = loss.qvalue_network_params.get("net")
         self._first_critic = ReluNetwork(critic.net, online, stacked=True, first=True)
         self._low, self._high = loss.min_action.to(flat), loss.max_action.to(flat)
-        normalizer = dict(actor.normalizer.named_buffers())
-        self._statistics_of_target = [
-            (followers.get(("normalizer", name)), buffer) for name, buffer in normalizer.items()
-        ]
 
     @property
     def td_error(self) -> torch.Tensor:
         """The last step's larger squared temporal difference of the two critics, [n]."""
         return self._error.square().amax(0)
-
-    @torch.no_grad()
-    def prepare(self, batch: TensorDictBase) -> torch.Tensor:
-        """Do as `FusedOffPolicyUpdate.prepare`; let the loss's target actor know the statistics.
-
-        TorchRL's loss gives its target actor a copy of the normaliser, which nothing else
-        keeps up to date.
-        """
-        for target, buffer in self._statistics_of_target:
-            target.copy_(buffer)
-        return super().prepare(batch)
 
     def _differentiate(
         self, data: Transitions, update_policy: bool, generator: torch.Generator | None

@@ -76,8 +76,9 @@ class APPOStepper(OptimizationStepper):
         nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        if not self.loss.target_is_current:
+            self.lr.copy_(kl_adapted_lr(self.lr, losses.get("kl"), self.desired_kl))
         self.loss.step_target()
-        self.lr.copy_(kl_adapted_lr(self.lr, losses.get("kl"), self.desired_kl))
         for key in ("loss_objective", "loss_critic", "loss_entropy"):
             losses.set(key, losses.get(key).detach())
         return losses
@@ -247,7 +248,6 @@ class APPOTrainer(Trainer):
         rollout.get(("next", keys.reward)).mul_(self.config.reward_scale)
         for key, normalizer in self.normalizers.items():
             normalizer.update(rollout.get(key))
-        loss.sync_target_buffers()
 
 
 def _pool_statistics(loss: APPOLoss, pool: TensorDictBase) -> dict[str, torch.Tensor]:

@@ -50,7 +50,6 @@ def replay_collector(
     seed: int,
 ) -> ReplayCollector:
     """Return what fills a SAC or TD3 run's replay."""
-    frames = config.learning_starts * config.total_envs
     return ReplayCollector(
         create_env,
         actor,
@@ -58,7 +57,7 @@ def replay_collector(
         num_collectors=config.num_collectors,
         frames_per_batch=config.frames_per_tick,
         total_frames=-1,  # the trainer counts
-        init_random_frames=frames if config.init_random else 0,
+        init_random_frames=config.init_random_frames,
         explore=_Explore(config) if config.algorithm == "td3" else None,
         weight_sync_schemes={"policy": scheme},
         lockstep=config.sync_collection,

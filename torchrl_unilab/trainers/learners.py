@@ -110,7 +110,12 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
 
 
 def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
-    """Return SAC's or TD3's networks and TorchRL's loss over them."""
+    """Return SAC's or TD3's networks and TorchRL's loss over them.
+
+    Both losses count in units of the environment's actions. SAC's target entropy is -1 per
+    dimension of actions scaled to [-1, 1], and TD3's target noise is in halves of the action's
+    range, whatever the bounds are: here they are converted.
+    """
     sizes = _observation_sizes(env, config)
     normalizers = (
         {key: ObservationNormalizer(size) for key, size in sizes.items()}
@@ -119,6 +124,7 @@ def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
     )
     space = env.action_spec.space
     low, high = (bound.reshape(-1, bound.shape[-1])[0] for bound in (space.low, space.high))
+    reach = (high - low) / 2
     actions = env.action_spec.shape[-1]
     key, critic_key = config.observation, config.critic_observation
     make = make_sac_actor if config.algorithm == "sac" else make_td3_actor
@@ -148,7 +154,8 @@ def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
             num_qvalue_nets=2,
             alpha_init=config.alpha,
             loss_function="l2",
-            target_entropy=float(-actions),
+            # Scaling an action by its reach adds log(reach) to its entropy.
+            target_entropy=float(reach.log().sum() - actions),
         )
     else:
         loss = TD3Loss(
@@ -156,9 +163,13 @@ def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
             critic,
             bounds=(low, high),
             num_qvalue_nets=2,
-            policy_noise=config.target_noise,
-            noise_clip=config.target_noise_clip,
             loss_function="l2",
         )
+        for name, value in (
+            ("policy_noise", config.target_noise),
+            ("noise_clip", config.target_noise_clip),
+        ):
+            delattr(loss, name)  # a number for all dimensions; a buffer follows the device
+            loss.register_buffer(name, value * reach, persistent=False)
     loss.make_value_estimator(gamma=config.gamma)
     return Learner(normalizers, actor, loss)

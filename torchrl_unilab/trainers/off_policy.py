@@ -16,6 +16,7 @@ from torchrl_unilab.data import DoubleBufferReplayPipeline, ReplayPipeline
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
+from torchrl_unilab.objectives.fused_off_policy import sync_normalizers
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
 from torchrl_unilab.trainers.loggers import newest_values
@@ -51,20 +52,23 @@ def replay_buffer_ready_for_learning(
 def build_reward_comparison_metrics(
     reward_history: Sequence[float], smoothed_reward: float
 ) -> dict[str, float]:
-    """Return the mean return of the last 100 episodes, the way runs are compared.
+    """Return the latest mean return of 100 episodes, by which runs are compared.
 
     Args:
-        reward_history: Returns of the episodes, oldest first.
-        smoothed_reward: What to report before the first episode has ended.
+        reward_history: Means over the last 100 episodes as the collector has logged them,
+            oldest first.
+        smoothed_reward: A smoothed reward, which is shown beside and not compared by.
+
+    Returns:
+        ``mean_ep100``, or nothing before the first mean.
 
     Example:
-        >>> build_reward_comparison_metrics([0.0, 2.0], 7.0)
-        {'reward_100_episodes': 1.0}
+        >>> build_reward_comparison_metrics([1.5, 2.0], 7.0)
+        {'mean_ep100': 2.0}
         >>> build_reward_comparison_metrics([], 7.0)
-        {'reward_100_episodes': 7.0}
+        {}
     """
-    last = list(reward_history)[-100:]
-    return {"reward_100_episodes": sum(last) / len(last) if last else float(smoothed_reward)}
+    return {"mean_ep100": float(reward_history[-1])} if reward_history else {}
 
 
 class _LossUpdate:
@@ -94,7 +98,8 @@ class _LossUpdate:
         self.statistics: tuple[str, ...] = ()
 
     def prepare(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch."""
+        """Return the batch; from now on all networks normalise by the statistics of now."""
+        sync_normalizers(self.loss)
         return batch
 
     def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:

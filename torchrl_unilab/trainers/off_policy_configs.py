@@ -64,7 +64,7 @@ class OffPolicyConfig:
         replay_buffer_n: Rows of the replay per environment.
         batch_size: Rows of a minibatch.
         learning_starts: Steps of each environment before the first update, see
-            `compute_train_start_threshold`.
+            `compute_train_start_threshold`; below 0 counts as 0.
         init_random: Whether those steps are taken at random, and not by the policy.
         updates_per_step: Updates per tick.
         policy_frequency: Critic updates per update of the policy.
@@ -86,9 +86,10 @@ class OffPolicyConfig:
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         lr_alpha: Learning rate of SAC's temperature.
-        alpha: SAC's initial temperature.
+        alpha: SAC's initial temperature. It is steered towards an entropy of -1 per dimension
+            of actions scaled to [-1, 1]: -17 for Humanoid, whatever the bounds are.
         target_noise: TD3's noise on target actions, in halves of the action's range.
-        target_noise_clip: Bound of that noise.
+        target_noise_clip: Bound of that noise, in the same units.
         noise_std_min: Lowest standard deviation of TD3's exploration noise; each
             environment has its own.
         noise_std_max: Highest one.
@@ -162,6 +163,11 @@ class OffPolicyConfig:
     def train_start_threshold(self) -> int:
         """Rows before the first update, see `compute_train_start_threshold`."""
         return compute_train_start_threshold(self.batch_size, self.learning_starts, self.total_envs)
+
+    @property
+    def init_random_frames(self) -> int:
+        """Frames at first, of all collectors, with random actions."""
+        return max(self.learning_starts, 0) * self.total_envs if self.init_random else 0
 
     @property
     def frames_per_tick(self) -> int:

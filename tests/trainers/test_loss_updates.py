@@ -1,0 +1,201 @@
+"""Updates, fused and by the loss's own backward pass, against one reference in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDictBase
+from torchrl.data import Bounded, Composite, Unbounded
+
+from tests.support import reference
+from tests.support.off_policy import make_transitions
+from torchrl_unilab.objectives import STATISTICS, FusedAPPOUpdate
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
+from torchrl_unilab.trainers.appo import APPOStepper
+from torchrl_unilab.trainers.learners import Learner, build_learner
+from torchrl_unilab.trainers.off_policy import make_update
+
+OBS, ACT, ROWS = 5, 2, 32
+LOW, HIGH = torch.tensor([-0.4, -1.0]), torch.tensor([0.4, 5.0])
+FUSED = pytest.mark.parametrize("fused", [True, False], ids=["fused", "general"])
+NORMALIZED = pytest.mark.parametrize("normalized", [True, False], ids=["normalised", "plain"])
+
+
+@pytest.fixture(autouse=True)
+def _double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def _env(low: torch.Tensor = LOW, high: torch.Tensor = HIGH) -> SimpleNamespace:
+    """The specs of an environment with these bounds of actions."""
+    low, high = low.double(), high.double()
+    return SimpleNamespace(
+        batch_size=torch.Size([]),
+        observation_spec=Composite(observation=Unbounded(OBS)),
+        action_spec=Bounded(low, high, shape=low.shape, dtype=low.dtype),
+    )
+
+
+def _move_networks(learner: Learner) -> None:
+    """Make each parameter, and each target, another one."""
+    with torch.no_grad():
+        for name, tensor in learner.loss.state_dict().items():
+            if isinstance(tensor, torch.Tensor) and ("net." in name or "log_" in name):
+                tensor.add_(0.1 * torch.randn_like(tensor))
+
+
+def _move_normalizers(learner: Learner) -> None:
+    for normalizer in learner.normalizers.values():
+        normalizer.update(4 * torch.randn(100, OBS) + 2)
+
+
+def _normalized(batch: TensorDictBase, learner: Learner) -> TensorDictBase:
+    batch = batch.clone()
+    for normalizer in learner.normalizers.values():
+        for key in ("observation", ("next", "observation")):
+            batch[key] = reference.normalized(batch[key], normalizer.mean, normalizer.variance)
+    return batch
+
+
+def _off_policy(algorithm: str, fused: bool, normalized: bool, **settings):
+    torch.manual_seed(0)
+    config = OffPolicyConfig(
+        algorithm, hidden=(16, 16), fused=fused, obs_normalization=normalized, **settings
+    )
+    learner = build_learner(_env(), config)
+    update = make_update(learner.loss, config)
+    _move_networks(learner)
+    _move_normalizers(learner)
+    batch = make_transitions(ROWS, OBS, ACT, seed=1)
+    batch["action"] = LOW + (HIGH - LOW) * torch.rand(ROWS, ACT)
+    return learner, update, batch
+
+
+def _step(update, batch: TensorDictBase, seed: int) -> dict[str, torch.Tensor]:
+    prepared = update.prepare(batch.clone())
+    [minibatch] = update.minibatches(prepared, 1)
+    torch.manual_seed(seed)
+    observed = update.step(minibatch)
+    return dict(zip(update.statistics, observed, strict=True))
+
+
+def _assert_statistics(
+    observed: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
+    for name, number in expected.items():
+        torch.testing.assert_close(
+            observed[name].double(), number.double(), rtol=1e-7, atol=1e-7, msg=name
+        )
+
+
+@NORMALIZED
+@FUSED
+def test_td3_has_the_losses_of_the_reference(fused, normalized):
+    learner, update, batch = _off_policy(
+        "td3", fused, normalized, target_noise=0.4, target_noise_clip=0.5
+    )
+    state = {key: value.clone() for key, value in learner.loss.state_dict().items()}
+    torch.manual_seed(3)
+    expected = reference.td3(
+        state,
+        _normalized(batch, learner),
+        torch.randn(ROWS, ACT),
+        low=LOW.double(),
+        high=HIGH.double(),
+        gamma=0.99,
+        target_noise=0.4,
+        target_noise_clip=0.5,
+    )
+    _assert_statistics(_step(update, batch, seed=3), expected)
+
+
+@NORMALIZED
+@FUSED
+def test_sac_has_the_losses_of_the_reference(fused, normalized):
+    learner, update, batch = _off_policy("sac", fused, normalized, alpha=0.3)
+    state = {key: value.clone() for key, value in learner.loss.state_dict().items()}
+    torch.manual_seed(3)
+    expected = reference.sac(
+        state,
+        _normalized(batch, learner),
+        torch.randn(2, ROWS, ACT),
+        low=LOW.double(),
+        high=HIGH.double(),
+        gamma=0.99,
+    )
+    _assert_statistics(_step(update, batch, seed=3), expected)
+
+
+@NORMALIZED
+@FUSED
+def test_appo_has_the_losses_of_the_reference(fused, normalized):
+    torch.manual_seed(0)
+    config = APPOConfig(hidden=(16, 16), value_clip=0.2, entropy_coeff=0.01, clip_epsilon=0.1)
+    learner = build_learner(_env(), config)
+    loss = learner.loss
+    if not normalized:
+        loss.actor_network[0].normalizer = torch.nn.Identity()
+        loss.target_actor_network[0].normalizer = torch.nn.Identity()
+        loss.critic_network.normalizer = torch.nn.Identity()
+        learner.normalizers = {}
+    _move_networks(learner)
+    _move_normalizers(learner)
+    batch = torch.stack([make_transitions(8, OBS, ACT, seed=i) for i in range(6)], dim=1)
+    with torch.no_grad():
+        log_b = loss.actor_network.get_dist(batch).log_prob(batch["action"])
+    batch["action_log_prob"] = log_b + 0.3 * torch.randn(8, 6)
+    state = {key: value for key, value in loss.state_dict().items() if "extra" not in key}
+    expected = reference.appo(
+        {key: value.clone() for key, value in state.items()},
+        _normalized(batch, learner),
+        gamma=0.99,
+        lambda_=0.95,
+        clip_epsilon=0.1,
+        critic_coeff=1.0,
+        rho_bar=1.0,
+        c_bar=1.0,
+    )
+    pool = loss.estimate(batch).reshape(-1)
+
+    if fused:
+        update = FusedAPPOUpdate(loss, lr=1e-3, desired_kl=0.02, max_grad_norm=1.0)
+        observed = dict(zip(STATISTICS, update.step(update.prepare(pool)), strict=True))
+    else:
+        observed = dict(APPOStepper(loss, config).step(None, pool).items())
+
+    assert 0 < expected["clip_fraction"] < 1
+    _assert_statistics(observed, expected)
+
+
+@pytest.mark.parametrize(
+    ("reach", "target"), [(1.0, -17.0), (0.4, -17.0 + 17 * math.log(0.4))], ids=["unit", "Humanoid"]
+)
+def test_sacs_target_entropy_is_minus_one_per_action_within_minus_one_and_one(reach, target):
+    bounds = -reach * torch.ones(17), reach * torch.ones(17)
+
+    loss = build_learner(_env(*bounds), OffPolicyConfig("sac", hidden=())).loss
+
+    # The loss's density is per unit of action, and log(reach) lower than that within [-1, 1].
+    assert loss.target_entropy.item() == pytest.approx(target)
+
+
+def test_td3s_target_noise_is_in_halves_of_each_actions_range():
+    config = OffPolicyConfig("td3", hidden=(), target_noise=0.2, target_noise_clip=0.5)
+
+    loss = build_learner(_env(), config).loss
+
+    torch.testing.assert_close(loss.policy_noise, torch.tensor([0.2 * 0.4, 0.2 * 3.0]))
+    torch.testing.assert_close(loss.noise_clip, torch.tensor([0.5 * 0.4, 0.5 * 3.0]))
+
+
+def test_td3s_target_noise_moves_with_the_loss_and_is_no_part_of_its_checkpoints():
+    loss = build_learner(_env(), OffPolicyConfig("td3", hidden=())).loss
+
+    assert not {"policy_noise", "noise_clip"} & set(loss.state_dict())
+    assert loss.to(torch.float16).noise_clip.dtype == torch.float16
