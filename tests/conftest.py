@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support.processes import live_children, start_from_a_server
@@ -18,6 +20,14 @@ _OWN = Path(tempfile.mkdtemp(prefix="unilab-tests-", dir=_MOUNT))
 os.environ["TORCHRL_UNILAB_SHM_DIR"] = str(_OWN)
 _BEFORE = set(os.listdir(_MOUNT))
 start_from_a_server()
+# A shell ignores Ctrl-C for what it starts in the background, and programs inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes is no claim of any test.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,13 +40,14 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """At the very end: nothing new on the shared-memory mount, of whoever's making.
+    """At the very end: nothing new on the shared-memory mount, whatever made it.
 
-    Semaphores of Python's live queues do not count.
+    Semaphores of Python's live queues do not count, nor does another test run beside this one.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the others are still at work
-    left = {name for name in os.listdir(_MOUNT) if not name.startswith("sem.")} - _BEFORE
+    others = ("sem.", "unilab-tests-")
+    left = {name for name in os.listdir(_MOUNT) if not name.startswith(others)} - _BEFORE
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         sys.stderr.write(f"\nleft on {_MOUNT}: {sorted(left)} (expected nothing)\n")

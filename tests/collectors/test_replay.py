@@ -11,14 +11,14 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 
 from tests.support.acting import make_policy, set_action
+from tests.support.bounds import DEADLINE, PROMPT
 from tests.support.collecting import CountingEnv, state_env
-from tests.support.processes import DEADLINE, live_children
+from tests.support.processes import live_children
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
 from torchrl_unilab.modules import PerEnvNoise
 
 ENVS, CAPACITY = 2, 64
-PROMPT = 2.0
 """Seconds within which a failure must surface."""
 
 

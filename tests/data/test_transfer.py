@@ -171,7 +171,7 @@ def learn(device: Device, tick: int, batch: TensorDictBase, seen: list[tuple[int
 
 
 @given(seed=st.integers(0, 2**32), early=st.lists(st.booleans(), min_size=8, max_size=8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_however_late_the_device_is_the_learner_s_work_sees_its_own_tick_s_batch(seed, early):
     """A tick ends before the next one is prepared where `early` says so, else after that."""
     device, seen = Device(seed), []
@@ -277,7 +277,7 @@ def packed_batches(draw: st.DrawFn) -> TensorDict:
 
 
 @given(packed_batches())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_mirror_takes_one_copy_per_block_and_is_equal_afterwards(batch):
     there, pairs = mirror(batch, CPU)
     filled = [leaf for leaf in batch.values() if leaf.numel()]
@@ -301,7 +301,7 @@ def test_blocks_are_the_bytes_that_the_tensors_span_from_an_aligned_start():
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 30)), max_size=6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_page_ranges_are_whole_pages_apart_and_just_those_that_blocks_lie_on(spans):
     memory = torch.zeros(300, dtype=torch.uint8)
     blocks = [memory[start : start + size] for start, size in spans]

@@ -144,7 +144,7 @@ def test_several_specs_of_one_field_follow_one_another() -> None:
     env.close()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     how=st.sampled_from(["scale", "add", "set"]),
     low=st.floats(0.1, 2.0),

@@ -20,6 +20,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import check_env_specs
 from torchrl.record import CSVLogger, VideoRecorder
 
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.envs import rendering as module
 from torchrl_unilab.envs.rendering import BatchRenderer, find_backend
@@ -260,7 +261,7 @@ def test_any_thread_may_draw(make) -> None:
     case = make()
     here = case.env.render()
     with ThreadPoolExecutor(1) as pool:
-        np.testing.assert_array_equal(pool.submit(case.env.render).result(timeout=60), here)
+        np.testing.assert_array_equal(pool.submit(case.env.render).result(timeout=DEADLINE), here)
     np.testing.assert_array_equal(case.env.render(), here)
 
 
@@ -277,17 +278,17 @@ def test_closing_waits_for_the_picture_that_another_thread_draws(make) -> None:
 
         def get_data(self, i: int, data: mujoco.MjData) -> None:
             drawing.set()
-            assert let_go.wait(60)
+            assert let_go.wait(DEADLINE)
             read(i, data)
 
     renderer._batch = Slow()
     with ThreadPoolExecutor(2) as pool:
         picture = pool.submit(renderer.render, [0])
-        assert drawing.wait(60)
+        assert drawing.wait(DEADLINE)
         closing = pool.submit(renderer.close)
         let_go.set()
-        assert picture.result(timeout=60).std() > 1
-        closing.result(timeout=60)
+        assert picture.result(timeout=DEADLINE).std() > 1
+        closing.result(timeout=DEADLINE)
     assert renderer._drawing is None
 
 
@@ -333,7 +334,11 @@ def test_steps_load_no_opengl_and_drawing_without_it_names_what_is_missing(tmp_p
     env = {key: value for key, value in os.environ.items() if key not in hidden}
     env["LD_LIBRARY_PATH"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_OPENGL], env=env, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", WITHOUT_OPENGL],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
     )
     assert done.returncode == 0, done.stderr
     loaded, message = done.stdout.splitlines()

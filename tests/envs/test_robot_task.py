@@ -321,7 +321,7 @@ QUATERNIONS = arrays(np.float64, (3, 4), elements=st.floats(-1, 1)).filter(
 VECTORS = arrays(np.float64, (3, 3), elements=st.floats(-10, 10))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(QUATERNIONS, VECTORS)
 def test_the_body_frame_is_mujocos(
     quaternion: NDArray[np.float64], vector: NDArray[np.float64]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.support.faults import PROMPT, Cell, Outcome, outcome_of
+from tests.support.bounds import PROMPT
+from tests.support.faults import Cell, Outcome, outcome_of
 
 PHASES = ("start-up", "physics", "write", "publish", "checkpoint", "shutdown")
 HEAD = (

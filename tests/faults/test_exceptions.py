@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.faults import INJECTED, PROMPT, Cell, outcome_of
+from tests.support.bounds import PROMPT
+from tests.support.faults import INJECTED, Cell, outcome_of
 
 LONG = (pytest.mark.faults, pytest.mark.slow)
 ERROR = f"LookupError: {INJECTED}"

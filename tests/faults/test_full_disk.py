@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults import CONFIGS, ENV, FRAMES, INTERVAL, PROMPT
+from tests.support.bounds import PROMPT
+from tests.support.faults import CONFIGS, ENV, FRAMES, INTERVAL
 from tests.support.mounts import fill, mount_small, start_from_here
 from tests.support.processes import DEADLINE, live_children, receive, spawned
 from torchrl_unilab.trainers import resume_run, train_appo, train_off_policy

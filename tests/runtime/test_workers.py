@@ -13,13 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.processes import DEADLINE, live_children, receive
+from tests.support.bounds import DEADLINE, PROMPT
+from tests.support.processes import live_children, receive
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import Link, WorkerGroup
 from torchrl_unilab.runtime.workers import LOOK_SECONDS
-
-PROMPT = 2.0
-"""Seconds within which a failure must surface, counted from the failure."""
 
 
 def _serve(link: Link, number: int) -> None:
@@ -67,9 +65,7 @@ def test_workers_say_that_they_are_ready_answer_and_end_when_told():
     group.send(0, "double", 1)
     assert group.ask(1, "double", 4) == 8
     group.check()
-    began = time.monotonic()
     assert group.wait([], 0.05) is False
-    assert time.monotonic() - began < PROMPT
     readable, writable = os.pipe()
     os.write(writable, b"x")
     assert group.wait([readable], None) is True
@@ -212,6 +208,7 @@ def test_a_worker_that_is_continued_at_once_is_no_failure(monkeypatch):
             pass
         with monkeypatch.context() as patch:
             patch.setattr("torchrl_unilab.runtime.workers.wait", continued)
+            patch.setattr(group, "_next_look", 0.0)  # whenever it looked last
             group._look_for_stopped()
         assert group.ask(0, "double", 4) == 8
     finally:
@@ -317,7 +314,7 @@ def test_workers_end_when_their_parent_is_killed():
         parent.join(DEADLINE)
         parent.close()
         here.close()
-    assert psutil.wait_procs(workers, timeout=5.0)[1] == []
+    assert psutil.wait_procs(workers, timeout=DEADLINE)[1] == []
 
 
 _LEFT_OPEN = """
@@ -337,7 +334,7 @@ def test_an_interpreter_that_exits_with_workers_at_work_takes_them_along(tmp_pat
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=DEADLINE * 2,
+        timeout=DEADLINE,
         env={**os.environ, "PYTHONPATH": root},
         check=False,
     )

@@ -46,7 +46,7 @@ def test_rows_are_copied_natively_where_there_is_a_compiler() -> None:
     assert native_rows() or not (shutil.which("cc") or shutil.which("gcc"))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_native_and_torch_copies_are_the_same_bits(data: st.DataObject) -> None:
     sizes = st.sampled_from([(), (1,), (2,), (3,), (5, 7), (17,), (33,), (64,), (70,)])
@@ -161,7 +161,7 @@ def test_dtypes_that_cannot_be_looked_at_are_left_to_torch() -> None:
     assert conjugated.find(TensorDict({"x": values}, [2]), 2) is None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 40), st.data())
 def test_a_run_is_what_counts_up_in_a_circle(capacity: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 2 * capacity))

@@ -34,6 +34,7 @@ import psutil
 import torch
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 
+from tests.support.bounds import DEADLINE, PROMPT
 from tests.support.processes import receive, spawned
 from torchrl_unilab.collectors.rollout_worker import RolloutWorker
 from torchrl_unilab.data import DoubleBufferReplayPipeline, RolloutRingStorage
@@ -61,13 +62,8 @@ Algorithm = Literal["appo", "sac"]
 Victim = Literal["collector", "learner"]
 Strike = Callable[[], None]
 
-PROMPT = 2.0
-"""Seconds within which a run goes on, or fails with the cause named."""
-STOPPED = PROMPT + 0.5
-"""Seconds that a process is stopped: an ordered stop ends it before they are over."""
-CLEAN = 5.0
-"""Seconds within which nothing of a run is left once its learner has ended."""
-DEADLINE = 30.0
+STOPPED = 2.5
+"""Seconds that a learner is stopped before it is continued."""
 MOUNT = Path("/dev/shm")
 INJECTED = "injected by a test"
 INTERVAL, FRAMES = 128, 384
@@ -224,12 +220,12 @@ class Outcome:
 
     Attributes:
         learner: ``"goes on"`` to the end; ``"goes on when continued"``, if it was stopped
-            itself; ``"waits"`` for a stopped collector, if nothing happens in `STOPPED` seconds;
+            itself; ``"waits"`` for a stopped collector, if nothing happens in `PROMPT` seconds;
             ``"fails"``; ``"killed"``; or ``"hangs"``.
         seconds: From the fault to the error, with all that is shut down before it surfaces.
         error: The error with its causes, one text each, outermost first.
         left: Seconds from the learner's end until no process was left.
-        orphans: Command lines of processes that were left after `CLEAN` seconds.
+        orphans: Command lines of processes that were left after `PROMPT` seconds.
         segments: Names left in shared memory.
         output: What the run wrote on its standard error and output.
         checkpoint: Frames of the newest checkpoint, which is whole; None if there is none.
@@ -312,7 +308,8 @@ def _follow(
         raise AssertionError(f"{cell}: the point was not reached, {told}\n{output}")
     hit = told["hit"]["at"]
     stopped = cell.fault == "SIGSTOP"
-    came = hear(hit + STOPPED if stopped else hit + DEADLINE, "end", "failed")
+    bound = STOPPED if stopped and cell.victim == "learner" else PROMPT
+    came = hear(hit + bound, "end", "failed")
     waits = False
     if not came and stopped:
         victim = told["hit"]["pid"]
@@ -326,7 +323,7 @@ def _follow(
         os.kill(learner, signal.SIGKILL)
     killed = os.WIFSIGNALED(os.waitpid(learner, 0)[1]) and over
     os.close(ended)
-    while (rest := _session(learner, seen)) and time.monotonic() < died + CLEAN:
+    while (rest := _session(learner, seen)) and time.monotonic() < died + PROMPT:
         psutil.wait_procs(rest, timeout=0.02)
     left = time.monotonic() - died
     if not over:

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-DEADLINE = 30.0
+from tests.support.bounds import DEADLINE
 
 
 def start_from_a_server() -> None:
@@ -58,11 +58,15 @@ def spawned(
 def live_children() -> list[psutil.Process]:
     """Child processes of this one, without Python's own resource tracker and fork server."""
     server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if child.pid != server and not any("resource_tracker" in part for part in child.cmdline())
-    ]
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.pid != server and _is_at_work(child)]
+
+
+def _is_at_work(process: psutil.Process) -> bool:
+    try:
+        return not any("resource_tracker" in part for part in process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False  # it has ended since it was listed
 
 
 def receive(pipe: Connection, deadline: float = DEADLINE) -> Any:

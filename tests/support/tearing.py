@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.shm import SnapshotCell
 
 ELEMENTS = 16_384
@@ -42,7 +43,7 @@ def publish_until_told(pipe: Connection, cell: SnapshotCell) -> None:
 
 
 def lapped_copy(
-    cell: SnapshotCell, torn: list[bool], deadline: float = 30.0
+    cell: SnapshotCell, torn: list[bool], deadline: float = DEADLINE
 ) -> Callable[[np.ndarray, np.ndarray], None]:
     """A copy that stops half-way until the writer has rewritten the slot; notes each tear."""
 

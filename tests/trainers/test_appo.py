@@ -430,7 +430,6 @@ def test_a_terminal_state_is_worth_nothing_also_if_time_is_up_just_then(truncate
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_loss_takes_the_same_step():
     moved = []

@@ -198,7 +198,6 @@ def test_the_next_sample_is_begun_while_this_one_is_learnt_from_if_it_is_asked_f
 
 @BOTH
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_a_compiled_loss_takes_the_same_step(algorithm):
     from torch._inductor import config as compiler
@@ -370,7 +369,6 @@ def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, al
 
 @BOTH
 @pytest.mark.learning
-@pytest.mark.timeout(150)
 def test_the_pendulum_is_learnt(tmp_path, algorithm):
     config = OffPolicyConfig.for_task(
         "InvertedPendulum-v5",

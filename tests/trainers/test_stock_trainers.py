@@ -34,6 +34,7 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import PPOTrainer, SACTrainer, TD3Trainer
 from torchrl.trainers.algorithms.td3 import TD3OptimizationStepper
 
+from tests.support.bounds import DEADLINE
 from tests.support.processes import live_children
 from torchrl_unilab.trainers import LogPolicyLag, PublishWeights
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -306,7 +307,7 @@ class Run:
         scheme = self.setup.scheme
         for held in self._held():
             assert _same(held, self.learned[scheme.version])
-        scheme.wait_applied(timeout=10)
+        scheme.wait_applied(timeout=DEADLINE)
         assert set(scheme.applied_versions.values()) == {scheme.version}
 
     def _held(self) -> list[dict[str, torch.Tensor]]:

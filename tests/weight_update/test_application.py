@@ -13,6 +13,7 @@ from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.support.acting import StillEnv, actions, make_policy, set_action
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.errors import SnapshotContendedError, WorkersBehindError
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -113,7 +114,7 @@ def test_only_pull_step_takes_a_version_in_mid_rollout(pull):
         collector.start()
         for value in itertools.count(1):
             _publish(collector, policy, float(value))
-            scheme.wait_applied(value, timeout=30)
+            scheme.wait_applied(value, timeout=DEADLINE)
             if buffer.write_count >= 4 * 512:
                 break
     finally:

@@ -34,6 +34,7 @@ from tests.support.acting import (
     make_policy_at_quarter,
     set_action,
 )
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 BOTH = pytest.mark.parametrize("scheme_cls", [SharedMemWeightSyncScheme, UniLabShmScheme])
@@ -363,7 +364,7 @@ def test_unlike_stock_two_models_of_one_collector_are_published_apart():
         assert batch["next", "reward"].unique().tolist() == [7.0]
 
 
-def _wait_for(condition: Callable[[], bool], deadline: float = 60.0) -> None:
+def _wait_for(condition: Callable[[], bool], deadline: float = DEADLINE) -> None:
     until = time.monotonic() + deadline
     while not condition():
         assert time.monotonic() < until, "the collector does not write"

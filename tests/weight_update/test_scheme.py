@@ -11,6 +11,7 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.weight_update import WeightSyncScheme
 
 from tests.support.acting import StillEnv, actions, make_policy, make_policy_at_half, set_action
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.errors import (
     ConfigError,
     LayoutDtypeError,
@@ -71,13 +72,13 @@ def test_rollouts_after_a_publish_act_with_it_and_carry_its_version(cls, first):
         published = first + 1
         assert scheme.version == published
         newest = 0
-        until = time.monotonic() + 60
+        until = time.monotonic() + DEADLINE
         while newest < published or set(scheme.applied_versions.values()) != {published}:
             assert time.monotonic() < until, "a worker does not take what was published"
             batch = next(batches)  # an asynchronous worker may have rollouts under way
             (newest,) = batch["next", "policy_version"].unique().tolist()
             assert actions(batch) == {0.75 if newest > first else 0.25}
-        scheme.wait_applied(published, timeout=20)
+        scheme.wait_applied(published, timeout=DEADLINE)
         assert scheme.applied_versions == {0: published, 1: published}
     finally:
         collector.shutdown()
