@@ -28,7 +28,7 @@ robot: install
 	$(BIN)/torchrl-unilab train appo --env QuadrupedWalk --frames 1500000 --stop-at 500 --max-seconds 160 --seed $(SEED) --run-dir $(ROBOT_DIR)
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --nbmake tests tutorials
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake tutorials tests
 
 test-all: install
 	$(BIN)/python -m pytest --nbmake -m "not gpu and not faults" tests tutorials
