@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_readable
 from pathlib import Path
 
 import psutil
@@ -34,6 +37,10 @@ def _serve(link: Link, number: int) -> None:
             threading.Event().wait()
         elif request[0] == "leave":
             return
+        elif request[0] == "answer at length":
+            link.answer(bytes(request[1]))
+        elif request[0] == "measure":
+            link.answer(len(request[1]))
 
 
 def _raise(message: str) -> None:
@@ -189,6 +196,88 @@ def test_a_stopped_worker_is_named_wherever_it_is_waited_for():
         os.kill(group.pids[1], signal.SIGSTOP)
         with pytest.raises(WorkerError, match=r"server 1, .* was stopped by a signal"):
             group.ask(1, "double", 2)
+    finally:
+        group.stop()
+
+
+LARGE = 20_000_000
+"""Bytes of a message that no pipe holds as a whole."""
+
+
+def _stop(pid: int) -> None:
+    """Stop a process, and return when it is."""
+    os.kill(pid, signal.SIGSTOP)
+    process = psutil.Process(pid)
+    while process.status() != psutil.STATUS_STOPPED:
+        time.sleep(0.001)
+
+
+def _raised(call: Callable[[], object], within: float) -> BaseException | None:
+    """What `call` raises, in a thread: a call that does not return is an error."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(within)
+    assert not thread.is_alive(), f"no return within {within:g} s"
+    return raised[0] if raised else None
+
+
+def test_a_worker_that_is_stopped_while_it_answers_is_named():
+    group = _group(1)
+    try:
+        group.send(0, "answer at length", LARGE)
+        wait_readable([group._workers[0].channel], DEADLINE)
+        _stop(group.pids[0])
+        error = _raised(lambda: group.receive(0, DEADLINE), PROMPT)
+        assert re.match(r"server 0, .* was stopped by a signal", str(error))
+    finally:
+        group.stop()
+
+
+def test_a_large_request_to_a_stopped_worker_names_it():
+    group = _group(1)
+    try:
+        _stop(group.pids[0])
+        error = _raised(lambda: group.send(0, "measure", bytes(LARGE)), PROMPT)
+        assert re.match(r"server 0, .* was stopped by a signal", str(error))
+    finally:
+        group.stop()
+
+
+def test_a_large_request_to_a_worker_that_is_killed_meanwhile_names_it():
+    group = _group(1)
+    try:
+        group.ask(0, "be deaf")
+        threading.Timer(0.2, os.kill, (group.pids[0], signal.SIGKILL)).start()
+        error = _raised(lambda: group.send(0, "measure", bytes(LARGE)), 0.2 + PROMPT)
+        assert re.match(r"server 0, .* was ended by SIGKILL", str(error))
+    finally:
+        group.stop()
+
+
+def test_a_large_request_to_a_worker_that_does_not_listen_is_bounded():
+    group = _group(1)
+    try:
+        group.ask(0, "be deaf")
+        error = _raised(lambda: group.ask(0, "measure", bytes(LARGE), timeout=0.1), PROMPT)
+        assert re.match(r"server 0, .*: request not taken within 0\.1 s", str(error))
+    finally:
+        group.stop()
+
+
+def test_a_large_request_and_a_large_answer_may_cross():
+    group = _group(1)
+    try:
+        group.send(0, "answer at length", LARGE)
+        assert _raised(lambda: group.send(0, "measure", bytes(LARGE)), DEADLINE) is None
+        assert group.receive(0, DEADLINE) == LARGE
     finally:
         group.stop()
 

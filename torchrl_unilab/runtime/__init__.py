@@ -1,6 +1,7 @@
 """Processes, threads, budgets and traces. Imports no torchrl."""
 
 from torchrl_unilab.runtime.budget import ThreadPlan, available_cores, plan_threads
+from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.memory_budget import (
     MemoryBudget,
     MemoryItem,
@@ -8,7 +9,7 @@ from torchrl_unilab.runtime.memory_budget import (
     available_memory,
 )
 from torchrl_unilab.runtime.trace import Tracer, TraceSettings
-from torchrl_unilab.runtime.workers import Link, WorkerGroup
+from torchrl_unilab.runtime.workers import WorkerGroup
 
 __all__ = [
     "Link",

@@ -2,8 +2,6 @@
 
 A worker runs ``target(link, *args)``. Its `Link` is a pipe to the parent: the parent asks,
 the worker answers; the worker's end also shows when the parent is gone, however it went.
-Requests are numbered and answers bear their numbers: when Ctrl-C falls between a request and
-its answer, the answer is not taken for that to a later request.
 What a worker raises is relayed with its traceback and raised in the parent as a
 `WorkerError`; a worker that is killed is named with its signal as soon as it is dead, and
 one that is stopped, so that nobody waits for it, within a second.
@@ -34,6 +32,7 @@ import psutil
 import torch
 
 from torchrl_unilab.errors import WorkerError
+from torchrl_unilab.runtime.link import Channel, Link, ParentGoneError
 
 __all__ = ["Link", "WorkerGroup"]
 
@@ -51,57 +50,12 @@ _HINTS = {
 }
 
 
-class ParentGoneError(Exception):
-    """The parent closed its end of the link or died: the worker is to end."""
-
-
-class Link:
-    """A worker's end of its pipe to the parent.
-
-    Args:
-        connection: The pipe's end.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._number = 0  # of the request that the next answer is to
-
-    def ready(self, value: Any = None) -> None:
-        """Tell the parent that the worker has started, once, with what it wants to know."""
-        self._tell("ready", value)
-
-    def request(self, *, block: bool) -> tuple[Any, ...] | None:
-        """Return the parent's next request, or None if there is none and `block` is false.
-
-        Raises:
-            ParentGoneError: There is no parent any more.
-        """
-        try:
-            if not block and not self._connection.poll():
-                return None
-            request: tuple[Any, ...]
-            self._number, request = self._connection.recv()
-            return request
-        except (EOFError, OSError):
-            raise ParentGoneError from None
-
-    def answer(self, value: Any = None) -> None:
-        """Answer the parent's request."""
-        self._tell("answer", value)
-
-    def _tell(self, kind: str, value: Any) -> None:
-        try:
-            self._connection.send((kind, self._number, value))
-        except OSError:
-            raise ParentGoneError from None
-
-
 @dataclass
 class _Worker:
     index: int
     name: str
     process: BaseProcess
-    connection: Connection
+    channel: Channel
     ready: bool = False
     requests: int = 0
 
@@ -171,7 +125,7 @@ class WorkerGroup:
         )
         process.start()
         there.close()
-        return _Worker(index, f"{self._name} {index}", process, here)
+        return _Worker(index, f"{self._name} {index}", process, Channel(here))
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -187,26 +141,37 @@ class WorkerGroup:
         """Process ids."""
         return [worker.process.pid or 0 for worker in self._workers]
 
-    def send(self, index: int, *request: Any) -> None:
+    def send(self, index: int, *request: Any, timeout: float = START_SECONDS) -> None:
         """Send a request, whose answer, if there will be one, `receive` returns.
 
+        A request that the pipe holds is sent at once, a larger one when the worker listens.
+
         Raises:
-            WorkerError: The worker has failed.
+            WorkerError: The worker has failed, is stopped while the request does not fit the
+                pipe, or has not taken it in `timeout` seconds.
         """
         worker = self._workers[index]
+        worker.channel.post((worker.requests + 1, request))
         worker.requests += 1
+        until = time.monotonic() + timeout
         try:
-            worker.connection.send((worker.requests, request))
-        except OSError:
+            while not worker.channel.flush():
+                left = until - time.monotonic()
+                if left < 0.0:
+                    raise self._late(worker, "request not taken", timeout)
+                worker.channel.wait(to_send=True, timeout=min(left, LOOK_SECONDS))
+                self._look_for_stopped([worker])
+        except (EOFError, OSError):
             self._fail(worker)
 
     def ask(self, index: int, *request: Any, timeout: float = START_SECONDS) -> Any:
         """Send a request and return the answer, whatever becomes of other workers meanwhile.
 
         Raises:
-            WorkerError: The worker has failed, or has not answered in `timeout` seconds.
+            WorkerError: The worker has failed, or has not taken the request, or answered it,
+                in `timeout` seconds.
         """
-        self.send(index, *request)
+        self.send(index, *request, timeout=timeout)
         worker = self._workers[index]
         return self._receive(worker, "answer", timeout, among=[worker])
 
@@ -263,7 +228,7 @@ class WorkerGroup:
         self.end(index)
         worker = self._start(index)  # if that fails, or is interrupted, the old one stays dead
         old, self._workers[index] = self._workers[index], worker
-        old.connection.close()
+        old.channel.close()
         old.process.close()
         self._failed = None
         self.started[index] = self._receive(worker, "ready", START_SECONDS, among=[worker])
@@ -312,23 +277,27 @@ class WorkerGroup:
     ) -> Any:
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while True:
-            left = None if timeout is None else until - time.monotonic()
-            ready = self._wait([worker.connection], left, among)
             try:
-                if not worker.connection.poll():
-                    break
-                found, number, value = worker.connection.recv()
-            except (EOFError, OSError):
+                while (message := worker.channel.take()) is not None:
+                    found, number, value = message
+                    if found == "error":
+                        raise self._error(worker, f"failed:\n{value}")
+                    if found == kind and number == worker.requests:
+                        worker.ready = True
+                        return value
+            except EOFError:
                 self._fail(worker)
-            if found == "error":
-                raise self._error(worker, f"failed:\n{value}")
-            if found == kind and number == worker.requests:
-                worker.ready = True
-                return value
-        if ready:
-            self.check()  # another one failed, which is no less of a reason
-        raise WorkerError(
-            f"{worker.name}, process {worker.process.pid}: no answer within {timeout or 0:g} s "
+            left = until - time.monotonic()
+            if left < 0.0:
+                raise self._late(worker, "no answer", timeout or 0.0)
+            ready = self._wait([worker.channel], None if timeout is None else left, among)
+            if ready and worker.channel not in ready:
+                self.check()  # another one failed, which is no less of a reason
+
+    @staticmethod
+    def _late(worker: _Worker, what: str, timeout: float) -> WorkerError:
+        return WorkerError(
+            f"{worker.name}, process {worker.process.pid}: {what} within {timeout:g} s "
             "(expected one). See whether it waits for something."
         )
 
@@ -338,11 +307,11 @@ class WorkerGroup:
             raise self._failed  # the pipe told it once
         worker.process.join(STOP_SECONDS)
         try:
-            while worker.connection.poll():
-                kind, _, value = worker.connection.recv()
+            while (message := worker.channel.take()) is not None:
+                kind, _, value = message
                 if kind == "error":
                     raise self._error(worker, f"failed:\n{value}")
-        except (EOFError, OSError):
+        except EOFError:
             pass
         code = worker.process.exitcode
         if code is not None and code < 0:
@@ -372,7 +341,7 @@ class WorkerGroup:
         with self._stopping:
             workers, self._workers = self._workers, []
             for worker in workers:
-                worker.connection.close()  # which tells the worker
+                worker.channel.close()  # which tells the worker
             until = time.monotonic() + timeout
             for worker in workers:
                 while (left := until - time.monotonic()) > 0.0 and not worker.stopped:
@@ -409,8 +378,9 @@ def _run(
     # Ctrl-C reaches the whole terminal; the parent decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(num_threads)
+    link = Link(connection)
     try:
-        target(Link(connection), *args)
+        target(link, *args)
     except ParentGoneError:
         pass
     except BaseException:
@@ -419,9 +389,9 @@ def _run(
             half = _RELAYED_CHARACTERS // 2
             text = f"{text[:half]}\n[...]\n{text[-half:]}"
         try:
-            connection.send(("error", 0, text))
-        except OSError:
+            link.fail(text)
+        except ParentGoneError:
             sys.stderr.write(text)  # nobody is left to relay it to
     finally:
-        connection.close()
+        link.close()
         sys.stderr.flush()

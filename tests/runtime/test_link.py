@@ -1,0 +1,116 @@
+"""Whole messages or none: what a channel sends and takes in parts."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import struct
+import threading
+from multiprocessing.connection import Connection
+
+import pytest
+
+from torchrl_unilab.runtime import link as link_module
+from torchrl_unilab.runtime.link import Channel, Link, ParentGoneError
+
+
+@pytest.fixture
+def ends():
+    here, there = mp.Pipe()
+    yield here, there
+    here.close()
+    there.close()
+
+
+def _raw(message: object) -> bytes:
+    data = pickle.dumps(message)
+    return struct.pack("!Q", len(data)) + data
+
+
+def test_a_message_in_part_has_not_arrived(ends: tuple[Connection, Connection]):
+    here, there = ends
+    channel, data = Channel(here), _raw("a message")
+    for byte in data[:-1]:
+        os.write(there.fileno(), bytes([byte]))
+        assert channel.take() is None
+    os.write(there.fileno(), data[-1:])
+    assert channel.take() == "a message"
+
+
+def test_messages_that_arrive_together_are_taken_one_by_one(ends: tuple[Connection, Connection]):
+    here, there = ends
+    channel = Channel(here)
+    os.write(there.fileno(), _raw(1) + _raw(2) + _raw(3)[:4])
+    assert [channel.take(), channel.take(), channel.take()] == [1, 2, None]
+
+
+def test_a_message_larger_than_the_pipe_is_sent_as_it_is_read(ends: tuple[Connection, Connection]):
+    sender, reader = map(Channel, ends)
+    sender.post(bytes(5_000_000))
+    sender.post("after it")
+    taken = []
+    while len(taken) < 2:
+        sender.flush()
+        message = reader.take()
+        taken += [] if message is None else [message]
+    assert taken == [bytes(5_000_000), "after it"]
+
+
+def test_what_was_sent_before_the_end_was_closed_is_taken_first(
+    ends: tuple[Connection, Connection],
+):
+    here, there = ends
+    channel = Channel(here)
+    os.write(there.fileno(), _raw(1) + _raw(2)[:-1])
+    there.close()
+    assert channel.take() == 1
+    with pytest.raises(EOFError):
+        channel.take()
+
+
+def test_a_closed_end_refuses_messages(ends: tuple[Connection, Connection]):
+    here, there = ends
+    channel = Channel(here)
+    there.close()
+    channel.post(1)
+    with pytest.raises(OSError, match="Broken pipe"):
+        channel.flush()
+
+
+def test_a_worker_does_not_wait_for_the_rest_of_a_request(ends: tuple[Connection, Connection]):
+    here, there = ends
+    link = Link(here)
+    os.write(there.fileno(), _raw((1, ("collect",)))[:-1])
+    assert link.request(block=False) is None
+
+
+def test_a_worker_that_answers_at_length_ends_with_its_parent(ends: tuple[Connection, Connection]):
+    here, there = ends
+    link = Link(here)
+    threading.Timer(0.1, there.close).start()
+    with pytest.raises(ParentGoneError):
+        link.answer(bytes(5_000_000))
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_an_interrupt_neither_loses_nor_repeats_a_byte(
+    call: str, ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+):
+    sender, reader = map(Channel, ends)
+    real = getattr(os, call)
+
+    def interrupted(*arguments):
+        done = real(*arguments)
+        signal.raise_signal(signal.SIGINT)
+        return done
+
+    sender.post("a message")
+    with monkeypatch.context() as patch:
+        patch.setattr(link_module.os, call, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sender.flush() if call == "write" else (sender.flush(), reader.take())
+    sender.post("another")
+    sender.flush()
+    assert [reader.take(), reader.take(), reader.take()] == ["a message", "another", None]
