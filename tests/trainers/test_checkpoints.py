@@ -189,10 +189,10 @@ def test_a_missing_file_and_one_too_many_are_found(two):
     with pytest.raises(ConfigError, match=f"{path.name}.* are not as they were written"):
         RunCheckpoints(two).newest()
     path.write_bytes(whole)
-    (path.parent / "more").write_text("?")
+    (path.parent / "more.json").write_text("?")
     with pytest.raises(ConfigError, match=r"more.* are not as they were written"):
         RunCheckpoints(two).newest()
-    (path.parent / "more").unlink()
+    (path.parent / "more.json").unlink()
 
 
 @pytest.mark.parametrize("name", ["digests.json", "manifest.json"])

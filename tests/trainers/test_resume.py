@@ -4,6 +4,7 @@ import functools
 import json
 import multiprocessing as mp
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -14,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import NonTensorData
+from tensordict import save as save_tensordict
 
 from tests.support.checkpoints import contents, differences
 from tests.support.processes import DEADLINE, live_children
@@ -27,7 +30,7 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.checkpoints import RunCheckpoints, run_checkpoint
+from torchrl_unilab.trainers.checkpoints import RunCheckpoints, _digests, run_checkpoint
 from torchrl_unilab.trainers.playback import play_run
 from torchrl_unilab.trainers.runs import resume_run
 
@@ -266,6 +269,55 @@ def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path):
 
 
 # What is refused
+
+
+class _LeavesAMark:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def plant(run_dir: Path, component: str, mark: Path, name: str = "other.pickle") -> None:
+    """Put code into a component of a run's newest checkpoint, with digests that agree."""
+    newest = max((run_dir / "checkpoint").iterdir())
+    record = json.loads((newest / "manifest.json").read_text())["components"][component]
+    evil = newest / record["path"] / "state" / "evil"
+    save_tensordict(NonTensorData("harmless"), evil)
+    (evil / name).write_bytes(pickle.dumps(_LeavesAMark(mark)))
+    (newest / "digests.json").unlink()
+    (newest / "digests.json").write_text(json.dumps(_digests(newest)))
+
+
+LOADERS = {
+    "eval": lambda run_dir: evaluate_run(run_dir, episodes=1),
+    "play": lambda run_dir: play_run(run_dir, run_dir.parent / "film.mp4", width=16, height=16),
+    "resume": lambda run_dir: resume_run(run_dir, frames=2 * FRAMES, **QUIET),
+}
+
+
+@pytest.mark.parametrize("component", ["policy", "replay", "collector", "rng"])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_run_directory_with_a_pickle_is_refused_and_runs_no_code(
+    free, tmp_path, loader, component
+):
+    run_dir, mark = tmp_path / "run", tmp_path / "mark"
+    shutil.copytree(free, run_dir)
+    plant(run_dir, component, mark)
+    with pytest.raises(ConfigError, match=r"it holds \['.*state/evil/other.pickle'\]"):
+        LOADERS[loader](run_dir)
+    assert not mark.exists()
+
+
+def test_files_behind_a_symbolic_link_are_refused(free, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(free, run_dir)
+    newest = max((run_dir / "checkpoint").iterdir())
+    (newest / "elsewhere").symlink_to(tmp_path)
+    refused(run_dir, r"it holds \['elsewhere'\]", frames=2 * FRAMES)
 
 
 def refused(run_dir: Path, reason: str, **settings: Any) -> None:

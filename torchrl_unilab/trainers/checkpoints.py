@@ -64,6 +64,7 @@ FORMAT = 2
 DIGESTS = "digests.json"
 MANIFEST = "manifest.json"
 _PREFIX = "frames"
+_SUFFIXES = {".json", ".memmap", ".bin", ".pt"}  # nothing is unpickled: .pt is weights only
 _CHUNK = 1 << 22
 
 
@@ -283,7 +284,13 @@ class RunCheckpoints(CheckpointRotation):
 
 
 def _damage(path: Path, components: Collection[str] | None) -> str | None:
-    """Say what is wrong with a checkpoint, or at least with some components of it."""
+    """Say what is wrong with a checkpoint, or at least with some components of it.
+
+    Digests show accidents. Against code that was planted, with digests to match, no file may
+    be of a kind that is unpickled, wherever in the checkpoint it is.
+    """
+    if foreign := _foreign(path):
+        return f"it holds {foreign}, which no checkpoint has and loading may execute"
     try:
         expected = dict(json.loads((path / DIGESTS).read_text()))
         if expected.get(MANIFEST) != _digest(path / MANIFEST):
@@ -303,6 +310,15 @@ def _damage(path: Path, components: Collection[str] | None) -> str | None:
     found.pop(DIGESTS, None)
     wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
     return f"its files {wrong} are not as they were written" if wrong else None
+
+
+def _foreign(directory: Path) -> list[str]:
+    """Return files and links of a kind that a checkpoint has not, by name below a directory."""
+    return sorted(
+        path.relative_to(directory).as_posix()
+        for path in directory.rglob("*")
+        if path.is_symlink() or (path.is_file() and path.suffix not in _SUFFIXES)
+    )
 
 
 def _digests(directory: Path, parts: tuple[str, ...] | None = None) -> dict[str, str]:
