@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictParams
+from tensordict import TensorDict, TensorDictParams, from_modules
 from torch import nn
 from torchrl.collectors.utils import _make_meta_policy
 from torchrl.modules import MultiAgentMLP
 
-from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CPU = torch.device("cpu")
@@ -171,6 +172,164 @@ def test_a_policy_that_came_through_the_meta_device_gets_memory_everywhere():
     assert not any(t.is_meta for t in worker.parameters())
     observation = torch.randn(5, 2, 3)
     assert torch.equal(worker(observation), learner(observation))
+    sender.shutdown()
+
+
+class Ensemble(nn.Module):
+    """Two linear layers in one vmapped call: its parameters are leaves at the top level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.params = from_modules(nn.Linear(3, 1), nn.Linear(3, 1), as_module=True)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(self._one, (0, None))(self.params, observation)
+
+    @staticmethod
+    def _one(params: TensorDict, observation: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(observation, params["weight"], params["bias"])
+
+
+def test_parameters_at_the_top_of_a_tensordict_leave_the_meta_device():
+    learner = Ensemble()
+    with _make_meta_policy(learner):
+        worker = pickle.loads(pickle.dumps(learner))
+    sender, _ = _pair(learner, worker)
+    observation = torch.randn(5, 3)
+
+    acted = worker(observation)
+
+    assert torch.equal(acted, learner(observation))
+    sender.shutdown()
+
+
+def _net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+class Context:
+    """What a sender needs of a collector."""
+
+    def __init__(self, policy: nn.Module) -> None:
+        self.policy = policy
+        self.policy_device = [CPU]
+
+
+def _context_pair(
+    policy: nn.Module, worker: nn.Module
+) -> tuple[Context, UniLabShmScheme, UniLabShmScheme]:
+    context, sender, receiver = Context(policy), UniLabShmScheme(), UniLabShmScheme()
+    sender.init_on_sender(model_id="policy", context=context)
+    sender.connect()
+    receiver.__setstate__(sender.__getstate__())
+    receiver.init_on_receiver(model_id="policy", model=worker, worker_idx=0)
+    receiver.connect()
+    return context, sender, receiver
+
+
+def _same(one: nn.Module, other: nn.Module) -> bool:
+    observation = torch.randn(5, 3)
+    return torch.equal(one(observation), other(observation))
+
+
+def test_a_replaced_layer_is_published():
+    policy, worker = _net(), _net()
+    sender, receiver = _pair(policy, worker)
+    policy[2] = nn.Linear(4, 2)
+
+    sender.send()
+
+    receiver.pull()
+    assert _same(policy, worker)
+    sender.shutdown()
+
+
+def test_a_replaced_layer_of_a_module_that_is_sent_again_is_published():
+    worker, other = _net(), _net()
+    sender, receiver = _pair(_net(), worker)
+    sender.send(other)
+    other[2] = nn.Linear(4, 2)
+
+    sender.send(other)
+
+    receiver.pull()
+    assert _same(other, worker)
+    sender.shutdown()
+
+
+def test_a_replaced_policy_of_the_context_is_published():
+    worker = _net()
+    context, sender, receiver = _context_pair(_net(), worker)
+    sender.send()
+    context.policy = _net()
+
+    sender.send()
+
+    receiver.pull()
+    assert _same(context.policy, worker)
+    sender.shutdown()
+
+
+def test_a_replaced_parameter_dictionary_leaf_is_published():
+    learner = Ensemble()
+    worker = copy.deepcopy(learner)
+    sender, receiver = _pair(learner, worker)
+    learner.params = from_modules(nn.Linear(3, 1), nn.Linear(3, 1), as_module=True)
+
+    sender.send()
+
+    receiver.pull()
+    assert _same(learner, worker)
+    sender.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda net: net.__setitem__(2, nn.Linear(4, 3)), LayoutShapeError, r"'2.weight': \(3, 4"),
+        (lambda net: net.append(nn.Linear(2, 2)), LayoutKeyError, r"unknown \['3.bias', '3.weig"),
+        (lambda net: setattr(net[2], "bias", None), LayoutKeyError, r"missing \['2.bias'\]"),
+        (lambda net: nn.utils.weight_norm(net[2]), LayoutKeyError, r"missing \['2.weight'\]"),
+        (
+            lambda net: nn.utils.parametrizations.weight_norm(net[2]),
+            LayoutKeyError,
+            r"missing \['2.weight'\]",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_policy_that_has_other_tensors_now_is_refused_by_their_names(change, error, message):
+    policy, worker = _net(), _net()
+    sender, _ = _pair(policy, worker)
+    change(policy)
+
+    with pytest.raises(error, match=message):
+        sender.send()
+
+    assert sender.version == 0
+    sender.shutdown()
+
+
+def test_a_parameter_that_was_absent_is_refused_by_its_name():
+    policy, worker = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    sender, _ = _pair(policy, worker)
+    policy.bias = nn.Parameter(torch.zeros(2))
+
+    with pytest.raises(LayoutKeyError, match=r"unknown \['bias'\]"):
+        sender.send()
+
+    sender.shutdown()
+
+
+def test_a_workers_replaced_layer_takes_the_next_published_weights():
+    policy, worker = _net(), _net()
+    sender, receiver = _pair(policy, worker)
+    worker[2] = nn.Linear(4, 2)
+    sender.send()
+
+    receiver.pull()
+
+    assert _same(policy, worker)
     sender.shutdown()
 
 

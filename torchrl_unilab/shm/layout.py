@@ -118,7 +118,13 @@ class BlockLayout:
             LayoutShapeError: A tensor has another shape.
             LayoutDtypeError: A tensor has another dtype.
         """
-        self.check_fields(range(len(self.fields)), tensors)
+        shapes, dtypes = self._shapes_and_dtypes  # compared at once: this is part of each publish
+        if [t.shape for t in tensors] != shapes or [t.dtype for t in tensors] != dtypes:
+            self.check_fields(range(len(self.fields)), tensors)
+
+    @functools.cached_property
+    def _shapes_and_dtypes(self) -> tuple[list[torch.Size], list[torch.dtype]]:
+        return [torch.Size(f.shape) for f in self.fields], [f.dtype for f in self.fields]
 
     def check_fields(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Check tensors, each against the field of its index.

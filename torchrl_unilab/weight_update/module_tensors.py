@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ class ModuleTensors:
     """A module's parameters, buffers and extra state, in a fixed order.
 
     Looks each tensor up in the module at every call, so a parameter that was replaced
-    (``load_state_dict(assign=True)``, ``module.to(...)``) is seen at once. Tied tensors
+    (``load_state_dict(assign=True)``, ``module.to(...)``) is seen at once. A submodule that was
+    replaced, or a name that was added or removed, is not: ask `is_current` first. Tied tensors
     come under each of their names.
 
     Extra state is what submodules return from ``get_extra_state``: a tensor, a number, or
@@ -54,22 +57,33 @@ class ModuleTensors:
         optional: set[str] = set()
         self._entries: list[tuple[MutableMapping[str, Any], str]] = []
         self._stateful: list[tuple[str, nn.Module]] = []
-        for prefix, submodule in module.named_modules(remove_duplicate=False):
+        registries: list[MutableMapping[str, Any]] = []
+        submodules = list(module.named_modules(remove_duplicate=False))
+        for prefix, submodule in submodules:
             dot = f"{prefix}." if prefix else ""
-            for registry, name in _tensors_of(submodule):
-                if is_lazy(registry[name]):
-                    raise ConfigError(
-                        f"cannot share weights: {dot + name!r} is lazy and has no shape yet "
-                        "(expected an initialised parameter). Run one forward pass first."
-                    )
-                self.registered.append(dot + name)
-                self._entries.append((registry, name))
+            for registry in _registries_of(submodule):
+                registries.append(registry)
+                for name in registry:
+                    if registry[name] is None:
+                        continue
+                    if is_lazy(registry[name]):
+                        raise ConfigError(
+                            f"cannot share weights: {dot + name!r} is lazy and has no shape yet "
+                            "(expected an initialised parameter). Run one forward pass first."
+                        )
+                    self.registered.append(dot + name)
+                    self._entries.append((registry, name))
             optional.update(dot + name for name in submodule._non_persistent_buffers_set)
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
                 self._stateful.append((dot + EXTRA_STATE, submodule))
         extra = list(self._extra_state())
         self.keys = (*self.registered, *extra)
         self.optional = frozenset(optional.union(extra))
+        self._structure = _Structure(registries, [m._modules for _, m in submodules])
+
+    def is_current(self) -> bool:
+        """Return whether the module still has the submodules and names it was built with."""
+        return self._structure.is_unchanged()
 
     def current(self) -> list[torch.Tensor]:
         """Return the tensors as they are now, in the order of `keys`."""
@@ -123,6 +137,39 @@ class ModuleTensors:
             registry[name] = replaced[id(old)]
 
 
+class _Structure:
+    """What a module had registered: compared at each publish, so in as few steps as it takes.
+
+    Args:
+        registries: Where tensors are, by name; None where there is none.
+        children: Where submodules are, by name.
+    """
+
+    def __init__(
+        self,
+        registries: Sequence[MutableMapping[str, Any]],
+        children: Sequence[MutableMapping[str, Any]],
+    ) -> None:
+        self._children = [registry for registry in children if registry]
+        self._filled = [registry for registry in (*registries, *children) if registry]
+        self._empty = [registry for registry in (*registries, *children) if not registry]
+        self._names = list(chain.from_iterable(self._filled))
+        self._submodules = [module for modules in self._children for module in modules.values()]
+        self._places = [(registry, name) for registry in registries for name in registry]
+        self._absent = [registry[name] is None for registry, name in self._places]
+
+    def is_unchanged(self) -> bool:
+        """Return whether names, submodules and absent tensors are those of construction."""
+        return (
+            not any(self._empty)
+            and list(chain.from_iterable(self._filled)) == self._names
+            and [registry[name] is None for registry, name in self._places] == self._absent
+            and all(
+                map(is_, chain.from_iterable(map(dict.values, self._children)), self._submodules)
+            )
+        )
+
+
 class _ParamsRegistry(MutableMapping[str, Any]):
     """The leaves of a `TensorDictParams` by dotted name, like a module's registries."""
 
@@ -134,8 +181,9 @@ class _ParamsRegistry(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         with self._params.unlock_():
-            # A policy that came through the meta device would cast the value back to it.
-            self._params.clear_device_()
+            # A policy that came through the meta device would cast the value back to it. The
+            # wrapper's own `clear_device_` leaves the device of its top level (tensordict 0.14).
+            self._params._param_td.clear_device_()
             self._params.set(tuple(name.split(".")), value)
 
     def __delitem__(self, name: str) -> None:
@@ -149,14 +197,11 @@ class _ParamsRegistry(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def _tensors_of(module: nn.Module) -> list[tuple[MutableMapping[str, Any], str]]:
+def _registries_of(module: nn.Module) -> Sequence[MutableMapping[str, Any]]:
     """Where a module itself, without its children, keeps its tensors."""
-    registries: Sequence[MutableMapping[str, Any]]
     if isinstance(module, TensorDictParams):
-        registries = (_ParamsRegistry(module),)
-    else:
-        registries = (module._parameters, module._buffers)
-    return [(r, name) for r in registries for name in r if r[name] is not None]
+        return (_ParamsRegistry(module),)
+    return (module._parameters, module._buffers)
 
 
 def _is_under(key: str, prefix: str) -> bool:

@@ -108,7 +108,8 @@ class UniLabShmScheme(WeightSyncScheme):
 
     def _clear_local(self) -> None:
         """Forget what holds for one process only."""
-        self._source: ModuleTensors | None = None  # sender: the model to publish
+        self._given: nn.Module | None = None  # sender: the model, if there is no context
+        self._source: ModuleTensors | None = None  # sender: that model's or the context's tensors
         self._sent: ModuleTensors | None = None  # sender: the last other model given
         self._cell: SnapshotCell | None = None  # receiver: where to pull from
         self._binding: _Binding | None = None  # receiver: where to put it
@@ -189,8 +190,6 @@ class UniLabShmScheme(WeightSyncScheme):
                 self.per_worker_weights = True
                 return {i: _module(factory(), "policy") for i, factory in enumerate(factories)}
             model = factories[0]()
-        else:
-            self._source = ModuleTensors(_module(model, model_id))
         return self._initial_for(_module(model, model_id), workers)
 
     def _initial_from_model(
@@ -205,8 +204,7 @@ class UniLabShmScheme(WeightSyncScheme):
         if model is not None:
             if weights is not None:
                 raise ValueError("weights cannot be provided if model is provided")
-            self._source = ModuleTensors(_module(model, "model"))
-            source = model
+            source = self._given = _module(model, "model")
         elif weights is not None:
             source = weights
         else:
@@ -273,9 +271,10 @@ class UniLabShmScheme(WeightSyncScheme):
         if isinstance(weights, str):
             weights = _resolve_model(self.context, weights)
         if weights is None:
-            transport.send_model(self._find_source(), transport.select(worker_ids))
+            transport.send_model(self._source_tensors(), transport.select(worker_ids))
         elif isinstance(weights, nn.Module):
-            transport.send_model(self._tensors_of(weights), transport.select(worker_ids))
+            self._sent = _tensors_of(weights, self._sent)
+            transport.send_model(self._sent, transport.select(worker_ids))
         elif isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
             self._send_per_worker(transport, weights, worker_ids)
         else:
@@ -297,25 +296,17 @@ class UniLabShmScheme(WeightSyncScheme):
             weights = {i: weights[i] for i in ids}
         transport.send_each({transport.cell(i): value for i, value in weights.items()})
 
-    def _tensors_of(self, model: nn.Module) -> ModuleTensors:
-        """Look a model's tensors up, or take those of the last time."""
-        for known in (self._source, self._sent):
-            if known is not None and known.module is model:
-                return known
-        self._sent = ModuleTensors(model)
-        return self._sent
-
-    def _find_source(self) -> ModuleTensors:
-        if self._source is None:
-            model = None
-            if self.context is not None and self._model_id is not None:
-                model = _model_of_context(self.context, self._model_id)
-            if model is None:
-                raise ValueError(
-                    "cannot publish weights: none given and the sender holds no model "
-                    "(expected one of them). Pass the weights, or a policy to the collector."
-                )
-            self._source = ModuleTensors(model)
+    def _source_tensors(self) -> ModuleTensors:
+        """Look up the scheme's own model, which the context may have replaced."""
+        model = self._given
+        if model is None and self.context is not None and self._model_id is not None:
+            model = _model_of_context(self.context, self._model_id)
+        if model is None:
+            raise ValueError(
+                "cannot publish weights: none given and the sender holds no model "
+                "(expected one of them). Pass the weights, or a policy to the collector."
+            )
+        self._source = _tensors_of(_module(model, self._model_id or "model"), self._source)
         return self._source
 
     def _require_transport(self) -> UniLabShmTransport:
@@ -489,6 +480,8 @@ class UniLabShmScheme(WeightSyncScheme):
             self._applied = -1  # this model has none yet, also if the copy below fails
         elif cell.version == self._applied:
             return False
+        elif not binding.targets.is_current():
+            binding = self._binding = _Binding(cell, model)
         with span("pull"):
             version = binding.apply(self._require_transport())
         self._applied = version
@@ -556,7 +549,7 @@ class UniLabShmScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_source", "_sent", "_cell", "_binding"):
+        for name in ("_given", "_source", "_sent", "_cell", "_binding"):
             state[name] = None
         state["_applied"] = -1
         state["_worker_idx"] = None
@@ -652,6 +645,13 @@ def _model_of_context(context: Any, model_id: str) -> Any:
         # A policy given beside a factory serves as the source of weights only.
         model = context.__dict__.get("_fallback_policy")
     return model
+
+
+def _tensors_of(model: nn.Module, known: ModuleTensors | None) -> ModuleTensors:
+    """Return `known` if it still tells a model's tensors, else look them up."""
+    if known is not None and known.module is model and known.is_current():
+        return known
+    return ModuleTensors(model)
 
 
 def _module(model: Any, model_id: str) -> nn.Module:
