@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.processes import DEADLINE, receive, spawned
 from torchrl_unilab.collectors.metrics import PHASES, WINDOW, EpisodeLog, LatestMetrics, PhaseClock
+from torchrl_unilab.errors import LayoutKeyError
 
 
 def _brute_force(rewards, done, terminated) -> list[tuple[float, int, bool]]:
@@ -99,6 +100,28 @@ def test_what_workers_told_is_summed_up_and_the_last_word_counts():
     assert read.termination_rate == pytest.approx(1 / 3)
     assert read.seconds == {"physics": 5.0, "policy": 2.0, "write": 1.0, "wait": 0.0}
     assert read.fps == {"physics": 20.0, "policy": 50.0, "write": 100.0, "wait": math.inf}
+    latest.close()
+
+
+def test_other_metrics_of_workers_are_read_by_name_as_means():
+    latest = LatestMetrics(3, names=["reward/forward", "reward/alive"])
+    told = EpisodeLog(1), PhaseClock()
+    latest.put(0, 0, 0, *told, {"reward/forward": 1.0, "reward/alive": 4.0})
+    latest.put(1, 0, 0, *told, {"reward/forward": 2.0})
+
+    values = latest.read().values
+
+    assert values == {"reward/forward": 1.5, "reward/alive": 4.0}
+    latest.close()
+
+
+def test_a_metric_that_was_not_named_is_refused():
+    latest = LatestMetrics(1, names=["reward/forward"])
+
+    with pytest.raises(LayoutKeyError, match=r"unknown names \['reward/alive'\]"):
+        latest.put(0, 1, 0, EpisodeLog(1), PhaseClock(), {"reward/alive": 1.0})
+
+    assert latest.read().frames == 0
     latest.close()
 
 

@@ -19,16 +19,21 @@ PAYLOAD = 2  # words of a payload: two are enough to mix
 Memory = dict[tuple[str, int], int]
 
 
-def writer_stores(versions: int, slots: int, *, odd: bool = True) -> list[tuple[str, int, int]]:
-    """The writer's stores in program order, as (array, index, value)."""
+def writer_stores(
+    versions: int, slots: int, *, odd: bool = True, stride: int = 1
+) -> list[tuple[str, int, int]]:
+    """The writer's stores in program order, as (array, index, value).
+
+    With a `stride`, versions skip numbers.
+    """
     stores = []
-    for version in range(1, versions + 1):
-        slot = version % slots
+    for count in range(1, versions + 1):
+        version, slot = count * stride, count % slots
         if odd:
             stores.append(("sequence", slot, 2 * version - 1))
         stores += [("payload", slot * PAYLOAD + i, version) for i in range(PAYLOAD)]
         stores.append(("sequence", slot, 2 * version))
-        stores.append(("announced", 0, version))
+        stores.append(("announced", 0, version * slots + slot))
     return stores
 
 
@@ -38,6 +43,7 @@ class Reader:
 
     step: int = 0
     version: int = 0
+    slot: int = 0
     loaded: tuple[int, ...] = ()
     tries: int = 3
     done: bool = False
@@ -46,9 +52,10 @@ class Reader:
     def next(self, memory: Memory, slots: int, *, after: bool) -> Reader:
         """Take the next load of `SeqLock.try_read`; without `after`, skip the last check."""
         retry = replace(self, step=0, loaded=(), tries=self.tries - 1, done=self.tries == 1)
-        slot = self.version % slots
+        slot = self.slot
         if self.step == 0:
-            return replace(self, step=1, version=memory["announced", 0])
+            version, slot = divmod(memory["announced", 0], slots)
+            return replace(self, step=1, version=version, slot=slot)
         if self.step == 1:
             if memory["sequence", slot] != 2 * self.version:
                 return retry
@@ -93,8 +100,9 @@ def explore(
 
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("versions", [1, 2, 5])
-def test_no_interleaving_yields_a_torn_read(slots, versions):
-    torn, accepted, states = explore(writer_stores(versions, slots), slots)
+@pytest.mark.parametrize("stride", [1, 2])
+def test_no_interleaving_yields_a_torn_read(slots, versions, stride):
+    torn, accepted, states = explore(writer_stores(versions, slots, stride=stride), slots)
     assert not torn
     assert accepted > 0
     assert states > 20

@@ -18,6 +18,7 @@ from torchrl_unilab.errors import (
     LayoutDigestError,
     LayoutShapeError,
     SegmentClosedError,
+    SegmentError,
     SnapshotContendedError,
 )
 from torchrl_unilab.shm import BlockLayout, SeqLock, SharedSegment, SnapshotCell, seqlock
@@ -42,7 +43,19 @@ def _begin_and_die(pipe: Connection, cell: SnapshotCell) -> None:
 
 
 def _publish_and_die(pipe: Connection, cell: SnapshotCell) -> None:
+    cell.publish(_filled(1))
     cell.publish_by(lambda payload: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@given(st.integers(2, 5), st.lists(st.integers(0, 9), max_size=30))
+def test_versions_that_skip_numbers_are_read_like_those_that_do_not(slots, versions):
+    with SnapshotCell(_filled(0), slots=slots, first_version=3) as cell:
+        newest = 3
+        for least in versions:
+            newest = max(newest + 1, least)
+            assert cell.publish_checked([*_filled(newest).values()], version=least) == newest
+            version, values = cell.read()
+            assert (version, values["n"].item()) == (newest, newest)
 
 
 @CHECKSUM
@@ -116,9 +129,49 @@ def test_a_writer_killed_in_the_middle_leaves_the_previous_version_whole():
         assert cell.read()[1]["n"].item() == 2
 
 
+def _publish_and_stay(pipe: Connection, cell: SnapshotCell, value: int) -> None:
+    pipe.send(cell.publish(_filled(value)))
+    pipe.recv()
+    cell.close()
+    pipe.send("closed")
+    pipe.recv()
+
+
+def test_a_second_living_writer_is_refused_with_the_pid_of_the_first():
+    with (
+        SnapshotCell(_filled(0)) as cell,
+        spawned(_publish_and_stay, cell, 1) as (writer, pipe),
+    ):
+        assert receive(pipe) == 1
+
+        with pytest.raises(SegmentError, match=rf"process {writer.pid} publishes"):
+            cell.publish(_filled(2))
+
+        assert cell.read()[1]["n"].item() == 1
+
+
+def test_another_process_publishes_once_the_writer_has_closed():
+    with (
+        SnapshotCell(_filled(0)) as cell,
+        spawned(_publish_and_stay, cell, 1) as (_, pipe),
+    ):
+        receive(pipe)
+        pipe.send("close")
+        assert receive(pipe) == "closed"
+
+        assert cell.publish(_filled(2)) == 2
+
+
+def test_another_process_publishes_once_the_writer_has_died():
+    with SnapshotCell(_filled(0)) as cell:
+        with spawned(_publish_and_stay, cell, 1) as (_, pipe):
+            receive(pipe)
+
+        assert cell.publish(_filled(2)) == 2
+
+
 def test_a_publish_that_its_writer_did_not_survive_is_told_from_one_under_way():
     with SnapshotCell(_filled(0)) as cell:
-        cell.publish(_filled(1))
         assert not cell.publish_cut_off
         with spawned(_publish_and_die, cell) as (process, _):
             process.join(DEADLINE)
@@ -131,7 +184,7 @@ def test_a_publish_that_its_writer_did_not_survive_is_told_from_one_under_way():
 def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
     buffer = np.zeros(4096, np.uint8)
     lock = SeqLock(buffer, 0, 64, slots=2, checksum=False)
-    lock._announced[0] = 3  # announced, yet its slot still holds an older version
+    lock._announced[0] = 3 * 2 + 1  # version 3 in slot 1, which still holds an older one
     with pytest.raises(SnapshotContendedError, match="6 tries, last at version 3"):
         lock.read(np.empty(64, np.uint8), retries=5)
 

@@ -76,7 +76,7 @@ def count_torn(cell: SnapshotCell, reads: int, *, checked: bool) -> tuple[int, i
             _, overtaken = lock.read(out, retries=1_000_000)
             retries += overtaken
         else:
-            np.copyto(out, lock.payloads[lock.version % cell.slots])
+            np.copyto(out, lock.payloads[lock._announced[0] % cell.slots])
         expected = half[0].item()
         mixed = (half != expected).any() or (other != int(expected)).any()
         torn += bool(mixed)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import gc
 import time
 from functools import partial
 
@@ -8,7 +10,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollector
-from torchrl.weight_update import WeightSyncScheme
+from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
+from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
 from tests.support.acting import StillEnv, actions, make_policy, make_policy_at_half, set_action
 from tests.support.bounds import DEADLINE
@@ -174,6 +177,157 @@ def test_publishing_waits_for_nobody():
     with pytest.raises(WorkersBehindError, match="worker 0 never connected"):
         scheme.wait_applied(timeout=0.01)
     scheme.shutdown()
+
+
+def _per_worker(workers: int) -> UniLabShmScheme:
+    """A sender whose workers have weights apart, all at version 0."""
+    weights = {i: TensorDict.from_module(make_policy()).data for i in range(workers)}
+    scheme = UniLabShmScheme(per_worker_weights=True)
+    scheme.init_on_sender(params_map=weights)
+    scheme.connect()
+    return scheme
+
+
+def _receiver(sender: UniLabShmScheme, worker: int) -> tuple[UniLabShmScheme, nn.Module]:
+    receiver, acting = UniLabShmScheme(), make_policy(-1.0)
+    receiver.__setstate__(sender.__getstate__())
+    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=worker)
+    receiver.connect()
+    return receiver, acting
+
+
+def test_workers_that_a_publish_left_out_are_not_waited_for():
+    sender = _per_worker(2)
+    (first, _), (_second, _) = _receiver(sender, 0), _receiver(sender, 1)
+    sender.send(make_policy(), worker_ids=0)
+    first.pull()
+
+    sender.wait_applied(sender.version, timeout=0)
+
+    assert sender.applied_versions == {0: 1, 1: 0}
+    sender.shutdown()
+
+
+def test_each_publish_raises_the_version_whichever_workers_it_is_for():
+    sender = _per_worker(2)
+    receiver, _ = _receiver(sender, 1)
+    sender.send(make_policy(), worker_ids=0)
+
+    sender.send(make_policy(), worker_ids=1)
+
+    receiver.pull()
+    assert sender.version == receiver.applied_version == 2
+    sender.shutdown()
+
+
+def test_an_inference_server_counts_updates_as_with_the_stock_scheme():
+    learner = make_policy(0.25)
+    sender = UniLabShmScheme()
+    sender.init_on_sender(model_id="policy", model=learner, devices=[CPU])
+    sender.connect()
+    receiver, acting = UniLabShmScheme(), make_policy()
+    receiver.__setstate__(sender.__getstate__())
+    server = InferenceServer(acting, ThreadingTransport(), weight_sync=receiver)
+    server._init_weight_sync()
+    versions = [server.policy_version]
+    sender.send()
+
+    server._poll_weight_update()
+
+    versions.append(server.policy_version)
+    assert versions == [0, 1]
+    sender.shutdown()
+
+
+@pytest.mark.parametrize("end", ["collected", "shut down"])
+def test_the_end_of_a_copy_leaves_the_originals_memory_open(end):
+    sender = UniLabShmScheme()
+    sender.init_on_sender(model=make_policy(), devices=[CPU])
+    sender.connect()
+    other = copy.copy(sender)
+    if end == "shut down":
+        other.shutdown()
+    del other
+    gc.collect()
+
+    sender.send()
+
+    assert sender.version == 1
+    sender.shutdown()
+
+
+class Bare:
+    """A receiver's context that has a policy and no worker_idx."""
+
+    def __init__(self) -> None:
+        self.policy = make_policy(-1.0)
+
+
+class Finder:
+    """A receiver's context that has `get_model` alone."""
+
+    def __init__(self) -> None:
+        self.found = make_policy(-1.0)
+
+    def get_model(self, model_id: str) -> nn.Module:
+        assert model_id == "policy"
+        return self.found
+
+
+@pytest.mark.parametrize("context", [Bare(), Finder()], ids=["bare", "get_model"])
+def test_a_receivers_context_may_lack_what_the_stock_scheme_does_not_need(context):
+    sender, _, _ = _pair(make_policy(0.25))
+    receiver = UniLabShmScheme()
+    receiver.__setstate__(sender.__getstate__())
+
+    receiver.init_on_receiver(model_id="policy", context=context)
+    receiver.connect(worker_idx=0)
+
+    acting = context.policy if isinstance(context, Bare) else context.found
+    assert acting(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
+    sender.shutdown()
+
+
+class Halved(UniLabShmScheme):
+    """Publishes half of each weight."""
+
+    def prepare_weights(self, weights, model_id, strategy, context=None):
+        return super().prepare_weights(weights, model_id, strategy, context).data * 0.5
+
+
+def test_prepare_weights_of_a_subclass_is_called_as_by_the_stock_scheme():
+    sender = Halved()
+    sender.init_on_sender(model_id="policy", model=nn.Linear(1, 1), devices=[CPU])
+    sender.connect()
+
+    sender.send(TensorDict(weight=torch.ones(1, 1), bias=torch.ones(1)))
+
+    _, published = sender.create_transport().cell(0).read()
+    assert published["weight"].item() == 0.5
+    sender.shutdown()
+
+
+@pytest.mark.parametrize("scheme_cls", [SharedMemWeightSyncScheme, UniLabShmScheme])
+def test_a_senders_weights_are_the_initial_ones_without_a_model(scheme_cls):
+    scheme = scheme_cls()
+    scheme.init_on_sender(weights=TensorDict(w=torch.ones(2)), devices=[CPU])
+
+    assert scheme.weights["w"].tolist() == [1.0, 1.0]
+    scheme.shutdown()
+
+
+@pytest.mark.parametrize("scheme_cls", [SharedMemWeightSyncScheme, UniLabShmScheme])
+def test_a_receivers_weights_are_those_of_the_sender(scheme_cls):
+    sender, receiver = scheme_cls(), scheme_cls()
+    sender.init_on_sender(weights=TensorDict(w=torch.ones(2)), devices=[CPU])
+    receiver.__setstate__(sender.__getstate__())
+    model = nn.Module()
+    model.w = nn.Parameter(torch.zeros(2))
+
+    receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+
+    assert receiver.weights["w"].tolist() == [1.0, 1.0]
+    sender.shutdown()
 
 
 def test_versions_go_on_from_the_first_on_both_sides():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from multiprocessing.connection import Connection
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,10 +50,10 @@ def test_an_unrelated_process_reads_by_name_what_was_written():
             assert receive(pipe) == (2, [[2.0] * 3] * 2, [2.0] * 3)
 
 
-def test_what_is_created_from_a_state_dict_holds_it_as_version_0():
+def test_what_is_created_from_a_state_dict_holds_it_as_version_1():
     with UniLabShmTransport.from_state_dict(_state(5.0)) as transport:
         state = _state(0.0)
-        assert transport.read_weights_into(state) == 0
+        assert transport.version == transport.read_weights_into(state) == 1
         assert state["b"].tolist() == [5.0] * 3
         assert transport.name is None
 
@@ -78,7 +79,7 @@ def test_what_does_not_match_is_refused_in_both_directions_and_nothing_is_writte
     with UniLabShmTransport.from_state_dict(_state(5.0)) as transport:
         with pytest.raises(error):
             transport.write_weights(state)
-        assert transport.version == 0
+        assert transport.version == 1
         with pytest.raises(error):
             transport.read_weights_into(state)
         assert not state["w"].any()
@@ -114,6 +115,15 @@ def test_statistics_are_got_once_each_and_the_latest_first():
     mean, _ = stats.get()
     assert mean.tolist() == [99.0, 99.0]
     assert stats.get() is None
+    stats.close()
+
+
+def test_statistics_are_put_as_arrays_too():
+    stats = SharedObsNormStats(2)
+
+    stats.put((np.array([1.0, 2.0]), np.array([3, 4], dtype=np.float32)))
+
+    assert [t.tolist() for t in stats.get()] == [[1.0, 2.0], [3.0, 4.0]]
     stats.close()
 
 

@@ -7,15 +7,17 @@ reader only misses what is outdated, and a reader sees each snapshot whole.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.shm import SnapshotCell
 
 __all__ = ["PHASES", "CollectorMetrics", "EpisodeLog", "LatestMetrics", "PhaseClock"]
@@ -38,6 +40,7 @@ class CollectorMetrics:
         timeout_rate: Share of episodes that a time limit ended; NaN before the first.
         termination_rate: Share that a terminal state ended; NaN before the first.
         seconds: Seconds per phase, of `PHASES`, over all workers.
+        values: Means over workers of what else they put, by name; NaN before the first.
     """
 
     frames: int
@@ -47,6 +50,7 @@ class CollectorMetrics:
     timeout_rate: float
     termination_rate: float
     seconds: dict[str, float]
+    values: dict[str, float] = field(default_factory=dict)
 
     @property
     def fps(self) -> dict[str, float]:
@@ -146,22 +150,58 @@ class LatestMetrics:
 
     Args:
         workers: How many.
+        names: Other metrics that workers put, a reward's terms for instance.
+
+    Example:
+        >>> latest = LatestMetrics(2, names=["reward/forward"])
+        >>> for worker, forward in enumerate((1.0, 2.0)):
+        ...     values = {"reward/forward": forward}
+        ...     latest.put(worker, 10, 0, EpisodeLog(1), PhaseClock(), values)
+        >>> latest.read().values
+        {'reward/forward': 1.5}
+        >>> latest.close()
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, *, names: Sequence[str] = ()) -> None:
+        self._names = tuple(names)
         initial = {
             "frames": torch.zeros((), dtype=torch.int64),
             "trajectories": torch.zeros((), dtype=torch.int64),
             "episodes": torch.zeros((), dtype=torch.int64),
             "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
             "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
+            "values": torch.full((len(self._names),), torch.nan, dtype=torch.float64),
         }
         self._cells = [SnapshotCell(initial) for _ in range(workers)]
 
     def put(
-        self, worker: int, frames: int, trajectories: int, log: EpisodeLog, clock: PhaseClock
+        self,
+        worker: int,
+        frames: int,
+        trajectories: int,
+        log: EpisodeLog,
+        clock: PhaseClock,
+        values: Mapping[str, float] | None = None,
     ) -> None:
-        """Replace what worker `worker` said before. Never waits."""
+        """Replace what worker `worker` said before. Never waits.
+
+        Args:
+            worker: Its number.
+            frames: Frames that it collected.
+            trajectories: Number of its next trajectory.
+            log: Its episodes.
+            clock: Its seconds per phase.
+            values: Its other metrics by name; NaN for a name left out.
+
+        Raises:
+            LayoutKeyError: A name that was not given at construction; nothing was put.
+        """
+        values = {} if values is None else values
+        if unknown := sorted(values.keys() - set(self._names)):
+            raise LayoutKeyError(
+                f"cannot put metrics: unknown names {unknown} (expected some of "
+                f"{list(self._names)}). Name them when LatestMetrics is built."
+            )
         self._cells[worker].publish_ordered(
             [
                 torch.tensor(frames),
@@ -169,6 +209,9 @@ class LatestMetrics:
                 torch.tensor(log.episodes),
                 torch.tensor(list(clock.seconds.values()), dtype=torch.float64),
                 torch.from_numpy(log.last),
+                torch.tensor(
+                    [values.get(name, math.nan) for name in self._names], dtype=torch.float64
+                ),
             ]
         )
 
@@ -178,7 +221,7 @@ class LatestMetrics:
 
     def read(self) -> CollectorMetrics:
         """Return the newest word of all workers, summed up."""
-        return _summed([cell.read()[1] for cell in self._cells])
+        return _summed([cell.read()[1] for cell in self._cells], self._names)
 
     def close(self) -> None:
         """Give up the shared memory. Idempotent."""
@@ -186,7 +229,7 @@ class LatestMetrics:
             cell.close()
 
 
-def _summed(parts: Sequence[dict[str, torch.Tensor]]) -> CollectorMetrics:
+def _summed(parts: Sequence[dict[str, torch.Tensor]], names: Sequence[str]) -> CollectorMetrics:
     share = max(1, WINDOW // len(parts))  # of the window, per worker
     rows = []
     for part in parts:
@@ -196,6 +239,7 @@ def _summed(parts: Sequence[dict[str, torch.Tensor]]) -> CollectorMetrics:
     last = np.concatenate(rows)
     mean = last.mean(axis=0) if len(last) else np.full(3, np.nan)
     seconds = torch.stack([part["seconds"] for part in parts]).sum(0).tolist()
+    values = torch.stack([part["values"] for part in parts]).nanmean(0).tolist()
     return CollectorMetrics(
         frames=sum(int(part["frames"]) for part in parts),
         episodes=sum(int(part["episodes"]) for part in parts),
@@ -204,4 +248,5 @@ def _summed(parts: Sequence[dict[str, torch.Tensor]]) -> CollectorMetrics:
         timeout_rate=float(1.0 - mean[2]),
         termination_rate=float(mean[2]),
         seconds=dict(zip(PHASES, seconds, strict=True)),
+        values=dict(zip(names, values, strict=True)),
     )

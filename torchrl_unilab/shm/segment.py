@@ -13,14 +13,18 @@ The kind is chosen in one place, `default_kind`; the environment variable
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import secrets
 import shutil
 import sys
 import tempfile
+import time
 import weakref
+from collections.abc import Iterator
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any, Literal
@@ -196,6 +200,36 @@ class SharedSegment:
     def is_owner(self) -> bool:
         """Whether this process created the segment, and so unlinks it."""
         return self._owner_pid == os.getpid()
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What tells this memory from all other memory of the machine."""
+        status = os.fstat(self._descriptor)
+        return status.st_dev, status.st_ino
+
+    @contextlib.contextmanager
+    def exclusively(self, timeout: float = 10.0) -> Iterator[None]:
+        """Exclude all other processes that do so; the kernel releases those that die.
+
+        Raises:
+            SegmentError: Another process did not leave within `timeout` seconds.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+                break
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() > until:
+                    raise SegmentError(
+                        f"cannot lock shared segment: held by another process for {timeout:g} s "
+                        "(expected some microseconds). See whether a process is stopped."
+                    ) from None
+                time.sleep(0.001)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
 
     def close(self) -> None:
         """Give up the segment; its creator also unlinks its name. Idempotent."""

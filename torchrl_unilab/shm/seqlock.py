@@ -3,8 +3,8 @@
 `SeqLock` is the protocol over words and slots, `SnapshotCell` a segment that holds a
 tensor layout under it. Version 0 is the initial content; each publish makes the next.
 
-Version ``v`` lives in slot ``v % slots``. The writer sets the slot's word to ``2v - 1``,
-copies the payload, sets it to ``2v`` and then announces ``v`` in one word. A reader takes
+Versions take the slots in turn. The writer sets the next slot's word to ``2v - 1``, copies the
+payload, sets the word to ``2v`` and then announces ``v`` and its slot in one word. A reader takes
 the announced version, checks that the slot's word is ``2v``, copies the payload out, and
 checks the word again. A changed word means that the writer has lapped it: it retries with
 the newer version, a bounded number of times. The order of memory this needs is argued in
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrl_unilab.errors import ConfigError, SnapshotContendedError
+from torchrl_unilab.errors import ConfigError, SegmentError, SnapshotContendedError
 from torchrl_unilab.shm.counters import LINE, SharedWords, is_weakly_ordered
 from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
@@ -85,44 +86,48 @@ class SeqLock:
     @property
     def version(self) -> int:
         """The newest published version: one word."""
-        return self._announced[0]
+        return self._announced[0] // self._slots
 
     @property
     def is_writing(self) -> bool:
         """Whether the next version is open: being written, or left so by a dead writer."""
-        version = self._announced[0] + 1
-        return self._sequence[version % self._slots] == 2 * version - 1
+        return self._sequence[(self._announced[0] + 1) % self._slots] % 2 == 1
 
-    def seal_initial(self) -> None:
-        """Declare slot 0's content to be version 0; call before any reader attaches."""
+    def seal_initial(self, version: int = 0) -> None:
+        """Declare slot 0's content to be `version`; call before any reader attaches."""
         if self._checksum:
-            self._crc[0] = _crc(self.payloads[0], 0)
+            self._crc[0] = _crc(self.payloads[0], version)
+        self._sequence[0] = 2 * version
+        self._announced[0] = version * self._slots
 
-    def begin(self) -> int:
+    def begin(self, version: int = 0) -> int:
         """Open the next version for writing and return its slot.
 
         If the write fails, or its process dies, readers keep the previous version, and
         the next `begin` opens the same slot again.
+
+        Args:
+            version: The least its number may be; above the newest in any case.
         """
-        version = self._announced[0] + 1
-        slot = version % self._slots
-        self._sequence[slot] = 2 * version - 1
+        newest, slot = divmod(self._announced[0], self._slots)
+        self._opened = max(newest + 1, version)
+        slot = (slot + 1) % self._slots
+        self._sequence[slot] = 2 * self._opened - 1
         return slot
 
     def commit(self) -> int:
         """Announce the version that `begin` opened and return it."""
-        version = self._announced[0] + 1
-        slot = version % self._slots
+        version = self._opened
+        slot = (self._announced[0] + 1) % self._slots
         if self._checksum:
             self._crc[slot] = _crc(self.payloads[slot], version)
         self._sequence[slot] = 2 * version
-        self._announced[0] = version
+        self._announced[0] = version * self._slots + slot
         return version
 
     def try_read(self, out: npt.NDArray[np.uint8]) -> int | None:
         """Copy the newest version to `out` and return it, or None if overtaken."""
-        version = self._announced[0]
-        slot = version % self._slots
+        version, slot = divmod(self._announced[0], self._slots)
         if self._sequence[slot] != 2 * version:
             return None
         np.copyto(out, self.payloads[slot])
@@ -167,18 +172,19 @@ _READER_WORDS = 3
 class SnapshotCell:
     """A shared segment that holds versioned snapshots of one set of tensors.
 
-    One process publishes, from any of its threads; processes that unpickle or `attach` the
-    cell read. Each of `readers`
-    readers has words of its own for the version that it applied.
+    One process publishes, from any of its threads, from its first publish until it closes the
+    cell or ends; another is refused meanwhile. Processes that unpickle or `attach` the cell
+    read. Each of `readers` readers has words of its own for the version that it applied.
 
     Args:
-        initial: Dotted key to tensor: the layout, and the content of version 0.
+        initial: Dotted key to tensor: the layout, and the content of the first version.
         slots: How many snapshots rotate, at least 2.
         readers: How many readers report what they applied.
         name: Name to attach by from an unrelated process; anonymous if not given.
         kind: Kind of segment; the platform's default if not given.
         checksum: Guard each snapshot by a CRC-32; by default where the machine's memory
             order is weak.
+        first_version: Number of the first version.
 
     Raises:
         SegmentSpaceError: It does not fit shared memory; nothing was allocated.
@@ -202,6 +208,7 @@ class SnapshotCell:
         name: str | None = None,
         kind: SegmentKind | None = None,
         checksum: bool | None = None,
+        first_version: int = 0,
     ) -> None:
         if slots < 2:  # before any memory is taken
             raise ConfigError(f"seqlock slots: {slots} (expected at least 2). Use the default.")
@@ -218,7 +225,7 @@ class SnapshotCell:
         if initial:
             with torch.no_grad():
                 torch._foreach_copy_(self._views[0], list(initial.values()))
-        self._lock.seal_initial()
+        self._lock.seal_initial(first_version)
         header[READY] = 1
 
     @classmethod
@@ -254,8 +261,9 @@ class SnapshotCell:
             checksum=checksum,
         )
         self._views = [layout.views(torch.from_numpy(p)) for p in self._lock.payloads]
-        self._is_writer = False
-        self._publishing = threading.Lock()  # threads of the one writing process
+        self._writer = 0  # this process, once it publishes
+        # Threads of the one writing process, whichever attachment they publish through.
+        self._publishing = _publishing.setdefault(segment.identity, threading.Lock())
         self._staging: npt.NDArray[np.uint8] | None = None
         self._staged_views: list[torch.Tensor] = []
 
@@ -266,7 +274,7 @@ class SnapshotCell:
 
     @property
     def version(self) -> int:
-        """The newest published version; 0 is the initial content."""
+        """The newest published version; `first_version` is the initial content."""
         _ = self._segment.buffer  # a closed cell is refused
         return self._lock.version
 
@@ -280,6 +288,7 @@ class SnapshotCell:
 
         Raises:
             LayoutError: Keys, shapes or dtypes differ; the published version is untouched.
+            SegmentError: Another living process publishes here.
         """
         return self.publish_checked(self.layout.select(tensors))
 
@@ -292,30 +301,47 @@ class SnapshotCell:
         self.layout.check(tensors)
         return self.publish_checked(tensors)
 
-    def publish_checked(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Publish tensors that the layout's ``check`` has passed."""
+    def publish_checked(self, tensors: Sequence[torch.Tensor], *, version: int = 0) -> int:
+        """Publish tensors that the layout's ``check`` has passed.
+
+        Args:
+            tensors: In the layout's order.
+            version: The least that the new version's number may be.
+        """
         with self._publishing:
-            slot = self._begin()
+            slot = self._begin(version)
             if tensors:
                 with torch.no_grad():
                     torch._foreach_copy_(self._views[slot], tensors)  # type: ignore[arg-type]
             return self._lock.commit()
 
-    def publish_by(self, write: Callable[[npt.NDArray[np.uint8]], None]) -> int:
+    def publish_by(
+        self, write: Callable[[npt.NDArray[np.uint8]], None], *, version: int = 0
+    ) -> int:
         """Publish what `write` puts into the bytes of the slot it is given.
 
         If `write` raises, the published version stays as it was.
         """
         with self._publishing:
-            write(self._lock.payloads[self._begin()])
+            write(self._lock.payloads[self._begin(version)])
             return self._lock.commit()
 
-    def _begin(self) -> int:
+    def _begin(self, version: int) -> int:
         _ = self._segment.buffer  # a closed cell is refused
-        if not self._is_writer:
-            self._header[_WRITER] = this_process()
-            self._is_writer = True
-        return self._lock.begin()
+        if self._writer != this_process():  # of this process, also in a forked copy
+            self._claim()
+        return self._lock.begin(version)
+
+    def _claim(self) -> None:
+        """Become the one process that publishes."""
+        with self._segment.exclusively():
+            writer = self._header[_WRITER]
+            if writer != this_process() and process_is_alive(writer):
+                raise SegmentError(
+                    f"cannot publish a snapshot: process {process_id(writer)} publishes here "
+                    "(expected one writer). Publish from there, or close it there first."
+                )
+            self._header[_WRITER] = self._writer = this_process()
 
     def stage(self, *, retries: int = DEFAULT_RETRIES) -> tuple[int, list[torch.Tensor]]:
         """Copy the newest version into private memory of this cell.
@@ -381,7 +407,10 @@ class SnapshotCell:
         return self._reader_words[_READER_WORDS * reader + _OVERTAKEN]
 
     def close(self) -> None:
-        """Give up the cell; its creator frees it. Idempotent."""
+        """Close the cell; its creator frees it. Idempotent."""
+        if not self.closed and self._writer and self._writer == this_process():
+            self._header[_WRITER] = 0
+            self._writer = 0
         self._segment.close()
 
     def __enter__(self) -> SnapshotCell:
@@ -393,6 +422,12 @@ class SnapshotCell:
     def __reduce__(self) -> tuple[Any, ...]:
         args = (self._segment, self.layout, self.slots, self.readers, self._checksum)
         return _attach_pickled, args
+
+
+# By segment, so that two attachments of one process do not publish at once.
+_publishing: weakref.WeakValueDictionary[tuple[int, int], threading.Lock] = (
+    weakref.WeakValueDictionary()
+)
 
 
 def _attach_pickled(*args: Any) -> SnapshotCell:

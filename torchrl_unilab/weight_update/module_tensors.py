@@ -148,11 +148,12 @@ class _Structure:
     def __init__(
         self,
         registries: Sequence[MutableMapping[str, Any]],
-        children: Sequence[MutableMapping[str, Any]],
+        children: Sequence[dict[str, nn.Module | None]],
     ) -> None:
         self._children = [registry for registry in children if registry]
-        self._filled = [registry for registry in (*registries, *children) if registry]
-        self._empty = [registry for registry in (*registries, *children) if not registry]
+        both: list[Mapping[str, Any]] = [*registries, *children]
+        self._filled = [registry for registry in both if registry]
+        self._empty = [registry for registry in both if not registry]
         self._names = list(chain.from_iterable(self._filled))
         self._submodules = [module for modules in self._children for module in modules.values()]
         self._places = [(registry, name) for registry in registries for name in registry]

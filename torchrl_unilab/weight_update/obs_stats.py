@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
@@ -55,13 +56,13 @@ class SharedObsNormStats:
         """How many statistics have been put."""
         return self._cell.version
 
-    def put(self, stats: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Publish (mean, standard deviation), float32. Never blocks.
+    def put(self, stats: tuple[npt.ArrayLike, npt.ArrayLike]) -> None:
+        """Publish (mean, standard deviation), tensors or arrays, as float32. Never blocks.
 
         Raises:
-            LayoutError: A shape or dtype differs; the last statistics stay.
+            LayoutError: A shape differs; the last statistics stay.
         """
-        mean, std = stats
+        mean, std = (torch.as_tensor(value, dtype=torch.float32) for value in stats)
         self._cell.publish({"mean": mean, "std": std})
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor] | None:

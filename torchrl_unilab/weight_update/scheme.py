@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
-from torchrl.collectors import Collector
+from torchrl.collectors import BaseCollector, Collector
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
@@ -102,7 +102,7 @@ class UniLabShmScheme(WeightSyncScheme):
         self.per_worker_weights = per_worker_weights
         self.pull_at: PullAt = pull
         self.slots = slots
-        self.first_version = first_version  # the cells themselves count from 0
+        self.first_version = first_version
         self._transport: UniLabShmTransport | None = None
         self._clear_local()
 
@@ -170,6 +170,7 @@ class UniLabShmScheme(WeightSyncScheme):
         self._transport = UniLabShmTransport(
             initial,
             slots=self.slots,
+            first_version=self.first_version,
             casts=params_map is not None or device_map_fn is not None,
             optional=(
                 ModuleTensors(source).optional if isinstance(source, nn.Module) else frozenset()
@@ -239,7 +240,10 @@ class UniLabShmScheme(WeightSyncScheme):
         weights: Weights | Mapping[int, Weights] | str | None = None,
         worker_ids: int | Sequence[int] | None = None,
     ) -> None:
-        """Publish weights and return. Waits for nobody.
+        """Publish weights and return, without waiting.
+
+        Weights are copied straight from where they are, so TorchRL's `prepare_weights` runs only
+        where a subclass overrides it.
 
         Args:
             weights: A module, TensorDict, (flattened) state dict, the name of a model in
@@ -268,7 +272,9 @@ class UniLabShmScheme(WeightSyncScheme):
         weights: Weights | Mapping[int, Weights] | str | None,
         worker_ids: int | Sequence[int] | None,
     ) -> None:
-        if isinstance(weights, str):
+        if type(self).prepare_weights is not WeightSyncScheme.prepare_weights:
+            weights = self.prepare_weights(weights, self._model_id, self._strategy, self.context)
+        elif isinstance(weights, str):
             weights = _resolve_model(self.context, weights)
         if weights is None:
             transport.send_model(self._source_tensors(), transport.select(worker_ids))
@@ -319,8 +325,11 @@ class UniLabShmScheme(WeightSyncScheme):
 
     @property
     def version(self) -> int:
-        """The newest published version; `first_version`, 0, is the initial weights."""
-        return self.first_version + self._require_transport().version
+        """The newest published version; `first_version`, 0, is the initial weights.
+
+        All workers share one count: a publish to some of them raises it too.
+        """
+        return self._require_transport().version
 
     @property
     def applied_versions(self) -> dict[int, int | None]:
@@ -330,15 +339,14 @@ class UniLabShmScheme(WeightSyncScheme):
         (``collector.load_state_dict``), until the next publish.
         """
         cells = self._require_transport().cells
-        return {worker: self._version_applied(cell, worker) for worker, cell in cells.items()}
-
-    def _version_applied(self, cell: SnapshotCell, worker: int) -> int | None:
-        seen = cell.applied(worker)
-        return None if seen is None else self.first_version + seen
+        return {worker: cell.applied(worker) for worker, cell in cells.items()}
 
     @property
     def lag(self) -> dict[int, int | None]:
-        """For each worker, how many versions it is behind, or None before it connected."""
+        """For each worker, how many versions it is behind what was published to it.
+
+        None before it connected, and while it acts with weights that were not published.
+        """
         cells = self._require_transport().cells
         return {
             worker: None if (seen := cell.applied(worker)) is None else cell.version - seen
@@ -347,12 +355,11 @@ class UniLabShmScheme(WeightSyncScheme):
 
     @property
     def statistics(self) -> dict[str, int]:
-        """Totals: ``publishes`` and ``bytes`` written, ``retries`` of overtaken readers."""
+        """Totals: ``publishes`` and ``bytes`` written here, ``retries`` of overtaken readers."""
         transport = self._require_transport()
-        cells = transport.unique_cells
         return {
-            "publishes": sum(cell.version for cell in cells),
-            "bytes": sum(cell.version * cell.layout.nbytes for cell in cells),
+            "publishes": transport.publishes,
+            "bytes": transport.published_nbytes,
             "retries": sum(cell.reader_overtaken(w) for w, cell in transport.cells.items()),
         }
 
@@ -362,13 +369,14 @@ class UniLabShmScheme(WeightSyncScheme):
         worker_ids: int | Sequence[int] | None = None,
         timeout: float = 10.0,
     ) -> None:
-        """Wait until workers act with `version` (the newest if not given) or a newer one.
+        """Wait until workers act with what was published to them up to `version`, or newer.
 
         Workers pull when a rollout starts, or when they are asked for their state: an idle
         worker that nobody asks stays behind.
 
         Args:
-            version: The version to wait for.
+            version: The version to wait for; the newest if not given. A worker that it was not
+                published to needs the last before it.
             worker_ids: Which workers; all if not given.
             timeout: Seconds to wait.
 
@@ -388,8 +396,9 @@ class UniLabShmScheme(WeightSyncScheme):
             behind = []
             for worker in ids:
                 cell = transport.cell(worker)
-                wanted = self.first_version + cell.version if version is None else version
-                applied = self._version_applied(cell, worker)
+                newest = cell.version
+                wanted = newest if version is None or newest <= version <= self.version else version
+                applied = cell.applied(worker)
                 if applied is None or applied < wanted:
                     behind.append(worker)
             if not behind:
@@ -408,7 +417,7 @@ class UniLabShmScheme(WeightSyncScheme):
         if pid is None:
             return f"worker {worker} never connected"
         state = "alive" if cell.reader_is_alive(worker) else "dead"
-        applied = self._version_applied(cell, worker)
+        applied = cell.applied(worker)
         where = "with weights that it loaded itself" if applied is None else f"at version {applied}"
         return f"worker {worker} (pid {pid}, {state}) {where}"
 
@@ -426,9 +435,12 @@ class UniLabShmScheme(WeightSyncScheme):
         if context is not None:
             if model_id is None:
                 raise ValueError("model_id is required when context is provided")
-            if model is None:
+            if isinstance(context, _GivesModels):
+                model = context.get_model(model_id)
+            elif model is None:
                 model = _model_of_context(context, model_id)
-            worker_idx = context.worker_idx if worker_idx is None else worker_idx
+            if worker_idx is None:
+                worker_idx = getattr(context, "worker_idx", None)
         self._model_id = model_id
         self.worker_idx = worker_idx
         if model is not None:
@@ -448,7 +460,7 @@ class UniLabShmScheme(WeightSyncScheme):
             )
         self.worker_idx = worker_idx
         self._cell = self._require_transport().cell(worker_idx)
-        self.pull()
+        self._pull(connecting=True)
 
     @property
     def context(self) -> Any | None:
@@ -461,7 +473,7 @@ class UniLabShmScheme(WeightSyncScheme):
         if self._initialized_on_receiver and isinstance(context, Collector):
             pull_in_rollouts(context, self)
             if self._binding is not None:  # connected before there was one
-                self._tell_context(self.applied_version, self._binding)
+                self._tell_context(self._binding)
 
     def pull(self) -> bool:
         """Apply the newest version if it is not applied yet; return whether it did.
@@ -471,6 +483,9 @@ class UniLabShmScheme(WeightSyncScheme):
             SnapshotContendedError: The writer overtook every bounded try; the model keeps
                 its previous whole version.
         """
+        return self._pull(connecting=False)
+
+    def _pull(self, *, connecting: bool) -> bool:
         if (cell := self._cell) is None:
             return False
         model = self.model
@@ -487,26 +502,29 @@ class UniLabShmScheme(WeightSyncScheme):
         self._applied = version
         assert self.worker_idx is not None
         cell.report_applied(self.worker_idx, version)
-        self._tell_context(self.first_version + version, binding)
+        self._tell_context(binding, connecting=connecting)
         return True
 
     @property
     def applied_version(self) -> int:
         """The version that this worker's model has; -1 before the first."""
-        return -1 if self._applied < 0 else self.first_version + self._applied
+        return self._applied
 
     def disown(self) -> None:
         """Record that the model has weights from elsewhere, until the next publish."""
         if self._cell is not None and self.worker_idx is not None:
             self._cell.report_applied(self.worker_idx, None)
 
-    def _tell_context(self, version: int, binding: _Binding) -> None:
+    def _tell_context(self, binding: _Binding, *, connecting: bool = False) -> None:
         context = self.context
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             if self._model_id in (None, "policy"):
-                context._set_received_policy_version(version)
-        elif isinstance(context, _TakesWeights):
-            # A node that hands the weights on: sub-collectors, an inference server.
+                context._set_received_policy_version(self._applied)
+        elif isinstance(context, BaseCollector) or (
+            # An inference server has the initial weights in its model, and counts what it is
+            # handed as updates; sub-collectors need the initial ones handed on too.
+            isinstance(context, _TakesWeights) and not connecting
+        ):
             context.update_policy_weights_(
                 model_id=self._model_id or "policy",
                 policy_or_weights=nested(binding.targets.as_dict()),
@@ -530,18 +548,20 @@ class UniLabShmScheme(WeightSyncScheme):
             if time.monotonic() >= deadline:
                 return None
             time.sleep(_POLL_SECONDS)
-        return self.weights
+        assert self._binding is not None, "a pull binds the model"
+        return nested(self._binding.targets.as_dict())
+
+    # Both
 
     @property
     def weights(self) -> TensorDictBase | None:
-        """The weights this side holds: published ones on the sender, applied ones on a worker."""
-        if self._binding is not None:
-            return nested(self._binding.targets.as_dict())
-        if self._transport is not None and self._transport.unique_cells:
-            return nested(self._transport.unique_cells[0].read()[1])
-        return None
+        """The newest published weights: this worker's, the first worker's on the sender.
 
-    # Both
+        The model's if the scheme is shut down.
+        """
+        if self._transport is not None and self._transport.unique_cells:
+            return nested((self._cell or self._transport.unique_cells[0]).read()[1])
+        return WeightSyncScheme.weights.fget(self)
 
     def create_transport(self, **kwargs: Any) -> UniLabShmTransport:
         """Return the transport that sender and receivers share."""
@@ -556,10 +576,15 @@ class UniLabShmScheme(WeightSyncScheme):
         return state
 
     def shutdown(self) -> None:
-        """Give up the shared memory. Idempotent; workers keep the weights they have."""
+        """Close the shared memory, which its sender creates. Idempotent.
+
+        Workers keep the weights they have. A copy, or a receiver, only forgets the memory, which
+        others of its process may use.
+        """
         transport = self.__dict__.get("_transport")
         if transport is not None:
-            transport.close()
+            if self._initialized_on_sender:
+                transport.close()
             self._transport = None
             self._shared_transport = None
             self._clear_local()
@@ -571,6 +596,15 @@ class _TakesWeights(Protocol):
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Apply weights."""
+
+
+@runtime_checkable
+class _GivesModels(Protocol):
+    """A context that finds its models itself."""
+
+    def get_model(self, model_id: str) -> nn.Module:
+        """Return the model of that name."""
+        ...
 
 
 class _Binding:

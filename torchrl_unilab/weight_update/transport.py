@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -93,6 +94,8 @@ class UniLabShmTransport:
         name: Name to attach by, if there is one set of weights; anonymous if not given.
         casts: Convert floating-point weights to the dtypes of a worker's initial weights,
             for workers that were given dtypes of their own.
+        optional: Keys that weights may lack; they keep what was published last.
+        first_version: Version of the initial weights.
 
     Raises:
         SegmentSpaceError: The cells do not fit shared memory.
@@ -114,6 +117,7 @@ class UniLabShmTransport:
         name: str | None = None,
         casts: bool = False,
         optional: frozenset[str] = frozenset(),
+        first_version: int = 0,
     ) -> None:
         readers = max(initial, default=-1) + 1
         by_source: dict[int, SnapshotCell] = {}
@@ -121,7 +125,11 @@ class UniLabShmTransport:
         for worker, weights in initial.items():
             if id(weights) not in by_source:
                 by_source[id(weights)] = SnapshotCell(
-                    named_tensors(weights), slots=slots, readers=readers, name=name
+                    named_tensors(weights),
+                    slots=slots,
+                    readers=readers,
+                    name=name,
+                    first_version=first_version,
                 )
             self.cells[worker] = by_source[id(weights)]
         self._own(list(by_source.values()), casts, optional)
@@ -131,6 +139,8 @@ class UniLabShmTransport:
         self._casts = casts
         self._optional = optional
         self._packers: dict[tuple[int, torch.device], DevicePacker] = {}
+        self.publishes = 0  # of this process, as is the next
+        self.published_nbytes = 0
 
     @classmethod
     def create(
@@ -151,8 +161,11 @@ class UniLabShmTransport:
 
     @classmethod
     def from_state_dict(cls, state_dict: Weights, **kwargs: Any) -> UniLabShmTransport:
-        """Create one cell that holds `state_dict` as version 0; keywords as for `create`."""
-        return cls({0: named_tensors(state_dict)}, **kwargs)
+        """Create one cell that holds `state_dict` as version 1; keywords as for `create`.
+
+        Version 0 is for what holds no weights yet, so readers may wait for ``version > 0``.
+        """
+        return cls({0: named_tensors(state_dict)}, first_version=1, **kwargs)
 
     @classmethod
     def attach(
@@ -177,7 +190,7 @@ class UniLabShmTransport:
 
     @property
     def version(self) -> int:
-        """The newest version of any cell; 0 is the initial weights."""
+        """The newest version of any cell. Cells share one count: a publish to some skips none."""
         return max(cell.version for cell in self.unique_cells)
 
     @property
@@ -244,8 +257,7 @@ class UniLabShmTransport:
     def send_each(self, weights: Mapping[SnapshotCell, Weights]) -> None:
         """Publish to each cell its own weights; all are checked before any is written."""
         ordered = {cell: self._ordered(cell, named_tensors(w)) for cell, w in weights.items()}
-        for cell, tensors in ordered.items():
-            self._publish(cell, tensors)
+        self._publish(ordered)
 
     def send_model(self, source: ModuleTensors, cells: Sequence[SnapshotCell]) -> None:
         """Publish a model to cells: the short way where it lies in their order."""
@@ -255,8 +267,7 @@ class UniLabShmTransport:
                 self.send_each(dict.fromkeys(cells, source.as_dict()))
                 return
             cell.layout.check(tensors)
-        for cell in cells:
-            self._publish(cell, tensors)
+        self._publish(dict.fromkeys(cells, tensors))
 
     def _ordered(self, cell: SnapshotCell, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Bring named tensors into a cell's order, checked."""
@@ -270,14 +281,18 @@ class UniLabShmTransport:
                     tensors[field.key] = tensor.to(field.dtype)
         return cell.layout.select(tensors)
 
-    def _publish(self, cell: SnapshotCell, tensors: Sequence[torch.Tensor]) -> None:
-        """Publish checked tensors from wherever they are."""
-        device = tensors[0].device if tensors else torch.device("cpu")
-        if device.type == "cpu":
-            cell.publish_checked(tensors)
-        else:
-            packer = self.packer(cell, device)
-            cell.publish_by(lambda payload: packer.gather(tensors, payload))
+    def _publish(self, tensors: Mapping[SnapshotCell, Sequence[torch.Tensor]]) -> None:
+        """Publish checked tensors from wherever they are, to each cell its own."""
+        version = self.version + 1
+        for cell, values in tensors.items():
+            device = values[0].device if values else torch.device("cpu")
+            if device.type == "cpu":
+                cell.publish_checked(values, version=version)
+            else:
+                gather = partial(self.packer(cell, device).gather, values)
+                cell.publish_by(gather, version=version)
+            self.publishes += 1
+            self.published_nbytes += cell.layout.nbytes
 
     def packer(self, cell: SnapshotCell, device: torch.device) -> DevicePacker:
         """Return the buffers through which `cell` exchanges bytes with a device."""
