@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_unilab.errors import LayoutDtypeError, LayoutKeyError, LayoutShapeError
-from torchrl_unilab.shm.counters import LINE
 from torchrl_unilab.shm.layout import BlockLayout, align, dotted
+from torchrl_unilab.shm.words import LINE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

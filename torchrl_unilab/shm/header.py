@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torchrl_unilab.errors import LayoutDigestError
-from torchrl_unilab.shm.counters import SharedWords
 from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.words import SharedWords
 
 __all__ = ["DIGEST", "MAGIC", "READY", "attach_complete"]
 

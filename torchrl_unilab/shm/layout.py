@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from torchrl_unilab.errors import LayoutDtypeError, LayoutKeyError, LayoutShapeError
-from torchrl_unilab.shm.counters import LINE
+from torchrl_unilab.shm.words import LINE
 
 __all__ = ["BlockLayout", "Field", "align", "dotted"]
 

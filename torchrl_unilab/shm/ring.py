@@ -17,7 +17,7 @@ keeps the slots it owned and nothing else. Those of the dead are found by a cens
 
 Waiting is ``poll`` on a pipe: it wakes when a token arrives and costs nothing until then.
 That the bytes of a slot are seen by its next owner follows from the pipe, see
-`torchrl_unilab.shm.counters`.
+`torchrl_unilab.shm.words`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from torchrl_unilab.errors import (
     SegmentError,
     SegmentSpaceError,
 )
-from torchrl_unilab.shm.counters import SharedWords
 from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
@@ -63,6 +62,7 @@ from torchrl_unilab.shm.segment import (
     free_bytes,
 )
 from torchrl_unilab.shm.tokens import Token, TokenPipe, create_pipes, pipe_paths, waits
+from torchrl_unilab.shm.words import SharedWords
 
 __all__ = ["Lease", "Overflow", "RolloutBlock", "RolloutRing", "ring_nbytes"]
 

@@ -4,7 +4,7 @@ A writer has one word for its note: a state, and above it a number that counts i
 that no two of them are equal. A state is `IDLE`, or `MOVING` while the writer takes a token
 out of a pipe or puts one in, or else the slot that it fills, plus one. A token is taken or put
 while its writer's note says `MOVING`, and the pipe orders that store before what is done to
-the pipe (`torchrl_unilab.shm.counters`).
+the pipe (`torchrl_unilab.shm.words`).
 
 **A census** finds the slots that the dead held, while others go on. Who takes it reads all
 notes, empties both pipes, and reads all notes again. If no note has changed, no writer has

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from torchrl_unilab.errors import SegmentSpaceError
-from torchrl_unilab.shm.counters import LINE, SharedWords
 from torchrl_unilab.shm.layout import align
 from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_layout import WORD, RowLayout
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
+from torchrl_unilab.shm.words import LINE, SharedWords
 
 __all__ = ["REWRITE_ROWS", "RowStore"]
 

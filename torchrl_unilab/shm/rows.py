@@ -16,7 +16,7 @@ Rows that are rewritten in place, at any position, are written under the lock, a
 is odd meanwhile; a reader that finds it odd or changed gathers all again.
 
 Every word has one writer at a time, and nothing is relied on but the order of stores and of
-loads (`torchrl_unilab.shm.counters`). Where processors do not keep it (`is_weakly_ordered`),
+loads (`torchrl_unilab.shm.words`). Where processors do not keep it (`is_weakly_ordered`),
 readers and writers take and leave a lock of their own twice between the steps above: leaving
 it orders all that came before, taking it again all that follows.
 
@@ -47,7 +47,6 @@ import numpy as np
 import torch
 
 from torchrl_unilab.errors import ConfigError, SegmentSpaceError, SnapshotContendedError
-from torchrl_unilab.shm.counters import is_weakly_ordered
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_layout import WORD
@@ -63,6 +62,7 @@ from torchrl_unilab.shm.row_store import (
     RowStore,
 )
 from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.words import is_weakly_ordered
 
 __all__ = ["Gather", "Reservation", "SharedRows", "Window"]
 

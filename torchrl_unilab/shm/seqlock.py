@@ -8,7 +8,7 @@ payload, sets the word to ``2v`` and then announces ``v`` and its slot in one wo
 the announced version, checks that the slot's word is ``2v``, copies the payload out, and
 checks the word again. A changed word means that the writer has lapped it: it retries with
 the newer version, a bounded number of times. The order of memory this needs is argued in
-`torchrl_unilab.shm.counters`.
+`torchrl_unilab.shm.words`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy.typing as npt
 import torch
 
 from torchrl_unilab.errors import ConfigError, SegmentError, SnapshotContendedError
-from torchrl_unilab.shm.counters import LINE, SharedWords, is_weakly_ordered
 from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
+from torchrl_unilab.shm.words import LINE, SharedWords, is_weakly_ordered
 
 __all__ = ["SeqLock", "SnapshotCell", "cell_nbytes"]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchrl_unilab.shm.counters import LINE, SharedWords, is_weakly_ordered
+from torchrl_unilab.shm.words import LINE, SharedWords, is_weakly_ordered
 
 
 def test_each_word_has_a_line_of_its_own():
@@ -24,5 +24,5 @@ def test_words_off_a_line_or_outside_the_buffer_are_refused(offset, count):
 @pytest.mark.parametrize(
     ("machine", "weak"), [("x86_64", False), ("AMD64", False), ("aarch64", True), ("arm64", True)]
 )
-def test_only_x86_needs_no_checksum(machine, weak):
+def test_only_x86_needs_no_fence(machine, weak):
     assert is_weakly_ordered(machine) is weak
