@@ -12,8 +12,6 @@ from torchrl_unilab.runtime.memory_budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,
-    available_memory,
-    cgroup_headroom,
     readable,
 )
 
@@ -21,33 +19,6 @@ MIB = 1 << 20
 PAGE = mmap.PAGESIZE
 MEMORY = MemoryLimit("memory", 10 * MIB, ("shared", "private"))
 MOUNT = MemoryLimit("shared-memory mount /dev/shm", 2 * MIB, ("shared",))
-
-
-def _write(root, files):
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-
-
-def _v2(path, most, used, inactive=0):
-    group = f"sys/fs/cgroup/{path}"
-    return {
-        f"{group}/memory.max": f"{most}\n",
-        f"{group}/memory.current": f"{used}\n",
-        f"{group}/memory.stat": f"anon 5\ninactive_file {inactive}\nactive_file 7\n",
-    }
-
-
-def _v1(path, most, used, inactive=0):
-    group = f"sys/fs/cgroup/memory/{path}"
-    return {
-        f"{group}/memory.limit_in_bytes": f"{most}\n",
-        f"{group}/memory.usage_in_bytes": f"{used}\n",
-        f"{group}/memory.stat": f"inactive_file 1\ntotal_inactive_file {inactive}\n",
-    }
-
-
-# Threads
 
 
 def test_physics_shares_the_cores_out_and_the_learner_has_one_thread():
@@ -126,59 +97,3 @@ def test_readable_sizes_are_short_and_right_to_a_tenth(nbytes):
     scale = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}[unit]
     assert abs(float(number) * scale - nbytes) <= 0.0501 * scale
     assert float(number) < 1024 or unit == "TiB"
-
-
-# Control groups
-
-
-def test_version_2_leaves_what_its_tightest_group_leaves(tmp_path):
-    _write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/jobs/mine\n",
-            **_v2("jobs", 1000, 700),
-            **_v2("jobs/mine", 900, 200),
-        },
-    )
-    assert cgroup_headroom(tmp_path) == 300
-    _write(tmp_path, _v2("jobs", "max", 700))
-    assert cgroup_headroom(tmp_path) == 700
-
-
-def test_version_1_leaves_what_its_tightest_group_leaves(tmp_path):
-    _write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "9:pids:/\n4:cpu,memory:/jobs/mine\n0::/\n",
-            **_v1("", 9223372036854771712, 5000),
-            **_v1("jobs/mine", 900, 200),
-        },
-    )
-    assert cgroup_headroom(tmp_path) == 700
-
-
-@pytest.mark.parametrize(("line", "group"), [("0::/", _v2), ("3:memory:/", _v1)])
-def test_unused_pages_of_files_do_not_count_as_taken(tmp_path, line, group):
-    _write(tmp_path, {"proc/self/cgroup": line, **group("", 1000, 950, inactive=400)})
-    assert cgroup_headroom(tmp_path) == 450
-
-
-@pytest.mark.parametrize(("line", "group"), [("0::/", _v2), ("3:memory:/", _v1)])
-def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path, line, group):
-    _write(tmp_path, {"proc/self/cgroup": line, **group("", 1000, 1200)})
-    assert cgroup_headroom(tmp_path) == 0
-
-
-def test_in_a_container_the_mount_is_the_group_itself(tmp_path):
-    _write(tmp_path, {"proc/self/cgroup": "0::/docker/0a1b\n", **_v2("", 1000, 600)})
-    assert cgroup_headroom(tmp_path) == 400
-
-
-def test_without_control_groups_there_is_no_such_limit(tmp_path):
-    assert cgroup_headroom(tmp_path) is None
-    _write(tmp_path, {"proc/self/cgroup": "0::/\n", **_v2("", "max", 600)})
-    assert cgroup_headroom(tmp_path) is None
-
-
-def test_this_machine_has_memory_left():
-    assert available_memory() > 0

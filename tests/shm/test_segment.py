@@ -82,6 +82,44 @@ def test_a_taken_name_is_refused():
         SharedSegment(64, name=name)
 
 
+def test_a_segment_of_another_user_is_refused(monkeypatch):
+    with SharedSegment(64, name=f"unilab-test-{os.getpid()}") as segment:
+        before = psutil.Process().num_fds()
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(SegmentError, match=rf"owned by user {os.getuid()} \(expected user"):
+            SharedSegment.attach(segment.name)
+        assert psutil.Process().num_fds() == before
+
+
+def test_a_symbolic_link_is_not_attached(tmp_path):
+    name = f"unilab-test-{os.getpid()}"
+    target = tmp_path / "target"
+    target.write_bytes(bytes(64))
+    (named_directory() / name).symlink_to(target)
+    try:
+        with pytest.raises(SegmentError, match="symbolic link"):
+            SharedSegment.attach(name)
+    finally:
+        (named_directory() / name).unlink()
+
+
+def test_a_name_that_is_no_file_is_not_attached():
+    name = f"unilab-test-{os.getpid()}"
+    os.mkfifo(named_directory() / name)
+    try:
+        with pytest.raises(SegmentError, match="not a regular file"):
+            SharedSegment.attach(name)
+    finally:
+        (named_directory() / name).unlink()
+
+
+def test_the_room_of_an_anonymous_segment_is_what_the_control_group_leaves(monkeypatch):
+    monkeypatch.setattr("torchrl_unilab.shm.memory.cgroup_headroom", lambda: 1000)
+    assert segment_module.free_bytes("anonymous") == 1000
+    with pytest.raises(SegmentSpaceError, match="at most 1000"):
+        SharedSegment(1001, kind="anonymous")
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "../x"])
 def test_a_name_with_separators_is_refused(name):
     with pytest.raises(ConfigError, match="plain file name"):

@@ -22,6 +22,7 @@ from torchrl_unilab.errors import (
     SnapshotContendedError,
 )
 from torchrl_unilab.shm import BlockLayout, SeqLock, SharedSegment, SnapshotCell, seqlock
+from torchrl_unilab.shm.segment import named_directory
 
 CHECKSUM = pytest.mark.parametrize("checksum", [False, True])
 
@@ -168,6 +169,16 @@ def test_another_process_publishes_once_the_writer_has_died():
             receive(pipe)
 
         assert cell.publish(_filled(2)) == 2
+
+
+@pytest.mark.parametrize("extra", [-64, 64])
+def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
+    with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
+        path = named_directory() / cell.name
+        os.truncate(path, path.stat().st_size + extra)
+        with pytest.raises(LayoutDigestError, match=r"\d+ bytes \(expected \d+"):
+            SnapshotCell.attach(cell.name, cell.layout)
+        os.truncate(path, path.stat().st_size - extra)
 
 
 def test_a_publish_that_its_writer_did_not_survive_is_told_from_one_under_way():

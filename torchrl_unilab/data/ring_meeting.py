@@ -54,7 +54,9 @@ class RingMeetingPoint:
         """Build the ring for all. One process at a time."""
         draft = f"{self.name}.build"
         with RolloutRing(form.meta(), slots=slots, writers=writers, overflow=overflow, name=draft):
-            self._path(".layout").write_text(json.dumps(form.to_json()))
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            with os.fdopen(os.open(self._path(".layout"), flags, 0o600), "w") as file:
+                json.dump(form.to_json(), file)
             for slot in range(slots):
                 self._pipes[0].put(Token(slot, 0, 0, 0))
             os.link(self._path(".build"), self._path())

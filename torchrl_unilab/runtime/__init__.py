@@ -6,7 +6,6 @@ from torchrl_unilab.runtime.memory_budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,
-    available_memory,
 )
 from torchrl_unilab.runtime.trace import Tracer, TraceSettings
 from torchrl_unilab.runtime.workers import WorkerGroup
@@ -21,6 +20,5 @@ __all__ = [
     "Tracer",
     "WorkerGroup",
     "available_cores",
-    "available_memory",
     "plan_threads",
 ]

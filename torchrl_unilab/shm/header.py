@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torchrl_unilab.errors import LayoutDigestError
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import SharedWords
@@ -12,7 +14,14 @@ MAGIC, DIGEST, READY = 0, 1, 5
 """Words: what the segment is, the digest of its layout, and whether it is complete."""
 
 
-def attach_complete(name: str, what: str, magic: int, digest: int, words: int) -> SharedSegment:
+def attach_complete(
+    name: str,
+    what: str,
+    magic: int,
+    digest: int,
+    words: int,
+    size: Callable[[SharedWords], int],
+) -> SharedSegment:
     """Attach a named segment that is complete and has the layout expected.
 
     Args:
@@ -21,10 +30,12 @@ def attach_complete(name: str, what: str, magic: int, digest: int, words: int) -
         magic: Its first word.
         digest: The layout's.
         words: Words of its header.
+        size: Bytes of the whole, by its header.
 
     Raises:
         SegmentError: There is no segment of that name.
-        LayoutDigestError: It is something else, or not complete, or has another layout.
+        LayoutDigestError: It is something else, or not complete, or has another layout or
+            another size.
     """
     segment = SharedSegment.attach(name)
     large_enough = segment.nbytes >= SharedWords.nbytes(words)
@@ -41,5 +52,12 @@ def attach_complete(name: str, what: str, magic: int, digest: int, words: int) -
         raise LayoutDigestError(
             f"cannot attach {name!r}: layout digest {found:#x} (expected {digest:#x}). "
             "Both sides must name the same keys, shapes and dtypes."
+        )
+    if segment.nbytes != (expected := size(header)):
+        found = segment.nbytes
+        segment.close()
+        raise LayoutDigestError(
+            f"cannot attach {name!r}: {found} bytes (expected {expected}, of its {what}). "
+            "It was cut or written by something else: start its creator again."
         )
     return segment

@@ -201,7 +201,14 @@ class RolloutRing:
             LayoutDigestError: It is not a ring, or its slots have another layout.
         """
         layout = BlockLayout.of(initial)
-        segment = attach_complete(name, "rollout ring", _MAGIC, layout.digest, _HEADER_WORDS)
+        segment = attach_complete(
+            name,
+            "rollout ring",
+            _MAGIC,
+            layout.digest,
+            _HEADER_WORDS,
+            size=lambda header: ring_nbytes(layout, header[_SLOTS], header[_WRITERS]),
+        )
         return _attach_named(segment, layout)
 
     def _open(

@@ -20,6 +20,7 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -31,7 +32,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from torchrl_unilab.errors import (
     ConfigError,
@@ -39,6 +39,7 @@ from torchrl_unilab.errors import (
     SegmentError,
     SegmentSpaceError,
 )
+from torchrl_unilab.shm.memory import available_memory
 
 SegmentKind = Literal["anonymous", "named"]
 
@@ -70,11 +71,11 @@ def free_bytes(kind: SegmentKind) -> int:
     """Return how many bytes a new segment of `kind` may take now.
 
     A named segment is bounded by its mount. An anonymous one lies on a mount of the
-    kernel's own, which has no size limit but memory.
+    kernel's own, which has no size limit but memory: the machine's and the control groups'.
     """
     if kind == "named":
         return shutil.disk_usage(named_directory()).free
-    return int(psutil.virtual_memory().available)
+    return available_memory()
 
 
 class SharedSegment:
@@ -141,22 +142,15 @@ class SharedSegment:
         """Attach the named segment `name`, of this or an unrelated process.
 
         Raises:
-            SegmentError: There is no such segment, or it has no size yet.
+            SegmentError: There is no such segment, it has no size yet, or it is not a file of
+                this user.
         """
+        descriptor = _open_named(name)
         try:
-            descriptor = os.open(_path(name), os.O_RDWR | _OPEN_FLAGS)
-        except FileNotFoundError:
-            raise SegmentError(
-                f"cannot attach segment: no segment {name!r} in {named_directory()} "
-                "(expected one its creator has not closed). Start the creator first."
-            ) from None
-        nbytes = os.fstat(descriptor).st_size
-        if nbytes == 0:
+            nbytes = _checked_size(descriptor, name)
+        except SegmentError:
             os.close(descriptor)
-            raise SegmentError(
-                f"cannot attach segment: {name!r} is empty (expected one its creator has "
-                "sized). Wait for the creator."
-            )
+            raise
         return cls._attach_descriptor(descriptor, nbytes, name)
 
     @classmethod
@@ -273,6 +267,49 @@ def _create_named(name: str) -> int:
             f"cannot create segment: name {name!r} is taken in {named_directory()} "
             "(expected a new name). Choose another, or attach it."
         ) from None
+
+
+def _open_named(name: str) -> int:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | _OPEN_FLAGS
+    try:
+        return os.open(_path(name), flags)
+    except FileNotFoundError:
+        raise SegmentError(
+            f"cannot attach segment: no segment {name!r} in {named_directory()} "
+            "(expected one its creator has not closed). Start the creator first."
+        ) from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise SegmentError(
+            f"cannot attach segment: {name!r} is a symbolic link (expected a file that its "
+            "creator made). Remove it."
+        ) from None
+
+
+def _checked_size(descriptor: int, name: str) -> int:
+    """Return the size of a named segment that may be attached.
+
+    Raises:
+        SegmentError: It is not a file, not this user's, or empty.
+    """
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise SegmentError(
+            f"cannot attach segment: {name!r} is not a regular file (expected one that its "
+            "creator made). Remove it."
+        )
+    if found.st_uid != os.geteuid():
+        raise SegmentError(
+            f"cannot attach segment: {name!r} is owned by user {found.st_uid} (expected user "
+            f"{os.geteuid()}). Attach segments of this user only, or use another name."
+        )
+    if found.st_size == 0:
+        raise SegmentError(
+            f"cannot attach segment: {name!r} is empty (expected one its creator has "
+            "sized). Wait for the creator."
+        )
+    return found.st_size
 
 
 def _release(descriptor: int, path: Path | None, owner_pid: int | None) -> None:

@@ -236,7 +236,14 @@ class SnapshotCell:
             SegmentError: There is no segment of that name.
             LayoutDigestError: It is not a snapshot cell, or holds another layout.
         """
-        segment = attach_complete(name, "snapshot cell", _MAGIC, layout.digest, _HEADER_WORDS)
+        segment = attach_complete(
+            name,
+            "snapshot cell",
+            _MAGIC,
+            layout.digest,
+            _HEADER_WORDS,
+            size=lambda header: cell_nbytes(layout, header[_SLOTS], header[_READERS]),
+        )
         header = SharedWords(segment.buffer, 0, _HEADER_WORDS)
         cell = cls.__new__(cls)
         cell._open(segment, layout, header[_SLOTS], header[_READERS], bool(header[_CHECKSUM]))

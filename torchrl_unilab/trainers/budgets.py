@@ -34,10 +34,10 @@ from torchrl_unilab.runtime.memory_budget import (
     MemoryItem,
     MemoryLimit,
     Place,
-    available_memory,
     readable,
 )
 from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.memory import available_memory
 from torchrl_unilab.shm.ring import ring_nbytes
 from torchrl_unilab.shm.row_store import RowStore
 from torchrl_unilab.shm.rows import SharedRows
