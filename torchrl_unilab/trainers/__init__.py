@@ -3,7 +3,7 @@
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.budgets import RunBudget, plan_run
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints
-from torchrl_unilab.trainers.configs import APPO_TASKS, APPOConfig
+from torchrl_unilab.trainers.configs.appo import APPO_TASKS, APPOConfig
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.hooks import (
     BusyTime,

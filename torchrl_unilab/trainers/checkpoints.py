@@ -48,7 +48,7 @@ from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.allowed import check_settings, integer
+from torchrl_unilab.trainers.configs.settings import check_settings, integer
 
 __all__ = [
     "RunCheckpoints",

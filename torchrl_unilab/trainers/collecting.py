@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.modules import PerEnvNoise
-from torchrl_unilab.trainers.configs import APPOConfig
+from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.weight_update import UniLabShmScheme
 

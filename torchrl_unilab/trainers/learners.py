@@ -18,7 +18,7 @@ from torchrl_unilab.modules import (
     make_td3_actor,
 )
 from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.trainers.configs import APPOConfig
+from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 
 __all__ = ["Learner", "build_appo", "build_learner", "build_off_policy"]

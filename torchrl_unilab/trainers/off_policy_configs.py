@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torchrl_unilab.data.packed_replay import NextObservation
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.allowed import (
+from torchrl_unilab.trainers.configs.settings import (
     Allowed,
     check_settings,
     choice,

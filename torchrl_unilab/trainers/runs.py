@@ -38,7 +38,8 @@ from torchrl_unilab.trainers.checkpoints import (
     save_learner,
 )
 from torchrl_unilab.trainers.collecting import replay_collector, ring_collector
-from torchrl_unilab.trainers.configs import APPOConfig
+from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.run import RunOptions, check_frames, check_run
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.hooks import CollectorReport, LearningCurve, StopWhen
 from torchrl_unilab.trainers.learners import build_learner
@@ -47,7 +48,6 @@ from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.trainers.plots import plot_returns
 from torchrl_unilab.trainers.processor_time import CollectorTime
-from torchrl_unilab.trainers.run_options import RunOptions, check_frames, check_run
 from torchrl_unilab.trainers.saved_runs import CHECKPOINT, CONFIG, config_of, evaluate_run
 from torchrl_unilab.weight_update import UniLabShmScheme
 

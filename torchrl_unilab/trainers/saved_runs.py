@@ -18,7 +18,7 @@ from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import available_cores
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints
-from torchrl_unilab.trainers.configs import APPOConfig
+from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.learners import build_learner
 from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig

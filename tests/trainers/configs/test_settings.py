@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
-from torchrl_unilab.trainers.allowed import (
+from torchrl_unilab.trainers.configs.settings import (
     Allowed,
     check_settings,
     choice,

@@ -10,7 +10,7 @@ from typing import Any
 from torchrl_unilab.data.rollout_pool import MAX_ROLLOUTS
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.ring import Overflow
-from torchrl_unilab.trainers.allowed import (
+from torchrl_unilab.trainers.configs.settings import (
     Allowed,
     check_settings,
     choice,
