@@ -4,6 +4,7 @@ from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.budgets import RunBudget, plan_run
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints
 from torchrl_unilab.trainers.configs.appo import APPO_TASKS, APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OFF_POLICY_TASKS, OffPolicyConfig
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.hooks import (
     BusyTime,
@@ -21,7 +22,6 @@ from torchrl_unilab.trainers.off_policy import (
     compute_train_start_threshold,
     replay_buffer_ready_for_learning,
 )
-from torchrl_unilab.trainers.off_policy_configs import OFF_POLICY_TASKS, OffPolicyConfig
 from torchrl_unilab.trainers.playback import play_run
 from torchrl_unilab.trainers.prefetch import PrefetchReplay
 from torchrl_unilab.trainers.runs import evaluate_run, resume_run, train_appo, train_off_policy

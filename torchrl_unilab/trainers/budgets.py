@@ -44,8 +44,8 @@ from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import default_kind, free_bytes, named_directory
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, cell_nbytes
 from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.learners import Learner, build_learner
-from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.weight_update.transport import named_tensors
 
 __all__ = [

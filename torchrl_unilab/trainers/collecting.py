@@ -10,7 +10,7 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.modules import PerEnvNoise
 from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["replay_collector", "ring_collector"]

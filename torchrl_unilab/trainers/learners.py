@@ -19,7 +19,7 @@ from torchrl_unilab.modules import (
 )
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 
 __all__ = ["Learner", "build_appo", "build_learner", "build_off_policy"]
 

@@ -39,13 +39,13 @@ from torchrl_unilab.trainers.checkpoints import (
 )
 from torchrl_unilab.trainers.collecting import replay_collector, ring_collector
 from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.configs.run import RunOptions, check_frames, check_run
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.hooks import CollectorReport, LearningCurve, StopWhen
 from torchrl_unilab.trainers.learners import build_learner
 from torchrl_unilab.trainers.loggers import FanOutLogger
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
-from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 from torchrl_unilab.trainers.plots import plot_returns
 from torchrl_unilab.trainers.processor_time import CollectorTime
 from torchrl_unilab.trainers.saved_runs import CHECKPOINT, CONFIG, config_of, evaluate_run

@@ -19,9 +19,9 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import available_cores
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints
 from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.learners import build_learner
-from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 
 __all__ = ["CHECKPOINT", "CONFIG", "Run", "config_of", "evaluate_run", "load_run"]
 

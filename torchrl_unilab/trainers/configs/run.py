@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.configs.settings import (
     Allowed,
     check_settings,
@@ -16,7 +17,6 @@ from torchrl_unilab.trainers.configs.settings import (
     number,
     text,
 )
-from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
 
 __all__ = ["RunOptions", "check_frames", "check_run"]
 
