@@ -166,7 +166,7 @@ def _config(options: argparse.Namespace) -> APPOConfig | OffPolicyConfig:
 
 
 def _budget(options: argparse.Namespace) -> int:
-    from torchrl_unilab.trainers.budgets import plan_run
+    from torchrl_unilab.trainers.runs.budget import plan_run
 
     budget = plan_run(options.env, _config(options))
     print(json.dumps(budget.as_dict()) if options.json else budget)
@@ -181,7 +181,7 @@ def _training(options: argparse.Namespace) -> Callable[..., dict[str, Any]]:
     """What trains: a new run, or one that is resumed if it is what the options say."""
     from torchrl_unilab.errors import ConfigError
     from torchrl_unilab.trainers import APPOConfig, train_appo, train_off_policy
-    from torchrl_unilab.trainers.runs import resume_run
+    from torchrl_unilab.trainers.runs.train import resume_run
 
     if options.resume:
         known = _given(options, ("env", "seed", *_settings(options.algorithm)))

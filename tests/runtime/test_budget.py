@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import available_cores, plan_threads
-from torchrl_unilab.runtime.memory_budget import (
+from torchrl_unilab.runtime.budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,

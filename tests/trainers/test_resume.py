@@ -32,7 +32,7 @@ from torchrl_unilab.trainers import (
 )
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints, _digests, run_checkpoint
 from torchrl_unilab.trainers.playback import play_run
-from torchrl_unilab.trainers.runs import resume_run
+from torchrl_unilab.trainers.runs.train import resume_run
 
 INTERVAL, KILLED, FRAMES = 96, 160, 192
 QUIET: Mapping[str, Any] = {"progress_bar": False, "eval_episodes": 1}

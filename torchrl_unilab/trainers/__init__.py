@@ -1,7 +1,6 @@
 """Trainers, their hooks and settings, and whole runs."""
 
 from torchrl_unilab.trainers.appo import APPOTrainer
-from torchrl_unilab.trainers.budgets import RunBudget, plan_run
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints
 from torchrl_unilab.trainers.configs.appo import APPO_TASKS, APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import OFF_POLICY_TASKS, OffPolicyConfig
@@ -24,8 +23,14 @@ from torchrl_unilab.trainers.off_policy import (
 )
 from torchrl_unilab.trainers.playback import play_run
 from torchrl_unilab.trainers.prefetch import PrefetchReplay
-from torchrl_unilab.trainers.runs import evaluate_run, resume_run, train_appo, train_off_policy
-from torchrl_unilab.trainers.videos import Mp4Logger, write_video
+from torchrl_unilab.trainers.runs.budget import RunBudget, plan_run
+from torchrl_unilab.trainers.runs.train import (
+    evaluate_run,
+    resume_run,
+    train_appo,
+    train_off_policy,
+)
+from torchrl_unilab.trainers.runs.video import Mp4Logger, write_video
 
 __all__ = [
     "APPO_TASKS",

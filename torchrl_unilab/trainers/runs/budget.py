@@ -29,7 +29,7 @@ from torchrl_unilab.data.rollout_form import named_leaves
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
-from torchrl_unilab.runtime.memory_budget import (
+from torchrl_unilab.runtime.budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,

@@ -12,12 +12,13 @@ from tests.support.processes import live_children
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.runtime.memory_budget import MemoryLimit
+from torchrl_unilab.runtime.budget import MemoryLimit
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import ring_nbytes
 from torchrl_unilab.shm.segment import named_directory
-from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, budgets, runs
-from torchrl_unilab.trainers.budgets import RunForm, memory_items, plan_run
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
+from torchrl_unilab.trainers.runs import budget as budgets, train as runs
+from torchrl_unilab.trainers.runs.budget import RunForm, memory_items, plan_run
 from torchrl_unilab.trainers.learners import build_learner
 from torchrl_unilab.weight_update import UniLabShmScheme
 

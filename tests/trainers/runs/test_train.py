@@ -24,7 +24,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm import segment
 from torchrl_unilab.trainers import APPOConfig, evaluate_run, processor_time, train_appo
 from torchrl_unilab.trainers.processor_time import CollectorTime
-from torchrl_unilab.trainers.runs import _children
+from torchrl_unilab.trainers.runs.train import _children
 
 QUICK = {"num_envs": 8, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
 

@@ -28,7 +28,7 @@ from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.trainers.appo import APPOTrainer
-from torchrl_unilab.trainers.budgets import check_memory, run_threads
+from torchrl_unilab.trainers.runs.budget import check_memory, run_threads
 from torchrl_unilab.trainers.checkpoints import (
     RunCheckpoints,
     SavedRun,
@@ -37,7 +37,7 @@ from torchrl_unilab.trainers.checkpoints import (
     run_checkpoint,
     save_learner,
 )
-from torchrl_unilab.trainers.collecting import replay_collector, ring_collector
+from torchrl_unilab.trainers.runs.builders import replay_collector, ring_collector
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.configs.run import RunOptions, check_frames, check_run
@@ -46,7 +46,7 @@ from torchrl_unilab.trainers.hooks import CollectorReport, LearningCurve, StopWh
 from torchrl_unilab.trainers.learners import build_learner
 from torchrl_unilab.trainers.loggers import FanOutLogger
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
-from torchrl_unilab.trainers.plots import plot_returns
+from torchrl_unilab.trainers.runs.summary import plot_returns
 from torchrl_unilab.trainers.processor_time import CollectorTime
 from torchrl_unilab.trainers.saved_runs import CHECKPOINT, CONFIG, config_of, evaluate_run
 from torchrl_unilab.weight_update import UniLabShmScheme
