@@ -120,6 +120,29 @@ def test_the_table_names_items_estimates_and_what_is_too_much():
     ]
 
 
+def test_a_run_that_fits_is_not_refused():
+    assert MemoryBudget((MemoryItem("pool", "private", MIB),), (MEMORY,)).refusal() is None
+
+
+def test_a_refusal_names_the_largest_item_and_its_factor_beside_the_others():
+    items = (
+        MemoryItem("ring", "shared", MIB // 2, ("slots",)),
+        MemoryItem("replay", "shared", 3 * MIB, ("rows", "envs")),
+    )
+    assert MemoryBudget(items, (MEMORY, MOUNT)).refusal() == (
+        "memory of the run: 3.5 MiB do not fit shared-memory mount /dev/shm (expected at most "
+        "2.0 MiB, which is free). The largest item, replay, takes 3.0 MiB, 2.00 times what the "
+        "others leave: lower rows or envs."
+    )
+
+
+def test_a_refusal_says_where_lowering_the_largest_item_is_not_enough():
+    items = [MemoryItem(name, "shared", 3 * MIB, ("rows",)) for name in ("replay", "ring")]
+    assert "and the others alone do not fit either: lower rows." in str(
+        MemoryBudget(tuple(items), (MOUNT,)).refusal()
+    )
+
+
 @given(st.integers(0, 1 << 50))
 def test_readable_sizes_are_short_and_right_to_a_tenth(nbytes):
     number, unit = readable(nbytes).split()

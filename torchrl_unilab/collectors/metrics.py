@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchrl_unilab.shm import SnapshotCell
+from torchrl_unilab.shm import BlockLayout, SnapshotCell
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, cell_nbytes
 
 __all__ = ["PHASES", "CollectorMetrics", "EpisodeLog", "LatestMetrics", "PhaseClock"]
 
@@ -149,14 +150,12 @@ class LatestMetrics:
     """
 
     def __init__(self, workers: int) -> None:
-        initial = {
-            "frames": torch.zeros((), dtype=torch.int64),
-            "trajectories": torch.zeros((), dtype=torch.int64),
-            "episodes": torch.zeros((), dtype=torch.int64),
-            "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
-            "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
-        }
-        self._cells = [SnapshotCell(initial) for _ in range(workers)]
+        self._cells = [SnapshotCell(_initial()) for _ in range(workers)]
+
+    @staticmethod
+    def nbytes(workers: int) -> int:
+        """Return the bytes of shared memory, of one segment per worker."""
+        return workers * cell_nbytes(BlockLayout.of(_initial()), DEFAULT_SLOTS, 0)
 
     def put(
         self, worker: int, frames: int, trajectories: int, log: EpisodeLog, clock: PhaseClock
@@ -184,6 +183,16 @@ class LatestMetrics:
         """Give up the shared memory. Idempotent."""
         for cell in self._cells:
             cell.close()
+
+
+def _initial() -> dict[str, torch.Tensor]:
+    return {
+        "frames": torch.zeros((), dtype=torch.int64),
+        "trajectories": torch.zeros((), dtype=torch.int64),
+        "episodes": torch.zeros((), dtype=torch.int64),
+        "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
+        "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
+    }
 
 
 def _summed(parts: Sequence[dict[str, torch.Tensor]]) -> CollectorMetrics:

@@ -112,6 +112,24 @@ class MemoryBudget:
         """The limits that the run does not keep."""
         return tuple(limit for limit in self.limits if self.needed(limit) > limit.nbytes)
 
+    def refusal(self) -> str | None:
+        """Return why a run cannot start and what to lower; None if it can."""
+        if not self.exceeded:
+            return None
+        limit = self.exceeded[0]
+        needed, largest = self.needed(limit), self.under(limit)[0]
+        room = limit.nbytes - (needed - largest.taken)
+        share = (
+            f"{largest.taken / room:.2f} times what the others leave"
+            if room > 0
+            else "and the others alone do not fit either"
+        )
+        return (
+            f"memory of the run: {readable(needed)} do not fit {limit.name} (expected at most "
+            f"{readable(limit.nbytes)}, which is free). The largest item, {largest.name}, takes "
+            f"{readable(largest.taken)}, {share}: lower {' or '.join(largest.settings)}."
+        )
+
     def table(self) -> str:
         """Return items and limits as lines for a person."""
         rows: list[tuple[str, str, str, str]] = [

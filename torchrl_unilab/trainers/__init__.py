@@ -14,7 +14,7 @@ from torchrl_unilab.trainers.hooks import (
     PublishWeights,
     StopWhen,
 )
-from torchrl_unilab.trainers.learners import Learner, build_learner
+from torchrl_unilab.trainers.learners import Learner
 from torchrl_unilab.trainers.off_policy import (
     OffPolicyTrainer,
     build_reward_comparison_metrics,
@@ -23,14 +23,12 @@ from torchrl_unilab.trainers.off_policy import (
 )
 from torchrl_unilab.trainers.playback import play_run
 from torchrl_unilab.trainers.prefetch import PrefetchReplay
-from torchrl_unilab.trainers.runs.budget import RunBudget, plan_run
-from torchrl_unilab.trainers.runs.train import (
-    evaluate_run,
-    resume_run,
-    train_appo,
-    train_off_policy,
-)
+from torchrl_unilab.trainers.runs.budget import RunBudget
+from torchrl_unilab.trainers.runs.builders import build_learner, plan_run
+from torchrl_unilab.trainers.runs.resume import resume_run
+from torchrl_unilab.trainers.runs.train import train_appo, train_off_policy
 from torchrl_unilab.trainers.runs.video import Mp4Logger, write_video
+from torchrl_unilab.trainers.saved_runs import evaluate_run
 
 __all__ = [
     "APPO_TASKS",

@@ -21,7 +21,7 @@ from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 
-__all__ = ["Learner", "build_appo", "build_learner", "build_off_policy"]
+__all__ = ["Learner", "build_appo", "build_off_policy"]
 
 
 @dataclass
@@ -37,18 +37,6 @@ class Learner:
     normalizers: dict[str, ObservationNormalizer]
     actor: TensorDictModuleBase
     loss: LossModule
-
-
-def build_learner(env: EnvBase, config: APPOConfig | OffPolicyConfig) -> Learner:
-    """Return networks and loss as the settings' algorithm has them.
-
-    Raises:
-        ConfigError: The environment does not observe what the networks read; names what it
-            does.
-    """
-    if isinstance(config, APPOConfig):
-        return build_appo(env, config)
-    return build_off_policy(env, config)
 
 
 def _observation_sizes(env: EnvBase, config: APPOConfig | OffPolicyConfig) -> dict[str, int]:

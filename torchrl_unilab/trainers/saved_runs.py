@@ -18,29 +18,21 @@ from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import available_cores
 from torchrl_unilab.trainers.checkpoints import RunCheckpoints
-from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.evaluation import evaluate
-from torchrl_unilab.trainers.learners import build_learner
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
 
 __all__ = ["CHECKPOINT", "CONFIG", "Run", "config_of", "evaluate_run", "load_run"]
 
 CHECKPOINT = "checkpoint"
 CONFIG = "config.json"
 
-_CONFIGS: Mapping[str, type[Any]] = {
-    "appo": APPOConfig,
-    "sac": OffPolicyConfig,
-    "td3": OffPolicyConfig,
-}
-
 
 def config_of(settings: Mapping[str, Any]) -> Any:
     """Return the settings that ``config.json`` or a checkpoint has."""
-    kind = _CONFIGS[settings["algo"]]
-    fields = {field.name for field in dataclasses.fields(kind)}
-    kept = {key: value for key, value in settings.items() if key in fields}
-    return kind(**{**kept, "hidden": tuple(kept["hidden"])})
+    make = ALGORITHMS[settings["algo"]].settings
+    names = {field.name for field in dataclasses.fields(make(settings["env"]))} - {"algorithm"}
+    kept = {key: value for key, value in settings.items() if key in names}
+    return make(settings["env"], **{**kept, "hidden": tuple(kept["hidden"])})
 
 
 @dataclass(frozen=True)

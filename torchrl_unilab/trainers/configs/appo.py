@@ -1,22 +1,22 @@
-"""Settings of APPO, and what differs per task, as data."""
+"""Settings of APPO, and what each task changes of them, as data."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchrl_unilab.data.rollout_pool import MAX_ROLLOUTS
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.ring import Overflow
 from torchrl_unilab.trainers.configs.settings import (
-    Allowed,
-    check_settings,
+    Settings,
     choice,
     flag,
     integer,
     number,
+    setting,
     text,
     widths,
 )
@@ -25,85 +25,92 @@ __all__ = ["APPO_TASKS", "APPOConfig"]
 
 
 @dataclass(frozen=True)
-class APPOConfig:
-    """Settings of one APPO run.
-
-    Attributes:
-        num_envs: Environments per collector.
-        num_steps: Steps of each environment in a rollout.
-        num_collectors: Collector processes.
-        physics_threads: Threads that step each collector's environment; None to share out
-            the cores.
-        pool: Rollouts that are reused together; the oldest is replaced.
-        epochs: Passes over the pool per new rollout.
-        minibatches: Parts of the pool per pass.
-        lr: Initial learning rate; the KL divergence steers it from there.
-        desired_kl: KL divergence, target to current policy, to steer towards.
-        max_grad_norm: Bound of the gradient's norm.
-        reward_scale: Factor on rewards for learning; reported returns are unscaled.
-        observation: Key that the actor reads.
-        critic_observation: Key that the critic reads; may hold what no actor can know.
-        hidden: Widths of the layers of actor and critic.
-        log_std: Initial logarithm of the action's standard deviation.
-        gamma: Discount.
-        lambda_: Decay of V-trace's traces.
-        rho_bar: V-trace's bound of the ratio in temporal differences.
-        c_bar: V-trace's bound of the ratio in traces.
-        clip_epsilon: Bound of the surrogate's ratio.
-        value_clip: Bound of a value's move; None leaves it free.
-        critic_coeff: Weight of the value loss.
-        entropy_coeff: Weight of the entropy bonus.
-        fused: Take steps by `FusedAPPOUpdate` where the networks allow.
-        compile: Compile the loss (`torch.compile`) where `fused` does not apply; pays off in
-            long runs only, as compiling takes half a minute and a C++ compiler.
-        slots: Slots of the rollout ring; None for one per collector.
-        overflow: What a collector does when no slot is free: ``"block"`` or ``"overwrite"``.
-        max_policy_lag: Rollouts that began more published versions ago are dropped.
-        lockstep: Collect only when the learner asks: repeatable bit for bit.
-        restart_workers: Lost collectors to replace before the loss of one ends the run.
-        tau: Share of the current policy that a target update takes over.
-        target_update_freq: Optimiser steps between target updates; None for one per rollout.
+class APPOConfig(Settings):
+    """Settings of one APPO run; each field's help text describes it.
 
     Raises:
         ConfigError: A setting cannot work.
+
+    Example:
+        >>> APPOConfig.for_task("Hopper-v5", num_envs=32).num_steps
+        32
     """
 
-    num_envs: int = 64
-    num_steps: int = 16
-    num_collectors: int = 1
-    physics_threads: int | None = None
-    pool: int = 1
-    epochs: int = 5
-    minibatches: int = 4
-    lr: float = 1e-3
-    desired_kl: float = 0.02
-    max_grad_norm: float = 1.0
-    reward_scale: float = 0.1
-    observation: str = "observation"
-    critic_observation: str = "observation"
-    hidden: tuple[int, ...] = (64, 64)
-    log_std: float = -1.0
-    gamma: float = 0.99
-    lambda_: float = 0.95
-    rho_bar: float = 1.0
-    c_bar: float = 1.0
-    clip_epsilon: float = 0.2
-    value_clip: float | None = None
-    critic_coeff: float = 1.0
-    entropy_coeff: float = 0.0
-    tau: float = 1.0
-    target_update_freq: int | None = None
-    fused: bool = True
-    compile: bool = False
-    slots: int | None = None
-    overflow: Overflow = "block"
-    max_policy_lag: int | None = None
-    lockstep: bool = False
-    restart_workers: int = 0
+    algorithm: ClassVar[str] = "appo"
+    learner_threads: ClassVar[int] = 1  # small networks run fastest on one thread
+    min_frames: ClassVar[int] = 1
+
+    num_envs: int = setting(64, "environments per collector", integer())
+    num_steps: int = setting(16, "steps of each environment in a rollout", integer())
+    num_collectors: int = setting(1, "collector processes", integer())
+    physics_threads: int | None = setting(
+        None, "physics threads per collector; None shares the cores", integer().or_none()
+    )
+    pool: int = setting(
+        1, "rollouts that are reused together; the oldest is replaced", integer(1, MAX_ROLLOUTS)
+    )
+    epochs: int = setting(5, "passes over the pool per new rollout", integer())
+    minibatches: int = setting(4, "minibatches per pass over the pool", integer())
+    lr: float = setting(1e-3, "initial learning rate; the KL divergence adapts it", number(above=0))
+    desired_kl: float = setting(
+        0.02, "KL divergence, target to current policy, to steer towards", number(above=0)
+    )
+    max_grad_norm: float = setting(1.0, "bound of the gradient's norm", number(above=0))
+    reward_scale: float = setting(
+        0.1, "factor on rewards for learning; reported returns are unscaled", number(above=0)
+    )
+    observation: str = setting("observation", "key that the actor reads", text())
+    critic_observation: str = setting(
+        "observation", "key that the critic reads; may hold what no actor can know", text()
+    )
+    hidden: tuple[int, ...] = setting((64, 64), "widths of actor's and critic's layers", widths())
+    log_std: float = setting(-1.0, "initial log standard deviation of the actions", number())
+    gamma: float = setting(0.99, "discount per step", number(0, 1))
+    lambda_: float = setting(0.95, "decay of V-trace's traces", number(0, 1))
+    rho_bar: float = setting(
+        1.0, "V-trace's bound of the ratio in temporal differences", number(above=0)
+    )
+    c_bar: float = setting(1.0, "V-trace's bound of the ratio in traces", number(0))
+    clip_epsilon: float = setting(0.2, "bound of the surrogate's ratio", number(0))
+    value_clip: float | None = setting(
+        None, "bound of a value's change; None leaves it free", number(above=0).or_none()
+    )
+    critic_coeff: float = setting(1.0, "weight of the value loss", number(0))
+    entropy_coeff: float = setting(0.0, "weight of the entropy bonus", number())
+    tau: float = setting(
+        1.0, "share of the current policy that a target update takes over", number(0, 1)
+    )
+    target_update_freq: int | None = setting(
+        None, "optimiser steps between target updates; None: once per rollout", integer().or_none()
+    )
+    fused: bool = setting(True, "update by `FusedAPPOUpdate` where the networks allow", flag())
+    compile: bool = setting(
+        False,
+        "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
+        "compiler, so it pays off in long runs only",
+        flag(),
+    )
+    slots: int | None = setting(
+        None, "slots of the rollout ring; None: one per collector", integer().or_none()
+    )
+    overflow: Overflow = setting(
+        "block", "what a collector without a free slot does to its rollout", choice(Overflow)
+    )
+    max_policy_lag: int | None = setting(
+        None,
+        "published versions after which a rollout is dropped; None keeps all",
+        integer(0).or_none(),
+    )
+    lockstep: bool = setting(
+        False, "collect only when the learner asks: repeatable bit for bit", flag()
+    )
+    restart_workers: int = setting(
+        0, "lost collectors to replace before the loss of one ends the run", integer(0)
+    )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        check_settings(vars(self), _ALLOWED)
+        """Check each setting, then those that depend on each other."""
+        super().__post_init__()
         if self.minibatches > self.frames_per_rollout:  # the first pool has one rollout
             raise ConfigError(
                 f"minibatches: {self.minibatches} (expected at most the {self.frames_per_rollout} "
@@ -117,11 +124,6 @@ class APPOConfig:
             )
 
     @property
-    def observation_keys(self) -> tuple[str, ...]:
-        """The keys that the networks read, each once."""
-        return tuple(dict.fromkeys((self.observation, self.critic_observation)))
-
-    @property
     def frames_per_rollout(self) -> int:
         """Frames of one rollout of one collector."""
         return self.num_envs * self.num_steps
@@ -131,41 +133,6 @@ class APPOConfig:
         """Return the settings of a task, with `overrides` on top."""
         return dataclasses.replace(cls(**APPO_TASKS.get(task, {})), **overrides)
 
-
-_ALLOWED: Mapping[str, Allowed] = {
-    "num_envs": integer(),
-    "num_steps": integer(),
-    "num_collectors": integer(),
-    "physics_threads": integer().or_none(),
-    "pool": integer(1, MAX_ROLLOUTS),
-    "epochs": integer(),
-    "minibatches": integer(),
-    "lr": number(above=0),
-    "desired_kl": number(above=0),
-    "max_grad_norm": number(above=0),
-    "reward_scale": number(above=0),
-    "observation": text(),
-    "critic_observation": text(),
-    "hidden": widths(),
-    "log_std": number(),
-    "gamma": number(0, 1),
-    "lambda_": number(0, 1),
-    "rho_bar": number(above=0),
-    "c_bar": number(0),
-    "clip_epsilon": number(0),
-    "value_clip": number(above=0).or_none(),
-    "critic_coeff": number(0),
-    "entropy_coeff": number(),
-    "tau": number(0, 1),
-    "target_update_freq": integer().or_none(),
-    "fused": flag(),
-    "compile": flag(),
-    "slots": integer().or_none(),
-    "overflow": choice("block", "overwrite"),
-    "max_policy_lag": integer(0).or_none(),
-    "lockstep": flag(),
-    "restart_workers": integer(0),
-}
 
 APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {},

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from torchrl_unilab.data.packed_replay import NextObservation
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.configs.settings import (
-    Allowed,
-    check_settings,
+    Settings,
     choice,
     flag,
     integer,
     number,
+    setting,
     text,
     widths,
 )
@@ -47,100 +47,98 @@ def compute_train_start_threshold(batch_size: int, learning_starts: int, num_env
 
 
 @dataclass(frozen=True)
-class OffPolicyConfig:
+class OffPolicyConfig(Settings):
     """Settings of one SAC or TD3 run.
 
     A *tick* is ``env_steps_per_sync`` steps of all environments, followed by
     ``updates_per_step`` updates on as many minibatches.
 
-    Attributes:
-        algorithm: ``"sac"`` or ``"td3"``.
-        num_envs: Environments per collector.
-        num_collectors: Collector processes.
-        physics_threads: Threads that step each collector's environment; None to share out
-            the cores.
-        learner_threads: Torch threads of the learner; None for all cores, which collecting
-            at a few steps per update leaves nearly idle.
-        replay_buffer_n: Rows of the replay per environment.
-        batch_size: Rows of a minibatch.
-        learning_starts: Steps of each environment before the first update, see
-            `compute_train_start_threshold`; below 0 counts as 0.
-        init_random: Whether those steps are taken at random, and not by the policy.
-        updates_per_step: Updates per tick.
-        policy_frequency: Critic updates per update of the policy.
-        sync_collection: Collect only when the learner asks: repeatable bit for bit. Else
-            the collectors take the next tick's steps while the learner updates.
-        restart_workers: Lost collectors to replace before the loss of one ends the run.
-        env_steps_per_sync: Steps of each environment in a tick.
-        obs_normalization: Normalise observations by running statistics of all rows, each
-            counted once.
-        n_step: Rewards that are summed up before a value is looked up.
-        next_observation: ``"stored"`` with each row, or ``"derived"`` from the row that
-            follows, for about half the memory (`PackedReplayStorage`).
-        observation: Key that the actor reads.
-        critic_observation: Key that the critics read.
-        hidden: Widths of the layers of actor and critics.
-        layer_norm: Normalise the inputs of the hidden layers' relus.
-        gamma: Discount.
-        tau: Share of the networks that their targets take over in each update.
-        lr_actor: Learning rate of the actor.
-        lr_critic: Learning rate of the critics.
-        lr_alpha: Learning rate of SAC's temperature.
-        alpha: SAC's initial temperature. It is steered towards an entropy of -1 per dimension
-            of actions scaled to [-1, 1]: -17 for Humanoid, whatever the bounds are.
-        target_noise: TD3's noise on target actions, in halves of the action's range.
-        target_noise_clip: Bound of that noise, in the same units.
-        noise_std_min: Lowest standard deviation of TD3's exploration noise; each
-            environment has its own.
-        noise_std_max: Highest one.
-        reward_scale: Factor on rewards for learning; reported returns are unscaled.
-        fused: Take updates by `FusedSACUpdate` or `FusedTD3Update`.
-        compile: Compile the loss (`torch.compile`) where `fused` does not apply; pays off in
-            long runs only, as compiling takes half a minute and a C++ compiler. The noise in
-            the loss is then drawn by the compiler's generator: other numbers, as good ones.
-
     Raises:
         ConfigError: A setting cannot work.
+
+    Example:
+        >>> OffPolicyConfig.for_task("HalfCheetah-v5", "td3", num_envs=8).policy_frequency
+        2
     """
 
-    algorithm: Algorithm = "sac"
-    num_envs: int = 16
-    num_collectors: int = 1
-    physics_threads: int | None = None
-    learner_threads: int | None = None
-    replay_buffer_n: int = 62_500
-    batch_size: int = 256
-    learning_starts: int = 250
-    init_random: bool = True
-    updates_per_step: int = 4
-    policy_frequency: int = 1
-    sync_collection: bool = False
-    restart_workers: int = 0
-    env_steps_per_sync: int = 1
-    obs_normalization: bool = False
-    n_step: int = 1
-    next_observation: NextObservation = "stored"
-    observation: str = "observation"
-    critic_observation: str = "observation"
-    hidden: tuple[int, ...] = (256, 256)
-    layer_norm: bool = False
-    gamma: float = 0.99
-    tau: float = 0.005
-    lr_actor: float = 3e-4
-    lr_critic: float = 3e-4
-    lr_alpha: float = 3e-4
-    alpha: float = 1.0
-    target_noise: float = 0.2
-    target_noise_clip: float = 0.5
-    noise_std_min: float = 0.05
-    noise_std_max: float = 0.4
-    reward_scale: float = 1.0
-    fused: bool = True
-    compile: bool = False
+    algorithm: Algorithm = setting("sac", "the algorithm", choice(Algorithm))
+    num_envs: int = setting(16, "environments per collector", integer())
+    num_collectors: int = setting(1, "collector processes", integer())
+    physics_threads: int | None = setting(
+        None, "physics threads per collector; None shares the cores", integer().or_none()
+    )
+    learner_threads: int | None = setting(
+        None,
+        "torch threads of the learner; None: all cores, which collecting at a few steps per "
+        "update leaves nearly idle",
+        integer().or_none(),
+    )
+    replay_buffer_n: int = setting(62_500, "rows of the replay per environment", integer())
+    batch_size: int = setting(256, "rows of a minibatch", integer())
+    learning_starts: int = setting(
+        250, "steps of each environment before the first update; below 0 counts as 0", integer(None)
+    )
+    init_random: bool = setting(True, "take those steps at random, not by the policy", flag())
+    updates_per_step: int = setting(4, "updates per tick", integer())
+    policy_frequency: int = setting(1, "critic updates per update of the policy", integer())
+    sync_collection: bool = setting(
+        False,
+        "collect only when the learner asks: repeatable bit for bit; else collectors take the "
+        "next tick's steps while the learner updates",
+        flag(),
+    )
+    restart_workers: int = setting(
+        0, "lost collectors to replace before the loss of one ends the run", integer(0)
+    )
+    env_steps_per_sync: int = setting(1, "steps of each environment in a tick", integer())
+    obs_normalization: bool = setting(
+        False, "normalise observations by running statistics; each row counts once", flag()
+    )
+    n_step: int = setting(1, "rewards that are summed before a value is looked up", integer())
+    next_observation: NextObservation = setting(
+        "stored",
+        "stored with each row, or derived from the row that follows, for half the memory",
+        choice(NextObservation),
+    )
+    observation: str = setting("observation", "key that the actor reads", text())
+    critic_observation: str = setting("observation", "key that the critics read", text())
+    hidden: tuple[int, ...] = setting((256, 256), "widths of actor's and critics' layers", widths())
+    layer_norm: bool = setting(False, "normalise the inputs of the hidden layers' relus", flag())
+    gamma: float = setting(0.99, "discount per step", number(0, 1))
+    tau: float = setting(
+        0.005, "share of the networks that their targets take over per update", number(0, 1)
+    )
+    lr_actor: float = setting(3e-4, "learning rate of the actor", number(above=0))
+    lr_critic: float = setting(3e-4, "learning rate of the critics", number(above=0))
+    lr_alpha: float = setting(3e-4, "learning rate of SAC's temperature", number(above=0))
+    alpha: float = setting(
+        1.0,
+        "SAC's initial temperature; it is steered towards an entropy of -1 per dimension of "
+        "actions scaled to [-1, 1]",
+        number(above=0),
+    )
+    target_noise: float = setting(
+        0.2, "TD3's noise on target actions, in halves of the action's range", number(0)
+    )
+    target_noise_clip: float = setting(0.5, "bound of that noise, in the same unit", number(0))
+    noise_std_min: float = setting(
+        0.05, "lowest standard deviation of TD3's exploration noise, one per environment", number(0)
+    )
+    noise_std_max: float = setting(0.4, "highest one", number(0))
+    reward_scale: float = setting(
+        1.0, "factor on rewards for learning; reported returns are unscaled", number(above=0)
+    )
+    fused: bool = setting(True, "update by `FusedSACUpdate` or `FusedTD3Update`", flag())
+    compile: bool = setting(
+        False,
+        "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
+        "compiler, so it pays off in long runs only; its noise has other random numbers",
+        flag(),
+    )
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
-        check_settings(vars(self), _ALLOWED)
+        """Check each setting, then those that depend on each other."""
+        super().__post_init__()
         if self.noise_std_min > self.noise_std_max:
             raise ConfigError(
                 f"noise_std_min: {self.noise_std_min} (expected at most noise_std_max, "
@@ -170,6 +168,11 @@ class OffPolicyConfig:
         return max(self.learning_starts, 0) * self.total_envs if self.init_random else 0
 
     @property
+    def min_frames(self) -> int:
+        """Frames that a run needs at least: up to the first update."""
+        return self.train_start_threshold
+
+    @property
     def frames_per_tick(self) -> int:
         """Rows that a tick adds to the replay."""
         return self.total_envs * self.env_steps_per_sync
@@ -185,43 +188,6 @@ class OffPolicyConfig:
         own = {**ALGORITHM_DEFAULTS.get(algorithm, {}), **OFF_POLICY_TASKS.get(task, {})}
         return dataclasses.replace(cls(algorithm=algorithm, **own), **overrides)
 
-
-_ALLOWED: Mapping[str, Allowed] = {
-    "algorithm": choice("sac", "td3"),
-    "num_envs": integer(),
-    "num_collectors": integer(),
-    "physics_threads": integer().or_none(),
-    "learner_threads": integer().or_none(),
-    "replay_buffer_n": integer(),
-    "batch_size": integer(),
-    "learning_starts": integer(None),
-    "init_random": flag(),
-    "updates_per_step": integer(),
-    "policy_frequency": integer(),
-    "sync_collection": flag(),
-    "restart_workers": integer(0),
-    "env_steps_per_sync": integer(),
-    "obs_normalization": flag(),
-    "n_step": integer(),
-    "next_observation": choice("stored", "derived"),
-    "observation": text(),
-    "critic_observation": text(),
-    "hidden": widths(),
-    "layer_norm": flag(),
-    "gamma": number(0, 1),
-    "tau": number(0, 1),
-    "lr_actor": number(above=0),
-    "lr_critic": number(above=0),
-    "lr_alpha": number(above=0),
-    "alpha": number(above=0),
-    "target_noise": number(0),
-    "target_noise_clip": number(0),
-    "noise_std_min": number(0),
-    "noise_std_max": number(0),
-    "reward_scale": number(above=0),
-    "fused": flag(),
-    "compile": flag(),
-}
 
 ALGORITHM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "sac": {},

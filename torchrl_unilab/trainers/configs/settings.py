@@ -1,115 +1,167 @@
-"""What the settings of a run may be: said once for each, as data, and refused otherwise."""
+"""Settings as dataclass fields: each is one line with type, default, help text and constraint.
+
+`Settings` checks every field on construction, so an instance holds values that can work. The
+command line reads its flags and its help from the same fields.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["Allowed", "check_settings", "choice", "flag", "integer", "number", "text", "widths"]
+__all__ = [
+    "REQUIRED",
+    "Constraint",
+    "Settings",
+    "choice",
+    "flag",
+    "integer",
+    "number",
+    "setting",
+    "text",
+    "widths",
+]
 
-_DEFAULT = "Leave it out for the default."
+REQUIRED: Any = dataclasses.MISSING
+"""The default of a setting that has none."""
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """Values that a setting may have.
+class Constraint:
+    """The values that a setting may have.
 
     Attributes:
-        words: What they are, for a person.
-        admits: Whether a value is one of them.
+        kind: Their type for a person: "an integer".
+        accepts: Whether a value is one of them.
+        range: Their bounds: "of at least 1"; empty without.
     """
 
-    words: str
-    admits: Callable[[Any], bool] = field(repr=False)
+    kind: str
+    accepts: Callable[[Any], bool] = dataclasses.field(repr=False)
+    range: str = ""
 
-    def or_none(self) -> Allowed:
-        """Return what allows None, too."""
-        return Allowed(f"{self.words}, or None", lambda v: v is None or self.admits(v))
+    def __str__(self) -> str:
+        """Return the values in words: "an integer of at least 1"."""
+        return f"{self.kind} {self.range}".rstrip()
 
-
-def integer(least: int | None = 1, most: int | None = None) -> Allowed:
-    """Allow integers, but no bool; any below `most` if `least` is None."""
-    low, high = -math.inf if least is None else least, math.inf if most is None else most
-    words = "an integer" + _bounds(least, most)
-    return Allowed(words, lambda v: _is(v, int) and low <= v <= high)
-
-
-def number(
-    least: float | None = None, most: float | None = None, *, above: float | None = None
-) -> Allowed:
-    """Allow finite numbers from `least`, or above `above`, to `most`; no bool."""
-
-    def admits(value: Any) -> bool:
-        return (
-            _is(value, (int, float))
-            and math.isfinite(value)
-            and (least is None or value >= least)
-            and (most is None or value <= most)
-            and (above is None or value > above)
+    def or_none(self) -> Constraint:
+        """Return the constraint that accepts None, too."""
+        return Constraint(
+            f"None or {self.kind}", lambda v: v is None or self.accepts(v), self.range
         )
 
-    words = "a finite number" + (_bounds(least, most) if above is None else f" above {above:g}")
-    return Allowed(words, admits)
+    def check(self, name: str, value: Any, remedy: str = "Change it.") -> None:
+        """Refuse a value outside the constraint.
+
+        Raises:
+            ConfigError: Names the setting, the value, and what is expected.
+
+        Example:
+            >>> integer().check("epochs", 0)
+            Traceback (most recent call last):
+            ...
+            torchrl_unilab.errors.ConfigError: epochs: 0 (expected an integer of at least 1). ...
+        """
+        if not self.accepts(value):
+            raise ConfigError(f"{name}: {value!r} (expected {self}). {remedy}")
 
 
-def choice(*names: str) -> Allowed:
-    """Allow one of some words."""
-    words = f"one of {names}" if len(names) > 2 else " or ".join(map(repr, names))
-    return Allowed(words, lambda v: isinstance(v, str) and v in names)
-
-
-def flag() -> Allowed:
-    """Allow True and False."""
-    return Allowed("True or False", lambda v: isinstance(v, bool))
-
-
-def text() -> Allowed:
-    """Allow any text but none."""
-    return Allowed("a text", lambda v: isinstance(v, str) and bool(v))
-
-
-def widths() -> Allowed:
-    """Allow a tuple of integers of at least 1, or a list, as JSON has it; also an empty one."""
-    return Allowed(
-        "a tuple of integers of at least 1",
-        lambda v: isinstance(v, (tuple, list)) and all(_is(w, int) and w >= 1 for w in v),
-    )
-
-
-def check_settings(
-    settings: Mapping[str, Any], allowed: Mapping[str, Allowed], remedy: str = _DEFAULT
-) -> None:
-    """Refuse settings that are not as they may be.
+def setting(default: Any, description: str, constraint: Constraint) -> Any:
+    """Return a dataclass field that carries its description and its constraint.
 
     Args:
-        settings: Name to value.
-        allowed: Name to what is allowed, for some of them.
-        remedy: What to do about it.
+        default: Its default, or `REQUIRED`.
+        description: What it means, with its unit.
+        constraint: What it may be.
+    """
+    metadata = {"help": description, "constraint": constraint}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of settings classes: every field comes from `setting` and is checked.
 
     Raises:
-        ConfigError: Names the first that is not, and what it may be.
+        ConfigError: A value is outside its constraint.
 
     Example:
-        >>> check_settings({"lr": 1e-3, "epochs": 0}, {"lr": number(above=0), "epochs": integer()})
+        >>> @dataclass(frozen=True)
+        ... class Example(Settings):
+        ...     epochs: int = setting(5, "passes over the data", integer())
+        >>> Example(epochs=0)
         Traceback (most recent call last):
         ...
         torchrl_unilab.errors.ConfigError: epochs: 0 (expected an integer of at least 1). ...
     """
-    for name, kind in allowed.items():
-        if not kind.admits(settings[name]):
-            raise ConfigError(f"{name}: {settings[name]!r} (expected {kind.words}). {remedy}")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            constraint: Constraint = field.metadata["constraint"]
+            value, remedy = getattr(self, field.name), "Change it."
+            if field.default is not REQUIRED:
+                remedy = f"Leave it out for the default, {field.default!r}."
+            constraint.check(field.name, value, remedy)
 
 
-def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether a value is a number of some kind; True and False count as none."""
+def integer(least: float | None = 1, most: float = math.inf) -> Constraint:
+    """Accept integers, but no bool, from `least` (None: no bound) to `most`."""
+    low = -math.inf if least is None else least
+    return Constraint(
+        "an integer", lambda v: _is_number(v, int) and low <= v <= most, _range(low, most)
+    )
+
+
+def number(
+    least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf
+) -> Constraint:
+    """Accept finite numbers from `least`, or above `above`, to `most`; no bool."""
+
+    def accepts(value: Any) -> bool:
+        finite = _is_number(value, (int, float)) and math.isfinite(value)
+        return finite and least <= value <= most and value > above
+
+    bounds = _range(least, most) if math.isinf(above) else f"above {above}"
+    return Constraint("a finite number", accepts, bounds)
+
+
+def choice(words: Any) -> Constraint:
+    """Accept the words of a `Literal`."""
+    names = typing.get_args(words)
+    return Constraint(" or ".join(map(repr, names)), lambda v: isinstance(v, str) and v in names)
+
+
+def flag() -> Constraint:
+    """Accept True and False."""
+    return Constraint("True or False", lambda v: isinstance(v, bool))
+
+
+def text() -> Constraint:
+    """Accept any text except the empty one."""
+    return Constraint("a text", lambda v: isinstance(v, str) and bool(v))
+
+
+def widths() -> Constraint:
+    """Accept a tuple or a list of integers of at least 1; it may be empty."""
+    width = integer()
+    return Constraint(
+        "a tuple of integers",
+        lambda v: isinstance(v, (tuple, list)) and all(map(width.accepts, v)),
+        width.range,
+    )
+
+
+def _is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _bounds(least: float | None, most: float | None) -> str:
-    if least is None:
-        return "" if most is None else f" of at most {most:g}"
-    return f" of at least {least:g}" if most is None else f" within [{least:g}, {most:g}]"
+def _range(least: float, most: float) -> str:
+    if math.isinf(least):
+        return ""
+    return f"of at least {least}" if math.isinf(most) else f"within [{least}, {most}]"

@@ -1,19 +1,51 @@
-"""What collects in a whole run, from its settings."""
+"""Builds the parts of a run from its settings: `ALGORITHMS` is the registry.
+
+`Run` takes environment, networks, collector and trainer from here; `plan_run` measures them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from torchrl.envs import EnvBase
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import PerEnvNoise
+from torchrl_unilab.modules.squashed import SquashedPoint
+from torchrl_unilab.runtime import MemoryItem
+from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import Algorithm as OffPolicyName
 from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.trainers.learners import Learner, build_appo, build_off_policy
+from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
+from torchrl_unilab.trainers.runs.budget import (
+    Config,
+    RunBudget,
+    RunSizes,
+    replay_items,
+    ring_items,
+)
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["replay_collector", "ring_collector"]
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "build_learner",
+    "plan_run",
+    "replay_collector",
+    "ring_collector",
+    "run_budget",
+    "with_exploration_noise",
+]
 
 
 def ring_collector(
@@ -58,7 +90,11 @@ def replay_collector(
         frames_per_batch=config.frames_per_tick,
         total_frames=-1,  # the trainer counts
         init_random_frames=config.init_random_frames,
-        explore=_Explore(config) if config.algorithm == "td3" else None,
+        explore=partial(
+            with_exploration_noise, std_min=config.noise_std_min, std_max=config.noise_std_max
+        )
+        if config.algorithm == "td3"
+        else None,
         weight_sync_schemes={"policy": scheme},
         lockstep=config.sync_collection,
         num_threads=1,
@@ -70,18 +106,112 @@ def replay_collector(
     )
 
 
+def with_exploration_noise(
+    actor: SquashedPoint, *, std_min: float, std_max: float
+) -> TensorDictSequential:
+    """Return TD3's exploring policy: the actor, then noise of a strength per environment.
+
+    A module-level function, so that a `functools.partial` of it can be sent to the workers.
+    """
+    low, high = actor.center - actor.reach, actor.center + actor.reach
+    return TensorDictSequential(
+        actor, PerEnvNoise(low, high, std_min=std_min, std_max=std_max, init_key=None)
+    )
+
+
 @dataclass(frozen=True)
-class _Explore:
-    """Makes of TD3's actor what explores."""
+class Algorithm:
+    """The parts of an algorithm's runs. To add one: an entry of `ALGORITHMS`.
 
-    config: OffPolicyConfig
+    Attributes:
+        title: For the command line's help.
+        settings: Returns the settings of a task, with overrides.
+        learner: Builds networks and loss from an environment and the settings.
+        collector: Builds the collector.
+        trainer: Builds the trainer.
+        memory: Lists what only this algorithm allocates.
+        replay: Whether its collector fills a replay, which checkpoints hold, and its trainer
+            owns a pipeline, which is closed.
+    """
 
-    def __call__(self, actor: TensorDictModuleBase) -> TensorDictModuleBase:
-        noise = PerEnvNoise(
-            actor.center - actor.reach,
-            actor.center + actor.reach,
-            std_min=self.config.noise_std_min,
-            std_max=self.config.noise_std_max,
-            init_key=None,
-        )
-        return TensorDictSequential(actor, noise)
+    title: str
+    settings: Callable[..., Any]
+    learner: Callable[[EnvBase, Any], Learner]
+    collector: Callable[..., Any]
+    trainer: Callable[..., Any]
+    memory: Callable[[Any, RunSizes], Sequence[MemoryItem]]
+    replay: bool
+
+
+def _off_policy(name: OffPolicyName, title: str) -> Algorithm:
+    return Algorithm(
+        title,
+        partial(OffPolicyConfig.for_task, algorithm=name),
+        build_off_policy,
+        replay_collector,
+        OffPolicyTrainer,
+        replay_items,
+        replay=True,
+    )
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "appo": Algorithm(
+        "asynchronous PPO",
+        APPOConfig.for_task,
+        build_appo,
+        ring_collector,
+        APPOTrainer,
+        ring_items,
+        replay=False,
+    ),
+    "sac": _off_policy("sac", "soft actor-critic"),
+    "td3": _off_policy("td3", "twin delayed DDPG"),
+}
+"""All algorithms by name, which settings have as ``algorithm``."""
+
+
+def build_learner(env: EnvBase, config: Config) -> Learner:
+    """Return networks and loss as the settings' algorithm has them.
+
+    Raises:
+        ConfigError: The environment does not observe what the networks read; names what it
+            does.
+    """
+    return ALGORITHMS[config.algorithm].learner(env, config)
+
+
+def run_budget(env: EnvBase, learner: Learner, config: Config) -> RunBudget:
+    """Return what a run takes, and what is free.
+
+    Args:
+        env: One of the run's environments, of any batch size; it is reset and stepped once.
+        learner: Its networks and loss.
+        config: Its settings.
+    """
+    sizes = RunSizes.of(env, learner.actor, learner.loss)
+    return RunBudget.of(config, sizes, ALGORITHMS[config.algorithm].memory(config, sizes))
+
+
+def plan_run(env: str, config: Config) -> RunBudget:
+    """Return what a run on a task of `MujocoBatchEnv` would take, and what is free.
+
+    One environment and the networks are made to know their shapes; nothing else.
+
+    Args:
+        env: The task.
+        config: The run's settings.
+
+    Raises:
+        ValueError: Unknown task (lists what exists).
+
+    Example:
+        >>> budget = plan_run("HalfCheetah-v5", APPOConfig())
+        >>> [item.name for item in budget.memory.items][0]
+        'rollout ring'
+    """
+    with (
+        contextlib.closing(MujocoBatchEnv(env, num_envs=1, num_threads=1)) as proxy,
+        torch.random.fork_rng(devices=[]),
+    ):
+        return run_budget(proxy, build_learner(proxy, config), config)
