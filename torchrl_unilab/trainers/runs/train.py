@@ -25,7 +25,7 @@ from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
-from torchrl_unilab.trainers.checkpoints import (
+from torchrl_unilab.trainers.runs.checkpoint import (
     RunCheckpoints,
     SavedRun,
     load_trainer,
@@ -35,13 +35,13 @@ from torchrl_unilab.trainers.checkpoints import (
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.configs.run import RunConfig
-from torchrl_unilab.trainers.evaluation import evaluate
+from torchrl_unilab.trainers.runs.saved import evaluate
 from torchrl_unilab.trainers.hooks import StopWhen
 from torchrl_unilab.trainers.processor_time import CollectorTime
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.summary import package_versions, plot_returns, run_logger
-from torchrl_unilab.trainers.saved_runs import CHECKPOINT, CONFIG
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, CONFIG
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["Run", "train_appo", "train_off_policy"]

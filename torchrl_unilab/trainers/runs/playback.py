@@ -18,7 +18,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs.video import check_video, write_video
-from torchrl_unilab.trainers.saved_runs import load_run
+from torchrl_unilab.trainers.runs.saved import load_run
 
 __all__ = ["play_run"]
 
