@@ -1,4 +1,8 @@
-"""The command line: ``torchrl-unilab train``, ``budget``, ``eval`` and ``play``."""
+"""The command line: ``torchrl-unilab train``, ``budget``, ``eval`` and ``play``.
+
+Flags and help texts of settings come from the dataclass fields in `trainers.configs`. Imports of
+the package wait for `main`: spawned workers import this module, too.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +14,20 @@ import signal
 import sys
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
+    from torchrl_unilab.trainers.configs.settings import Settings
 
 __all__ = ["main"]
-
-ALGORITHMS = {"appo": "asynchronous PPO", "sac": "soft actor-critic", "td3": "twin delayed DDPG"}
-_HIDDEN_SETTINGS = (  # for Python callers
-    "hidden",
-    "critic_coeff",
-    "rho_bar",
-    "c_bar",
-    "algorithm",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
-    options = _parser().parse_args(arguments)
+    options, unknown = _parser().parse_known_args(arguments)
+    if unknown:
+        options.parser.error(f"unknown argument {unknown[0]}")
     # The collectors that TorchRL builds on import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
     signal.signal(signal.SIGTERM, _interrupt)
@@ -57,158 +53,130 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}. See {self.prog} --help.\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="torchrl-unilab", description="Asynchronous training for TorchRL on batched MuJoCo."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    train = commands.add_parser("train", help="train a policy")
-    algorithms = train.add_subparsers(required=True, metavar="ALGORITHM", dest="algorithm")
-    for name, title in ALGORITHMS.items():
-        _add_training(algorithms.add_parser(name, help=title), name)
-
-    budget = commands.add_parser("budget", help="say what memory and threads a run would take")
-    algorithms = budget.add_subparsers(required=True, metavar="ALGORITHM", dest="algorithm")
-    for name, title in ALGORITHMS.items():
-        _add_budget(algorithms.add_parser(name, help=title), name)
-
-    evaluation = commands.add_parser("eval", help="evaluate a run's checkpoint")
-    evaluation.add_argument("--run-dir", required=True, help="directory of a run")
-    evaluation.add_argument("--episodes", type=int, default=16, help="how many")
-    evaluation.add_argument("--seed", type=int, default=0, help="seed of the episodes")
-    evaluation.set_defaults(run=_evaluate)
-
-    playing = commands.add_parser("play", help="film a run's checkpoint")
-    playing.add_argument("--run-dir", required=True, help="directory of a run")
-    playing.add_argument("--video", required=True, help="file to write, ending in .mp4")
-    playing.add_argument("--episodes", type=int, default=1, help="how many, one after the other")
-    playing.add_argument("--max-steps", type=int, help="end an episode after so many steps")
-    playing.add_argument("--seed", type=int, default=0, help="seed of the episodes")
-    playing.add_argument("--width", type=int, default=640, help="in pixels, even")
-    playing.add_argument("--height", type=int, default=480, help="in pixels, even")
-    playing.add_argument("--camera", help="camera of the model, by name or number")
-    playing.add_argument(
-        "--deterministic",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="act without exploration",
-    )
-    playing.set_defaults(run=_play)
+    _add_algorithms(commands.add_parser("train", help="train a policy"), _add_training)
+    budget = commands.add_parser("budget", help="show the memory and threads that a run would take")
+    _add_algorithms(budget, _add_budget)
+    _add_evaluation(commands.add_parser("eval", help="evaluate a run's checkpoint"))
+    _add_playing(commands.add_parser("play", help="film a run's checkpoint"))
     return parser
 
 
-def _add_training(train: argparse.ArgumentParser, algorithm: str) -> None:
-    train.add_argument("--env", help="task, for example HalfCheetah-v5")
-    train.add_argument("--frames", type=int, help="frames to collect")
-    train.add_argument("--seed", type=int, help="seed of the whole run; 0 if not given")
+def _add_algorithms(
+    command: argparse.ArgumentParser, add: Callable[[argparse.ArgumentParser], None]
+) -> None:
+    """Add a command per algorithm, with the arguments of `add` and the algorithm's settings."""
+    from torchrl_unilab.trainers.runs.builders import ALGORITHMS
+
+    algorithms = command.add_subparsers(required=True, metavar="ALGORITHM", dest="algorithm")
+    for name, algorithm in ALGORITHMS.items():
+        parser = algorithms.add_parser(name, help=algorithm.title, description=algorithm.title)
+        add(parser)
+        group = parser.add_argument_group(
+            f"settings of {name}", "Each task may have other defaults than these."
+        )
+        defaults = algorithm.settings("")
+        _add_settings(group, type(defaults), vars(defaults), skip=["algorithm"])
+
+
+def _add_settings(
+    group: argparse._ActionsContainer,
+    kind: type[Settings],
+    defaults: Mapping[str, Any],
+    skip: Collection[str] = (),
+) -> None:
+    """Add a flag per setting; what is not given is None."""
+    types = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if field.name in skip:
+            continue
+        arguments = _argument(types[field.name])
+        default = defaults[field.name]
+        text, bounds = field.metadata["help"], field.metadata["constraint"].range
+        if bounds:
+            text += f"; {bounds.removeprefix('of ')}"
+        if default is not dataclasses.MISSING:
+            text += f" (default: {default})"
+        flag = "--" + field.name.rstrip("_").replace("_", "-")
+        group.add_argument(flag, dest=field.name, default=None, help=text, **arguments)
+
+
+def _argument(kind: Any) -> dict[str, Any]:
+    """How argparse reads a value of a type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is typing.Literal:
+        return {"choices": typing.get_args(kind)}
+    if typing.get_origin(kind) is tuple:
+        return {"type": int, "nargs": "*", "metavar": "INT"}
+    scalar = kind if isinstance(kind, type) else typing.get_args(kind)[0]  # or None
+    return {"type": scalar, "metavar": scalar.__name__.upper()}
+
+
+def _given(options: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
+    """The settings of a kind that were given."""
+    values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def _add_training(train: argparse.ArgumentParser) -> None:
+    from torchrl_unilab.trainers.configs.run import RunConfig
+
     train.add_argument("--run-dir", required=True, help="new directory for everything written")
     train.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in --run-dir; its task, frames and settings need not be given",
+        help="continue the run in --run-dir; its task, frames and settings need not be given",
     )
+    defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
+    _add_settings(train, RunConfig, defaults, skip=["progress_bar"])
     train.add_argument(
-        "--checkpoint-interval", type=int, help="frames between checkpoints; a quarter if not"
+        "--no-progress",
+        dest="progress_bar",
+        action="store_false",
+        default=None,
+        help="show no progress bar",
     )
-    train.add_argument("--keep-checkpoints", type=int, help="how many are kept; 2 if not given")
-    train.add_argument("--stop-at", type=float, help="stop early at this mean return")
-    train.add_argument("--max-seconds", type=float, help="stop early after so many seconds")
-    train.add_argument("--eval-episodes", type=int, default=16, help="of the final evaluation")
-    train.add_argument("--no-progress", action="store_true", help="show no progress bar")
-    train.add_argument("--trace", action="store_true", help="write trace.json, for ui.perfetto.dev")
-    _add_settings(train.add_argument_group("settings, instead of the task's own"), algorithm)
-    train.set_defaults(run=_train)
-
-
-def _add_budget(budget: argparse.ArgumentParser, algorithm: str) -> None:
-    budget.add_argument("--env", required=True, help="task, for example HalfCheetah-v5")
-    budget.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
-    _add_settings(budget.add_argument_group("settings, instead of the task's own"), algorithm)
-    budget.set_defaults(run=_budget)
-
-
-def _settings(algorithm: str) -> dict[str, Any]:
-    """The settings that are options too, with their types."""
-    from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
-
-    config = APPOConfig if algorithm == "appo" else OffPolicyConfig
-    types = typing.get_type_hints(config)
-    names = [field.name for field in dataclasses.fields(config)]
-    return {name: types[name] for name in names if name not in _HIDDEN_SETTINGS}
-
-
-def _add_settings(group: Any, algorithm: str) -> None:
-    for name, kind in _settings(algorithm).items():
-        flag = "--" + name.rstrip("_").replace("_", "-")
-        if kind is bool:
-            how: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        elif typing.get_origin(kind) is typing.Literal:
-            how = {"choices": typing.get_args(kind)}
-        else:  # a type, or one or None
-            how = {"type": kind if kind in (int, float, str) else typing.get_args(kind)[0]}
-        group.add_argument(flag, dest=name, default=None, **how)
-
-
-def _given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """The options of these names that were given."""
-    return {name: value for name in names if (value := getattr(options, name)) is not None}
-
-
-def _config(options: argparse.Namespace) -> APPOConfig | OffPolicyConfig:
-    """The task's settings, with those of the options instead."""
-    from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
-
-    overrides = _given(options, _settings(options.algorithm))
-    if options.algorithm == "appo":
-        return APPOConfig.for_task(options.env, **overrides)
-    return OffPolicyConfig.for_task(options.env, options.algorithm, **overrides)
-
-
-def _budget(options: argparse.Namespace) -> int:
-    from torchrl_unilab.trainers.budgets import plan_run
-
-    budget = plan_run(options.env, _config(options))
-    print(json.dumps(budget.as_dict()) if options.json else budget)
-    refusal = budget.refusal()
-    if refusal is not None:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _training(options: argparse.Namespace) -> Callable[..., dict[str, Any]]:
-    """What trains: a new run, or one that is resumed if it is what the options say."""
-    from torchrl_unilab.errors import ConfigError
-    from torchrl_unilab.trainers import APPOConfig, train_appo, train_off_policy
-    from torchrl_unilab.trainers.runs import resume_run
-
-    if options.resume:
-        known = _given(options, ("env", "seed", *_settings(options.algorithm)))
-        return partial(resume_run, settings={"algo": options.algorithm, **known})
-    if options.env is None or options.frames is None:
-        raise ConfigError(
-            f"train: --env {options.env}, --frames {options.frames} (expected both). Give them, "
-            "or --resume to go on with a run."
-        )
-    config = _config(options)
-    where = {"env": options.env, "seed": options.seed or 0}
-    if isinstance(config, APPOConfig):
-        return partial(train_appo, config=config, **where)
-    return partial(train_off_policy, config=config, **where)
+    train.set_defaults(run=_train, parser=train)
 
 
 def _train(options: argparse.Namespace) -> int:
-    summary = _training(options)(
-        run_dir=options.run_dir,
-        stop_at=options.stop_at,
-        max_seconds=options.max_seconds,
-        progress_bar=not options.no_progress,
-        eval_episodes=options.eval_episodes,
-        trace=options.trace,
-        announce=print,
-        **_given(options, ("frames", "checkpoint_interval", "keep_checkpoints")),
-    )
+    from torchrl_unilab.errors import ConfigError
+    from torchrl_unilab.trainers.configs.run import RunConfig
+    from torchrl_unilab.trainers.runs.builders import ALGORITHMS
+    from torchrl_unilab.trainers.runs.resume import resume_run
+    from torchrl_unilab.trainers.runs.train import Run
+
+    algorithm = ALGORITHMS[options.algorithm]
+    settings = _given(options, type(algorithm.settings("")))
+    run = _given(options, RunConfig)
+    if options.resume:
+        known: dict[str, Any] = {"algo": options.algorithm, **settings}
+        known |= {name: run.pop(name) for name in ("env", "seed") if name in run}
+        summary = resume_run(options.run_dir, settings=known, announce=print, **run)
+    elif "env" in run and "frames" in run:
+        config = algorithm.settings(options.env, **settings)
+        summary = Run(RunConfig(**run), config, options.run_dir, announce=print)()
+    else:
+        raise ConfigError(
+            f"train: --env {options.env}, --frames {options.frames} (expected both). Give them, "
+            "or --resume to continue a run."
+        )
     busy = summary["busy"]
     collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"])
     print(
@@ -225,6 +193,34 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.1f}"
 
 
+def _add_budget(budget: argparse.ArgumentParser) -> None:
+    budget.add_argument("--env", required=True, help="task, for example HalfCheetah-v5")
+    budget.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    budget.set_defaults(run=_budget, parser=budget)
+
+
+def _budget(options: argparse.Namespace) -> int:
+    from torchrl_unilab.trainers.runs.builders import ALGORITHMS, plan_run
+
+    algorithm = ALGORITHMS[options.algorithm]
+    settings = _given(options, type(algorithm.settings("")))
+    budget = plan_run(options.env, algorithm.settings(options.env, **settings))
+    print(json.dumps(budget.as_dict()) if options.json else budget)
+    refusal = budget.refusal()
+    if refusal is not None:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_evaluation(evaluation: argparse.ArgumentParser) -> None:
+    add = evaluation.add_argument
+    add("--run-dir", required=True, help="directory of a run")
+    add("--episodes", type=int, default=16, help="number of episodes (default: 16)")
+    add("--seed", type=int, default=0, help="seed of the episodes (default: 0)")
+    evaluation.set_defaults(run=_evaluate, parser=evaluation)
+
+
 def _evaluate(options: argparse.Namespace) -> int:
     from torchrl_unilab.trainers import evaluate_run
 
@@ -233,8 +229,27 @@ def _evaluate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_playing(playing: argparse.ArgumentParser) -> None:
+    add = playing.add_argument
+    add("--run-dir", required=True, help="directory of a run")
+    add("--video", required=True, help="file to write, ending in .mp4")
+    add("--episodes", type=int, default=1, help="episodes, one after the other (default: 1)")
+    add("--max-steps", type=int, help="steps after which an episode ends (default: the task's)")
+    add("--seed", type=int, default=0, help="seed of episodes and drawn actions (default: 0)")
+    add("--width", type=int, default=640, help="pixels, even (default: 640)")
+    add("--height", type=int, default=480, help="pixels, even (default: 480)")
+    add("--camera", help="camera of the model, by name or number (default: a free one)")
+    add(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="act without exploration",
+    )
+    playing.set_defaults(run=_play, parser=playing)
+
+
 def _play(options: argparse.Namespace) -> int:
-    from torchrl_unilab.trainers.playback import play_run
+    from torchrl_unilab.trainers import play_run
 
     camera = options.camera
     result = play_run(

@@ -23,7 +23,7 @@ from tests.benchmarks.plain import PlainLearner
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.trainers.appo import APPOStepper
-from torchrl_unilab.trainers.configs import APPOConfig
+from torchrl_unilab.trainers.configs.appo import APPOConfig
 
 OBSERVATION, ACTION = 17, 6
 

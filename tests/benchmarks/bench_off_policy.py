@@ -39,7 +39,7 @@ from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.runtime import available_cores
 from torchrl_unilab.trainers import OffPolicyConfig, OffPolicyTrainer, evaluate
-from torchrl_unilab.trainers.learners import build_learner
+from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 TASK = "HalfCheetah-v5"

@@ -18,8 +18,7 @@ from tests.support.faults import CONFIGS, ENV
 from tests.support.processes import DEADLINE, live_children
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.trainers.collecting import replay_collector, ring_collector
-from torchrl_unilab.trainers.learners import build_learner
+from torchrl_unilab.trainers.runs.builders import build_learner, replay_collector, ring_collector
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 LONG = (pytest.mark.faults, pytest.mark.slow)

@@ -23,7 +23,7 @@ from tests.support.faults import CONFIGS, ENV, FRAMES, INTERVAL
 from tests.support.mounts import fill, mount_small, start_from_here
 from tests.support.processes import DEADLINE, live_children, receive, spawned
 from torchrl_unilab.trainers import resume_run, train_appo, train_off_policy
-from torchrl_unilab.trainers.checkpoints import RunCheckpoints
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
 LONG = (pytest.mark.faults, pytest.mark.slow)
 LEFT = 8192  # bytes that are free when the second checkpoint is begun, some of what it needs

@@ -32,7 +32,7 @@ print(train_appo("InvertedPendulum-v5", frames=64, run_dir="run", **options)["fr
 """
 TRAIN_ON = """
 import os
-from torchrl_unilab.trainers.checkpoints import RunCheckpoints
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
 save = RunCheckpoints.save
 

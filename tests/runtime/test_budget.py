@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import available_cores, plan_threads
-from torchrl_unilab.runtime.memory_budget import (
+from torchrl_unilab.runtime.budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,
@@ -89,6 +89,29 @@ def test_the_table_names_items_estimates_and_what_is_too_much():
         "  shared+private  in all          7.0 MiB  of 10.0 MiB free: memory",
         "  ~ estimated; all else is computed to the byte",
     ]
+
+
+def test_a_run_that_fits_is_not_refused():
+    assert MemoryBudget((MemoryItem("pool", "private", MIB),), (MEMORY,)).refusal() is None
+
+
+def test_a_refusal_names_the_largest_item_and_its_factor_beside_the_others():
+    items = (
+        MemoryItem("ring", "shared", MIB // 2, ("slots",)),
+        MemoryItem("replay", "shared", 3 * MIB, ("rows", "envs")),
+    )
+    assert MemoryBudget(items, (MEMORY, MOUNT)).refusal() == (
+        "memory of the run: 3.5 MiB do not fit shared-memory mount /dev/shm (expected at most "
+        "2.0 MiB, which is free). The largest item, replay, takes 3.0 MiB, 2.00 times what the "
+        "others leave: lower rows or envs."
+    )
+
+
+def test_a_refusal_says_where_lowering_the_largest_item_is_not_enough():
+    items = [MemoryItem(name, "shared", 3 * MIB, ("rows",)) for name in ("replay", "ring")]
+    assert "and the others alone do not fit either: lower rows." in str(
+        MemoryBudget(tuple(items), (MOUNT,)).refusal()
+    )
 
 
 @given(st.integers(0, 1 << 50))

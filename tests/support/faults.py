@@ -55,8 +55,8 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.checkpoints import RunCheckpoints
-from torchrl_unilab.trainers.loggers import FanOutLogger
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
+from torchrl_unilab.trainers.runs.summary import FanOutLogger
 
 Algorithm = Literal["appo", "sac"]
 Victim = Literal["collector", "learner"]

@@ -16,8 +16,8 @@ from tests.support.off_policy import make_transitions
 from torchrl_unilab.objectives import STATISTICS, FusedAPPOUpdate
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
 from torchrl_unilab.trainers.appo import APPOStepper
-from torchrl_unilab.trainers.learners import Learner, build_learner
 from torchrl_unilab.trainers.off_policy import make_update
+from torchrl_unilab.trainers.runs.builders import Learner, build_learner
 
 OBS, ACT, ROWS = 5, 2, 32
 LOW, HIGH = torch.tensor([-0.4, -1.0]), torch.tensor([0.4, 5.0])

@@ -25,9 +25,9 @@ from torchrl_unilab.trainers import (
     replay_buffer_ready_for_learning,
     train_off_policy,
 )
-from torchrl_unilab.trainers.learners import build_off_policy
 from torchrl_unilab.trainers.loggers import KEPT
 from torchrl_unilab.trainers.off_policy import make_update
+from torchrl_unilab.trainers.runs.builders import build_off_policy
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 QUICK = {

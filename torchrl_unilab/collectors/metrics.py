@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 
 from torchrl_unilab.errors import LayoutKeyError
-from torchrl_unilab.shm import SnapshotCell
+from torchrl_unilab.shm import BlockLayout, SnapshotCell
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, cell_nbytes
 
 __all__ = ["PHASES", "CollectorMetrics", "EpisodeLog", "LatestMetrics", "PhaseClock"]
 
@@ -164,15 +165,13 @@ class LatestMetrics:
 
     def __init__(self, workers: int, *, names: Sequence[str] = ()) -> None:
         self._names = tuple(names)
-        initial = {
-            "frames": torch.zeros((), dtype=torch.int64),
-            "trajectories": torch.zeros((), dtype=torch.int64),
-            "episodes": torch.zeros((), dtype=torch.int64),
-            "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
-            "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
-            "values": torch.full((len(self._names),), torch.nan, dtype=torch.float64),
-        }
+        initial = _initial(len(self._names))
         self._cells = [SnapshotCell(initial) for _ in range(workers)]
+
+    @staticmethod
+    def nbytes(workers: int, names: int = 0) -> int:
+        """Return the bytes of shared memory, of one segment per worker."""
+        return workers * cell_nbytes(BlockLayout.of(_initial(names)), DEFAULT_SLOTS, 0)
 
     def put(
         self,
@@ -227,6 +226,17 @@ class LatestMetrics:
         """Give up the shared memory. Idempotent."""
         for cell in self._cells:
             cell.close()
+
+
+def _initial(names: int) -> dict[str, torch.Tensor]:
+    return {
+        "frames": torch.zeros((), dtype=torch.int64),
+        "trajectories": torch.zeros((), dtype=torch.int64),
+        "episodes": torch.zeros((), dtype=torch.int64),
+        "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
+        "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
+        "values": torch.full((names,), torch.nan, dtype=torch.float64),
+    }
 
 
 def _summed(parts: Sequence[dict[str, torch.Tensor]], names: Sequence[str]) -> CollectorMetrics:

@@ -33,9 +33,9 @@ several threads end at their barrier, so that the caller's fence orders all of t
 
 **Order through a pipe.** The ring needs no fence. Its slots change hands by a token in a pipe: the
 giver's ``write(2)`` follows its stores, the taker's ``read(2)`` precedes its loads, and both hold
-the pipe's lock in the kernel while the token passes. A lock that one processor releases and another
-acquires orders memory on every processor, so the taker of a token sees all that its giver did to the
-slot.
+the pipe's lock in the kernel while the token passes. A lock that one processor releases and
+another acquires orders memory on every processor, so the taker of a token sees all that its giver
+did to the slot.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torchrl_unilab.data import RolloutPool
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate, kl_adapted_lr
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.configs import APPOConfig
+from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.hooks import (
     BusyTime,
     CollectorReport,

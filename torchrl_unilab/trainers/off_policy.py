@@ -18,12 +18,12 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.objectives.fused_off_policy import sync_normalizers
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
-from torchrl_unilab.trainers.loggers import newest_values
-from torchrl_unilab.trainers.off_policy_configs import (
+from torchrl_unilab.trainers.configs.off_policy import (
     OffPolicyConfig,
     compute_train_start_threshold,
 )
+from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
+from torchrl_unilab.trainers.loggers import newest_values
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [

@@ -27,12 +27,12 @@ from torchrl_unilab.trainers import (
     OffPolicyConfig,
     PublishWeights,
     evaluate_run,
+    resume_run,
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.checkpoints import RunCheckpoints, _digests, run_checkpoint
-from torchrl_unilab.trainers.playback import play_run
-from torchrl_unilab.trainers.runs import resume_run
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, _digests, run_checkpoint
+from torchrl_unilab.trainers.runs.playback import play_run
 
 INTERVAL, KILLED, FRAMES = 96, 160, 192
 QUIET: Mapping[str, Any] = {"progress_bar": False, "eval_episodes": 1}

@@ -11,36 +11,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint, CheckpointError
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import available_cores
-from torchrl_unilab.trainers.checkpoints import RunCheckpoints
-from torchrl_unilab.trainers.configs import APPOConfig
-from torchrl_unilab.trainers.evaluation import evaluate
-from torchrl_unilab.trainers.learners import build_learner
-from torchrl_unilab.trainers.off_policy_configs import OffPolicyConfig
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
-__all__ = ["CHECKPOINT", "CONFIG", "Run", "config_of", "evaluate_run", "load_run"]
+__all__ = ["CHECKPOINT", "CONFIG", "Run", "config_of", "evaluate", "evaluate_run", "load_run"]
 
 CHECKPOINT = "checkpoint"
 CONFIG = "config.json"
 
-_CONFIGS: Mapping[str, type[Any]] = {
-    "appo": APPOConfig,
-    "sac": OffPolicyConfig,
-    "td3": OffPolicyConfig,
-}
-
 
 def config_of(settings: Mapping[str, Any]) -> Any:
     """Return the settings that ``config.json`` or a checkpoint has."""
-    kind = _CONFIGS[settings["algo"]]
-    fields = {field.name for field in dataclasses.fields(kind)}
-    kept = {key: value for key, value in settings.items() if key in fields}
-    return kind(**{**kept, "hidden": tuple(kept["hidden"])})
+    make = ALGORITHMS[settings["algo"]].settings
+    names = {field.name for field in dataclasses.fields(make(settings["env"]))} - {"algorithm"}
+    kept = {key: value for key, value in settings.items() if key in names}
+    return make(settings["env"], **{**kept, "hidden": tuple(kept["hidden"])})
 
 
 @dataclass(frozen=True)
@@ -125,3 +119,32 @@ def evaluate_run(
         "min": returns.min().item(),
         "max": returns.max().item(),
     }
+
+
+@torch.no_grad()
+def evaluate(
+    env: EnvBase, policy: TensorDictModuleBase, *, max_steps: int = 100_000
+) -> torch.Tensor:
+    """Run each environment of `env` for one episode, acting deterministically.
+
+    Args:
+        env: Batch size [N] or [].
+        policy: Writes the action.
+        max_steps: Stop here even if an episode goes on.
+
+    Returns:
+        The return of each environment's first episode, float64, [N] ([1] for batch
+        size []).
+    """
+    returns = torch.zeros(env.batch_size.numel(), dtype=torch.float64)
+    running = torch.ones_like(returns, dtype=torch.bool)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        current = env.reset()
+        for _ in range(max_steps):
+            stepped, current = env.step_and_maybe_reset(policy(current))
+            after = stepped["next"]
+            returns += after["reward"].reshape(-1).double() * running
+            running &= ~after["done"].reshape(-1)
+            if not running.any():
+                break
+    return returns

@@ -48,12 +48,11 @@ from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.allowed import check_settings, integer
+from torchrl_unilab.trainers.configs.settings import integer
 
 __all__ = [
     "RunCheckpoints",
     "SavedRun",
-    "cut_logs",
     "load_trainer",
     "run_checkpoint",
     "save_learner",
@@ -158,10 +157,8 @@ class RunCheckpoints(CheckpointRotation):
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 2, interval: int | None = None
     ) -> None:
-        check_settings(
-            {"keep_checkpoints": keep, "checkpoint_interval": interval},
-            {"keep_checkpoints": integer(), "checkpoint_interval": integer().or_none()},
-        )
+        integer().check("keep_checkpoints", keep)
+        integer().or_none().check("checkpoint_interval", interval)
         super().__init__(Path(directory), keep_last=keep, prefix=_PREFIX)
         self._directory = Path(directory)
         self.interval = interval
@@ -392,20 +389,3 @@ def load_trainer(trainer: Trainer, saved: SavedRun) -> None:
     trainer.collector.update_policy_weights_()
     if trainer.progress_bar:
         trainer.register_op("setup", lambda: trainer._pbar.update(saved.frames))
-
-
-def cut_logs(directory: Path, frames: int) -> None:
-    """Remove from scalars in CSV files what was logged after so many frames.
-
-    Args:
-        directory: Of TorchRL's `CSVLogger`; may be absent.
-        frames: Rows "step,value" of later steps go.
-    """
-    for path in directory.rglob("*.csv"):
-        lines = path.read_text().splitlines(keepends=True)
-        # A process that was killed may have left half a line at the end.
-        kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= frames]
-        if kept != lines:
-            draft = path.with_name(f".{path.name}")
-            draft.write_text("".join(kept))
-            draft.replace(path)

@@ -12,13 +12,14 @@ from tests.support.processes import live_children
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.runtime.memory_budget import MemoryLimit
+from torchrl_unilab.runtime.budget import MemoryBudget, MemoryLimit
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import ring_nbytes
 from torchrl_unilab.shm.segment import named_directory
-from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, budgets, runs
-from torchrl_unilab.trainers.budgets import RunForm, memory_items, plan_run
-from torchrl_unilab.trainers.learners import build_learner
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, plan_run, train_off_policy
+from torchrl_unilab.trainers.runs import budget as budget_module
+from torchrl_unilab.trainers.runs.budget import RunBudget, RunSizes, memory_limits, replay_items
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 MIB = 1 << 20
@@ -65,8 +66,9 @@ def _collector(task, config):
     env = create_env()
     learner = build_learner(env, config)
     env.close()
-    algorithm = runs._APPO if isinstance(config, APPOConfig) else runs._OFF_POLICY
-    return algorithm.collector(create_env, learner.actor, UniLabShmScheme(), config, 0)
+    return ALGORITHMS[config.algorithm].collector(
+        create_env, learner.actor, UniLabShmScheme(), config, 0
+    )
 
 
 def _exact_shared(task, config):
@@ -113,92 +115,71 @@ def test_batch_slots_have_the_computed_bytes(name):
     assert items["batch slots"].nbytes == 2 * nbytes
 
 
-def test_a_learner_on_a_device_has_its_batches_and_networks_there():
-    budget = _sac()
-    form = dataclasses.replace(budget.form, device=torch.device("cuda", 0))
-    items = memory_items(budget.config, form)
+def _on_a_device(config):
+    """What a run on HalfCheetah would take with its learner on a GPU."""
+    env = MujocoBatchEnv("HalfCheetah-v5", num_envs=1, num_threads=1)
+    learner = build_learner(env, config)
+    sizes = RunSizes.of(env, learner.actor, learner.loss)
+    env.close()
+    return dataclasses.replace(sizes, device=torch.device("cuda", 0))
+
+
+def test_a_learner_on_a_device_has_its_batches_and_networks_there(monkeypatch):
+    monkeypatch.setattr(budget_module, "memory_limits", lambda device: ())
+    config = OffPolicyConfig()
+    sizes = _on_a_device(config)
+    items = RunBudget.of(config, sizes, replay_items(config, sizes)).memory.items
     device = {item.name: item.nbytes for item in items if item.place == "device"}
     host = {item.name: item.nbytes for item in items if item.place == "private"}
     assert {"batch slots", "networks, gradients, Adam", "learner's working copies"} == set(device)
     assert device["batch slots"] == host["batch slots, page-locked"]
-    over = dataclasses.replace(
-        budget, form=form, limits=(MemoryLimit("cuda:0", 4 * MIB, ("device",)),)
-    )
-    assert "cuda:0" in (over.refusal() or "")
 
 
 def test_the_size_of_a_run_does_not_depend_on_how_many_environments_were_measured():
     config = OffPolicyConfig(num_envs=6)
     env = MujocoBatchEnv("Hopper-v5", num_envs=6, num_threads=1)
-    form = RunForm.of(env, build_learner(env, config))
+    measured = run_budget(env, build_learner(env, config), config)
     env.close()
-    assert memory_items(config, form) == plan_run("Hopper-v5", config).memory.items
+    assert measured.memory.items == plan_run("Hopper-v5", config).memory.items
 
 
 # Limits
 
 
-def test_on_a_mount_of_64_mb_the_default_sac_names_the_largest_replay_that_fits():
-    budget = dataclasses.replace(_sac(), limits=SMALL_MOUNT)
-    refusal = budget.refusal()
+def _limited(budget, *limits):
+    return dataclasses.replace(budget, memory=MemoryBudget(budget.memory.items, limits))
+
+
+def test_the_default_sac_does_not_fit_a_mount_of_64_mb():
+    refusal = _limited(_sac(), *SMALL_MOUNT).refusal()
     assert refusal is not None
     assert "do not fit shared-memory mount /dev/shm (expected at most 64.0 MiB" in refusal
-    most = int(refusal.split("Lower replay_buffer_n from 62500 to ")[1].split(",")[0])
+    assert "The largest item, packed replay, takes 160.2 MiB, 2.5" in refusal
+    assert refusal.endswith("lower replay_buffer_n or num_envs.")
 
-    def refused(rows):
-        config = dataclasses.replace(budget.config, replay_buffer_n=rows)
-        return dataclasses.replace(budget, config=config).refusal()
 
-    assert refused(most) is None
-    assert refused(most + 1) is not None
+def test_a_replay_lowered_by_the_factor_named_fits():
+    config = OffPolicyConfig.for_task("HalfCheetah-v5")
+    refusal = _limited(plan_run("HalfCheetah-v5", config), *SMALL_MOUNT).refusal() or ""
+    factor = float(refusal.split(" times what")[0].split()[-1]) + 0.01  # as it was rounded
+    lowered = dataclasses.replace(config, replay_buffer_n=int(config.replay_buffer_n / factor))
+    assert _limited(plan_run("HalfCheetah-v5", lowered), *SMALL_MOUNT).refusal() is None
+
+
+def test_a_refused_run_shows_the_breakdown():
     with pytest.raises(ConfigError, match=r"packed replay +160"):
-        budget.check()
+        _limited(_sac(), *SMALL_MOUNT).check()
 
 
 def test_on_a_mount_of_64_mb_the_default_appo_fits():
     budget = plan_run("HalfCheetah-v5", APPOConfig.for_task("HalfCheetah-v5"))
-    dataclasses.replace(budget, limits=SMALL_MOUNT).check()
-
-
-def test_what_no_one_setting_mends_is_said_to_need_several():
-    nothing = (MemoryLimit("memory", 1 * MIB, ("shared", "private")),)
-    refusal = dataclasses.replace(_sac(), limits=nothing).refusal()
-    assert refusal is not None
-    assert "No one setting alone makes it fit: lower several (" in refusal
-    assert "replay_buffer_n" in refusal
-
-
-def test_a_replay_is_not_lowered_below_what_the_first_update_needs():
-    budget = _sac(batch_size=4096, replay_buffer_n=300, num_envs=16)  # at least 256
-
-    def remedy(share):
-        replay = next(i for i in budget.memory.items if i.name == "packed replay")
-        shared = budget.memory.needed(SMALL_MOUNT[0])
-        tight = MemoryLimit("mount", shared - int(share * replay.nbytes), ("shared",))
-        return dataclasses.replace(budget, limits=(tight,)).refusal() or ""
-
-    assert "Lower replay_buffer_n from 300 to 270," in remedy(0.1)
-    assert "Lower replay_buffer_n" not in remedy(0.5)
-
-
-def test_environments_are_not_lowered_below_a_frame_for_each_minibatch():
-    config = APPOConfig(num_envs=64, num_steps=1, minibatches=32)
-    budget = plan_run("HalfCheetah-v5", config)
-
-    def remedy(spare):
-        least = dataclasses.replace(budget, config=dataclasses.replace(config, num_envs=32))
-        fits = least.memory.needed(SMALL_MOUNT[0])
-        tight = MemoryLimit("mount", fits + spare, ("shared",))
-        return dataclasses.replace(budget, limits=(tight,)).refusal() or ""
-
-    assert "Lower num_envs from 64 to" in remedy(0)
-    assert "Lower num_envs" not in remedy(-1)
+    _limited(budget, *SMALL_MOUNT).check()
 
 
 @pytest.mark.parametrize("kind", ["anonymous", "named"])
 def test_the_mount_bounds_named_segments_alone(kind, monkeypatch):
     monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", kind)
-    mounts = [limit for limit in budgets.memory_limits() if "mount" in limit.name]
+    mounts = [limit for limit in memory_limits() if "mount" in limit.name]
     assert len(mounts) == (kind == "named")
 
 
@@ -206,11 +187,11 @@ def test_the_mount_bounds_named_segments_alone(kind, monkeypatch):
 def test_a_run_that_does_not_fit_is_refused_with_nothing_allocated(
     own_env, tmp_path, monkeypatch, reserved
 ):
-    monkeypatch.setattr(budgets, "memory_limits", lambda device: SMALL_MOUNT)
+    monkeypatch.setattr(budget_module, "memory_limits", lambda device: SMALL_MOUNT)
     run_dir = tmp_path / "run"
     create_env = partial(MujocoBatchEnv, "HalfCheetah-v5", num_envs=16, num_threads=1)
-    with pytest.raises(ConfigError, match="Lower replay_buffer_n from 62500 to"):
-        runs.train_off_policy(
+    with pytest.raises(ConfigError, match="lower replay_buffer_n or num_envs"):
+        train_off_policy(
             "HalfCheetah-v5",
             frames=9999,
             run_dir=run_dir,
@@ -245,7 +226,7 @@ def test_the_command_takes_the_settings_of_a_run_and_prints_plain_data(capsys):
 
 
 def test_the_command_says_what_does_not_fit_and_fails(monkeypatch, capsys):
-    monkeypatch.setattr(budgets, "memory_limits", lambda device: SMALL_MOUNT)
+    monkeypatch.setattr(budget_module, "memory_limits", lambda device: SMALL_MOUNT)
     assert main(["budget", "sac", "--env", "HalfCheetah-v5"]) == 2
     out, err = capsys.readouterr()
     assert "TOO MUCH" in out
@@ -254,7 +235,7 @@ def test_the_command_says_what_does_not_fit_and_fails(monkeypatch, capsys):
 
 
 def test_the_train_command_shows_the_breakdown_of_what_does_not_fit(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(budgets, "memory_limits", lambda device: SMALL_MOUNT)
+    monkeypatch.setattr(budget_module, "memory_limits", lambda device: SMALL_MOUNT)
     arguments = ["--env", "HalfCheetah-v5", "--frames", "9999", "--run-dir", str(tmp_path / "run")]
     assert main(["train", "sac", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()

@@ -37,7 +37,7 @@ class Mp4Logger(CSVLogger):
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl.record import VideoRecorder
         >>> from torchrl_unilab.envs import MujocoBatchEnv
-        >>> from torchrl_unilab.trainers.videos import Mp4Logger
+        >>> from torchrl_unilab.trainers.runs.video import Mp4Logger
         >>> directory = tempfile.mkdtemp()
         >>> recorder = VideoRecorder(Mp4Logger("hopper", directory), tag="rollout", fps=40)
         >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 4, from_pixels=True), recorder)

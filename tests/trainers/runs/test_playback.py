@@ -10,7 +10,7 @@ from torchrl_unilab.cli import main
 from torchrl_unilab.envs.rendering import BatchRenderer
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
-from torchrl_unilab.trainers.playback import play_run
+from torchrl_unilab.trainers.runs.playback import play_run
 
 SIZE = ["--width", "64", "--height", "48"]
 
@@ -55,7 +55,7 @@ def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys)
 
 
 def test_a_task_of_many_steps_a_second_is_filmed_in_its_own_time(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchrl_unilab.trainers.playback._MOST_FPS", 10)
+    monkeypatch.setattr("torchrl_unilab.trainers.runs.playback._MOST_FPS", 10)
     result = play_run(run_dir, tmp_path / "out.mp4", width=64, height=48)
     # every third of 25 steps a second
     assert result["fps"] == pytest.approx(25 / 3)

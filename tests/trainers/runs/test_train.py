@@ -24,7 +24,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm import segment
 from torchrl_unilab.trainers import APPOConfig, evaluate_run, processor_time, train_appo
 from torchrl_unilab.trainers.processor_time import CollectorTime
-from torchrl_unilab.trainers.runs import _children
+from torchrl_unilab.trainers.runs.train import child_seeds
 
 QUICK = {"num_envs": 8, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
 
@@ -160,11 +160,28 @@ def test_too_small_a_shared_memory_is_refused_before_anything_is_written(
     assert not live_children()
 
 
-def test_an_unknown_algorithm_or_task_lists_what_exists(tmp_path, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["train", "ppo9", "--env", "Hopper-v5", "--frames", "1", "--run-dir", str(tmp_path)])
-    assert exit_info.value.code == 2
-    assert "appo" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "ppo9"], "invalid choice: 'ppo9' (choose from"),
+        (["train", "appo"], "the following arguments are required: --run-dir"),
+        (["train", "appo", "--run-dir", "x", "--numenvs", "3"], "unknown argument --numenvs"),
+        (["budget", "sac", "--env", "x", "--num-envs", "few"], "--num-envs: invalid int value"),
+    ],
+)
+def test_a_wrong_argument_is_one_error_line_that_says_where_help_is(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert error.startswith("error: ")
+    assert message in error
+    assert f". See torchrl-unilab {arguments[0]}" in error
+    assert error.endswith(" --help.\n")
+    assert error.count("\n") == 1
+
+
+def test_an_unknown_task_lists_what_exists(tmp_path, capsys):
     main(["train", "appo", "--env", "Nix", "--frames", "1", "--run-dir", str(tmp_path / "r")])
     assert "HalfCheetah-v5" in capsys.readouterr().err
 
@@ -287,7 +304,7 @@ def test_the_time_of_a_collector_and_of_the_one_in_its_place_is_summed(monkeypat
 
 
 def test_runs_of_neighbouring_seeds_share_no_environment():
-    acting = sorted(_children(seed, 2)[1] for seed in range(100))
+    acting = sorted(child_seeds(seed, 2)[1] for seed in range(100))
     assert min(b - a for a, b in itertools.pairwise(acting)) > 10_000  # which counts on from it
-    assert _children(7, 2) == _children(7, 2)
-    assert len({child for seed in range(100) for child in _children(seed, 2)}) == 200
+    assert child_seeds(7, 2) == child_seeds(7, 2)
+    assert len({child for seed in range(100) for child in child_seeds(seed, 2)}) == 200

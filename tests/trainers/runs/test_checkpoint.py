@@ -16,7 +16,7 @@ from tests.support.processes import DEADLINE, spawned
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import checkpoints as module
-from torchrl_unilab.trainers.checkpoints import RunCheckpoints, cut_logs, run_checkpoint
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, cut_logs, run_checkpoint
 
 RUN = {"env": "Hopper-v5", "algo": "appo", "seed": 3, "hidden": [16]}
 

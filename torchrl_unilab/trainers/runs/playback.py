@@ -17,8 +17,8 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.saved_runs import load_run
-from torchrl_unilab.trainers.videos import check_video, write_video
+from torchrl_unilab.trainers.runs.saved import load_run
+from torchrl_unilab.trainers.runs.video import check_video, write_video
 
 __all__ = ["play_run"]
 

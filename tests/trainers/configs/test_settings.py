@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_unilab.cli import _parser
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
+from torchrl_unilab.trainers.configs.run import RunConfig
+from torchrl_unilab.trainers.configs.settings import (
+    REQUIRED,
+    Constraint,
+    choice,
+    flag,
+    integer,
+    number,
+    text,
+    widths,
+)
+
+CONFIGS = (APPOConfig, OffPolicyConfig, RunConfig)
+FIELDS = [(config, field) for config in CONFIGS for field in dataclasses.fields(config)]
+every_field = pytest.mark.parametrize(
+    ("config", "field"), FIELDS, ids=lambda value: getattr(value, "name", None)
+)
+
+
+def _build(config: type, **settings: object) -> object:
+    required = {"env": "Hopper-v5", "frames": 1000} if config is RunConfig else {}
+    return config(**{**required, **settings})
+
+
+CONSTRAINTS = [
+    (integer(), [1, 7], [0, -1, 1.0, True, "1", None], "an integer of at least 1"),
+    (integer(1, 8), [1, 8], [0, 9], "an integer within [1, 8]"),
+    (integer(None), [-3, 0], [0.0, False], "an integer"),
+    (integer(0).or_none(), [None, 0], [-1, math.nan], "None or an integer of at least 0"),
+    (number(), [-1, 0.5], [math.nan, math.inf, -math.inf, True, "1"], "a finite number"),
+    (number(0), [0, 0.5], [-1e-9], "a finite number of at least 0"),
+    (number(0, 1), [0.0, 1], [-0.1, 1.1], "a finite number within [0, 1]"),
+    (number(above=0), [1e-9], [0, 0.0, -1.0, None], "a finite number above 0"),
+    (choice(Literal["a", "b"]), ["a", "b"], ["c", None, ["a"]], "'a' or 'b'"),
+    (flag(), [True, False], [1, 0, None, "yes"], "True or False"),
+    (text(), ["a"], ["", None, 1, ("a",)], "a text"),
+    (widths(), [(), (1,), [8, 8]], [(0,), (True,), (8.0,), "8", 8, None], "a tuple of integers"),
+]
+each_constraint = pytest.mark.parametrize(
+    ("constraint", "good", "bad", "words"), CONSTRAINTS, ids=[case[3] for case in CONSTRAINTS]
+)
+
+
+@each_constraint
+def test_a_constraint_accepts_its_values(constraint: Constraint, good, bad, words):
+    for value in good:
+        constraint.check("name", value)
+
+
+@each_constraint
+def test_a_refused_value_is_named_with_what_is_expected(constraint: Constraint, good, bad, words):
+    for value in bad:
+        with pytest.raises(ConfigError) as caught:
+            constraint.check("name", value, "Mend it.")
+        assert str(caught.value).startswith(f"name: {value!r} (expected {words}")
+        assert str(caught.value).endswith("). Mend it.")
+
+
+@every_field
+@given(junk=st.sampled_from([object(), {}, b"8", 1j, math.nan, (0,), "\0"]))
+def test_every_setting_refuses_a_value_of_another_type(config, field, junk):
+    if junk == "\0" and field.type == "str":
+        return  # any text may be a key or a task
+    with pytest.raises(ConfigError, match=rf"^{field.name}: "):
+        _build(config, **{field.name: junk})
+
+
+@every_field
+def test_no_number_is_a_flag_and_no_flag_a_number(config, field):
+    other = 1 if field.type == "bool" else True
+    with pytest.raises(ConfigError, match=rf"^{field.name}: "):
+        _build(config, **{field.name: other})
+
+
+def test_a_refused_setting_names_its_default():
+    with pytest.raises(ConfigError, match=r"epochs: 0 .* Leave it out for the default, 5\.$"):
+        APPOConfig(epochs=0)
+
+
+# Settings that depend on each other
+
+
+def test_a_rollout_has_a_frame_for_each_minibatch():
+    APPOConfig(num_envs=2, num_steps=2, minibatches=4)
+    with pytest.raises(ConfigError, match=r"minibatches: 5 \(expected at most the 4 frames"):
+        APPOConfig(num_envs=2, num_steps=2, minibatches=5)
+
+
+def test_lockstep_needs_a_slot_for_each_collector():
+    APPOConfig(lockstep=True, num_collectors=2, slots=2)
+    with pytest.raises(ConfigError, match=r"slots: 1 in lock-step"):
+        APPOConfig(lockstep=True, num_collectors=2, slots=1)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "learning_starts", "rows"), [(256, 256, 256), (1, -5, 1), (256, 0, 256)]
+)
+def test_the_replay_holds_what_the_first_update_needs(batch_size, learning_starts, rows):
+    sizes = {"num_envs": 1, "batch_size": batch_size, "learning_starts": learning_starts}
+    OffPolicyConfig(replay_buffer_n=rows, **sizes)
+    if rows > 1:
+        with pytest.raises(ConfigError, match=rf"replay_buffer_n: .* \(expected at least {rows},"):
+            OffPolicyConfig(replay_buffer_n=rows - 1, **sizes)
+
+
+def test_the_lowest_noise_is_at_most_the_highest():
+    with pytest.raises(ConfigError, match=r"noise_std_min: 0.5 \(expected at most"):
+        OffPolicyConfig(noise_std_min=0.5)
+
+
+def test_a_checkpoint_is_written_each_quarter_of_a_run():
+    assert [RunConfig("Hopper-v5", frames).interval for frames in (1, 1000)] == [1, 250]
+    assert RunConfig("Hopper-v5", 1000, checkpoint_interval=7).interval == 7
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def parsers() -> dict[tuple[str, str], argparse.ArgumentParser]:
+    """The parser of each command and algorithm."""
+
+    def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+        (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        return action.choices
+
+    return {
+        (command, algorithm): leaf
+        for command, parser in commands(_parser()).items()
+        if command in ("train", "budget")
+        for algorithm, leaf in commands(parser).items()
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["appo", "sac", "td3"])
+def test_each_setting_is_a_flag_whose_help_says_meaning_and_default(parsers, algorithm):
+    kinds = (APPOConfig if algorithm == "appo" else OffPolicyConfig, RunConfig)
+    shown = " ".join(parsers["train", algorithm].format_help().split()).replace("- ", "-")
+    for field in (field for kind in kinds for field in dataclasses.fields(kind)):
+        if field.name in ("algorithm", "progress_bar"):
+            continue  # the command itself, and --no-progress
+        assert f" --{field.name.rstrip('_').replace('_', '-')}" in shown
+        assert field.metadata["help"].replace("- ", "-") in shown
+        assert field.default is REQUIRED or "default: " in shown
+
+
+def test_the_help_shows_the_defaults_of_the_algorithm(parsers):
+    shown = " ".join(parsers["train", "td3"].format_help().split())
+    assert "critic updates per update of the policy; at least 1 (default: 2)" in shown
+
+
+def test_given_flags_are_parsed_by_the_type_of_the_setting(parsers):
+    given = "--hidden 8 4 --lr 1e-4 --lambda 0.5 --no-fused --overflow overwrite --env x --frames 9"
+    options = parsers["train", "appo"].parse_args([*given.split(), "--run-dir", "runs"])
+    assert (options.hidden, options.lr, options.lambda_) == ([8, 4], 1e-4, 0.5)
+    assert (options.fused, options.overflow, options.frames) == (False, "overwrite", 9)
+
+
+def test_flags_that_are_not_given_leave_the_defaults_to_the_task(parsers):
+    options = vars(parsers["train", "sac"].parse_args(["--run-dir", "runs"]))
+    for kind in (OffPolicyConfig, RunConfig):
+        names = {field.name for field in dataclasses.fields(kind)} - {"algorithm"}
+        assert {options[name] for name in names} == {None}

@@ -1,0 +1,1 @@
+"""Settings of runs: one line each, with type, default, help text and constraint."""

@@ -1,0 +1,149 @@
+"""Settings of APPO, and what each task changes of them, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torchrl_unilab.data.rollout_pool import MAX_ROLLOUTS
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.shm.ring import Overflow
+from torchrl_unilab.trainers.configs.settings import (
+    Settings,
+    choice,
+    flag,
+    integer,
+    number,
+    setting,
+    text,
+    widths,
+)
+
+__all__ = ["APPO_TASKS", "APPOConfig"]
+
+
+@dataclass(frozen=True)
+class APPOConfig(Settings):
+    """Settings of one APPO run; each field's help text describes it.
+
+    Raises:
+        ConfigError: A setting cannot work.
+
+    Example:
+        >>> APPOConfig.for_task("Hopper-v5", num_envs=32).num_steps
+        32
+    """
+
+    algorithm: ClassVar[str] = "appo"
+    learner_threads: ClassVar[int] = 1  # small networks run fastest on one thread
+    min_frames: ClassVar[int] = 1
+
+    num_envs: int = setting(64, "environments per collector", integer())
+    num_steps: int = setting(16, "steps of each environment in a rollout", integer())
+    num_collectors: int = setting(1, "collector processes", integer())
+    physics_threads: int | None = setting(
+        None, "physics threads per collector; None shares the cores", integer().or_none()
+    )
+    pool: int = setting(
+        1, "rollouts that are reused together; the oldest is replaced", integer(1, MAX_ROLLOUTS)
+    )
+    epochs: int = setting(5, "passes over the pool per new rollout", integer())
+    minibatches: int = setting(4, "minibatches per pass over the pool", integer())
+    lr: float = setting(1e-3, "initial learning rate; the KL divergence adapts it", number(above=0))
+    desired_kl: float = setting(
+        0.02, "KL divergence, target to current policy, to steer towards", number(above=0)
+    )
+    max_grad_norm: float = setting(1.0, "bound of the gradient's norm", number(above=0))
+    reward_scale: float = setting(
+        0.1, "factor on rewards for learning; reported returns are unscaled", number(above=0)
+    )
+    observation: str = setting("observation", "key that the actor reads", text())
+    critic_observation: str = setting(
+        "observation", "key that the critic reads; may hold what no actor can know", text()
+    )
+    hidden: tuple[int, ...] = setting((64, 64), "widths of actor's and critic's layers", widths())
+    log_std: float = setting(-1.0, "initial log standard deviation of the actions", number())
+    gamma: float = setting(0.99, "discount per step", number(0, 1))
+    lambda_: float = setting(0.95, "decay of V-trace's traces", number(0, 1))
+    rho_bar: float = setting(
+        1.0, "V-trace's bound of the ratio in temporal differences", number(above=0)
+    )
+    c_bar: float = setting(1.0, "V-trace's bound of the ratio in traces", number(0))
+    clip_epsilon: float = setting(0.2, "bound of the surrogate's ratio", number(0))
+    value_clip: float | None = setting(
+        None, "bound of a value's change; None leaves it free", number(above=0).or_none()
+    )
+    critic_coeff: float = setting(1.0, "weight of the value loss", number(0))
+    entropy_coeff: float = setting(0.0, "weight of the entropy bonus", number())
+    tau: float = setting(
+        1.0, "share of the current policy that a target update takes over", number(0, 1)
+    )
+    target_update_freq: int | None = setting(
+        None, "optimiser steps between target updates; None: once per rollout", integer().or_none()
+    )
+    fused: bool = setting(True, "update by `FusedAPPOUpdate` where the networks allow", flag())
+    compile: bool = setting(
+        False,
+        "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
+        "compiler, so it pays off in long runs only",
+        flag(),
+    )
+    slots: int | None = setting(
+        None, "slots of the rollout ring; None: one per collector", integer().or_none()
+    )
+    overflow: Overflow = setting(
+        "block", "what a collector without a free slot does to its rollout", choice(Overflow)
+    )
+    max_policy_lag: int | None = setting(
+        None,
+        "published versions after which a rollout is dropped; None keeps all",
+        integer(0).or_none(),
+    )
+    lockstep: bool = setting(
+        False, "collect only when the learner asks: repeatable bit for bit", flag()
+    )
+    restart_workers: int = setting(
+        0, "lost collectors to replace before the loss of one ends the run", integer(0)
+    )
+
+    def __post_init__(self) -> None:
+        """Check each setting, then those that depend on each other."""
+        super().__post_init__()
+        if self.minibatches > self.frames_per_rollout:  # the first pool has one rollout
+            raise ConfigError(
+                f"minibatches: {self.minibatches} (expected at most the {self.frames_per_rollout} "
+                f"frames of a rollout, num_envs {self.num_envs} x num_steps {self.num_steps}). "
+                "Lower it, or collect more at a time."
+            )
+        if self.lockstep and self.slots is not None and self.slots < self.num_collectors:
+            raise ConfigError(
+                f"slots: {self.slots} in lock-step (expected at least num_collectors, "
+                f"{self.num_collectors}). Leave it out."
+            )
+
+    @property
+    def frames_per_rollout(self) -> int:
+        """Frames of one rollout of one collector."""
+        return self.num_envs * self.num_steps
+
+    @classmethod
+    def for_task(cls, task: str, **overrides: Any) -> APPOConfig:
+        """Return the settings of a task, with `overrides` on top."""
+        return dataclasses.replace(cls(**APPO_TASKS.get(task, {})), **overrides)
+
+
+APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
+    "HalfCheetah-v5": {},
+    "Hopper-v5": {"num_steps": 32, "epochs": 8, "gamma": 0.995},
+    "Walker2d-v5": {},
+    "InvertedPendulum-v5": {"num_envs": 16, "num_steps": 32},
+    "QuadrupedWalk": {
+        "critic_observation": "critic_observation",
+        "epochs": 8,
+        "reward_scale": 0.3,
+        "log_std": -1.5,
+    },
+}
+"""What differs from the defaults, per task."""

@@ -1,0 +1,218 @@
+"""Settings of SAC and TD3, and what differs per task, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchrl_unilab.data.packed_replay import NextObservation
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.configs.settings import (
+    Settings,
+    choice,
+    flag,
+    integer,
+    number,
+    setting,
+    text,
+    widths,
+)
+
+__all__ = [
+    "OFF_POLICY_TASKS",
+    "Algorithm",
+    "OffPolicyConfig",
+    "compute_train_start_threshold",
+]
+
+Algorithm = Literal["sac", "td3"]
+
+
+def compute_train_start_threshold(batch_size: int, learning_starts: int, num_envs: int) -> int:
+    """Return how many rows the replay must have before the first update.
+
+    Args:
+        batch_size: Rows of a minibatch.
+        learning_starts: Steps of each environment; below 0 counts as 0.
+        num_envs: Environments.
+
+    Example:
+        >>> compute_train_start_threshold(256, 100, 16)
+        1600
+    """
+    return max(batch_size, max(learning_starts, 0) * num_envs)
+
+
+@dataclass(frozen=True)
+class OffPolicyConfig(Settings):
+    """Settings of one SAC or TD3 run.
+
+    A *tick* is ``env_steps_per_sync`` steps of all environments, followed by
+    ``updates_per_step`` updates on as many minibatches.
+
+    Raises:
+        ConfigError: A setting cannot work.
+
+    Example:
+        >>> OffPolicyConfig.for_task("HalfCheetah-v5", "td3", num_envs=8).policy_frequency
+        2
+    """
+
+    algorithm: Algorithm = setting("sac", "the algorithm", choice(Algorithm))
+    num_envs: int = setting(16, "environments per collector", integer())
+    num_collectors: int = setting(1, "collector processes", integer())
+    physics_threads: int | None = setting(
+        None, "physics threads per collector; None shares the cores", integer().or_none()
+    )
+    learner_threads: int | None = setting(
+        None,
+        "torch threads of the learner; None: all cores, which collecting at a few steps per "
+        "update leaves nearly idle",
+        integer().or_none(),
+    )
+    replay_buffer_n: int = setting(62_500, "rows of the replay per environment", integer())
+    batch_size: int = setting(256, "rows of a minibatch", integer())
+    learning_starts: int = setting(
+        250, "steps of each environment before the first update; below 0 counts as 0", integer(None)
+    )
+    init_random: bool = setting(True, "take those steps at random, not by the policy", flag())
+    updates_per_step: int = setting(4, "updates per tick", integer())
+    policy_frequency: int = setting(1, "critic updates per update of the policy", integer())
+    sync_collection: bool = setting(
+        False,
+        "collect only when the learner asks: repeatable bit for bit; else collectors take the "
+        "next tick's steps while the learner updates",
+        flag(),
+    )
+    restart_workers: int = setting(
+        0, "lost collectors to replace before the loss of one ends the run", integer(0)
+    )
+    env_steps_per_sync: int = setting(1, "steps of each environment in a tick", integer())
+    obs_normalization: bool = setting(
+        False, "normalise observations by running statistics; each row counts once", flag()
+    )
+    n_step: int = setting(1, "rewards that are summed before a value is looked up", integer())
+    next_observation: NextObservation = setting(
+        "stored",
+        "stored with each row, or derived from the row that follows, for half the memory",
+        choice(NextObservation),
+    )
+    observation: str = setting("observation", "key that the actor reads", text())
+    critic_observation: str = setting("observation", "key that the critics read", text())
+    hidden: tuple[int, ...] = setting((256, 256), "widths of actor's and critics' layers", widths())
+    layer_norm: bool = setting(False, "normalise the inputs of the hidden layers' relus", flag())
+    gamma: float = setting(0.99, "discount per step", number(0, 1))
+    tau: float = setting(
+        0.005, "share of the networks that their targets take over per update", number(0, 1)
+    )
+    lr_actor: float = setting(3e-4, "learning rate of the actor", number(above=0))
+    lr_critic: float = setting(3e-4, "learning rate of the critics", number(above=0))
+    lr_alpha: float = setting(3e-4, "learning rate of SAC's temperature", number(above=0))
+    alpha: float = setting(
+        1.0,
+        "SAC's initial temperature; it is steered towards an entropy of -1 per dimension of "
+        "actions scaled to [-1, 1]",
+        number(above=0),
+    )
+    target_noise: float = setting(
+        0.2, "TD3's noise on target actions, in halves of the action's range", number(0)
+    )
+    target_noise_clip: float = setting(0.5, "bound of that noise, in the same unit", number(0))
+    noise_std_min: float = setting(
+        0.05, "lowest standard deviation of TD3's exploration noise, one per environment", number(0)
+    )
+    noise_std_max: float = setting(0.4, "highest one", number(0))
+    reward_scale: float = setting(
+        1.0, "factor on rewards for learning; reported returns are unscaled", number(above=0)
+    )
+    fused: bool = setting(True, "update by `FusedSACUpdate` or `FusedTD3Update`", flag())
+    compile: bool = setting(
+        False,
+        "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
+        "compiler, so it pays off in long runs only; its noise has other random numbers",
+        flag(),
+    )
+
+    def __post_init__(self) -> None:
+        """Check each setting, then those that depend on each other."""
+        super().__post_init__()
+        if self.noise_std_min > self.noise_std_max:
+            raise ConfigError(
+                f"noise_std_min: {self.noise_std_min} (expected at most noise_std_max, "
+                f"{self.noise_std_max}). Leave both out for the defaults."
+            )
+        if self.train_start_threshold > self.capacity:
+            raise ConfigError(
+                f"replay_buffer_n: {self.replay_buffer_n} (expected at least "
+                f"{math.ceil(self.train_start_threshold / self.total_envs)}, as the first update "
+                f"needs {self.train_start_threshold} rows). Raise it, or lower learning_starts or "
+                "batch_size."
+            )
+
+    @property
+    def total_envs(self) -> int:
+        """Environments of all collectors."""
+        return self.num_envs * self.num_collectors
+
+    @property
+    def train_start_threshold(self) -> int:
+        """Rows before the first update, see `compute_train_start_threshold`."""
+        return compute_train_start_threshold(self.batch_size, self.learning_starts, self.total_envs)
+
+    @property
+    def init_random_frames(self) -> int:
+        """Frames at first, of all collectors, with random actions."""
+        return max(self.learning_starts, 0) * self.total_envs if self.init_random else 0
+
+    @property
+    def min_frames(self) -> int:
+        """Frames that a run needs at least: up to the first update."""
+        return self.train_start_threshold
+
+    @property
+    def frames_per_tick(self) -> int:
+        """Rows that a tick adds to the replay."""
+        return self.total_envs * self.env_steps_per_sync
+
+    @property
+    def capacity(self) -> int:
+        """Rows of the replay."""
+        return self.replay_buffer_n * self.total_envs
+
+    @classmethod
+    def for_task(cls, task: str, algorithm: Algorithm = "sac", **overrides: Any) -> OffPolicyConfig:
+        """Return the settings of a task, with `overrides` on top."""
+        own = {**ALGORITHM_DEFAULTS.get(algorithm, {}), **OFF_POLICY_TASKS.get(task, {})}
+        return dataclasses.replace(cls(algorithm=algorithm, **own), **overrides)
+
+
+ALGORITHM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "sac": {},
+    "td3": {"policy_frequency": 2},
+}
+"""What differs from the defaults, per algorithm."""
+
+_FAST: Mapping[str, Any] = {
+    "alpha": 0.1,
+    "lr_actor": 1e-3,
+    "lr_critic": 1e-3,
+    "lr_alpha": 1e-3,
+    "obs_normalization": True,
+}
+
+OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
+    "HalfCheetah-v5": {**_FAST, "tau": 0.01},
+    "InvertedPendulum-v5": {
+        **_FAST,
+        "num_envs": 8,
+        "learning_starts": 50,
+        "hidden": (64, 64),
+        "batch_size": 128,
+        "gamma": 0.98,
+        "tau": 0.02,
+    },
+}
+"""What differs from the defaults, per task."""

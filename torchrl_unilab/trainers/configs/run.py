@@ -1,0 +1,56 @@
+"""Settings of a run beside those of its algorithm: what to train on, how long, what to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrl_unilab.trainers.configs.settings import (
+    REQUIRED,
+    Settings,
+    flag,
+    integer,
+    number,
+    setting,
+    text,
+)
+
+__all__ = ["RunConfig"]
+
+
+@dataclass(frozen=True)
+class RunConfig(Settings):
+    """Settings of one run of any algorithm; each field's help text describes it.
+
+    Raises:
+        ConfigError: A setting cannot work.
+
+    Example:
+        >>> RunConfig("Hopper-v5", frames=1000).interval
+        250
+    """
+
+    env: str = setting(REQUIRED, "task, for example HalfCheetah-v5", text())
+    frames: int = setting(REQUIRED, "frames to collect", integer())
+    seed: int = setting(0, "seed of networks, environments and sampling", integer(0, 2**32 - 1))
+    stop_at: float | None = setting(
+        None, "mean return of the last episodes at which training stops early", number().or_none()
+    )
+    max_seconds: float | None = setting(
+        None,
+        "seconds of training, those before a resume included, after which it stops early",
+        number(above=0).or_none(),
+    )
+    progress_bar: bool = setting(True, "show frames per second, return and policy lag", flag())
+    eval_episodes: int = setting(16, "episodes of the final evaluation", integer())
+    trace: bool = setting(
+        False, "write trace.json, for ui.perfetto.dev: what each process did when", flag()
+    )
+    checkpoint_interval: int | None = setting(
+        None, "frames between checkpoints; None: a quarter of all", integer().or_none()
+    )
+    keep_checkpoints: int = setting(2, "checkpoints that are kept, the newest", integer())
+
+    @property
+    def interval(self) -> int:
+        """Frames between checkpoints."""
+        return self.checkpoint_interval or max(1, self.frames // 4)

@@ -1,0 +1,1 @@
+"""Whole runs in a directory: train, resume, evaluate, play."""

@@ -1,0 +1,267 @@
+"""What a run of some settings needs, known before any of it is allocated.
+
+`RunSizes` measures one transition and the networks. From them and the settings the items are
+sums of what each resource says of its own bytes. Nothing is allocated. `Run` refuses what does
+not fit; `plan_run` shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import EnvBase
+from torchrl.objectives import LossModule
+
+from torchrl_unilab.collectors.metrics import LatestMetrics
+from torchrl_unilab.collectors.replay import transition_keys
+from torchrl_unilab.collectors.rollout_worker import example_rollout
+from torchrl_unilab.data.packed_form import RowForm
+from torchrl_unilab.data.packed_sampling import RowGatherer
+from torchrl_unilab.data.packers import SLOTS
+from torchrl_unilab.data.rollout_form import named_leaves
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
+from torchrl_unilab.runtime.budget import (
+    MemoryBudget,
+    MemoryItem,
+    MemoryLimit,
+    Place,
+)
+from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.memory import available_memory
+from torchrl_unilab.shm.ring import ring_nbytes
+from torchrl_unilab.shm.row_store import RowStore
+from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.segment import default_kind, free_bytes, named_directory
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, cell_nbytes
+from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.weight_update.transport import named_tensors
+
+__all__ = [
+    "Config",
+    "RunBudget",
+    "RunSizes",
+    "memory_limits",
+    "replay_items",
+    "ring_items",
+    "run_threads",
+]
+
+Config: TypeAlias = APPOConfig | OffPolicyConfig
+
+PROCESS_BYTES = 300 << 20
+"""Private memory of a process with Python, torch and TorchRL: 285 to 310 MiB measured on Linux."""
+ENVIRONMENT_BYTES = 16 << 10
+"""Of one environment of a batch: 8 KiB measured for Humanoid-v5, and its steps."""
+LOCK_BYTES = 64 << 10
+"""Of locks and counters of Python's own, each on a page of the shared-memory mount."""
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """What the size of a run follows from, beside its settings.
+
+    Attributes:
+        frame: Dotted key to one frame of a rollout, shapes and dtypes.
+        transition: One row of the replay, shapes and dtypes.
+        snapshot: The published weights.
+        weights: Bytes of all networks' parameters and buffers.
+        trained: Bytes of the parameters that have gradients.
+        device: The learner's.
+    """
+
+    frame: Mapping[str, torch.Tensor]
+    transition: TensorDictBase
+    snapshot: BlockLayout
+    weights: int
+    trained: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, env: EnvBase, actor: TensorDictModuleBase, loss: LossModule) -> RunSizes:
+        """Measure one environment, which is reset and stepped once, and the networks.
+
+        Args:
+            env: One of the run's, of any batch size.
+            actor: What is published.
+            loss: Holds all networks.
+        """
+        frame = example_rollout(env, actor, 1).reshape(-1)[0].to("meta")
+        held = {t.data_ptr(): t.nbytes for t in (*loss.parameters(), *loss.buffers())}
+        return cls(
+            frame=named_leaves(frame),
+            transition=frame.select(*transition_keys(env)),
+            snapshot=BlockLayout.of(named_tensors(actor)),
+            weights=sum(held.values()),
+            trained=sum(p.nbytes for p in loss.parameters() if p.requires_grad),
+            device=next(loss.parameters()).device,
+        )
+
+    @property
+    def learner(self) -> Place:
+        """Where the learner's tensors lie."""
+        return "private" if self.device.type == "cpu" else "device"
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one frame of a rollout."""
+        return sum(leaf.nbytes for leaf in self.frame.values())
+
+
+@dataclass(frozen=True)
+class RunBudget:
+    """Threads and memory of a run, beside what is free.
+
+    Attributes:
+        threads: The threads of each process.
+        memory: All that the run allocates, and the limits.
+    """
+
+    threads: ThreadPlan
+    memory: MemoryBudget
+
+    @classmethod
+    def of(cls, config: Config, sizes: RunSizes, own: Sequence[MemoryItem]) -> RunBudget:
+        """Add up a run.
+
+        Args:
+            config: The run's settings.
+            sizes: What its sizes follow from.
+            own: What its algorithm allocates: `ring_items` or `replay_items`.
+        """
+        items = (*own, *_common_items(config, sizes))
+        return cls(run_threads(config), MemoryBudget(items, memory_limits(sizes.device)))
+
+    def __str__(self) -> str:
+        """Return threads and memory as lines for a person."""
+        return f"threads: {self.threads}\nmemory:\n{self.memory.table()}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return threads and memory as plain data; sizes in bytes."""
+        return {"threads": dataclasses.asdict(self.threads), "memory": self.memory.as_dict()}
+
+    def refusal(self) -> str | None:
+        """Return why the run cannot start, with its largest item; None if it can."""
+        return self.memory.refusal()
+
+    def check(self) -> None:
+        """Refuse a run that does not fit.
+
+        Raises:
+            ConfigError: With the breakdown, and the settings to lower.
+        """
+        refusal = self.refusal()
+        if refusal is not None:
+            raise ConfigError(f"{refusal}\n{self.memory.table()}")
+
+
+def run_threads(config: Config) -> ThreadPlan:
+    """Share this process's cores out among learner and collectors.
+
+    Raises:
+        ConfigError: A count is not positive.
+    """
+    cores = available_cores()
+    learner = cores if config.learner_threads is None else config.learner_threads
+    return plan_threads(cores, config.num_collectors, config.physics_threads, learner)
+
+
+def memory_limits(device: torch.device | str = "cpu") -> tuple[MemoryLimit, ...]:
+    """Return what is free now: memory, the mount of shared segments, the learner's device.
+
+    Segments without a name are bounded by memory alone, not by the mount.
+    """
+    device = torch.device(device)
+    limits = [MemoryLimit("memory", available_memory(), ("shared", "private"))]
+    if default_kind() == "named":
+        name = f"shared-memory mount {named_directory()}"
+        limits.insert(0, MemoryLimit(name, free_bytes("named"), ("shared",)))
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        limits.append(MemoryLimit(str(device), free, ("device",)))
+    return tuple(limits)
+
+
+def _estimate(name: str, place: Place, nbytes: int, *settings: str) -> MemoryItem:
+    return MemoryItem(name, place, nbytes, settings, estimate=True)
+
+
+def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
+    """What every run allocates, but for pipes, logs, and what the final evaluation takes."""
+    workers = config.num_collectors
+    published = cell_nbytes(sizes.snapshot, DEFAULT_SLOTS, workers)
+    metrics, policies = LatestMetrics.nbytes(workers), workers * sizes.snapshot.nbytes
+    envs = workers * config.num_envs * ENVIRONMENT_BYTES
+    return [
+        MemoryItem("weight snapshots", "shared", published, ("hidden",)),
+        MemoryItem("collectors' metrics", "shared", metrics, ("num_collectors",), segments=workers),
+        _estimate("locks", "shared", LOCK_BYTES, "num_collectors"),
+        _estimate(
+            "networks, gradients, Adam",
+            sizes.learner,
+            sizes.weights + 3 * sizes.trained,
+            "hidden",
+        ),
+        _estimate("collectors' policies", "private", policies, "hidden", "num_collectors"),
+        _estimate("environments", "private", envs, "num_envs"),
+        # The learner's process has what it needs by now.
+        _estimate("collectors' processes", "private", workers * PROCESS_BYTES, "num_collectors"),
+    ]
+
+
+def ring_items(config: APPOConfig, sizes: RunSizes) -> list[MemoryItem]:
+    """Return what APPO allocates beside what every run does."""
+    workers, frames = config.num_collectors, config.frames_per_rollout
+    rollout = frames * sizes.frame_bytes
+    layout = BlockLayout.of_specs(
+        (key, (frames, *leaf.shape), leaf.dtype) for key, leaf in sizes.frame.items()
+    )
+    ring = ring_nbytes(layout, workers if config.slots is None else config.slots, workers)
+    by, place = ("num_steps", "num_envs"), sizes.learner
+    return [
+        MemoryItem("rollout ring", "shared", ring, ("slots", *by)),
+        MemoryItem("rollout counts", "shared", 8 * (4 + 3 * workers), ("num_collectors",)),
+        # At most: the pool leaves out what the loss does not read.
+        _estimate("rollout pool", place, config.pool * rollout, "pool", *by),
+        # The copy that leaves the ring; then estimates and shuffled minibatches of the pool.
+        MemoryItem("rollout copy", "private", rollout, by),
+        _estimate("learner's working copies", place, 2 * config.pool * rollout, "pool", *by),
+        _estimate("collectors' steps", "private", workers * rollout, *by),
+    ]
+
+
+def replay_items(config: OffPolicyConfig, sizes: RunSizes) -> list[MemoryItem]:
+    """Return what SAC and TD3 allocate beside what every run does."""
+    store, row_form = _row_store(config, sizes)
+    # A gatherer's sizes depend on the layout alone, which the store has too.
+    gatherer = RowGatherer(cast(SharedRows, store), row_form, config.n_step, config.gamma)
+    batch = gatherer.nbytes(config.batch_size * config.updates_per_step)
+    steps = 2 * config.frames_per_tick * sizes.frame_bytes
+    by = ("batch_size", "updates_per_step")
+    on_device = sizes.learner == "device"
+    slots = "batch slots, page-locked" if on_device else "batch slots"
+    return [
+        MemoryItem("packed replay", "shared", store.nbytes, ("replay_buffer_n", "num_envs")),
+        MemoryItem(slots, "private", SLOTS * batch, by),
+        *([MemoryItem("batch slots", "device", SLOTS * batch, by)] if on_device else []),
+        _estimate("learner's working copies", sizes.learner, 2 * batch, *by),
+        _estimate("collectors' steps", "private", steps, "env_steps_per_sync", "num_envs"),
+    ]
+
+
+def _row_store(config: OffPolicyConfig, sizes: RunSizes) -> tuple[RowStore, RowForm]:
+    """The replay's parts, as `PackedReplayStorage` has them by the collector's settings."""
+    derived = config.next_observation == "derived"
+    row_form = RowForm.of(sizes.transition, links=derived or config.n_step > 1, derived=derived)
+    finals = min(config.capacity, config.capacity // 64 + 256) if derived else 0
+    meta = len(json.dumps(row_form.to_json()).encode())
+    layout = row_form.layout(config.capacity + 1 + finals)
+    return RowStore(layout, config.capacity, config.num_collectors, finals, meta), row_form

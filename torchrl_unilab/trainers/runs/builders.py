@@ -1,0 +1,369 @@
+"""Builds the parts of a run from its settings: `ALGORITHMS` is the registry.
+
+`Run` takes environment, networks, collector and trainer from here; `plan_run` measures them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from torchrl.envs import EnvBase
+from torchrl.objectives import LossModule, SACLoss, TD3Loss
+
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules import (
+    ObservationNormalizer,
+    PerEnvNoise,
+    make_actor,
+    make_critic,
+    make_q_value,
+    make_sac_actor,
+    make_td3_actor,
+)
+from torchrl_unilab.modules.squashed import SquashedPoint
+from torchrl_unilab.objectives import APPOLoss
+from torchrl_unilab.runtime import MemoryItem
+from torchrl_unilab.trainers.appo import APPOTrainer
+from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import Algorithm as OffPolicyName
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
+from torchrl_unilab.trainers.runs.budget import (
+    Config,
+    RunBudget,
+    RunSizes,
+    replay_items,
+    ring_items,
+)
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Learner",
+    "build_appo",
+    "build_learner",
+    "build_off_policy",
+    "plan_run",
+    "replay_collector",
+    "ring_collector",
+    "run_budget",
+    "with_exploration_noise",
+]
+
+
+@dataclass
+class Learner:
+    """What is learned: the networks, and the loss over them.
+
+    Attributes:
+        normalizers: Observation key to normaliser.
+        actor: What acts and is published.
+        loss: Holds actor and critics.
+    """
+
+    normalizers: dict[str, ObservationNormalizer]
+    actor: TensorDictModuleBase
+    loss: LossModule
+
+
+def _observation_sizes(env: EnvBase, config: APPOConfig | OffPolicyConfig) -> dict[str, int]:
+    """Return the sizes of the vectors that the networks read, by key."""
+    spec, dims = env.observation_spec, len(env.batch_size) + 1
+    vectors = {
+        key: spec[key].shape[-1]
+        for key in spec.keys(True, True)
+        if isinstance(key, str) and len(spec[key].shape) == dims
+    }
+    for name in ("observation", "critic_observation"):
+        key = getattr(config, name)
+        if key not in vectors:
+            raise ConfigError(
+                f"{name}: {key!r} (expected a vector that the environment observes, one of "
+                f"{sorted(vectors)}). Choose one of them."
+            )
+    return {key: vectors[key] for key in (config.observation, config.critic_observation)}
+
+
+def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
+    """Return APPO's networks and loss."""
+    sizes = _observation_sizes(env, config)
+    normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items()}
+    key, critic_key = config.observation, config.critic_observation
+    actor = make_actor(
+        sizes[key],
+        env.action_spec.shape[-1],
+        in_key=key,
+        normalizer=normalizers[key],
+        hidden=config.hidden,
+        log_std=config.log_std,
+    )
+    critic = make_critic(
+        sizes[critic_key],
+        in_key=critic_key,
+        normalizer=normalizers[critic_key],
+        hidden=config.hidden,
+    )
+    loss = APPOLoss(
+        actor,
+        critic,
+        clip_epsilon=config.clip_epsilon,
+        value_clip=config.value_clip,
+        entropy_coeff=config.entropy_coeff,
+        critic_coeff=config.critic_coeff,
+        gamma=config.gamma,
+        lambda_=config.lambda_,
+        rho_bar=config.rho_bar,
+        c_bar=config.c_bar,
+        tau=config.tau,
+        target_update_freq=(
+            config.epochs * config.minibatches
+            if config.target_update_freq is None
+            else config.target_update_freq
+        ),
+    )
+    return Learner(normalizers, actor, loss)
+
+
+def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
+    """Return SAC's or TD3's networks and TorchRL's loss over them.
+
+    Both losses count in units of the environment's actions. SAC's target entropy is -1 per
+    dimension of actions scaled to [-1, 1], and TD3's target noise is in halves of the action's
+    range, whatever the bounds are: here they are converted.
+    """
+    sizes = _observation_sizes(env, config)
+    normalizers = (
+        {key: ObservationNormalizer(size) for key, size in sizes.items()}
+        if config.obs_normalization
+        else {}
+    )
+    space = env.action_spec.space
+    low, high = (bound.reshape(-1, bound.shape[-1])[0] for bound in (space.low, space.high))
+    reach = (high - low) / 2
+    actions = env.action_spec.shape[-1]
+    key, critic_key = config.observation, config.critic_observation
+    make = make_sac_actor if config.algorithm == "sac" else make_td3_actor
+    actor = make(
+        sizes[key],
+        actions,
+        low=low,
+        high=high,
+        in_key=key,
+        normalizer=normalizers.get(key),
+        hidden=config.hidden,
+        layer_norm=config.layer_norm,
+    )
+    critic = make_q_value(
+        sizes[critic_key],
+        actions,
+        in_key=critic_key,
+        normalizer=normalizers.get(critic_key),
+        hidden=config.hidden,
+        layer_norm=config.layer_norm,
+    )
+    loss: LossModule
+    if config.algorithm == "sac":
+        loss = SACLoss(
+            actor,
+            critic,
+            num_qvalue_nets=2,
+            alpha_init=config.alpha,
+            loss_function="l2",
+            # Scaling an action by its reach adds log(reach) to its entropy.
+            target_entropy=float(reach.log().sum() - actions),
+        )
+    else:
+        loss = TD3Loss(
+            actor,
+            critic,
+            bounds=(low, high),
+            num_qvalue_nets=2,
+            loss_function="l2",
+        )
+        for name, value in (
+            ("policy_noise", config.target_noise),
+            ("noise_clip", config.target_noise_clip),
+        ):
+            delattr(loss, name)  # a number for all dimensions; a buffer follows the device
+            loss.register_buffer(name, value * reach, persistent=False)
+    loss.make_value_estimator(gamma=config.gamma)
+    return Learner(normalizers, actor, loss)
+
+
+def ring_collector(
+    create_env: CreateEnv,
+    actor: TensorDictModuleBase,
+    scheme: UniLabShmScheme,
+    config: APPOConfig,
+    seed: int,
+) -> APPOCollector:
+    """Return what collects an APPO run's rollouts."""
+    return APPOCollector(
+        create_env,
+        actor,
+        num_collectors=config.num_collectors,
+        frames_per_batch=config.frames_per_rollout,
+        total_frames=-1,  # the trainer counts
+        weight_sync_schemes={"policy": scheme},
+        slots=config.slots,
+        overflow=config.overflow,
+        max_policy_lag=config.max_policy_lag,
+        lockstep=config.lockstep,
+        use_buffers=False,
+        num_threads=1,
+        seed=seed,
+        restart_workers=config.restart_workers,
+    )
+
+
+def replay_collector(
+    create_env: CreateEnv,
+    actor: TensorDictModuleBase,
+    scheme: UniLabShmScheme,
+    config: OffPolicyConfig,
+    seed: int,
+) -> ReplayCollector:
+    """Return what fills a SAC or TD3 run's replay."""
+    return ReplayCollector(
+        create_env,
+        actor,
+        capacity=config.capacity,
+        num_collectors=config.num_collectors,
+        frames_per_batch=config.frames_per_tick,
+        total_frames=-1,  # the trainer counts
+        init_random_frames=config.init_random_frames,
+        explore=partial(
+            with_exploration_noise, std_min=config.noise_std_min, std_max=config.noise_std_max
+        )
+        if config.algorithm == "td3"
+        else None,
+        weight_sync_schemes={"policy": scheme},
+        lockstep=config.sync_collection,
+        num_threads=1,
+        seed=seed,
+        restart_workers=config.restart_workers,
+        n_step=config.n_step,
+        gamma=config.gamma,
+        next_observation=config.next_observation,
+    )
+
+
+def with_exploration_noise(
+    actor: SquashedPoint, *, std_min: float, std_max: float
+) -> TensorDictSequential:
+    """Return TD3's exploring policy: the actor, then noise of a strength per environment.
+
+    A module-level function, so that a `functools.partial` of it can be sent to the workers.
+    """
+    low, high = actor.center - actor.reach, actor.center + actor.reach
+    return TensorDictSequential(
+        actor, PerEnvNoise(low, high, std_min=std_min, std_max=std_max, init_key=None)
+    )
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """The parts of an algorithm's runs. To add one: an entry of `ALGORITHMS`.
+
+    Attributes:
+        title: For the command line's help.
+        settings: Returns the settings of a task, with overrides.
+        learner: Builds networks and loss from an environment and the settings.
+        collector: Builds the collector.
+        trainer: Builds the trainer.
+        memory: Lists what only this algorithm allocates.
+        replay: Whether its collector fills a replay, which checkpoints hold, and its trainer
+            owns a pipeline, which is closed.
+    """
+
+    title: str
+    settings: Callable[..., Any]
+    learner: Callable[[EnvBase, Any], Learner]
+    collector: Callable[..., Any]
+    trainer: Callable[..., Any]
+    memory: Callable[[Any, RunSizes], Sequence[MemoryItem]]
+    replay: bool
+
+
+def _off_policy(name: OffPolicyName, title: str) -> Algorithm:
+    return Algorithm(
+        title,
+        partial(OffPolicyConfig.for_task, algorithm=name),
+        build_off_policy,
+        replay_collector,
+        OffPolicyTrainer,
+        replay_items,
+        replay=True,
+    )
+
+
+ALGORITHMS: Mapping[str, Algorithm] = {
+    "appo": Algorithm(
+        "asynchronous PPO",
+        APPOConfig.for_task,
+        build_appo,
+        ring_collector,
+        APPOTrainer,
+        ring_items,
+        replay=False,
+    ),
+    "sac": _off_policy("sac", "soft actor-critic"),
+    "td3": _off_policy("td3", "twin delayed DDPG"),
+}
+"""All algorithms by name, which settings have as ``algorithm``."""
+
+
+def build_learner(env: EnvBase, config: Config) -> Learner:
+    """Return networks and loss as the settings' algorithm has them.
+
+    Raises:
+        ConfigError: The environment does not observe what the networks read; names what it
+            does.
+    """
+    return ALGORITHMS[config.algorithm].learner(env, config)
+
+
+def run_budget(env: EnvBase, learner: Learner, config: Config) -> RunBudget:
+    """Return what a run takes, and what is free.
+
+    Args:
+        env: One of the run's environments, of any batch size; it is reset and stepped once.
+        learner: Its networks and loss.
+        config: Its settings.
+    """
+    sizes = RunSizes.of(env, learner.actor, learner.loss)
+    return RunBudget.of(config, sizes, ALGORITHMS[config.algorithm].memory(config, sizes))
+
+
+def plan_run(env: str, config: Config) -> RunBudget:
+    """Return what a run on a task of `MujocoBatchEnv` would take, and what is free.
+
+    One environment and the networks are made to know their shapes; nothing else.
+
+    Args:
+        env: The task.
+        config: The run's settings.
+
+    Raises:
+        ValueError: Unknown task (lists what exists).
+
+    Example:
+        >>> budget = plan_run("HalfCheetah-v5", APPOConfig())
+        >>> [item.name for item in budget.memory.items][0]
+        'rollout ring'
+    """
+    with (
+        contextlib.closing(MujocoBatchEnv(env, num_envs=1, num_threads=1)) as proxy,
+        torch.random.fork_rng(devices=[]),
+    ):
+        return run_budget(proxy, build_learner(proxy, config), config)

@@ -1,0 +1,94 @@
+"""`resume_run`: continues a run from the newest checkpoint in its directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.configs.run import RunConfig
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, CONFIG, config_of
+from torchrl_unilab.trainers.runs.train import Run
+
+__all__ = ["resume_run"]
+
+
+def resume_run(
+    run_dir: str | os.PathLike[str],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    frames: int | None = None,
+    create_env: CreateEnv | None = None,
+    announce: Callable[[str], None] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Continue a run from its newest checkpoint, in its directory.
+
+    Counters, curve, clock, versions of weights and logs continue; what was logged after the
+    checkpoint is logged anew. A run in lock-step continues bit for bit as if it had never ended:
+    APPO with ``lockstep``, SAC and TD3 with ``sync_collection``, on `MujocoBatchEnv`. Other runs
+    continue from the same networks, optimisers and replay, in the same episodes where the
+    environment is a `MujocoBatchEnv`.
+
+    Args:
+        run_dir: The run.
+        settings: What the run is known to be, such as ``{"env": "Hopper-v5"}``; it is
+            refused if it is not.
+        frames: Frames to collect, those that have been among them; by default as many as
+            the run was to collect.
+        create_env: As it was given to the run.
+        announce: Is called with lines for a person.
+        **options: As for `train_appo`; checkpoints are kept as they were by default.
+
+    Returns:
+        The summary; ``resumed`` has the frames at which the run was resumed.
+
+    Raises:
+        ConfigError: There is no whole checkpoint, or it is of another run than the directory
+            or `settings` say, or nothing is left to collect. The directory is as it was.
+        ValueError: Unknown task (lists what exists).
+    """
+    path = Path(run_dir)
+    saved = RunCheckpoints(path / CHECKPOINT).newest()
+    known = {**_config(path), **json.loads(json.dumps(dict(settings or {})))}
+    other = {key: saved.run.get(key) for key in known if saved.run.get(key) != known[key]}
+    if other:
+        raise ConfigError(
+            f"cannot resume {run_dir}: {saved.path.name} is of a run with {other} (expected "
+            f"{ {key: known[key] for key in other} }). Leave the settings out, or train anew "
+            "in another directory."
+        )
+    given = {name: value for name, value in options.items() if value is not None}
+    run = RunConfig(
+        saved.run["env"],
+        saved.total_frames if frames is None else frames,
+        saved.run["seed"],
+        **{"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep, **given},
+    )
+    if run.frames <= saved.frames:
+        raise ConfigError(
+            f"cannot resume {run_dir}: {saved.frames} of {run.frames} frames have been collected "
+            "(expected fewer). Ask for more frames."
+        )
+    if announce:
+        announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
+    config = config_of(saved.run)
+    return Run(run, config, path, create_env=create_env, announce=announce, saved=saved)()
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """What ``config.json`` says, if it is there."""
+    if not (path / CONFIG).is_file():
+        return {}
+    try:
+        return dict(json.loads((path / CONFIG).read_text()))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"cannot resume {path}: {CONFIG} cannot be read, {error} (expected the settings of "
+            "the run). Remove it: the checkpoint has them."
+        ) from error

@@ -1,0 +1,123 @@
+"""What a run writes for its readers: logs while it trains, a picture and versions at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torchrl.record.loggers import Logger
+from torchrl.record.loggers.csv import CSVLogger
+from torchrl.record.loggers.tensorboard import TensorboardLogger
+
+__all__ = ["FanOutLogger", "cut_logs", "package_versions", "plot_returns", "run_logger"]
+
+
+def run_logger(path: Path, closing: contextlib.ExitStack, resumed_at: int | None) -> FanOutLogger:
+    """Return the logger of a run: CSV and TensorBoard files.
+
+    Args:
+        path: The run's directory.
+        closing: Closes the TensorBoard file, and with it a thread.
+        resumed_at: Frames at the checkpoint that the run is resumed from; later logs are removed.
+    """
+    if resumed_at is not None:
+        cut_logs(path / "logs", resumed_at)
+    board = TensorboardLogger("tensorboard", log_dir=str(path))
+    if resumed_at is not None:
+        board.experiment.purge_step = resumed_at + 1  # for the file that is opened next
+        board.experiment.close()
+
+    def close(kind: type[BaseException] | None, *_: object) -> None:
+        # After another error, that a full disk refuses the last words says nothing new.
+        with contextlib.suppress(*([OSError] if kind else [])):
+            board.experiment.close()
+
+    closing.push(close)
+    return FanOutLogger([CSVLogger("logs", log_dir=str(path)), board])
+
+
+def cut_logs(directory: Path, frames: int) -> None:
+    """Remove from scalars in CSV files what was logged after so many frames.
+
+    Args:
+        directory: Of TorchRL's `CSVLogger`; may be absent.
+        frames: Rows "step,value" of later steps go.
+    """
+    for path in directory.rglob("*.csv"):
+        lines = path.read_text().splitlines(keepends=True)
+        # A process that was killed may have left half a line at the end.
+        kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= frames]
+        if kept != lines:
+            draft = path.with_name(f".{path.name}")
+            draft.write_text("".join(kept))
+            draft.replace(path)
+
+
+class FanOutLogger(Logger):
+    """Passes everything on to each of its loggers.
+
+    Args:
+        loggers: Where to write, at least one.
+    """
+
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        self.loggers = list(loggers)
+        super().__init__(exp_name=self.loggers[0].exp_name, log_dir=self.loggers[0].log_dir)
+
+    def _create_experiment(self) -> None:
+        return None
+
+    def log_scalar(self, name: str, value: float, step: int | None = None, **kwargs: Any) -> None:
+        """Log a scalar."""
+        for logger in self.loggers:
+            logger.log_scalar(name, value, step=step)
+
+    def log_video(self, name: str, video: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Log a video."""
+        for logger in self.loggers:
+            logger.log_video(name, video, step=step, **kwargs)
+
+    def log_hparams(self, cfg: Any) -> None:
+        """Log settings."""
+        for logger in self.loggers:
+            logger.log_hparams(cfg)
+
+    def log_histogram(self, name: str, data: Sequence[Any], **kwargs: Any) -> None:
+        """Log a histogram."""
+        for logger in self.loggers:
+            logger.log_histogram(name, data, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"FanOutLogger({self.loggers})"
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of what a run's figures depend on."""
+    names = ("torchrl-unilab", "torchrl", "tensordict", "torch", "mujoco", "gymnasium")
+    return {name: importlib.metadata.version(name) for name in names}
+
+
+def plot_returns(path: Path, title: str, curve: Sequence[tuple[float, int, float]]) -> None:
+    """Write a picture of the return against seconds and against frames.
+
+    Args:
+        path: Where to write; the suffix chooses the format.
+        title: Above the picture.
+        curve: (seconds, frames, mean return).
+    """
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2, sharey=True)
+    returns = [point[2] for point in curve]
+    for axis, column, label in zip(axes, (0, 1), ("seconds", "frames"), strict=True):
+        axis.plot([point[column] for point in curve], returns)
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("mean return of the last 64 episodes")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,321 @@
+"""Whole runs: `Run` trains in a directory and leaves logs, checkpoints, picture and summary.
+
+A run is four steps. `prepare` and `connect` refuse what cannot work before a file is written;
+`train` leaves a checkpoint however it ends; `summarise` evaluates. `train_appo`,
+`train_off_policy` and `resume_run` start one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl.envs import EnvBase
+
+from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.errors import ConfigError, UniLabError
+from torchrl_unilab.runtime import trace as tracing
+from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.trainers.configs.run import RunConfig
+from torchrl_unilab.trainers.hooks import StopWhen
+from torchrl_unilab.trainers.processor_time import CollectorTime
+from torchrl_unilab.trainers.runs.budget import Config, run_threads
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
+from torchrl_unilab.trainers.runs.checkpoint import (
+    RunCheckpoints,
+    SavedRun,
+    load_trainer,
+    run_checkpoint,
+    save_learner,
+)
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, CONFIG, evaluate
+from torchrl_unilab.trainers.runs.summary import package_versions, plot_returns, run_logger
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = ["Run", "train_appo", "train_off_policy"]
+
+SUMMARY = "summary.json"
+TRACE = "trace.json"
+
+
+def train_appo(
+    env: str,
+    *,
+    frames: int,
+    run_dir: str | os.PathLike[str],
+    seed: int = 0,
+    config: APPOConfig | None = None,
+    create_env: CreateEnv | None = None,
+    announce: Callable[[str], None] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train by APPO and leave logs, checkpoint, picture and summary in `run_dir`.
+
+    Args:
+        env: Task of `MujocoBatchEnv`, or a name for ``create_env``'s environments.
+        frames: Frames to collect.
+        run_dir: Must not exist, or be empty.
+        seed: Seeds networks, environments and sampling.
+        config: Settings; the task's own if not given.
+        create_env: Makes one collector's environment, of any TorchRL kind; picklable.
+            `MujocoBatchEnv` of the task if not given.
+        announce: Is called with lines for a person: the threads, where a run is resumed.
+        **options: Other fields of `RunConfig`: ``stop_at``, ``max_seconds``, ``progress_bar``,
+            ``eval_episodes``, ``trace``, ``checkpoint_interval``, ``keep_checkpoints``.
+
+    Returns:
+        The summary, as written to ``summary.json``.
+
+    Raises:
+        ConfigError: The run directory is not empty, a setting cannot work, or the run does
+            not fit the memory that is free (names the largest item).
+        ValueError: Unknown task (lists what exists).
+    """
+    run = RunConfig(env, frames, seed, **options)
+    config = config or APPOConfig.for_task(env)
+    return Run(run, config, run_dir, create_env=create_env, announce=announce)()
+
+
+def train_off_policy(
+    env: str,
+    *,
+    frames: int,
+    run_dir: str | os.PathLike[str],
+    seed: int = 0,
+    config: OffPolicyConfig | None = None,
+    create_env: CreateEnv | None = None,
+    announce: Callable[[str], None] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train by SAC or TD3, as `config` says, and leave in `run_dir` what `train_appo` does.
+
+    Arguments, result and errors are those of `train_appo`.
+    """
+    run = RunConfig(env, frames, seed, **options)
+    config = config or OffPolicyConfig.for_task(env)
+    return Run(run, config, run_dir, create_env=create_env, announce=announce)()
+
+
+class Run:
+    """One training run in a directory. Call it once; it returns the summary.
+
+    Args:
+        options: What to train on, how long, what to keep.
+        config: The algorithm's settings.
+        run_dir: New or empty, or that of `saved`.
+        create_env: Makes one collector's environment; `MujocoBatchEnv` if not given.
+        announce: Is called with lines for a person.
+        saved: The checkpoint to resume from, if any.
+
+    Raises:
+        ConfigError: The run cannot work, whatever its environment.
+        ValueError: Unknown task (lists what exists).
+    """
+
+    def __init__(
+        self,
+        options: RunConfig,
+        config: Config,
+        run_dir: str | os.PathLike[str],
+        *,
+        create_env: CreateEnv | None = None,
+        announce: Callable[[str], None] | None = None,
+        saved: SavedRun | None = None,
+    ) -> None:
+        if options.frames < config.min_frames:
+            raise ConfigError(
+                f"frames: {options.frames} (expected at least {config.min_frames}, which the first "
+                "update needs). Ask for more, or lower learning_starts or batch_size."
+            )
+        self.options, self.config, self.saved = options, config, saved
+        self.algorithm = ALGORITHMS[config.algorithm]
+        self.threads = run_threads(config)
+        self.announce = announce or (lambda line: None)
+        if create_env is None:
+            make_task(options.env)  # an unknown task is refused before anything is made
+            make = partial(MujocoBatchEnv, options.env)
+            threads = self.threads.physics_threads
+            self._create_proxy: CreateEnv = partial(make, num_envs=1, num_threads=1)
+            create_env = partial(make, num_envs=config.num_envs, num_threads=threads)
+        else:
+            self._create_proxy = create_env
+        self._create_env = create_env
+        self.path = Path(run_dir) if saved else _new_run_dir(run_dir)
+        self.resumed = [*saved.resumed, saved.frames] if saved else []
+        self._network_seed, self._acting_seed = child_seeds(options.seed, 2)
+        self._writing = False
+
+    def __call__(self) -> dict[str, Any]:
+        """Take the steps; return the summary."""
+        with contextlib.ExitStack() as closing:
+            self.prepare()
+            self.connect(closing)
+            interrupted = self.train(closing)
+        return self.summarise(interrupted)
+
+    def prepare(self) -> None:
+        """Build the networks and refuse a run that does not fit the memory that is free."""
+        self.announce(str(self.threads))
+        torch.set_num_threads(self.threads.learner_threads)
+        torch.manual_seed(self._network_seed)
+        with contextlib.closing(self._create_proxy()) as proxy:
+            self.learner = build_learner(proxy, self.config)
+            run_budget(proxy, self.learner, self.config).check()
+
+    def connect(self, closing: contextlib.ExitStack) -> None:
+        """Start the workers, build the trainer, and put both where a checkpoint says.
+
+        Args:
+            closing: Ends what is started.
+        """
+        options, config, saved = self.options, self.config, self.saved
+        # What a checkpoint has is published once it is loaded, under the version that it had.
+        scheme = UniLabShmScheme(first_version=max(0, saved.version - 1) if saved else 0)
+        if options.trace:
+            tracing.start(self.path / TRACE)  # the workers, started below, trace too
+            closing.callback(lambda: tracing.stop(keep=self._writing))
+        collector = self.algorithm.collector(
+            self._create_env, self.learner.actor, scheme, config, self._acting_seed
+        )
+        closing.callback(collector.shutdown)
+        checkpoints = RunCheckpoints(
+            self.path / CHECKPOINT, options.keep_checkpoints, options.interval
+        )
+        self.trainer = trainer = self.algorithm.trainer(
+            collector=collector,
+            loss_module=self.learner.loss,
+            total_frames=options.frames,
+            config=config,
+            normalizers=self.learner.normalizers,
+            scheme=scheme,
+            progress_bar=options.progress_bar,
+            seed=self._acting_seed,
+            checkpoint=run_checkpoint(
+                **({"replay": collector.storage} if self.algorithm.replay else {})
+            ),
+            checkpoint_rotation=checkpoints,
+            checkpoint_metadata=lambda _: checkpoints.metadata(
+                self.settings,
+                total_frames=options.frames,
+                resumed=self.resumed,
+                version=scheme.version,
+            ),
+            save_trainer_interval=options.interval - 1,
+            log_interval=min(10 * collector.frames_per_batch, options.frames // 20),
+        )
+        if self.algorithm.replay:
+            closing.callback(trainer.close)
+        limits = {"stop_at": options.stop_at, "max_seconds": options.max_seconds}
+        StopWhen(trainer.returns, **limits).register(trainer)
+        self.cpu = CollectorTime(collector)
+        trainer.register_op("setup", self.cpu.start)
+        trainer.register_op("post_steps", self.cpu.sample)
+        if saved:
+            load_trainer(trainer, saved)
+
+    def train(self, closing: contextlib.ExitStack) -> bool:
+        """Train to the end, or until Ctrl-C; leave a checkpoint; return if it was Ctrl-C.
+
+        Args:
+            closing: Closes the logs.
+        """
+        # What can be refused has been: from here on files are written.
+        self._writing = True
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / CONFIG).write_text(json.dumps(self.settings, indent=2))
+        trainer = self.trainer
+        trainer.logger = run_logger(self.path, closing, self.saved.frames if self.saved else None)
+        try:
+            trainer.train()
+        except KeyboardInterrupt:
+            save_learner(trainer)
+            return True
+        except Exception:
+            with contextlib.suppress(OSError, UniLabError):  # the first error says more
+                save_learner(trainer)  # a lost worker must not cost the training
+            raise
+        return False
+
+    def summarise(self, interrupted: bool) -> dict[str, Any]:
+        """Evaluate, plot the learning curve, and write and return the summary."""
+        options, trainer = self.options, self.trainer
+        eval_return = None
+        with contextlib.suppress(KeyboardInterrupt):  # after a second Ctrl-C, too
+            eval_return = self._evaluate()
+        returns = trainer.returns
+        summary = {
+            "env": options.env,
+            "algo": self.config.algorithm,
+            "seed": options.seed,
+            "frames": trainer.collected_frames,
+            "optim_steps": trainer._optim_count,
+            "seconds": returns.seconds,
+            "final_return": returns.mean if returns.curve else None,
+            "eval_return": eval_return,
+            "interrupted": interrupted,
+            "resumed": self.resumed,
+            "policy_lag": dict(sorted(trainer.lag.histogram.items())),
+            # A phase that took no time has an endless rate, which JSON does not know.
+            "collector": {k: v for k, v in returns.last.items() if math.isfinite(v)},
+            "busy": {"learner": trainer.busy_time.busy, "collectors": self.cpu.busy},
+            "threads": dataclasses.asdict(self.threads),
+            "curve": returns.curve,
+            "versions": package_versions(),
+        }
+        title = f"{options.env}, {self.config.algorithm.upper()}, seed {options.seed}"
+        plot_returns(self.path / "returns.png", title, returns.curve)
+        (self.path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
+        return summary
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What ``config.json`` holds: task, algorithm, seed and settings, as JSON has them."""
+        run = {"env": self.options.env, "algo": self.config.algorithm, "seed": self.options.seed}
+        settings: dict[str, Any] = json.loads(json.dumps(run | dataclasses.asdict(self.config)))
+        return settings
+
+    def _evaluate(self) -> float:
+        with contextlib.closing(self._evaluation_env()) as env:
+            env.set_seed(self.options.seed)
+            return float(evaluate(env, self.learner.actor).mean())
+
+    def _evaluation_env(self) -> EnvBase:
+        """The environment that is trained on; of ours, as many simulations as episodes."""
+        create = self._create_env
+        if not (isinstance(create, partial) and create.func is MujocoBatchEnv):
+            return create()
+        sizes = {"num_envs": self.options.eval_episodes, "num_threads": self.threads.cores}
+        return MujocoBatchEnv(*create.args[:1], **{**create.keywords, **sizes})
+
+
+def child_seeds(seed: int, count: int) -> list[int]:
+    """Return seeds that follow from one, and share nothing with those of the next one."""
+    children = np.random.SeedSequence(seed).spawn(count)
+    return [int(child.generate_state(1)[0]) >> 1 for child in children]  # NumPy counts on from it
+
+
+def _new_run_dir(run_dir: str | os.PathLike[str]) -> Path:
+    path = Path(run_dir)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"run directory {run_dir}: it is not empty (expected a new or empty directory). "
+            "Choose another."
+        )
+    parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(
+            f"run directory {run_dir}: cannot be made in {parent} (expected a directory that "
+            "may be written to). Choose another."
+        )
+    return path
