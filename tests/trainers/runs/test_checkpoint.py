@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from tests.support.processes import DEADLINE, spawned
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers import checkpoints as module
+from torchrl_unilab.trainers.runs import checkpoint as module
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, cut_logs, run_checkpoint
 
 RUN = {"env": "Hopper-v5", "algo": "appo", "seed": 3, "hidden": [16]}
