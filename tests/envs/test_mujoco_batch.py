@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import pickle
@@ -168,6 +169,34 @@ def test_a_derived_environment_may_change_what_a_step_gives() -> None:
     assert torch.equal(2 * again["next", "reward"], step["next", "reward"])
     plain.close()
     doubled.close()
+
+
+COPIES = {"pickle": lambda env: pickle.loads(pickle.dumps(env)), "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_is_built_from_the_constructors_arguments(way: str) -> None:
+    env = Doubled("Hopper-v5", 3, seed=5, max_episode_steps=7, dtype=torch.float64)
+    expected = play(env, 9)
+    other = COPIES[way](env)
+    env.close()  # the copy has simulations of its own
+    assert type(other) is Doubled
+    for one, again in zip(expected, play(other, 9), strict=True):
+        assert_same(one, again)
+    other.close()
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_transformed_environment_can_be_copied(way: str) -> None:
+    env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 2, seed=3), StepCounter())
+    other = COPIES[way](env)
+
+    def policy(tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.set("action", act(env.base_env, 0))
+
+    assert_same(env.rollout(4, policy), other.rollout(4, policy))
+    env.close()
+    other.close()
 
 
 def test_later_steps_and_resets_leave_returned_tensors_alone() -> None:

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tensordict import NonTensorData
 from torchrl.checkpoint import Checkpoint
 
 Leaves = dict[str, Any]
+
+
+class LeavesAMark:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def plant_code(saved: Path, mark: Path) -> None:
+    """Add an entry to a saved TensorDict that runs code where it is unpickled."""
+    NonTensorData("harmless").memmap(saved / "evil")
+    (saved / "evil" / "other.pickle").write_bytes(pickle.dumps(LeavesAMark(mark)))
+    entries = json.loads((saved / "meta.json").read_text())
+    (saved / "meta.json").unlink()  # where it is a hard link, the other stays
+    (saved / "meta.json").write_text(json.dumps({**entries, "evil": {"type": "NonTensorData"}}))
 
 
 class _Taker:

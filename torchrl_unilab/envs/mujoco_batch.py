@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,9 @@ class MujocoBatchEnv(EnvBase):
     A simulation that diverges is terminated with reward 0, is put back to the
     model's default pose, which is what its last observation shows, and is counted
     in `num_diverged` and logged; the others are unaffected.
+
+    Copying or pickling it makes a new environment of the same arguments, which starts new
+    episodes, from the same states if it was given a seed.
 
     From the first environment on, MuJoCo does not time its steps in this process; see
     `torchrl_unilab.envs.physics_clock.stop_physics_clock`.
@@ -98,6 +102,19 @@ class MujocoBatchEnv(EnvBase):
         torch.Size([4, 10, 11])
         >>> env.close()
     """
+
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> MujocoBatchEnv:
+        """Keep the constructor's arguments, those of a derived class among them."""
+        env: MujocoBatchEnv = super().__new__(cls, *args, **kwargs)
+        env.__dict__["_arguments"] = (args, kwargs)  # no nn.Module yet
+        return env
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to build such an environment: physics and its threads are not copied."""
+        args, kwargs = self._arguments
+        return partial(type(self), **kwargs), args
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ import functools
 import json
 import multiprocessing as mp
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -15,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorData
+from tensordict import TensorDict
 from tensordict import save as save_tensordict
 
-from tests.support.checkpoints import contents, differences
+from tests.support.checkpoints import contents, differences, plant_code
 from tests.support.processes import DEADLINE, live_children
 from torchrl_unilab.cli import main
 from torchrl_unilab.errors import ConfigError, WorkerError
@@ -271,24 +270,14 @@ def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path):
 # What is refused
 
 
-class _LeavesAMark:
-    """Writes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
-
-
-def plant(run_dir: Path, component: str, mark: Path, name: str = "other.pickle") -> None:
+def plant(run_dir: Path, component: str, mark: Path) -> None:
     """Put code into a component of a run's newest checkpoint, with digests that agree."""
     newest = max((run_dir / "checkpoint").iterdir())
     record = json.loads((newest / "manifest.json").read_text())["components"][component]
-    evil = newest / record["path"] / "state" / "evil"
-    save_tensordict(NonTensorData("harmless"), evil)
-    (evil / name).write_bytes(pickle.dumps(_LeavesAMark(mark)))
-    (newest / "digests.json").unlink()
+    state = newest / record["path"] / "state"
+    if not state.exists():  # of a component of another kind
+        save_tensordict(TensorDict(), state)
+    plant_code(state, mark)
     (newest / "digests.json").write_text(json.dumps(_digests(newest)))
 
 
@@ -299,6 +288,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.filterwarnings("default::FutureWarning")  # the error that it is here would hide it
 @pytest.mark.parametrize("component", ["policy", "replay", "collector", "rng"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_run_directory_with_a_pickle_is_refused_and_runs_no_code(
