@@ -330,6 +330,13 @@ def test_a_receivers_weights_are_those_of_the_sender(scheme_cls):
     sender.shutdown()
 
 
+def test_initial_weights_on_the_meta_device_are_refused_by_their_keys():
+    with pytest.raises(ConfigError, match=r"'module.0.weight', .*on the meta device"):
+        UniLabShmScheme().init_on_sender(
+            model=make_policy().to("meta"), devices=[torch.device("cpu")]
+        )
+
+
 def test_versions_go_on_from_the_first_on_both_sides():
     policy = make_policy(0.5)
     sender, receiver, _ = _pair(policy, first_version=40)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
-from torchrl_unilab.errors import LayoutKeyError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
@@ -51,6 +51,14 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
             )
         tensors[name] = tensor
     return tensors
+
+
+def _check_not_meta(tensors: Mapping[str, torch.Tensor]) -> None:
+    if meta := [key for key, tensor in tensors.items() if tensor.is_meta]:
+        raise ConfigError(
+            f"initial weights {meta}: on the meta device (expected values). Give the policy "
+            "values, or pass it beside a policy_factory that does."
+        )
 
 
 def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
@@ -120,19 +128,17 @@ class UniLabShmTransport:
         first_version: int = 0,
     ) -> None:
         readers = max(initial, default=-1) + 1
-        by_source: dict[int, SnapshotCell] = {}
-        self.cells: dict[int, SnapshotCell] = {}
-        for worker, weights in initial.items():
-            if id(weights) not in by_source:
-                by_source[id(weights)] = SnapshotCell(
-                    named_tensors(weights),
-                    slots=slots,
-                    readers=readers,
-                    name=name,
-                    first_version=first_version,
-                )
-            self.cells[worker] = by_source[id(weights)]
-        self._own(list(by_source.values()), casts, optional)
+        sources = {id(weights): named_tensors(weights) for weights in initial.values()}
+        for tensors in sources.values():
+            _check_not_meta(tensors)
+        cells = {
+            source: SnapshotCell(
+                tensors, slots=slots, readers=readers, name=name, first_version=first_version
+            )
+            for source, tensors in sources.items()
+        }
+        self.cells = {worker: cells[id(weights)] for worker, weights in initial.items()}
+        self._own(list(cells.values()), casts, optional)
 
     def _own(self, cells: list[SnapshotCell], casts: bool, optional: frozenset[str]) -> None:
         self.unique_cells = cells
