@@ -1,8 +1,13 @@
-"""Relu networks, and a critic of actions made of one."""
+"""Critics of states and of actions, and the multi-layer perceptrons of all networks.
+
+Tanh layers with orthogonal weights for APPO, relu layers as PyTorch initialises them for SAC
+and TD3: the two structures that the fused updates know.
+"""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,9 +16,30 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules.normalizer import ObservationNormalizer
+from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
-__all__ = ["QValue", "make_q_value", "relu_mlp"]
+__all__ = ["QValue", "StateValue", "make_critic", "make_q_value", "relu_mlp", "tanh_mlp"]
+
+
+def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
+    """Return linear layers with tanh between them, with orthogonal weights and zero biases.
+
+    Args:
+        sizes: Widths from input to output, at least two.
+        last_gain: Scale of the output layer's weights.
+
+    Example:
+        >>> [type(layer).__name__ for layer in tanh_mlp([3, 8, 1], last_gain=1.0)]
+        ['Linear', 'Tanh', 'Linear']
+    """
+    layers: list[nn.Module] = []
+    for n_in, n_out in itertools.pairwise(sizes):
+        linear = nn.Linear(n_in, n_out)
+        nn.init.orthogonal_(linear.weight, math.sqrt(2))
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    nn.init.orthogonal_(linear.weight, last_gain)
+    return nn.Sequential(*layers[:-1])
 
 
 def relu_mlp(sizes: Sequence[int], *, layer_norm: bool = False) -> nn.Sequential:
@@ -44,6 +70,16 @@ def relu_mlp(sizes: Sequence[int], *, layer_norm: bool = False) -> nn.Sequential
     return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
 
 
+class StateValue(NormalizedNetwork):
+    """Reads an observation, writes ``state_value``, [..., 1], from a network."""
+
+    out_keys = ("state_value",)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``state_value``."""
+        return tensordict.set("state_value", self.output(tensordict))
+
+
 class QValue(TensorDictModuleBase):
     """Reads an observation and an action, writes ``state_action_value``, [..., 1].
 
@@ -60,9 +96,10 @@ class QValue(TensorDictModuleBase):
 
     out_keys = ("state_action_value",)
 
-    def __init__(self, in_key: str, normalizer: nn.Module, net: nn.Module) -> None:
+    def __init__(self, in_key: str, normalizer: nn.Module | None, net: nn.Module) -> None:
         super().__init__()
         self.in_keys = (in_key, "action")
+        normalizer = nn.Identity() if normalizer is None else normalizer
         self._reference = (normalizer,)  # in a tuple, where `nn.Module` does not look
         self.net = net
 
@@ -76,6 +113,29 @@ class QValue(TensorDictModuleBase):
         observation, action = (tensordict.get(key) for key in self.in_keys)
         x = torch.cat([self.normalizer(observation), action], dim=-1)
         return tensordict.set("state_action_value", self.net(x))
+
+
+def make_critic(
+    observation_size: int,
+    *,
+    in_key: str = "observation",
+    normalizer: ObservationNormalizer | None = None,
+    hidden: Sequence[int] = (64, 64),
+) -> StateValue:
+    """Return a critic: an observation under `in_key` to ``state_value``, [..., 1].
+
+    Args:
+        observation_size: Length of the observation vector.
+        in_key: Where the observation is; a critic may see more than the actor.
+        normalizer: Normalises observations.
+        hidden: Widths of the tanh layers.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> make_critic(3)(TensorDict(observation=torch.zeros(5, 3)))["state_value"].shape
+        torch.Size([5, 1])
+    """
+    return StateValue(in_key, normalizer, tanh_mlp([observation_size, *hidden, 1], last_gain=1.0))
 
 
 def make_q_value(
@@ -108,4 +168,4 @@ def make_q_value(
         torch.Size([5, 1])
     """
     net = relu_mlp([observation_size + action_size, *hidden, 1], layer_norm=layer_norm)
-    return QValue(in_key, normalizer or nn.Identity(), net)
+    return QValue(in_key, normalizer, net)

@@ -1,4 +1,7 @@
-"""One APPO update with its gradients written out, for tanh networks of our own making."""
+"""One APPO update with its gradients written out, for the networks of `make_actor`, `make_critic`.
+
+Samples are columns. `APPOTrainer` makes it where `FusedAPPOUpdate.supports` the loss.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,11 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules.actor_critic import (
-    HALF_LOG_TAU,
-    GaussianActor,
-    GaussianParameters,
-    StateValue,
-)
+from torchrl_unilab.modules.critics import StateValue
+from torchrl_unilab.modules.gaussian import HALF_LOG_TAU, GaussianActor, GaussianParameters
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
-from torchrl_unilab.objectives.fused_adam import fused_adam
+from torchrl_unilab.objectives.fused.networks import FlatAdam, TanhNetwork, is_tanh_mlp
 
 __all__ = ["STATISTICS", "FusedAPPOUpdate"]
 
@@ -43,10 +42,9 @@ class FusedAPPOUpdate:
     clipped. Where the two sides of a minimum or maximum are equal but have different
     slopes, which autograd averages, the unclipped side is followed.
 
-    The parameters of actor and critic become views of one tensor, so that the optimiser
-    and the gradient's norm take one operation each. The modules keep their `nn.Parameter`
-    objects, whose memory moves: make this before whatever holds on to that memory, such as
-    ``parameter.data``. Nothing here waits for the device.
+    The parameters of actor and critic become views of one tensor (`FlatAdam`), so that the
+    optimiser and the gradient's norm take one operation each. Make this before whatever
+    holds on to a parameter's memory. Nothing here waits for the device.
 
     Args:
         loss: The loss, which must be supported. Its coefficients stay as they are now.
@@ -93,8 +91,8 @@ class FusedAPPOUpdate:
         parameters = [*actor.parameters(), *critic.parameters()]
         return (
             {type(head.normalizer), type(critic.normalizer)} <= {nn.Identity, ObservationNormalizer}
-            and _is_tanh_mlp(head.net, len(head.log_std))
-            and _is_tanh_mlp(critic.net, 1)
+            and is_tanh_mlp(head.net, len(head.log_std))
+            and is_tanh_mlp(critic.net, 1)
             and len(set(parameters)) == len(parameters)
             and all(parameter.requires_grad for parameter in parameters)
             and len({(parameter.device, parameter.dtype) for parameter in parameters}) == 1
@@ -113,26 +111,13 @@ class FusedAPPOUpdate:
         self.desired_kl = desired_kl
         head, critic = loss.actor_network[0], loss.critic_network
         parameters = [*head.parameters(), *critic.parameters()]
-        self._flat = nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
-        self._grad = self._flat.grad = torch.zeros_like(self._flat)
-        sizes = [p.numel() for p in parameters]
-        views = zip(
-            parameters, self._flat.detach().split(sizes), self._grad.split(sizes), strict=True
-        )
-        for parameter, value, gradient in views:
-            parameter.data = value.view_as(parameter)
-            parameter.grad = gradient.view_as(parameter)
-        self._actor = _TanhNetwork(head.net)
-        self._critic = _TanhNetwork(critic.net)
-        self._log_std, self._log_std_grad = _value_and_gradient(head.log_std)
         # A tensor, so that steering it takes no look at its value.
-        lr_tensor = torch.tensor(lr, device=self._flat.device)
-        self.optimizer = torch.optim.Adam([self._flat], lr=lr_tensor, fused=True)
-        self.optimizer.state[self._flat] = {
-            "step": torch.zeros_like(lr_tensor),
-            "exp_avg": torch.zeros_like(self._grad),
-            "exp_avg_sq": torch.zeros_like(self._grad),
-        }
+        rate = torch.tensor(lr, device=parameters[0].device)
+        self._adam = FlatAdam(parameters, rate)
+        self.optimizer = self._adam.optimizer
+        self._actor, self._critic = TanhNetwork(head.net), TanhNetwork(critic.net)
+        self._log_std = head.log_std.detach()
+        self._log_std_grad = head.log_std.grad
         identities = {type(head.normalizer), type(critic.normalizer)} == {nn.Identity}
         self._one_input = head.in_keys[0] == critic.in_keys[0] and (
             identities or head.normalizer is critic.normalizer
@@ -144,8 +129,8 @@ class FusedAPPOUpdate:
         self._entropy = actions * (0.5 + HALF_LOG_TAU)  # at a standard deviation of one
         # Of what a step averages; the entropy needs no average and replaces its entry.
         factors = [-1.0, 0.5 * loss.critic_coeff, 0.0, -1.0, 1.0, 1.0]
-        self._factors = self._flat.new_tensor(factors)
-        self._max_grad_norm = self._flat.new_tensor(max_grad_norm)
+        self._factors = self._adam.flat.new_tensor(factors)
+        self._max_grad_norm = self._adam.flat.new_tensor(max_grad_norm)
 
     @property
     def lr(self) -> torch.Tensor:
@@ -213,9 +198,10 @@ class FusedAPPOUpdate:
         """
         with torch.inference_mode():  # each operation takes less time than without gradients
             statistics = self._differentiate(columns)
-            norm = torch.linalg.vector_norm(self._grad)
-            self._grad.mul_((self._max_grad_norm / norm.add_(1e-6)).clamp_(max=1.0))
-            fused_adam(self.optimizer, self._flat, self._grad)
+            gradient = self._adam.grad
+            norm = torch.linalg.vector_norm(gradient)
+            gradient.mul_((self._max_grad_norm / norm.add_(1e-6)).clamp_(max=1.0))
+            self._adam.step()
             if not self.loss.target_is_current:
                 self.lr.copy_(kl_adapted_lr(self.lr, statistics[3], self.desired_kl))
             self.loss.step_target()
@@ -258,76 +244,3 @@ class FusedAPPOUpdate:
         statistics = observed.mean(1).mul_(self._factors)
         torch.add(log_volume, self._entropy, out=statistics[2])
         return statistics
-
-
-class _TanhNetwork:
-    """A tanh network's forward and backward pass, on its parameters and their gradients.
-
-    Args:
-        net: Linear layers with tanh between them, whose gradients are allocated.
-    """
-
-    def __init__(self, net: nn.Sequential) -> None:
-        linears = [layer for layer in net if isinstance(layer, nn.Linear)]
-        self._layers = [
-            (
-                *_value_and_gradient(linear.weight),
-                *(bias.unsqueeze(1) for bias in _value_and_gradient(linear.bias)),
-            )
-            for linear in linears
-        ]
-        self._widths = [linear.out_features for linear in linears[:-1]]
-        self._buffers: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._x = torch.empty(0)
-        self._minus_one = linears[0].weight.new_tensor(-1.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output, [n_out, N], for `x`, [n_in, N]."""
-        self._x = x
-        for (weight, _, bias, _), (hidden, _) in zip(self._layers, self._hidden(), strict=False):
-            # tanh(y) = 2 * sigmoid(2 * y) - 1, at half of tanh's time on a CPU.
-            torch.addmm(bias, weight, x, beta=2.0, alpha=2.0, out=hidden).sigmoid_()
-            x = torch.add(self._minus_one, hidden, alpha=2.0, out=hidden)
-        weight, _, bias, _ = self._layers[-1]
-        return torch.addmm(bias, weight, x)
-
-    def backward(self, gradient: torch.Tensor) -> None:
-        """Write the parameters' gradients, given the output's, [n_out, N]."""
-        hidden = self._hidden()
-        for i in range(len(hidden), -1, -1):
-            weight, weight_grad, _, bias_grad = self._layers[i]
-            torch.mm(gradient, (hidden[i - 1][0] if i else self._x).t(), out=weight_grad)
-            torch.sum(gradient, 1, keepdim=True, out=bias_grad)
-            if i:
-                output, output_grad = hidden[i - 1]
-                torch.mm(weight.t(), gradient, out=output_grad)
-                gradient = torch.ops.aten.tanh_backward.grad_input(
-                    output_grad, output, grad_input=output_grad
-                )
-
-    def _hidden(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        n = self._x.shape[1]
-        if n not in self._buffers:
-            self._buffers[n] = [
-                (self._x.new_empty(width, n), self._x.new_empty(width, n)) for width in self._widths
-            ]
-        return self._buffers[n]
-
-
-def _value_and_gradient(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    assert parameter.grad is not None
-    return parameter.detach(), parameter.grad
-
-
-def _is_tanh_mlp(net: nn.Module, size: int) -> bool:
-    """Return whether it alternates linear layers and tanh, and ends in `size` units."""
-    if type(net) is not nn.Sequential or len(net) % 2 == 0:
-        return False
-    layers = list(net)
-    linears = [layer for layer in layers[::2] if type(layer) is nn.Linear]
-    return (
-        len(linears) == len(layers[::2])
-        and all(type(layer) is nn.Tanh for layer in layers[1::2])
-        and all(linear.bias is not None for linear in linears)
-        and linears[-1].out_features == size
-    )

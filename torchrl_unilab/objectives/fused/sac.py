@@ -1,26 +1,22 @@
-"""One SAC update with its gradients written out, for relu networks of our own making."""
+"""SAC's formulas for the fused off-policy update, for the networks of `make_sac_actor`."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from tensordict.nn import TensorDictModuleBase
 from torch.nn import functional as F
-from torchrl.objectives import SACLoss
+from torchrl.objectives import LossModule, SACLoss
 
-from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules.actor_critic import HALF_LOG_TAU
+from torchrl_unilab.modules.gaussian import HALF_LOG_TAU
 from torchrl_unilab.modules.squashed import (
     SquashedGaussianActor,
     SquashedGaussianParameters,
     squash,
 )
-from torchrl_unilab.objectives.fused_networks import FlatAdam, is_relu_mlp
-from torchrl_unilab.objectives.fused_off_policy import (
-    FusedOffPolicyUpdate,
-    Transitions,
-    critics_are_known,
-)
+from torchrl_unilab.objectives.fused.networks import FlatAdam, is_relu_mlp
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
 
 __all__ = ["FusedSACUpdate"]
 
@@ -41,14 +37,12 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
     kept off -1 and 1 by the dtype's resolution. ``d log p / d u`` is of the ``y`` that is
     kept off, of the exact tanh in `SACLoss`: at saturation they are a resolution apart.
 
-    The parameters of the actor, of the critics and of the target critics become views of
-    one tensor each. The loss, and the actor that it was made of, keep their `nn.Parameter`
-    objects, whose memory moves: make this after the loss is on its device, and before
-    whatever holds on to that memory, such as ``parameter.data``. Nothing here waits for the
-    device.
+    The loss's ``target_entropy`` is of actions in their own units, as its density is. What
+    becomes of the parameters' memory: see `FusedOffPolicyUpdate`.
 
     Args:
-        loss: The loss, which must be supported. Its settings stay as they are now.
+        loss: `SACLoss` without a state-value network, with two critics and their targets, of
+            networks as `make_sac_actor` and `make_q_value` make them.
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         lr_alpha: Learning rate of the temperature's logarithm; unused where it is fixed.
@@ -59,8 +53,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
 
     Example:
         >>> from tensordict import TensorDict
-        >>> from torchrl_unilab.modules.q_value import make_q_value
-        >>> from torchrl_unilab.modules.squashed import make_sac_actor
+        >>> from torchrl_unilab.modules import make_q_value, make_sac_actor
         >>> loss = SACLoss(make_sac_actor(3, 1), make_q_value(3, 1))
         >>> loss.make_value_estimator(gamma=0.99)
         >>> update = FusedSACUpdate(loss, lr_actor=3e-4, lr_critic=3e-4, lr_alpha=3e-4, tau=0.005)
@@ -85,51 +78,33 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         "entropy",
         "loss_alpha",
     )
-    """What `step` returns, in order. ``td_error`` is the mean absolute one."""
+    expected = "SACLoss of make_sac_actor's and make_q_value's networks, two critics, targets"
+    policy_draws = 1
+    head_path = ("module", "0")
 
     @staticmethod
-    def supports(loss: SACLoss) -> bool:
-        """Return whether the loss and its networks are of the known structure.
-
-        That is `SACLoss` without a state-value network, with two critics and their targets,
-        of networks as `make_sac_actor` and `make_q_value` make them.
-        """
+    def _known_head(loss: LossModule) -> TensorDictModuleBase | None:
         actor = loss.actor_network
         if type(loss) is not SACLoss or type(actor) is not SquashedGaussianActor:
-            return False
-        head = actor[0]
-        return (
+            return None
+        head: TensorDictModuleBase = actor[0]
+        known = (
             type(head) is SquashedGaussianParameters
             and is_relu_mlp(head.net, 2 * len(head.center))
-            and critics_are_known(loss, head)
             and loss.value_network_params is None
             and not loss.delay_actor
             and not loss.skip_done_states
         )
+        return head if known else None
 
     def __init__(
-        self,
-        loss: SACLoss,
-        *,
-        lr_actor: float,
-        lr_critic: float,
-        lr_alpha: float,
-        tau: float,
+        self, loss: SACLoss, *, lr_actor: float, lr_critic: float, lr_alpha: float, tau: float
     ) -> None:
-        if not self.supports(loss):
-            raise ConfigError(
-                f"FusedSACUpdate: {type(loss).__name__} of {loss.actor_network} and "
-                f"{loss.qvalue_network} (expected SACLoss of make_sac_actor's and "
-                "make_q_value's networks, two critics and their targets). Take steps by the "
-                "loss and an optimiser."
-            )
-        head = loss.actor_network[0]
-        parameters = loss.actor_network_params.get(("module", "0", "net"))
-        super().__init__(loss, head, parameters, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau)
+        super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau)
         self._alpha_adam = None if loss.fixed_alpha else FlatAdam([loss.log_alpha], lr_alpha)
         self._log_alpha = loss.log_alpha.detach()
         self._target_entropy = loss.target_entropy
-        low, high = head.log_std_bounds
+        low, high = loss.actor_network[0].log_std_bounds
         self._log_std = low, (high - low) / 2
         # What is constant of the log probability.
         self._volume = self._reach.log().sum() + len(self._reach) * (
@@ -152,26 +127,18 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         if self._alpha_adam is not None:
             self._alpha_adam.step()
 
-    def _differentiate(
-        self, data: Transitions, update_policy: bool, generator: torch.Generator | None
-    ) -> None:
-        loss, weight, actions = self.loss, data.weight, len(self._reach)
+    def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
+        """Soft value of the next state: ``min_i Q_i(s', a') - alpha log p(a')`` (eq. 3)."""
+        loss = self.loss
         if loss.min_log_alpha is not None or loss.max_log_alpha is not None:
             self._log_alpha.clamp_(loss.min_log_alpha, loss.max_log_alpha)
-        alpha = self._log_alpha.exp()
-        self._observed[3] = alpha
-        shape = (2 if update_policy else 1, len(weight), actions)
-        noise = weight.new_empty(shape).normal_(generator=generator)
+        self._observed[3] = alpha = self._log_alpha.exp()
+        action, log_p, _ = self._act(data.next_observation, noise)
+        return self._target_values(data, action).sub_(alpha * log_p)
 
-        action, log_p, _ = self._act(data.next_observation, noise[0])
-        value = self._target_values(data, action).sub_(alpha * log_p)
-        target = torch.addcmul(data.reward, data.discount, value)
-        self._observe(0, self._judge(data, target), weight)
-        if not update_policy:
-            return
-
-        action, log_p, slopes = self._act(data.observation, noise[1])
-        y, raw, spread = slopes
+    def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
+        weight, alpha = data.weight, self._log_alpha.exp()
+        action, log_p, (y, raw, spread) = self._act(data.observation, noise[0])
         values = self._critics.forward(torch.cat([data.state, action], dim=1))
         value, choice = values.min(0)
         # Of the loss: in the value of the critic that was chosen, in the action, in u.
@@ -188,7 +155,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         excess = self._target_entropy - self._observed[5]
         self._observed[6] = -self._log_alpha * excess
         if self._alpha_adam is not None:
-            loss.log_alpha.grad.copy_(excess.neg_())
+            self._alpha_adam.grad.copy_(excess.neg_())
 
     def _act(
         self, observation: torch.Tensor, noise: torch.Tensor

@@ -5,8 +5,8 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal
 
-from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
-from torchrl_unilab.modules.actor_critic import DiagonalNormal
+from torchrl_unilab.modules import make_actor
+from torchrl_unilab.modules.gaussian import DiagonalNormal
 
 
 def test_the_actor_gives_action_and_log_probability_and_its_mean_without_exploration():
@@ -27,13 +27,3 @@ def test_the_distribution_agrees_with_torchrls():
     torch.testing.assert_close(ours.entropy(), theirs.entropy())
     divergence = torch.distributions.kl_divergence(ours, DiagonalNormal(other, scale))
     torch.testing.assert_close(divergence, ((loc - other) / scale).square().sum(-1) / 2)
-
-
-def test_actor_and_critic_normalise_by_the_same_statistics():
-    normalizer = ObservationNormalizer(3)
-    actor = make_actor(3, 2, normalizer=normalizer)
-    critic = make_critic(3, normalizer=normalizer)
-    normalizer.update(torch.randn(50, 3) * 4 + 2)
-    assert actor[0].normalizer is critic.normalizer
-    assert critic(TensorDict(observation=torch.zeros(5, 3)))["state_value"].shape == (5, 1)
-    assert any(key.endswith("normalizer.mean") for key in actor.state_dict())  # published with it

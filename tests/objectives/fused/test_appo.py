@@ -12,11 +12,10 @@ from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
-from torchrl_unilab.modules.actor_critic import DiagonalNormal, GaussianActor
-from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.objectives.fused import STATISTICS, FusedAPPOUpdate
-from torchrl_unilab.trainers.appo import APPOStepper
+from torchrl_unilab.modules.gaussian import DiagonalNormal, GaussianActor
+from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.loss_updates import APPOStepper
 
 OBS, ACT = 5, 3
 NETWORKS = [((), ()), ((8,), (8,)), ((16, 16), (16, 16)), ((8, 4), (6,)), ((4, 4, 4), (7, 9))]
@@ -197,31 +196,13 @@ def test_after_a_checkpoint_the_next_steps_are_the_same():
         assert torch.equal(left, right), name
 
 
-def test_the_optimiser_can_take_the_step_itself():
-    loss = _loss(dtype=torch.float32)
-    other = deepcopy(loss)
-    update, theirs = _update(loss), _update(other)
-    theirs._adam = theirs.optimizer.step
-    columns = update.prepare(_pool(loss, 16))
-    for _ in range(3):
-        update.step(columns)
-        theirs.step(columns)
-    for left, right in zip(loss.parameters(), other.parameters(), strict=True):
-        assert torch.equal(left, right)
-
-
-def test_a_step_never_looks_at_a_value(monkeypatch):
+def test_a_step_never_looks_at_a_value(no_looks):
     loss = _loss(value_clip=0.1, target_update_freq=2)
     update = _update(loss)
     columns = update.prepare(_pool(loss, 21))
-
-    def refuse(*_, **__):
-        raise AssertionError("a step waited for the device")
-
-    for name in ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__"):
-        monkeypatch.setattr(torch.Tensor, name, refuse)
-    for minibatch in update.shuffled(columns, 2):
-        update.step(minibatch)
+    with no_looks():
+        for minibatch in update.shuffled(columns, 2):
+            update.step(minibatch)
 
 
 def test_statistics_are_ordinary_tensors():
@@ -339,15 +320,11 @@ def test_a_critic_may_read_another_observation():
 
 
 @pytest.mark.gpu
-def test_a_step_on_a_gpu_does_not_wait_for_it():
+def test_a_step_on_a_gpu_does_not_wait_for_it(gpu_refuses_to_wait):
     loss = _loss(dtype=torch.float32, target_update_freq=2).to("cuda")
     update = _update(loss)
     columns = update.prepare(_pool(loss, 32))
     update.step(columns)  # lets the libraries set themselves up
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with gpu_refuses_to_wait():
         statistics = [update.step(columns) for _ in range(3)]
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     assert torch.stack(statistics).isfinite().all()

@@ -1,4 +1,8 @@
-"""What the fused updates of SAC and TD3 share: packed transitions, two critics, targets."""
+"""The skeleton of an off-policy update: draw, bootstrap, regress the critics, climb, follow.
+
+`FusedSACUpdate` and `FusedTD3Update` are its formulas. Transitions are packed once per
+sample; all gradients are taken before any parameter moves. `OffPolicyTrainer` calls it.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,15 @@ from torch import nn
 from torchrl.objectives import LossModule, ValueEstimators
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
-from torchrl_unilab.modules.q_value import QValue
-from torchrl_unilab.objectives.fused_networks import FlatAdam, ReluNetwork, flatten, is_relu_mlp
+from torchrl_unilab.objectives.fused.networks import FlatAdam, ReluNetwork, flatten, is_relu_mlp
+from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
 
 __all__ = [
     "FusedOffPolicyUpdate",
     "Transitions",
     "critics_are_known",
-    "sync_normalizers",
-    "targets_of",
     "trained",
 ]
 
@@ -83,29 +86,53 @@ def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
 class FusedOffPolicyUpdate(abc.ABC):
     """Losses, gradients, Adam and target networks of a minibatch, without autograd.
 
-    The base of `FusedSACUpdate` and `FusedTD3Update`.
+    The base of `FusedSACUpdate` and `FusedTD3Update`. The parameters of the actor, of the
+    critics and of the targets become views of one tensor each. The loss, and the actor that
+    it was made of, keep their `nn.Parameter` objects, whose memory moves: make this after
+    the loss is on its device, and before whatever holds on to that memory, such as
+    ``parameter.data``. Nothing here waits for the device.
 
     Args:
-        loss: A supported loss.
-        actor: The part of its actor that holds ``net`` and ``normalizer``.
-        actor_parameters: The loss's parameters of its ``net``.
+        loss: A supported loss. Its settings stay as they are now.
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
+
+    Raises:
+        ConfigError: The loss is not supported, or `tau` is out of its range.
     """
 
     statistics: ClassVar[tuple[str, ...]]
+    """What `step` returns, in order. ``td_error`` is the mean absolute one."""
 
-    def __init__(
-        self,
-        loss: LossModule,
-        actor: TensorDictModuleBase,
-        actor_parameters: TensorDictBase,
-        *,
-        lr_actor: float,
-        lr_critic: float,
-        tau: float,
-    ) -> None:
+    expected: ClassVar[str]
+    """The losses that are supported, in words."""
+
+    policy_draws: ClassVar[int]
+    """Noise samples per transition that the policy's gradient needs."""
+
+    head_path: ClassVar[tuple[str, ...]]
+    """Where the actor's head, its ``net`` and ``normalizer``, is among its parameters."""
+
+    @classmethod
+    def supports(cls, loss: LossModule) -> bool:
+        """Return whether the loss and its networks are of the known structure."""
+        head = cls._known_head(loss)
+        return head is not None and critics_are_known(loss, head)
+
+    @staticmethod
+    @abc.abstractmethod
+    def _known_head(loss: LossModule) -> TensorDictModuleBase | None:
+        """Return the actor's head; None if the loss or its actor is of another structure."""
+
+    def __init__(self, loss: LossModule, *, lr_actor: float, lr_critic: float, tau: float) -> None:
+        actor = self._known_head(loss)
+        if actor is None or not critics_are_known(loss, actor):
+            raise ConfigError(
+                f"{type(self).__name__}: {type(loss).__name__} of {loss.actor_network} and "
+                f"{loss.qvalue_network} (expected {self.expected}). Take steps by the loss and "
+                "an optimiser."
+            )
         if not 0.0 <= tau <= 1.0:
             raise ConfigError(
                 f"tau: {tau} (expected within [0, 1]). It is the share of the networks that "
@@ -116,6 +143,7 @@ class FusedOffPolicyUpdate(abc.ABC):
                 f"{type(self).__name__}: average_rewards True (expected False). Normalise "
                 "rewards before they are stored."
             )
+        actor_parameters = loss.actor_network_params.get((*self.head_path, "net"))
         self.loss = loss
         self.tau = tau
         critic = loss.qvalue_network
@@ -270,11 +298,36 @@ class FusedOffPolicyUpdate(abc.ABC):
                 target.lerp_(source, self.tau)
         return self._observed.clone()  # outside, so that it can be used like any other tensor
 
-    @abc.abstractmethod
     def _differentiate(
         self, data: Transitions, update_policy: bool, generator: torch.Generator | None
     ) -> None:
         """Write the gradients of all parameters that move, and the statistics."""
+        draws = 1 + self.policy_draws * update_policy
+        noise = data.weight.new_empty(draws, len(data.weight), len(self._reach))
+        noise.normal_(generator=generator)  # in one call, in the order in which the loss draws
+        next_value = self._next_value(data, noise[0])
+        target = torch.addcmul(data.reward, data.discount, next_value)
+        self._observe(0, self._judge(data, target), data.weight)
+        if update_policy:
+            self._differentiate_policy(data, noise[1:])
+
+    @abc.abstractmethod
+    def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
+        """Return the value of the next state, [n], by the targets.
+
+        Args:
+            data: Transitions [n].
+            noise: Standard normal, [n, actions]; may be overwritten.
+        """
+
+    @abc.abstractmethod
+    def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
+        """Write the policy's gradients and statistics.
+
+        Args:
+            data: Transitions [n].
+            noise: Standard normal, [policy_draws, n, actions].
+        """
 
     def _step_policy(self) -> None:
         self._actor_adam.step()
@@ -322,36 +375,6 @@ def _required(batch: TensorDictBase, key: NestedKey) -> TensorDictBase | torch.T
             "that the loss reads). Store it, or name it by loss.set_keys."
         )
     return value
-
-
-@torch.no_grad()
-def sync_normalizers(loss: LossModule) -> None:
-    """Copy the statistics of the networks' normalisers to the copies that a loss keeps.
-
-    TorchRL's losses clone a network's buffers for its target, and for each of several
-    critics; `torchrl.objectives.SoftUpdate` moves parameters alone. Without this they would
-    normalise by the statistics of when the loss was made.
-
-    Args:
-        loss: An off-policy loss of TorchRL.
-    """
-    children = dict(loss.named_children())
-    for name in loss._has_update_associated:  # of all networks
-        copies = [
-            children[key] for key in (f"{name}_params", f"target_{name}_params") if key in children
-        ]
-        for path, module in getattr(loss, name).named_modules(remove_duplicate=False):
-            if isinstance(module, ObservationNormalizer):
-                for key, buffer in module.named_buffers():
-                    for parameters in copies:
-                        parameters.get((*path.split("."), key)).copy_(buffer)
-
-
-def targets_of(loss: LossModule, name: str) -> TensorDictBase:
-    """Return a network's target parameters, without the warning that nothing moves them."""
-    children = dict(loss.named_children())
-    targets: TensorDictBase = children[f"target_{name}_params"]
-    return targets
 
 
 def trained(parameters: TensorDictBase) -> dict[NestedKey, nn.Parameter]:
