@@ -5,26 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from torchrl_unilab.envs import TASKS, gymnasium_tasks
-from torchrl_unilab.envs.named_tasks import EXAMPLES, make_task
-from torchrl_unilab.envs.quadruped import QuadrupedWalk
+from torchrl_unilab.envs.registry import EXAMPLES, TASKS, make_task
+from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 from torchrl_unilab.errors import ConfigError
 
 MODULE = """
-from torchrl_unilab.envs.quadruped import QuadrupedWalk
+from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 TASK = QuadrupedWalk(frame_skip=6)
 NUMBER = int
 """
 
 
-def test_gymnasiums_tasks_and_the_examples_have_names() -> None:
-    for name in TASKS:
-        assert make_task(name) == gymnasium_tasks.make_task(name)
-    for name, task in EXAMPLES.items():
-        assert make_task(name) is not None
-        assert task.name == name
-    assert make_task("QuadrupedWalk", frame_skip=5).frame_skip == 5
-    assert make_task("Hopper-v5", frame_skip=5).frame_skip == 5
+@pytest.mark.parametrize("name", [*TASKS, *EXAMPLES])
+def test_gymnasiums_tasks_and_the_examples_have_names_and_options(name: str) -> None:
+    assert make_task(name) == {**TASKS, **EXAMPLES}[name]
+    assert make_task(name).name == name
+    assert make_task(name, frame_skip=7).frame_skip == 7
+
+
+@pytest.mark.parametrize("name", ["Hopper-v5", "QuadrupedWalk"])
+def test_an_unknown_option_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} has no option speed \(expected some of "):
+        make_task(name, speed=1.0)
 
 
 def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +47,10 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ("Cheetah-v5", r"no task 'Cheetah-v5' \(expected one of Ant-v5, .*, QuadrupedWalk\)"),
         ("no_such_module:Task", "no task 'no_such_module:Task', No module named"),
-        ("torchrl_unilab.envs.quadruped:Walk", "no task '.*:Walk', module .* has no attribute"),
+        (
+            "torchrl_unilab.envs.robots.quadruped:Walk",
+            "no task '.*:Walk', module .* has no attribute",
+        ),
         (":Task", "no task ':Task', Empty module name"),
         (".robots:Task", "no task '.robots:Task', .* relative import"),
         ("os:path", "'os:path' is module .expected a MujocoTask or what makes one"),

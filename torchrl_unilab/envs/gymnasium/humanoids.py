@@ -11,14 +11,16 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.gymnasium_arithmetic import (
+from torchrl_unilab.envs.gymnasium.base import (
+    NoisyStart,
+    contact_forces,
     control_cost,
     inside,
     mass_centers,
+    never,
     sums_of_squares,
 )
-from torchrl_unilab.envs.gymnasium_base import NoisyStart, contact_forces, never
-from torchrl_unilab.envs.gymnasium_runners import HealthyRunner
+from torchrl_unilab.envs.gymnasium.runners import HealthyRunner
 from torchrl_unilab.envs.task import Array, Fields, Outcome
 
 _READS = (

@@ -11,8 +11,7 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.gymnasium_arithmetic import control_cost, norms
-from torchrl_unilab.envs.gymnasium_base import GymnasiumTask, never
+from torchrl_unilab.envs.gymnasium.base import GymnasiumTask, control_cost, never, norms
 from torchrl_unilab.envs.task import Array, Fields, Outcome
 
 _SPEED_NOISE = 0.005  # bound on the initial velocities of the joints

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_unilab.envs.randomization import Randomize
-from torchrl_unilab.envs.robot_task import (
+from torchrl_unilab.envs.robots.task import (
     RobotTask,
     Stride,
     projected_gravity,

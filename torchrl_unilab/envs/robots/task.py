@@ -58,7 +58,7 @@ def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -
 
     Example:
         >>> from torchrl_unilab.envs import make_task
-        >>> from torchrl_unilab.envs.robot_task import joint_addresses
+        >>> from torchrl_unilab.envs.robots.task import joint_addresses
         >>> model = make_task("Hopper-v5").load_model()
         >>> joint_addresses(model, ["leg_joint", "foot_joint"]).qpos.tolist()
         [4, 5]
@@ -132,7 +132,7 @@ class RobotTask(MujocoTask):
         >>> from dataclasses import dataclass, field
         >>> import numpy as np
         >>> from torchrl_unilab.envs import MujocoBatchEnv
-        >>> from torchrl_unilab.envs.robot_task import RobotTask, tracking
+        >>> from torchrl_unilab.envs.robots.task import RobotTask, tracking
         >>> CART = '''<mujoco><worldbody><body><joint name="x" type="slide" axis="1 0 0"/>
         ...   <geom size=".1" mass="1"/></body></worldbody>
         ...   <actuator><motor joint="x" ctrlrange="-1 1"/></actuator></mujoco>'''
@@ -291,7 +291,7 @@ def to_body_frame(quaternion: Array, vector: Array) -> Array:
 
     Example:
         >>> import numpy as np
-        >>> from torchrl_unilab.envs.robot_task import to_body_frame
+        >>> from torchrl_unilab.envs.robots.task import to_body_frame
         >>> quarter_turn_about_z = np.array([[0.5**0.5, 0.0, 0.0, 0.5**0.5]])
         >>> to_body_frame(quarter_turn_about_z, np.array([0.0, 1.0, 0.0])).round(3) + 0.0
         array([[1., 0., 0.]])
@@ -340,7 +340,7 @@ def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
 
     Example:
         >>> import numpy as np
-        >>> from torchrl_unilab.envs.robot_task import tracking
+        >>> from torchrl_unilab.envs.robots.task import tracking
         >>> tracking(np.array([[0.0, 0.0], [3.0, 4.0]]), 5.0).round(4).tolist()
         [1.0, 0.3679]
     """

@@ -11,7 +11,7 @@ from torchrl.envs.transforms import ActionScaling, Compose, FrameSkipTransform, 
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.envs.transforms import ActionDelay, ObservationDelay, ObservationNoise
+from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationDelay, ObservationNoise
 from torchrl_unilab.errors import ConfigError
 
 N = 4
@@ -114,7 +114,7 @@ def test_the_first_observation_of_an_episode_is_noisy_too() -> None:
 
 
 def test_noise_leaves_the_critics_group_alone() -> None:
-    from torchrl_unilab.envs.quadruped import QuadrupedWalk
+    from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 
     rooms = [MujocoBatchEnv(QuadrupedWalk(), 2, seed=0) for _ in range(2)]
     noisy, clean = TransformedEnv(rooms[0], ObservationNoise(0.1)).reset(), rooms[1].reset()

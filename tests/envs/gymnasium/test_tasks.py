@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.envs import TASKS, MujocoBatchEnv, MujocoTask, make_task
-from torchrl_unilab.envs.gymnasium_base import contact_forces
-from torchrl_unilab.envs.gymnasium_humanoids import Humanoid
-from torchrl_unilab.envs.gymnasium_runners import Ant, Hopper, Walker2d
+from torchrl_unilab.envs.gymnasium.base import contact_forces
+from torchrl_unilab.envs.gymnasium.humanoids import Humanoid
+from torchrl_unilab.envs.gymnasium.runners import Ant, Hopper, Walker2d
 from torchrl_unilab.errors import ConfigError
 
 SIMS = 2

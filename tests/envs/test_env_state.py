@@ -11,8 +11,8 @@ from torchrl.envs.transforms import Compose
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.randomization import Randomize
+from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationDelay
 from torchrl_unilab.envs.task import MujocoTask
-from torchrl_unilab.envs.transforms import ActionDelay, ObservationDelay
 
 N = 3
 SLIPPERY = Randomize("geom_friction[0]", 0.5, 1.5, when="reset")

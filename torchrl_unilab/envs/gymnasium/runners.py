@@ -14,13 +14,15 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.gymnasium_arithmetic import (
+from torchrl_unilab.envs.gymnasium.base import (
+    NoisyStart,
+    contact_forces,
     control_cost,
     inside,
+    never,
     norms,
     sums_of_squares,
 )
-from torchrl_unilab.envs.gymnasium_base import NoisyStart, contact_forces, never
 from torchrl_unilab.envs.task import Array, Fields, Outcome
 
 _MAX_SPEED = 10.0  # bound on the velocities that Hopper and Walker2d observe

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_unilab.envs.gymnasium_arithmetic import (
+from torchrl_unilab.envs.gymnasium.base import (
     control_cost,
     inside,
     mass_centers,

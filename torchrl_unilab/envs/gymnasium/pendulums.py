@@ -11,8 +11,7 @@ import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.gymnasium_arithmetic import scalar_squares
-from torchrl_unilab.envs.gymnasium_base import NoisyStart
+from torchrl_unilab.envs.gymnasium.base import NoisyStart, scalar_squares
 from torchrl_unilab.envs.task import Array, Fields, Outcome
 
 _MAX_ANGLE = 0.2  # tilt of the single pole beyond which its episode terminates, radians

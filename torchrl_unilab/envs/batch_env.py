@@ -15,8 +15,8 @@ from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.envs.episodes import Episodes
-from torchrl_unilab.envs.named_tasks import make_task
 from torchrl_unilab.envs.randomization import Randomize
+from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask
@@ -46,7 +46,7 @@ class MujocoBatchEnv(EnvBase):
     in `num_diverged` and logged; the others are unaffected.
 
     From the first environment on, MuJoCo does not time its steps in this process; see
-    `torchrl_unilab.envs.physics_clock.stop_physics_clock`.
+    `torchrl_unilab.envs.mujoco_engine.stop_physics_clock`.
 
     Args:
         task: a task, or the name of one, as `torchrl_unilab.envs.make_task` takes it.

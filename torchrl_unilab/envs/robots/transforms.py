@@ -43,7 +43,7 @@ class ObservationNoise(ObservationTransform):
     Example:
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl_unilab.envs import MujocoBatchEnv
-        >>> from torchrl_unilab.envs.transforms import ObservationNoise
+        >>> from torchrl_unilab.envs.robots.transforms import ObservationNoise
         >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 2, seed=0), ObservationNoise(0.1))
         >>> env.reset()["observation"].shape
         torch.Size([2, 11])
@@ -188,7 +188,7 @@ class ObservationDelay(_Delay):
     Example:
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl_unilab.envs import MujocoBatchEnv
-        >>> from torchrl_unilab.envs.transforms import ObservationDelay
+        >>> from torchrl_unilab.envs.robots.transforms import ObservationDelay
         >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 2, seed=0), ObservationDelay(2))
         >>> seen = env.rollout(3)["next", "observation"]
         >>> bool((seen[:, 0] == seen[:, 1]).all()), bool((seen[:, 1] == seen[:, 2]).all())
@@ -237,7 +237,7 @@ class ActionDelay(_Delay):
     Example:
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl_unilab.envs import MujocoBatchEnv
-        >>> from torchrl_unilab.envs.transforms import ActionDelay
+        >>> from torchrl_unilab.envs.robots.transforms import ActionDelay
         >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 2, seed=0), ActionDelay((0, 2)))
         >>> env.rollout(3)["action"].shape
         torch.Size([2, 3, 3])

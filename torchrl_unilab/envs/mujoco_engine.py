@@ -1,11 +1,13 @@
-"""Contact forces in ``cfrc_ext``, which a MuJoCo step leaves out.
+"""Two changes to MuJoCo's engine: contact forces after each step, and no stopwatch.
 
 ``mj_step`` computes ``cfrc_ext`` only for a model with a sensor that needs it, and
 with the RK4 integrator in the first of its four evaluations, while the positions
 and contacts that a step leaves are those of the last. Gymnasium calls
 ``mj_rnePostConstraint`` after its steps instead. A batch of simulations keeps no
 contacts between its calls, so here the call is made at the end of each substep, by
-an engine plugin that consists of this one call.
+an engine plugin that consists of this one call. `MujocoTask` adds it where it is read.
+
+MuJoCo's stopwatch costs a small robot a tenth of its physics. `Simulations` stops it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,9 @@ from functools import cache
 from pathlib import Path
 
 import mujoco
+from torchrl import logger as torchrl_logger
+
+__all__ = ["add_contact_forces", "stop_physics_clock"]
 
 _NAME = "torchrl_unilab.contact_forces"
 
@@ -74,7 +79,7 @@ def add_contact_forces(spec: mujoco.MjSpec) -> None:
 
     Example:
         >>> import mujoco
-        >>> from torchrl_unilab.envs.contact_forces import add_contact_forces
+        >>> from torchrl_unilab.envs.mujoco_engine import add_contact_forces
         >>> spec = mujoco.MjSpec.from_string(
         ...     "<mujoco><worldbody><geom type='plane' size='1 1 1'/><body pos='0 0 .09'>"
         ...     "<freejoint/><geom size='.1' mass='1'/></body></worldbody></mujoco>"
@@ -89,3 +94,35 @@ def add_contact_forces(spec: mujoco.MjSpec) -> None:
     _register()
     spec.activate_plugin(_NAME)
     spec.add_plugin(name=_NAME, plugin_name=_NAME)
+
+
+def stop_physics_clock() -> None:
+    """Have MuJoCo not time the stages of its steps, in all of this process.
+
+    MuJoCo reads a clock some twenty times in a substep to fill ``MjData.timer``, which a
+    batch shows nobody. Its callback for the time may be null, and then it reads none; Python's
+    ``mujoco.set_mjcb_time`` can set any function but not null, so this writes the variable of
+    MuJoCo's C interface. ``mujoco.set_mjcb_time(None)`` starts the clock again. A clock of the
+    caller's own stays, and where the variable cannot be found so does MuJoCo's.
+
+    Example:
+        >>> import mujoco
+        >>> from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
+        >>> stop_physics_clock()
+        >>> model = mujoco.MjModel.from_xml_string("<mujoco/>")
+        >>> data = mujoco.MjData(model)
+        >>> mujoco.mj_step(model, data)
+        >>> data.timer[mujoco.mjtTimer.mjTIMER_STEP].duration
+        0.0
+        >>> mujoco.set_mjcb_time(None)
+    """
+    if mujoco.get_mjcb_time() is not None:
+        return
+    try:
+        # the module of the callbacks is linked to MuJoCo's library, wherever that lies
+        library = ctypes.CDLL(mujoco._callbacks.__file__)
+        callback = ctypes.c_void_p.in_dll(library, "mjcb_time")
+    except (OSError, ValueError) as error:
+        torchrl_logger.debug("MuJoCo's clock goes on: %s", error)
+        return
+    callback.value = None

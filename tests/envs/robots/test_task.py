@@ -22,8 +22,8 @@ from torchrl.envs.transforms import ActionScaling, Compose
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.envs.quadruped import QUADRUPED, QuadrupedWalk
-from torchrl_unilab.envs.robot_task import (
+from torchrl_unilab.envs.robots.quadruped import QUADRUPED, QuadrupedWalk
+from torchrl_unilab.envs.robots.task import (
     RobotTask,
     Stride,
     joint_addresses,
@@ -31,7 +31,7 @@ from torchrl_unilab.envs.robot_task import (
     to_body_frame,
     tracking,
 )
-from torchrl_unilab.envs.transforms import ActionDelay, ObservationNoise
+from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationNoise
 from torchrl_unilab.errors import ConfigError
 
 CART = """
