@@ -38,7 +38,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase, GymEnv, ParallelEnv
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.envs.physics_clock import stop_physics_clock
+from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 
 ACTIONS = 50
 

@@ -19,10 +19,10 @@ from tensordict import TensorDict
 from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
 
 from tests.benchmarks.plain_offpolicy import PlainSAC, PlainTD3
-from torchrl_unilab.modules.q_value import make_q_value
+from torchrl_unilab.modules.critics import make_q_value
 from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor
-from torchrl_unilab.objectives.fused_sac import FusedSACUpdate
-from torchrl_unilab.objectives.fused_td3 import FusedTD3Update
+from torchrl_unilab.objectives.fused.sac import FusedSACUpdate
+from torchrl_unilab.objectives.fused.td3 import FusedTD3Update
 
 OBSERVATION, ACTION = 17, 6
 LR, TAU = 3e-4, 0.005

@@ -18,7 +18,7 @@ from mujoco.batch import Batch
 from torch import nn
 
 from torchrl_unilab.envs import make_task
-from torchrl_unilab.envs.physics_clock import stop_physics_clock
+from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.modules import make_actor, make_critic
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 

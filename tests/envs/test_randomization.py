@@ -14,8 +14,8 @@ from mujoco.batch import Batch
 from tensordict import TensorDictBase
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.envs.quadruped import QuadrupedWalk
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
+from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 from torchrl_unilab.errors import ConfigError
 
 N = 6

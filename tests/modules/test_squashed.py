@@ -5,14 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torch import nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import TanhNormal
-from torchrl.objectives import SACLoss, SoftUpdate
+from torchrl.objectives import SACLoss
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.modules.q_value import make_q_value, relu_mlp
+from torchrl_unilab.modules.critics import make_q_value
 from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor, squash
 
 LOW, HIGH = torch.tensor([-1.0, 0.5]), torch.tensor([0.25, 4.0])
@@ -103,47 +101,6 @@ def test_td3_acts_from_bound_to_bound():
         half.net[0].bias.fill_(0.5493061443340549)  # artanh 0.5
     action = half(TensorDict(observation=torch.zeros(1, 1), batch_size=[1]))["action"]
     assert action.item() == pytest.approx(2.0)
-
-
-def test_networks_are_relu_layers_with_or_without_normalisation():
-    plain = [type(layer) for layer in relu_mlp([3, 4, 5, 1])]
-    assert plain == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
-    normed = relu_mlp([3, 4, 1], layer_norm=True)
-    assert [type(layer) for layer in normed] == [nn.Linear, nn.LayerNorm, nn.ReLU, nn.Linear]
-    assert make_sac_actor(3, 2, hidden=(4,), layer_norm=True)[0].net[-1].out_features == 4
-    assert make_td3_actor(3, 2, hidden=(4,), layer_norm=True).net[1].normalized_shape == (4,)
-
-
-def test_a_critic_judges_observation_and_action_side_by_side():
-    critic = make_q_value(2, 1, in_key="state", hidden=())
-    with torch.no_grad():
-        critic.net[0].weight.copy_(torch.tensor([[1.0, 10.0, 100.0]]))
-        critic.net[0].bias.fill_(0.5)
-    batch = TensorDict(state=torch.tensor([[1.0, 2.0]]), action=torch.tensor([[3.0]]))
-    assert critic(batch)["state_action_value"].tolist() == [[321.5]]
-    assert list(critic.in_keys) == ["state", "action"]
-
-
-def test_the_critics_of_a_loss_normalise_by_the_actors_statistics_of_the_moment():
-    normalizer = ObservationNormalizer(3)
-    actor = make_sac_actor(3, 2, normalizer=normalizer, hidden=(8,))
-    critic = make_q_value(3, 2, normalizer=normalizer, hidden=(8,))
-    assert critic.normalizer is actor[0].normalizer
-    assert not any("normalizer" in key for key in critic.state_dict())
-    assert any(key.endswith("normalizer.mean") for key in actor.state_dict())  # published
-    loss = SACLoss(actor, critic)
-    loss.make_value_estimator(gamma=0.9)
-    SoftUpdate(loss, tau=0.1)
-    batch = _observations(16)
-    batch["action"] = torch.zeros(16, 2)
-    values = []
-    for _ in range(2):
-        td = batch.copy()
-        params = loss.target_qvalue_network_params[0]
-        with params.to_module(loss.qvalue_network):
-            values.append(loss.qvalue_network(td)["state_action_value"])
-        normalizer.update(torch.randn(50, 3) * 4 + 2)
-    assert not torch.equal(*values)
 
 
 def test_sac_finds_the_target_entropy_from_the_actor():

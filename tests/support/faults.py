@@ -40,7 +40,7 @@ from torchrl_unilab.collectors.rollout_worker import RolloutWorker
 from torchrl_unilab.data import DoubleBufferReplayPipeline, RolloutRingStorage
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules.actor_critic import GaussianActor
+from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.modules.squashed import SquashedGaussianActor
 from torchrl_unilab.runtime import WorkerGroup
 from torchrl_unilab.shm import SnapshotCell

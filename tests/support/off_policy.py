@@ -1,10 +1,115 @@
-"""Transitions, and steps of SAC and TD3 by TorchRL's own parts."""
+"""Transitions, losses of SAC and TD3, and their steps, fused and by TorchRL's own parts."""
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 from tensordict import TensorDict
-from torchrl.objectives import LossModule, SoftUpdate
+from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
+
+from torchrl_unilab.modules import (
+    ObservationNormalizer,
+    make_q_value,
+    make_sac_actor,
+    make_td3_actor,
+)
+from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
+
+OBS, ACT, STATE = 5, 2, 7
+LRS = {"actor_network_params": 1e-3, "qvalue_network_params": 2e-3, "log_alpha": 3e-3}
+
+
+def make_loss(
+    algorithm: str,
+    *,
+    hidden=((16, 16), (16, 8)),
+    layer_norm=False,
+    normalized=False,
+    state=False,
+    bounds=(-1.0, 1.0),
+    **kwargs,
+) -> SACLoss | TD3Loss:
+    """A loss whose parameters all differ, targets from what they follow, too.
+
+    `normalized` may be ``"actor"``: its critics do not; `state` gives them another key.
+    """
+    torch.manual_seed(0)
+    normalizer = None
+    if normalized:
+        normalizer = ObservationNormalizer(OBS, clip=2.0)
+        normalizer.update(torch.randn(50, OBS) * 3 + 1)
+    low, high = bounds
+    own = {"log_std_bounds": (-3.0, 1.0)} if algorithm == "sac" else {}
+    actor = {"sac": make_sac_actor, "td3": make_td3_actor}[algorithm](
+        OBS,
+        ACT,
+        low=low,
+        high=high,
+        normalizer=normalizer,
+        hidden=hidden[0],
+        layer_norm=layer_norm,
+        **own,
+    )
+    critic = make_q_value(
+        STATE if state else OBS,
+        ACT,
+        in_key="state" if state else "observation",
+        normalizer=None if state or normalized == "actor" else normalizer,
+        hidden=hidden[1],
+        layer_norm=layer_norm,
+    )
+    loss: SACLoss | TD3Loss
+    if algorithm == "sac":
+        loss = SACLoss(actor, critic, **kwargs)
+    else:
+        loss = TD3Loss(actor, critic, bounds=bounds, **kwargs)
+    loss.make_value_estimator(gamma=0.9)
+    with torch.no_grad():
+        for parameter in loss.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return loss
+
+
+def fused(
+    loss: SACLoss | TD3Loss, *, tau: float = 0.1, **kwargs
+) -> FusedSACUpdate | FusedTD3Update:
+    """The loss's fused update, at `LRS`."""
+    actor, critic, alpha = LRS.values()
+    rates = {"lr_actor": actor, "lr_critic": critic, "tau": tau, **kwargs}
+    if isinstance(loss, SACLoss):
+        return FusedSACUpdate(loss, **{"lr_alpha": alpha, **rates})
+    return FusedTD3Update(loss, **rates)
+
+
+def stock(loss: SACLoss | TD3Loss, tau: float = 0.1) -> StockStepper:
+    """Steps of a copy of the loss, at the same settings."""
+    other = deepcopy(loss)
+    if isinstance(other, TD3Loss):  # shows its critics what its actor reads, and no more
+        actor, critic = other.actor_network, other.qvalue_network
+        actor.in_keys = list(dict.fromkeys([actor.in_keys[0], critic.in_keys[0]]))
+    names = {name for name, _ in other.named_parameters()}
+    rates = {key: lr for key, lr in LRS.items() if any(name.startswith(key) for name in names)}
+    return StockStepper(other, rates, tau)
+
+
+def transitions_of(loss: LossModule, size: int, seed: int) -> TensorDict:
+    """Random transitions with the keys that the loss reads."""
+    state = STATE if loss.qvalue_network.in_keys[0] == "state" else 0
+    return make_transitions(size, OBS, ACT, state=state, seed=seed)
+
+
+def assert_same_step(
+    loss: SACLoss | TD3Loss, other: StockStepper, update, batch: TensorDict, **tolerances: float
+) -> tuple[dict[str, torch.Tensor], TensorDict]:
+    """A fused and a stock step by the same noise leave equal parameters; return what both say."""
+    packed = update.prepare(batch)
+    torch.manual_seed(1)
+    expected = other.step(batch)
+    torch.manual_seed(1)
+    observed = dict(zip(update.statistics, update.step(packed), strict=True))
+    assert_equal_parameters(loss, other.loss, **tolerances)
+    return observed, expected
 
 
 def make_transitions(

@@ -26,7 +26,7 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.loggers import KEPT
-from torchrl_unilab.trainers.off_policy import make_update
+from torchrl_unilab.trainers.loss_updates import make_update
 from torchrl_unilab.trainers.runs.builders import build_off_policy
 from torchrl_unilab.weight_update import UniLabShmScheme
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from torchrl_unilab.envs.gymnasium_tasks import TASKS, GymnasiumTask
-from torchrl_unilab.envs.mujoco_batch import MujocoBatchEnv
-from torchrl_unilab.envs.named_tasks import EXAMPLES, make_task
-from torchrl_unilab.envs.quadruped import QuadrupedWalk
+from torchrl_unilab.envs.batch_env import MujocoBatchEnv
 from torchrl_unilab.envs.randomization import Randomize
-from torchrl_unilab.envs.robot_task import (
+from torchrl_unilab.envs.registry import EXAMPLES, TASKS, GymnasiumTask, make_task
+from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
+from torchrl_unilab.envs.robots.task import (
     RobotTask,
     Stride,
     joint_addresses,
@@ -15,8 +14,8 @@ from torchrl_unilab.envs.robot_task import (
     to_body_frame,
     tracking,
 )
+from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationDelay, ObservationNoise
 from torchrl_unilab.envs.task import MujocoTask, Outcome
-from torchrl_unilab.envs.transforms import ActionDelay, ObservationDelay, ObservationNoise
 
 __all__ = [
     "EXAMPLES",

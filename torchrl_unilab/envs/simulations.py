@@ -11,8 +11,7 @@ from mujoco import mjtStage, mjtState, mjtWarning
 from mujoco.batch import DATA_FIELDS, MODEL_FIELDS, Batch, SimulationError
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.held_fields import HeldFields
-from torchrl_unilab.envs.physics_clock import stop_physics_clock
+from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.task import Array, MujocoTask
 
@@ -182,6 +181,52 @@ class Simulations:
         self.fields = {}
         self._ctrl = self._warnings = self._moving = np.empty((0, 0))
         del self.batch
+
+
+class HeldFields:
+    """A batch's fields, of which some show what was loaded where the physics has not run since.
+
+    A simulation is its state, from which the physics derives the rest: after a step, what
+    holds one substep before the state. From the state alone it cannot be had again, and the
+    batch lets nobody write it.
+
+    Args:
+        fields: name to live ``(nsim, ...)`` array, all that the task reads.
+    """
+
+    def __init__(self, fields: Mapping[str, NDArray[Any]]) -> None:
+        self._live = fields
+        self._held: dict[str, NDArray[Any]] = {}
+        self._derived = tuple(
+            name
+            for name, field in fields.items()
+            if name in DATA_FIELDS and not field.flags.writeable
+        )
+
+    @property
+    def seen(self) -> Mapping[str, NDArray[Any]]:
+        """All fields, as they are to be read."""
+        return {**self._live, **self._held} if self._held else self._live
+
+    def derived(self) -> dict[str, NDArray[Any]]:
+        """Copies of what the physics derives, by name."""
+        seen = self.seen
+        return {name: seen[name].copy() for name in self._derived}
+
+    def hold(self, derived: Mapping[str, NDArray[Any]]) -> None:
+        """Show what `derived` returned, here or in an environment like this one."""
+        self._held = {name: field.copy() for name, field in derived.items()}
+
+    def release(self, rows: NDArray[np.intp] | slice) -> None:
+        """Show what the physics derives where it has run; a slice is all simulations."""
+        if isinstance(rows, slice):
+            self._held = {}
+        for name, held in self._held.items():
+            held[rows] = self._live[name][rows]
+
+    def close(self) -> None:
+        """Let go of the views, which keep the simulations alive."""
+        self._live, self._held = {}, {}
 
 
 def all_finite(array: NDArray[Any]) -> bool:

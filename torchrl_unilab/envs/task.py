@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torchrl import logger as torchrl_logger
 
-from torchrl_unilab.envs.contact_forces import add_contact_forces
+from torchrl_unilab.envs.mujoco_engine import add_contact_forces
 from torchrl_unilab.envs.randomization import Randomize
 
 Array = NDArray[np.float64]

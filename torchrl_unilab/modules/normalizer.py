@@ -1,11 +1,17 @@
-"""Running observation statistics that travel with the policy as buffers."""
+"""Running observation statistics, and the base of all networks that normalise by them.
+
+The statistics are buffers: they are published and saved with the policy, and change by
+`ObservationNormalizer.update` alone, which the trainers call once per new observation.
+"""
 
 from __future__ import annotations
 
 import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-__all__ = ["ObservationNormalizer"]
+__all__ = ["NormalizedNetwork", "ObservationNormalizer"]
 
 
 class ObservationNormalizer(nn.Module):
@@ -64,3 +70,27 @@ class ObservationNormalizer(nn.Module):
         mean = self.mean.to(observation.dtype)
         scale = (self.variance + self.epsilon).rsqrt().to(observation.dtype)
         return ((observation - mean) * scale).clamp(-self.clip, self.clip)
+
+
+class NormalizedNetwork(TensorDictModuleBase):
+    """Base of the modules that write what a network says of a normalised observation.
+
+    Does what a ``TensorDictModule`` around a function would, without its dispatch, which
+    costs as much as a small network's forward pass.
+
+    Args:
+        in_key: Where the observation is.
+        normalizer: Normalises observations; None leaves them as they are.
+        net: Observation to output.
+    """
+
+    def __init__(self, in_key: str, normalizer: nn.Module | None, net: nn.Module) -> None:
+        super().__init__()
+        self.in_keys = (in_key,)
+        self.normalizer = nn.Identity() if normalizer is None else normalizer
+        self.net = net
+
+    def output(self, tensordict: TensorDictBase) -> torch.Tensor:
+        """Return the network's output, [..., n]."""
+        output: torch.Tensor = self.net(self.normalizer(tensordict.get(self.in_keys[0])))
+        return output

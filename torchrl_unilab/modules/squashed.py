@@ -1,4 +1,8 @@
-"""Actors whose actions a tanh keeps within bounds: SAC's Gaussian and TD3's point."""
+"""Actors whose actions a tanh keeps within bounds: SAC's Gaussian and TD3's point.
+
+An action is ``center + reach * tanh(u)``, whatever writes ``u``. `FusedSACUpdate` and
+`FusedTD3Update` write out the gradients of the two heads.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,14 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from torchrl.data import Bounded
-from torchrl.envs.utils import ExplorationType, exploration_type
-from torchrl.modules import ProbabilisticActor, TanhNormal
+from torchrl.modules import TanhNormal
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules.normalizer import ObservationNormalizer
-from torchrl_unilab.modules.q_value import relu_mlp
+from torchrl_unilab.modules.critics import relu_mlp
+from torchrl_unilab.modules.gaussian import DirectActor
+from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
 __all__ = [
     "SquashedGaussianActor",
@@ -26,8 +29,6 @@ __all__ = [
     "make_td3_actor",
     "squash",
 ]
-
-_POINTS = (ExplorationType.DETERMINISTIC, ExplorationType.MEAN, ExplorationType.MODE)
 
 
 def squash(x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,34 @@ class SquashedNormal(TanhNormal):
         return mode
 
 
-class SquashedGaussianParameters(TensorDictModuleBase):
+class SquashedNetwork(NormalizedNetwork):
+    """Base of the heads, which holds the actions' bounds.
+
+    Args:
+        in_key: Where the observation is.
+        normalizer: Normalises observations.
+        net: Observation to what the head needs.
+        low: Lowest actions, [n].
+        high: Highest actions, [n].
+    """
+
+    center: torch.Tensor
+    reach: torch.Tensor
+
+    def __init__(
+        self,
+        in_key: str,
+        normalizer: nn.Module | None,
+        net: nn.Module,
+        low: torch.Tensor,
+        high: torch.Tensor,
+    ) -> None:
+        super().__init__(in_key, normalizer, net)
+        self.register_buffer("center", (high + low) / 2)
+        self.register_buffer("reach", (high - low) / 2)
+
+
+class SquashedGaussianParameters(SquashedNetwork):
     """Reads an observation, writes ``loc`` and ``scale`` of a Gaussian before its tanh.
 
     The network's second half of outputs, ``r``, sets the scale within soft bounds, which
@@ -73,48 +101,26 @@ class SquashedGaussianParameters(TensorDictModuleBase):
         log scale = low + (high - low) * (tanh(r) + 1) / 2
 
     Args:
-        in_key: Where the observation is.
-        normalizer: Normalises observations.
-        net: Observation to twice as many values as an action has.
-        low: Lowest actions, [n].
-        high: Highest actions, [n].
+        *head: As for `SquashedNetwork`; the network has twice as many outputs as an action.
         log_std_bounds: Bounds of the scale's logarithm.
     """
 
     out_keys = ("loc", "scale")
-    center: torch.Tensor
-    reach: torch.Tensor
 
-    def __init__(
-        self,
-        in_key: str,
-        normalizer: nn.Module,
-        net: nn.Module,
-        low: torch.Tensor,
-        high: torch.Tensor,
-        log_std_bounds: tuple[float, float],
-    ) -> None:
-        super().__init__()
-        self.in_keys = (in_key,)
-        self.normalizer = normalizer
-        self.net = net
+    def __init__(self, *head: Any, log_std_bounds: tuple[float, float]) -> None:
+        super().__init__(*head)
         self.log_std_bounds = log_std_bounds
-        self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("reach", (high - low) / 2)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``loc`` and ``scale``, [..., action size]."""
-        loc, raw = self.net(self.normalizer(tensordict.get(self.in_keys[0]))).chunk(2, dim=-1)
+        loc, raw = self.output(tensordict).chunk(2, dim=-1)
         low, high = self.log_std_bounds
         tensordict.set("loc", loc)
         return tensordict.set("scale", (low + (high - low) / 2 * (raw.tanh() + 1.0)).exp())
 
 
-class SquashedGaussianActor(ProbabilisticActor):
-    """A tanh-squashed Gaussian policy that acts without building a distribution.
-
-    Without gradients it computes the action in a handful of operations; in all other cases
-    it is the `torchrl.modules.ProbabilisticActor` that it inherits from, with equal results.
+class SquashedGaussianActor(DirectActor):
+    """A tanh-squashed Gaussian policy.
 
     Args:
         parameters: Writes ``loc`` and ``scale``.
@@ -133,58 +139,24 @@ class SquashedGaussianActor(ProbabilisticActor):
             distribution_kwargs={"low": low, "high": high},
         )
 
-    def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
-        """Write ``loc``, ``scale`` and ``action``, [..., n]."""
-        how = exploration_type()
-        direct = how == ExplorationType.RANDOM or how in _POINTS
-        if args or kwargs or torch.is_grad_enabled() or not direct:
-            out: TensorDictBase = super().forward(tensordict, *args, **kwargs)
-            return out
-        parameters = self.module[0]
-        tensordict = parameters(tensordict)
-        loc = tensordict.get("loc")
-        if how == ExplorationType.RANDOM:
-            x = torch.addcmul(loc, torch.randn_like(loc), tensordict.get("scale"))
+    def _act(self, tensordict: TensorDictBase, explore: bool) -> TensorDictBase:
+        head, loc = self.module[0], tensordict.get("loc")
+        if explore:
+            u = torch.addcmul(loc, torch.randn_like(loc), tensordict.get("scale"))
         else:
-            x = loc.clone()
-        action = torch.addcmul(parameters.center, squash(x), parameters.reach)
-        return tensordict.set("action", action)
+            u = loc.clone()
+        return tensordict.set("action", torch.addcmul(head.center, squash(u), head.reach))
 
 
-class SquashedPoint(TensorDictModuleBase):
-    """Reads an observation, writes one ``action`` within bounds: ``center + reach tanh(net)``.
-
-    Args:
-        in_key: Where the observation is.
-        normalizer: Normalises observations.
-        net: Observation to as many values as an action has.
-        low: Lowest actions, [n].
-        high: Highest actions, [n].
-    """
+class SquashedPoint(SquashedNetwork):
+    """Reads an observation, writes one ``action`` within bounds: ``center + reach tanh(net)``."""
 
     out_keys = ("action",)
-    center: torch.Tensor
-    reach: torch.Tensor
-
-    def __init__(
-        self,
-        in_key: str,
-        normalizer: nn.Module,
-        net: nn.Module,
-        low: torch.Tensor,
-        high: torch.Tensor,
-    ) -> None:
-        super().__init__()
-        self.in_keys = (in_key,)
-        self.normalizer = normalizer
-        self.net = net
-        self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("reach", (high - low) / 2)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``action``, [..., n]."""
-        x = self.net(self.normalizer(tensordict.get(self.in_keys[0])))
-        return tensordict.set("action", torch.addcmul(self.center, x.tanh(), self.reach))
+        u = self.output(tensordict)
+        return tensordict.set("action", torch.addcmul(self.center, u.tanh(), self.reach))
 
 
 def make_sac_actor(
@@ -229,7 +201,7 @@ def make_sac_actor(
     lowest, highest = _bounds(low, high, action_size)
     net = relu_mlp([observation_size, *hidden, 2 * action_size], layer_norm=layer_norm)
     parameters = SquashedGaussianParameters(
-        in_key, normalizer or nn.Identity(), net, lowest, highest, log_std_bounds
+        in_key, normalizer, net, lowest, highest, log_std_bounds=log_std_bounds
     )
     return SquashedGaussianActor(parameters, lowest, highest)
 
@@ -269,7 +241,7 @@ def make_td3_actor(
     """
     lowest, highest = _bounds(low, high, action_size)
     net = relu_mlp([observation_size, *hidden, action_size], layer_norm=layer_norm)
-    return SquashedPoint(in_key, normalizer or nn.Identity(), net, lowest, highest)
+    return SquashedPoint(in_key, normalizer, net, lowest, highest)
 
 
 def _bounds(

@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.trainers import Trainer
-from torchrl.trainers.trainers import OptimizationStepper
 
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.data import RolloutPool
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate, kl_adapted_lr
+from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.hooks import (
@@ -27,72 +25,10 @@ from torchrl_unilab.trainers.hooks import (
     PublishWeights,
 )
 from torchrl_unilab.trainers.loggers import newest_values
+from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["APPOStepper", "APPOTrainer"]
-
-
-class APPOStepper(OptimizationStepper):
-    """One APPO optimiser step, which never waits for the device.
-
-    Steps the optimiser on the sum of the losses, lets the KL divergence steer the learning
-    rate, and moves the target policy when it is due.
-
-    Args:
-        loss: The loss.
-        config: Learning rate, desired KL divergence and bound of the gradient.
-        fused: The update that owns the parameters' memory and their optimiser, if any.
-    """
-
-    def __init__(
-        self, loss: APPOLoss, config: APPOConfig, fused: FusedAPPOUpdate | None = None
-    ) -> None:
-        self.loss = loss
-        self._losses = torch.compile(loss.forward) if config.compile else loss
-        self.desired_kl = config.desired_kl
-        self.max_grad_norm = config.max_grad_norm
-        self.parameters = [p for p in loss.parameters() if p.requires_grad]
-        self.optimizer: torch.optim.Optimizer
-        if fused is None:
-            # A tensor, so that steering it takes no look at its value.
-            lr = torch.tensor(config.lr, device=self.parameters[0].device)
-            self.optimizer = torch.optim.Adam(self.parameters, lr=lr, fused=True)
-        else:
-            self.optimizer = fused.optimizer
-        # Gradients that are views of one tensor must stay so.
-        self._keeps_gradients = fused is not None
-
-    @property
-    def lr(self) -> torch.Tensor:
-        """The learning rate, a scalar tensor of the optimiser's own."""
-        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
-        return lr
-
-    def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """Take one step on a minibatch; return its losses, detached."""
-        losses: TensorDictBase = self._losses(sub_batch)
-        total = losses.get("loss_objective") + losses.get("loss_critic")
-        (total + losses.get("loss_entropy")).backward()
-        nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
-        if not self.loss.target_is_current:
-            self.lr.copy_(kl_adapted_lr(self.lr, losses.get("kl"), self.desired_kl))
-        self.loss.step_target()
-        for key in ("loss_objective", "loss_critic", "loss_entropy"):
-            losses.set(key, losses.get(key).detach())
-        return losses
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the trainer checkpoints loss and optimiser."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""
-
-    def register(self, trainer: Trainer, name: str = "optimization_stepper") -> None:
-        """Register as the trainer's stepper."""
-        trainer.register_module(name, self)
+__all__ = ["APPOTrainer"]
 
 
 class APPOTrainer(Trainer):

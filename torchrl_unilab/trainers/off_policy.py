@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
-from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
+from torchrl.objectives import LossModule
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.data import DoubleBufferReplayPipeline, ReplayPipeline
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
-from torchrl_unilab.objectives.fused_off_policy import sync_normalizers
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.configs.off_policy import (
     OffPolicyConfig,
@@ -24,6 +21,7 @@ from torchrl_unilab.trainers.configs.off_policy import (
 )
 from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
 from torchrl_unilab.trainers.loggers import newest_values
+from torchrl_unilab.trainers.loss_updates import make_update
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -69,57 +67,6 @@ def build_reward_comparison_metrics(
         {}
     """
     return {"mean_ep100": float(reward_history[-1])} if reward_history else {}
-
-
-class _LossUpdate:
-    """Updates by a loss module's backward pass, Adam and `SoftUpdate`: for any loss.
-
-    Args:
-        loss: Any off-policy loss of TorchRL.
-        config: Learning rates, tau, and whether to compile.
-    """
-
-    def __init__(self, loss: LossModule, config: OffPolicyConfig) -> None:
-        self.loss = loss
-        self._losses = torch.compile(loss.forward) if config.compile else loss
-        parameters = dict(loss.named_parameters())
-        self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                part = "actor" if name.startswith("actor") else "critic"
-                self._groups["alpha" if name == "log_alpha" else part].append(parameter)
-        rates = {"actor": config.lr_actor, "critic": config.lr_critic, "alpha": config.lr_alpha}
-        self.optimizers = {
-            part: torch.optim.Adam(group, lr=rates[part], fused=True)
-            for part, group in self._groups.items()
-            if group
-        }
-        self._target = SoftUpdate(loss, tau=config.tau)
-        self.statistics: tuple[str, ...] = ()
-
-    def prepare(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch; from now on all networks normalise by the statistics of now."""
-        sync_normalizers(self.loss)
-        return batch
-
-    def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:
-        """Cut a batch into minibatches."""
-        chunks: Iterable[TensorDictBase] = prepared.chunk(count)
-        return chunks
-
-    def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
-        """Take one step; return the losses, named by `statistics`."""
-        losses = self._losses(minibatch)
-        names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
-        parts = [losses.get(key) for key in names if key.startswith("loss_")]
-        torch.stack([part.reshape(()) for part in parts]).sum().backward()
-        for part, optimizer in self.optimizers.items():
-            if update_policy or part == "critic":
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self._target.step()
-        self.statistics = names
-        return torch.stack([losses.get(key).detach().reshape(()) for key in names])
 
 
 class _Learnt:
@@ -316,15 +263,3 @@ class OffPolicyTrainer(Trainer):
     def close(self) -> None:
         """Let go of the pipeline. Idempotent."""
         self.pipeline.close()
-
-
-def make_update(
-    loss: LossModule, config: OffPolicyConfig
-) -> FusedSACUpdate | FusedTD3Update | _LossUpdate:
-    """Return what takes the updates: a fused one where the loss allows."""
-    rates = {"lr_actor": config.lr_actor, "lr_critic": config.lr_critic, "tau": config.tau}
-    if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
-        return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **rates)
-    if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
-        return FusedTD3Update(loss, **rates)
-    return _LossUpdate(loss, config)

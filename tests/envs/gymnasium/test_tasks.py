@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import inspect
+import math
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import mujoco
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_unilab.envs import TASKS, MujocoBatchEnv, MujocoTask, make_task
+from torchrl_unilab.envs.gymnasium.base import contact_forces
+from torchrl_unilab.envs.gymnasium.humanoids import Humanoid
+from torchrl_unilab.envs.gymnasium.runners import Ant, Hopper, Walker2d
+from torchrl_unilab.errors import ConfigError
+
+SIMS = 2
+SEED = 7
+ENDING = ("Ant", "Hopper", "Humanoid", "InvertedDoublePendulum", "InvertedPendulum", "Walker2d")
+ENDLESS = ("HalfCheetah", "HumanoidStandup", "Pusher", "Reacher", "Swimmer")
+
+# every option of each task, with another value than its default
+RUNNER = {
+    "frame_skip": 3,
+    "forward_reward_weight": 1.7,
+    "ctrl_cost_weight": 0.03,
+    "reset_noise_scale": 0.02,
+    "exclude_current_positions_from_observation": False,
+}
+HEALTHY = {"healthy_reward": 0.7, "terminate_when_unhealthy": False}
+HUMANOID = {
+    "frame_skip": 3,
+    "ctrl_cost_weight": 0.03,
+    "reset_noise_scale": 0.02,
+    "exclude_current_positions_from_observation": False,
+    "include_cinert_in_observation": False,
+    "include_cvel_in_observation": False,
+    "include_qfrc_actuator_in_observation": False,
+    "include_cfrc_ext_in_observation": False,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "Ant-v5": {
+        **RUNNER,
+        **HEALTHY,
+        "contact_cost_weight": 0.02,
+        "main_body": "aux_2",
+        "healthy_z_range": (0.4, 0.7),
+        "contact_force_range": (-0.3, 2.0),
+        "include_cfrc_ext_in_observation": False,
+    },
+    "HalfCheetah-v5": RUNNER,
+    "Hopper-v5": {
+        **RUNNER,
+        **HEALTHY,
+        "healthy_state_range": (-2.0, 1.5),
+        "healthy_z_range": (0.9, 1.3),
+        "healthy_angle_range": (-0.1, 0.15),
+    },
+    "Humanoid-v5": {
+        **HUMANOID,
+        **HEALTHY,
+        "forward_reward_weight": 0.9,
+        "contact_cost_weight": 1e-4,
+        "contact_cost_range": (0.1, 2.0),
+        "healthy_z_range": (0.8, 1.38),
+    },
+    "HumanoidStandup-v5": {
+        **HUMANOID,
+        "uph_cost_weight": 3.0,
+        "impact_cost_weight": 1e-5,
+        "impact_cost_range": (0.05, 0.5),
+    },
+    "InvertedDoublePendulum-v5": {
+        "frame_skip": 3,
+        "healthy_reward": 0.7,
+        "reset_noise_scale": 0.02,
+    },
+    "InvertedPendulum-v5": {"frame_skip": 3, "reset_noise_scale": 0.02},
+    "Pusher-v5": {
+        "frame_skip": 3,
+        "reward_near_weight": 0.7,
+        "reward_dist_weight": 1.3,
+        "reward_control_weight": 0.3,
+    },
+    "Reacher-v5": {"frame_skip": 3, "reward_dist_weight": 1.3, "reward_control_weight": 0.3},
+    "Swimmer-v5": RUNNER,
+    "Walker2d-v5": {
+        **RUNNER,
+        **HEALTHY,
+        "healthy_z_range": (1.0, 1.24),
+        "healthy_angle_range": (-0.1, 0.15),
+    },
+}
+
+
+@contextmanager
+def gym_envs(name: str, count: int = SIMS, **options: Any) -> Iterator[list[gymnasium.Env]]:
+    envs = [gymnasium.make(name, disable_env_checker=True, **options) for _ in range(count)]
+    yield envs
+    for env in envs:
+        env.close()
+
+
+@contextmanager
+def batch_env(*args: Any, **options: Any) -> Iterator[MujocoBatchEnv]:
+    env = MujocoBatchEnv(*args, num_threads=1, **options)
+    yield env
+    env.close()
+
+
+def random_actions(env: MujocoBatchEnv, steps: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    low, high = env.action_spec.space.low, env.action_spec.space.high
+    generator = torch.Generator().manual_seed(SEED)
+    noise = torch.rand(steps, *low.shape, generator=generator, dtype=torch.float32)
+    return list((low.float() + noise * (high - low).float()).to(dtype))
+
+
+def assert_same_bits(actual: Any, expected: Any, what: str) -> None:
+    one, other = (np.asarray(value, dtype=np.float64) for value in (actual, expected))
+    if one.shape != other.shape or one.tobytes() != other.tobytes():
+        np.testing.assert_array_equal(one, other, err_msg=what, strict=True)
+        raise AssertionError(f"{what} differs in the sign of a zero")
+
+
+def assert_same_step(
+    env: MujocoBatchEnv, after: TensorDictBase, i: int, step: tuple[Any, ...]
+) -> None:
+    obs, reward, terminated, truncated, info = step
+    assert_same_bits(after["observation"][i].numpy(), obs, "observation")
+    assert_same_bits(after["reward"][i].item(), reward, "reward")
+    assert after["terminated"][i].item() == terminated
+    assert after["truncated"][i].item() == truncated
+    assert after["done"][i].item() == (terminated or truncated)
+    told = env.reward_terms | env.info
+    assert told.keys() == info.keys()
+    assert not env.reward_terms.keys() & env.info.keys()
+    for key, value in told.items():
+        assert_same_bits(value[i], info[key], key)
+
+
+def test_there_are_all_of_gymnasium_s_tasks() -> None:
+    assert list(TASKS) == [f"{name}-v5" for name in sorted(ENDING + ENDLESS)]
+    known = {
+        spec.id
+        for spec in gymnasium.registry.values()
+        if str(spec.entry_point).startswith("gymnasium.envs.mujoco.") and spec.version == 5
+    }
+    assert set(TASKS) == known
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_1000_steps_over_many_episodes_equal_gymnasium_bit_for_bit(name: str) -> None:
+    limit, steps = 90, 1000
+    touched, episodes = False, 0
+    with (
+        batch_env(name, SIMS, seed=SEED, max_episode_steps=limit, dtype=torch.float64) as env,
+        gym_envs(name, max_episode_steps=limit) as gyms,
+    ):
+        root = env.reset()
+        for i, gym in enumerate(gyms):
+            assert_same_bits(root["observation"][i], gym.reset(seed=SEED + i)[0], "reset")
+        for action in random_actions(env, steps, torch.float32):
+            data, root = env.step_and_maybe_reset(root.set("action", action))
+            for i, gym in enumerate(gyms):
+                step = gym.step(action[i].numpy())
+                assert_same_step(env, data["next"], i, step)
+                obs, _, terminated, truncated, _ = step
+                touched |= bool(gym.unwrapped.data.cfrc_ext.any())
+                if terminated or truncated:
+                    episodes += 1
+                    obs, _ = gym.reset()
+                assert_same_bits(root["observation"][i], obs, "observation of the next step")
+        assert episodes >= SIMS * (steps // limit)
+        assert touched or "cfrc_ext" not in env.task.reads
+        assert env.num_diverged == 0
+
+
+@pytest.mark.parametrize("name", [f"{name}-v5" for name in ENDING])
+def test_500_steps_past_termination_equal_gymnasium_bit_for_bit(name: str) -> None:
+    terminated = 0
+    with (
+        batch_env(name, 1, seed=SEED, max_episode_steps=500, dtype=torch.float64) as env,
+        gym_envs(name, 1, max_episode_steps=500) as (gym,),
+    ):
+        root = env.reset()
+        qpos, qvel = env.get_state()
+        gym.reset()
+        gym.unwrapped.set_state(qpos[0], qvel[0])
+        for action in random_actions(env, 500, torch.float64):
+            after = env.step(root.set("action", action))["next"]
+            assert_same_step(env, after, 0, gym.step(action[0].numpy()))
+            terminated += after["terminated"].item()
+    assert terminated > 10
+
+
+@pytest.mark.filterwarnings("ignore:compiler attribute 'settotalmass':UserWarning")
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("others", ["own options", "own model"])
+def test_200_steps_with_options_set_equal_gymnasium_bit_for_bit(
+    name: str, others: str, tmp_path: Path
+) -> None:
+    given = options = OPTIONS[name]
+    if others == "own model":
+        spec = mujoco.MjSpec.from_file(str(make_task(name).model_path()))
+        spec.option.timestep *= 0.75
+        spec.bodies[1].pos += [0.0, 0.0, 0.01]
+        model = tmp_path / "model.xml"
+        spec.compile()
+        spec.to_file(str(model))
+        given, options = {"xml_file": str(model)}, {"model": str(model)}
+    limit = 40
+    terms: dict[str, set[float]] = {}
+    with (
+        batch_env(
+            make_task(name, **options, max_episode_steps=limit),
+            SIMS,
+            seed=SEED,
+            dtype=torch.float64,
+        ) as env,
+        gym_envs(name, **given, max_episode_steps=limit) as gyms,
+    ):
+        root = env.reset()
+        for i, gym in enumerate(gyms):
+            assert_same_bits(root["observation"][i], gym.reset(seed=SEED + i)[0], "reset")
+        for action in random_actions(env, 200, torch.float64):
+            data, root = env.step_and_maybe_reset(root.set("action", action))
+            for i, gym in enumerate(gyms):
+                step = gym.step(action[i].numpy())
+                assert_same_step(env, data["next"], i, step)
+                for key in env.reward_terms:
+                    terms.setdefault(key, set()).add(float(step[4][key]))
+                if step[2] or step[3]:
+                    gym.reset()
+    if "terminate_when_unhealthy" in options:
+        # the ranges are such that both healthy and unhealthy states are seen
+        assert terms["reward_survive"] == {0.0, options["healthy_reward"]}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_options_and_their_defaults_are_those_of_gymnasium(name: str) -> None:
+    with gym_envs(name, 1) as (gym,):
+        parameters = dict(inspect.signature(type(gym.unwrapped).__init__).parameters)
+    for key in ("self", "default_camera_config", "kwargs"):
+        del parameters[key]
+    defaults = {key: parameter.default for key, parameter in parameters.items()}
+    defaults["model"] = defaults.pop("xml_file")
+    task = make_task(name)
+    assert {key: getattr(task, key) for key in defaults} == defaults
+    own = {field.name for field in fields(task)} - {field.name for field in fields(MujocoTask)}
+    assert own == defaults.keys() - {"model", "frame_skip"}
+    assert OPTIONS[name].keys() == defaults.keys() - {"model"}
+    for key, value in OPTIONS[name].items():
+        assert value != defaults[key]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_spaces_and_limits_are_those_of_gymnasium(name: str) -> None:
+    with gym_envs(name, 1) as (gym,), batch_env(name, 1) as env:
+        assert gym.spec is not None
+        assert env.max_episode_steps == gym.spec.max_episode_steps
+        assert env.observation_spec["observation"].shape[1:] == gym.observation_space.shape
+        space = env.action_spec.space
+        np.testing.assert_array_equal(space.low[0].numpy(), gym.action_space.low)
+        np.testing.assert_array_equal(space.high[0].numpy(), gym.action_space.high)
+
+
+@pytest.mark.parametrize("task", [Hopper(), Walker2d(), Ant(), Humanoid()])
+def test_health_at_and_around_each_bound_equals_gymnasium(
+    task: Hopper | Walker2d | Ant | Humanoid,
+) -> None:
+    seen = set()
+    height = 2 if isinstance(task, Ant | Humanoid) else 1
+    with gym_envs(task.name, 1) as (gym,):
+        base = gym.unwrapped
+        gym.reset(seed=0)
+        qpos, qvel = base.init_qpos[None].copy(), base.init_qvel[None].copy()
+        for z in (0.2, 0.7, 0.8, 1.0, 2.0):
+            for angle in (-1.0, -0.2, 0.0, 0.2, 1.0):
+                for speed in (-100.0, 0.0, 100.0, math.nan):
+                    for nudge in (-np.inf, 0.0, np.inf):
+                        qpos[0, height + 1] = np.nextafter(angle, nudge) if nudge else angle
+                        qpos[0, height] = np.nextafter(z, nudge) if nudge else z
+                        qvel[0, -1] = np.nextafter(speed, nudge) if nudge else speed
+                        base.data.qpos[:], base.data.qvel[:] = qpos[0], qvel[0]
+                        (healthy,) = task.healthy({"qpos": qpos, "qvel": qvel})
+                        assert healthy == base.is_healthy
+                        seen.add(bool(healthy))
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_resets_of_one_seed_equal_gymnasium_bit_for_bit(name: str) -> None:
+    with batch_env(name, 16, dtype=torch.float64) as env, gym_envs(name, 1) as (gym,):
+        env.reset()
+        env.set_seed(SEED)
+        observation = env.reset()["observation"].numpy()
+        for i in range(16):
+            assert_same_bits(observation[i], gym.reset(seed=SEED + i)[0], "reset")
+
+
+def kolmogorov_smirnov(sample: NDArray[Any], other: NDArray[Any]) -> float:
+    """Greatest difference of the cumulative distributions of two samples."""
+    both = np.concatenate((sample, other))
+    left = np.searchsorted(np.sort(sample), both, side="right") / len(sample)
+    right = np.searchsorted(np.sort(other), both, side="right") / len(other)
+    return float(np.abs(left - right).max())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_initial_states_have_the_distribution_of_gymnasium(name: str) -> None:
+    ours, theirs = 2000, 1000
+    with gym_envs(name, 1) as (gym,), batch_env(name, 1) as env:
+        base = gym.unwrapped
+        gym.reset(seed=10_000)
+        states = []
+        for _ in range(theirs):
+            base.reset_model()
+            states.append(base.state_vector())
+        rng = np.random.default_rng(SEED)
+        start = env._physics.start
+        drawn = [np.concatenate(env.task.initial_state(rng, *start)) for _ in range(ours)]
+    # the critical value at the level of 1 in 100,000, for some 50 coordinates
+    bound = 2.47 * np.sqrt(1 / ours + 1 / theirs)
+    distances = [
+        kolmogorov_smirnov(one, other)
+        for one, other in zip(np.array(drawn).T, np.array(states).T, strict=True)
+    ]
+    assert max(distances) < bound
+
+
+def test_contact_forces_are_zero_where_no_step_was_made() -> None:
+    forces = np.ones((3, 2, 6))
+    shown = contact_forces({"cfrc_ext": forces, "time": np.array([0.01, 0.0, 5.0])})
+    np.testing.assert_array_equal(shown[:, 1, 3], [1.0, 0.0, 1.0])
+    assert forces.all()
+    assert contact_forces({"cfrc_ext": forces, "time": np.ones(3)}) is forces
+
+
+def test_contact_forces_are_zero_in_the_rows_that_were_reset_only() -> None:
+    with batch_env("HumanoidStandup-v5", 3, seed=SEED) as env:
+        root = env.reset()
+        assert not root["observation"][:, -78:].any()
+        for action in random_actions(env, 20, torch.float32):
+            after = env.step(root.set("action", action))["next"]
+        assert after["observation"][:, -78:].any(1).all()
+        mask = torch.tensor([[False], [True], [False]])
+        root = env.reset(after.copy().set("_reset", mask))
+        assert not root["observation"][1, -78:].any()
+        assert torch.equal(root["observation"][::2], after["observation"][::2])
+
+
+def test_what_a_step_told_is_left_alone_by_later_steps() -> None:
+    for name in TASKS:
+        with batch_env(name, 2, seed=SEED) as env:
+            root = env.reset()
+            actions = random_actions(env, 4, torch.float32)
+            env.step(root.set("action", actions[0]))
+            told = env.reward_terms | env.info
+            copies = {key: value.copy() for key, value in told.items()}
+            for action in actions[1:]:
+                env.step(root.set("action", action))
+            for key, value in told.items():
+                np.testing.assert_array_equal(value, copies[key])
+
+
+def test_derived_fields_are_those_of_gymnasium_after_a_step() -> None:
+    name = "Walker2d-v5"
+    task = make_task(name)
+    task = replace(task, reads=(*task.reads, "xpos", "cvel"))
+    with batch_env(task, 1, seed=0) as env, gym_envs(name, 1) as (gym,):
+        gym.reset(seed=0)
+        env.reset()
+        for action in random_actions(env, 5, torch.float32):
+            env.step(TensorDict({"action": action}, [1]))
+            gym.step(action[0].numpy())
+            for field in ("xpos", "cvel"):
+                actual = env._physics.fields[field][0]
+                np.testing.assert_array_equal(actual, getattr(gym.unwrapped.data, field))
+
+
+def test_unknown_tasks_and_options_are_refused_and_the_known_ones_are_listed() -> None:
+    with pytest.raises(ConfigError, match=r"no task 'Ant' \(expected one of Ant-v5, HalfChee"):
+        make_task("Ant")
+    with pytest.raises(ValueError, match="InvertedPendulum-v5"):
+        MujocoBatchEnv("Ant")
+    with pytest.raises(
+        ConfigError,
+        match=r"Reacher-v5 has no option xml_file, reads \(expected some of assets, frame_skip, "
+        r"max_episode_steps, model, .*reward_control_weight, reward_dist_weight\)",
+    ):
+        make_task("Reacher-v5", frame_skip=3, xml_file="x", reads=())
+
+
+def test_missing_model_file_is_refused() -> None:
+    for file in ("no_such.xml", "/no_such.xml"):
+        with pytest.raises(FileNotFoundError, match=r"no file .*no_such.xml \(expect"):
+            MujocoBatchEnv(make_task("Hopper-v5", model=file), 1)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (make_task("Ant-v5", main_body="trunk"), r"no body 'trunk' \(expected one of world, tor"),
+        (make_task("Ant-v5", main_body=14), r"no body 14 \(.* or a number below 14\)"),
+        (make_task("Ant-v5", main_body=-1), r"no body -1"),
+        (make_task("Ant-v5", main_body=""), r"no body ''"),  # some bodies have no name
+        (make_task("Reacher-v5", model="pusher_v5.xml"), r"no body 'fingertip'"),
+    ],
+)
+def test_bodies_that_the_model_lacks_are_refused(task: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MujocoBatchEnv(task, 1)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_survive_pickling(name: str) -> None:
+    task = make_task(name, **OPTIONS[name])
+    assert pickle.loads(pickle.dumps(task)) == task

@@ -1,0 +1,437 @@
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import imageio
+import mujoco
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms import ActionScaling, Compose
+from torchrl.envs.utils import check_env_specs
+
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.envs.robots.quadruped import QUADRUPED, QuadrupedWalk
+from torchrl_unilab.envs.robots.task import (
+    RobotTask,
+    Stride,
+    joint_addresses,
+    projected_gravity,
+    to_body_frame,
+    tracking,
+)
+from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationNoise
+from torchrl_unilab.errors import ConfigError
+
+CART = """
+<mujoco>
+  <option timestep="0.01" gravity="0 0 0"/>
+  <worldbody>
+    <body name="cart">
+      <joint name="x" type="slide" axis="1 0 0"/>
+      <geom size=".1" mass="1"/>
+      <body name="pole">
+        <joint name="hinge" axis="0 1 0"/>
+        <geom type="capsule" fromto="0 0 0 0 0 .5" size=".02" mass=".1"/>
+      </body>
+    </body>
+  </worldbody>
+  <actuator><motor name="push" joint="x" ctrlrange="-1 1"/></actuator>
+  <keyframe><key name="home" qpos="0.5 0.25" qvel="1 0"/></keyframe>
+</mujoco>
+"""
+URDF = """
+<robot name="cart">
+  <mujoco><compiler discardvisual="false"/></mujoco>
+  <link name="base"><inertial><mass value="5"/><inertia ixx="1" iyy="1" izz="1" ixy="0" ixz="0"
+    iyz="0"/></inertial></link>
+  <link name="cart"><inertial><mass value="1"/><inertia ixx=".1" iyy=".1" izz=".1" ixy="0" ixz="0"
+    iyz="0"/></inertial></link>
+  <joint name="x" type="prismatic"><parent link="base"/><child link="cart"/><axis xyz="1 0 0"/>
+    <limit lower="-1" upper="1" effort="2" velocity="3"/></joint>
+</robot>
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cart(RobotTask):
+    name: str = "Cart"
+    model: str | Path | mujoco.MjSpec = CART
+    weights: Mapping[str, float] = field(default_factory=lambda: {"speed": 2.0, "effort": -0.5})
+    commands: Mapping[str, tuple[float, float]] = field(
+        default_factory=lambda: {"speed": (-1.0, 1.0), "height": (3.0, 3.0)}
+    )
+
+    def actor(self, fields: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        return {"x": fields["qpos"][:, 0], "command": fields["command"]}
+
+    def rewards(self, stride: Stride) -> Mapping[str, NDArray[Any]]:
+        return {
+            "effort": np.abs(stride.action - stride.before["ctrl"]),
+            "speed": stride.fields["qvel"][:, 0],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeeingCart(Cart):
+    def critic(self, fields: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        return {"velocity": fields["qvel"]}
+
+    def failed(self, fields: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
+        out: NDArray[np.bool_] = fields["qpos"][:, 0] > 0.01
+        return out
+
+
+def make(task: RobotTask, **settings: Any) -> MujocoBatchEnv:
+    return MujocoBatchEnv(task, **{"num_envs": 3, "seed": 0, "num_threads": 1, **settings})
+
+
+# The terms
+
+
+def test_observations_are_the_terms_in_order_and_the_critics_come_after_the_actors() -> None:
+    env = make(SeeingCart(), dtype=torch.float64)
+    root = env.set_state([[0.1, 0.2]], [[3.0, 4.0]], ids=[1])
+    command = env._physics.fields["command"][1].tolist()
+    assert root["observation"][1].tolist() == [0.1, *command]
+    assert root["critic_observation"][1].tolist() == [0.1, *command, 3.0, 4.0]
+    assert env.observation_spec["critic_observation"].shape == (3, 5)
+    env.close()
+
+
+def test_without_terms_for_the_critic_there_is_no_group_for_it() -> None:
+    env = make(Cart())
+    assert set(env.observation_spec.keys()) == {"observation"}
+    env.close()
+
+
+def test_the_reward_is_the_weighted_sum_of_the_named_terms() -> None:
+    env = make(Cart(), with_reward_terms=True, dtype=torch.float64)
+    root = env.reset()
+    root = env.step_mdp(env.step(root.set("action", torch.full((3, 1), 0.25).double())))
+    after = env.step(root.set("action", torch.full((3, 1), 1.0).double()))["next"]
+    # 1.1 kg, pushed for 0.01 s each, the pole hanging on
+    speed = torch.as_tensor(env.get_state()[1][:, :1])
+    assert (speed > 0.011).all()
+    assert torch.equal(after["reward_terms", "speed"], 2.0 * speed)
+    assert after["reward_terms", "effort"].flatten().tolist() == [-0.5 * 0.75] * 3
+    assert torch.allclose(after["reward"], 2.0 * speed - 0.375, rtol=0, atol=1e-15)
+    env.close()
+
+
+def test_the_action_before_an_episodes_first_is_zero() -> None:
+    env = make(Cart(), with_reward_terms=True, max_episode_steps=1)
+    for _ in range(3):
+        data, _ = env.step_and_maybe_reset(env.reset().set("action", torch.ones(3, 1)))
+        assert data["next", "reward_terms", "effort"].flatten().tolist() == [-0.5] * 3
+    env.close()
+
+
+@pytest.mark.parametrize("weights", [{"speed": 1.0}, {"speed": 1.0, "effort": 1.0, "style": 1.0}])
+def test_terms_and_weights_with_different_names_are_refused(weights: dict[str, float]) -> None:
+    env = make(Cart(weights=weights))
+    with pytest.raises(ConfigError, match=r"Cart: rewards returned the terms \['effort', 'speed'"):
+        env.step(env.reset().set("action", torch.zeros(3, 1)))
+    env.close()
+
+
+def test_an_episode_ends_where_the_task_says_it_failed() -> None:
+    env = make(SeeingCart())
+    root = env.set_state([[0.009, 0.0]], [[1.0, 0.0]], ids=[1])
+    after = env.step(root.set("action", torch.zeros(3, 1)))["next"]
+    assert after["terminated"].flatten().tolist() == [False, True, False]
+    env.close()
+
+
+# Commands
+
+
+def test_commands_are_drawn_in_their_ranges_per_simulation_and_episode() -> None:
+    env = make(Cart(), num_envs=200)
+    root = env.reset()
+    first = root["observation"][:, 1:].clone()
+    assert (first[:, 0].abs() <= 1.0).all()
+    assert first[:, 0].min() < -0.9
+    assert first[:, 0].max() > 0.9
+    assert (first[:, 1] == 3.0).all()
+    mask = torch.arange(200)[:, None] < 50
+    after = env.reset(root.set("_reset", mask))["observation"][:, 1:]
+    assert torch.equal(after[50:], first[50:])
+    assert (after[:50, 0] != first[:50, 0]).all()
+    env.close()
+
+
+def test_commands_hold_for_command_steps() -> None:
+    env = make(Cart(command_steps=3))
+    root, seen = env.reset(), []
+    for _ in range(9):
+        seen.append(root["observation"][0, 1].item())
+        root = env.step_mdp(env.step(root.set("action", torch.zeros(3, 1))))
+    assert seen[0] == seen[1] == seen[2] != seen[3]
+    assert seen[3] == seen[4] == seen[5] != seen[6]
+    env.close()
+
+
+def test_a_task_may_have_no_commands() -> None:
+    assert Cart().command_size == 2
+    assert replace(Cart(), commands={}).command_size == 0
+
+
+@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.0, float("nan")), (float("-inf"), 0.0)])
+def test_a_range_out_of_order_is_refused(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match=r"Cart: command 'speed' has the range .*\(expected"):
+        Cart(commands={"speed": bounds})
+
+
+# The model
+
+
+def test_every_form_of_a_model_gives_the_same_steps(tmp_path: Path) -> None:
+    path = tmp_path / "cart.xml"
+    path.write_text(CART)
+    spec = mujoco.MjSpec.from_string(CART)
+    seen = []
+    for model in (CART, path, str(path), spec):
+        env = make(pickle.loads(pickle.dumps(Cart(model=model))))
+        root = env.reset().set("action", torch.full((3, 1), 0.5))
+        seen.append(env.step(root)["next", "observation"])
+        env.close()
+    assert all(torch.equal(one, seen[0]) for one in seen[1:])
+
+
+def test_an_edited_spec_is_kept_as_it_was_given() -> None:
+    spec = mujoco.MjSpec.from_string(CART)
+    spec.body("cart").geoms[0].mass = 7.0
+    task = Cart(model=spec)
+    spec.body("cart").geoms[0].mass = 9.0
+    assert pickle.loads(pickle.dumps(task)).load_model().body("cart").mass[0] == 7.0
+
+
+MESHED = CART.replace('geom size=".1"', 'geom type="mesh" mesh="wedge"').replace(
+    "<worldbody>",
+    """<compiler meshdir="meshes" texturedir="skins"/>
+    <asset><mesh name="wedge" file="wedge.obj"/><texture name="t" type="2d" file="t.png"/></asset>
+    <worldbody>""",
+)
+WEDGE = b"v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 3 2\nf 1 2 4\nf 2 3 4\nf 1 4 3\n"
+
+
+@pytest.mark.parametrize("form", ["beside the file", "in memory", "as assets of the task"])
+def test_a_spec_brings_the_files_it_names(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    picture = io.BytesIO()
+    imageio.imwrite(picture, np.full((2, 2, 3), 200, dtype=np.uint8), format="png")
+    files = {"meshes/wedge.obj": WEDGE, "skins/t.png": picture.getvalue()}
+    if form == "beside the file":
+        for name, content in files.items():
+            (tmp_path / "robot" / name).parent.mkdir(parents=True)
+            (tmp_path / "robot" / name).write_bytes(content)
+        (tmp_path / "robot" / "cart.xml").write_text(MESHED)
+        monkeypatch.chdir(tmp_path)
+        spec = mujoco.MjSpec.from_file("robot/cart.xml")
+    else:
+        spec = mujoco.MjSpec.from_string(MESHED, assets=files)
+    task = Cart(model=spec, assets=files if form == "as assets of the task" else {})
+    monkeypatch.chdir("/")
+    model = pickle.loads(pickle.dumps(task)).load_model()
+    assert model.nmeshvert == 4
+    assert model.tex_data[0] == 200
+
+
+@pytest.mark.parametrize("form", ["text", "file", "spec"])
+def test_a_urdf_makes_a_task_once_it_has_actuators(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "cart.urdf"
+    path.write_text(URDF)
+    spec = mujoco.MjSpec.from_file(str(path))
+    push = spec.add_actuator(name="push", target="x", trntype=mujoco.mjtTrn.mjTRN_JOINT)
+    push.ctrlrange, push.ctrllimited = [-1.0, 1.0], True
+    bare = {"text": URDF, "file": path, "spec": mujoco.MjSpec.from_string(URDF)}[form]
+    model = Cart(model=bare).load_model()
+    assert [model.joint(i).name for i in range(model.njnt)] == ["x"]
+    assert model.nu == 0
+    task = pickle.loads(pickle.dumps(Cart(model=spec)))
+    assert task.joints.names == ("x",)
+    env = make(task)
+    check_env_specs(env)
+    env.step(env.reset().set("action", torch.ones(3, 1)))
+    assert (env.get_state()[1] > 0).all()
+    env.close()
+
+
+def test_episodes_start_in_the_keyframe_asked_for_and_joints_are_measured_from_it() -> None:
+    task = Cart(home="home", joint_names=("hinge",))
+    env = make(task)
+    env.reset()
+    qpos, qvel = env.get_state()
+    assert qpos.tolist() == [[0.5, 0.25]] * 3
+    assert qvel.tolist() == [[1.0, 0.0]] * 3
+    fields = {"qpos": np.array([[0.5, 1.0]]), "qvel": np.array([[2.0, 3.0]])}
+    assert task.joint_positions(fields).tolist() == [[0.75]]
+    assert task.joint_velocities(fields).tolist() == [[3.0]]
+    env.close()
+
+
+def test_a_keyframe_that_is_not_there_is_refused() -> None:
+    env = make(Cart(home="hone"))
+    with pytest.raises(ConfigError, match=r"no keyframe 'hone' \(expected one of \['home'\]\)"):
+        env.reset()
+
+
+def test_joints_are_found_by_name_in_the_order_asked_for() -> None:
+    model = mujoco.MjModel.from_xml_path(str(QUADRUPED))
+    found = joint_addresses(model, ["rear_right_knee", "root", "front_left_hip"])
+    assert found.qpos.tolist() == [14, 0, 1, 2, 3, 4, 5, 6, 7]
+    assert found.qvel.tolist() == [13, 0, 1, 2, 3, 4, 5, 6]
+    assert joint_addresses(model).qpos.tolist() == list(range(7, 15))
+    assert joint_addresses(model).names[0] == "front_left_hip"
+
+
+def test_ball_joints_have_four_positions_and_three_velocities() -> None:
+    model = mujoco.MjModel.from_xml_string(
+        '<mujoco><worldbody><body><joint name="b" type="ball"/><geom size=".1"/>'
+        '<body pos="1 0 0"><joint name="h"/><geom size=".1"/></body></body></worldbody></mujoco>'
+    )
+    found = joint_addresses(model, ["h", "b"])
+    assert found.qpos.tolist() == [4, 0, 1, 2, 3]
+    assert found.qvel.tolist() == [3, 0, 1, 2]
+
+
+def test_an_unknown_joint_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no joints \['knee'\] \(expected some of \['x', 'hi"):
+        joint_addresses(mujoco.MjModel.from_xml_string(CART), ["x", "knee"])
+
+
+# The arithmetic
+
+QUATERNIONS = arrays(np.float64, (3, 4), elements=st.floats(-1, 1)).filter(
+    lambda q: (np.linalg.norm(q, axis=1) > 0.1).all()
+)
+VECTORS = arrays(np.float64, (3, 3), elements=st.floats(-10, 10))
+
+
+@settings(max_examples=100)
+@given(QUATERNIONS, VECTORS)
+def test_the_body_frame_is_mujocos(
+    quaternion: NDArray[np.float64], vector: NDArray[np.float64]
+) -> None:
+    quaternion = quaternion / np.linalg.norm(quaternion, axis=1, keepdims=True)
+    turned = to_body_frame(quaternion, vector)
+    for i in range(3):
+        matrix = np.zeros(9)
+        mujoco.mju_quat2Mat(matrix, quaternion[i])
+        np.testing.assert_allclose(turned[i], matrix.reshape(3, 3).T @ vector[i], atol=1e-12)
+    np.testing.assert_allclose(
+        projected_gravity(quaternion),
+        to_body_frame(quaternion, np.tile([0.0, 0.0, -1.0], (3, 1))),
+        atol=1e-12,
+    )
+
+
+def test_one_vector_serves_all_bodies() -> None:
+    half = np.array([[1.0, 0, 0, 0], [0, 1.0, 0, 0]])
+    assert to_body_frame(half, np.array([1.0, 2.0, 3.0])).tolist() == [[1, 2, 3], [1, -2, -3]]
+    assert (projected_gravity(half) == [[0, 0, -1], [0, 0, 1]]).all()
+
+
+def test_tracking_is_one_without_error_and_falls_with_its_length() -> None:
+    error = np.array([[0.0, 0.0], [3.0, 4.0], [-6.0, 8.0]])
+    np.testing.assert_allclose(tracking(error, 5.0), np.exp([0.0, -1.0, -4.0]))
+    np.testing.assert_allclose(tracking(np.array([0.0, 2.0]), 2.0), np.exp([0.0, -1.0]))
+
+
+# The example
+
+
+def test_the_quadruped_is_an_environment_with_critic_commands_and_terms() -> None:
+    env = MujocoBatchEnv(QuadrupedWalk(), 4, seed=0, with_reward_terms=True, max_episode_steps=5)
+    check_env_specs(env)
+    assert set(env.reward_terms) == set(QuadrupedWalk().weights)
+    widths = {
+        key: env.observation_spec[key].shape[1]
+        for key in env.observation_spec
+        if key != "reward_terms"
+    }
+    assert widths == {"observation": 25, "critic_observation": 29}
+    env.close()
+
+
+def test_the_quadruped_stands_when_it_is_asked_nothing() -> None:
+    env = MujocoBatchEnv(QuadrupedWalk(reset_noise=0.0), 2, seed=0)
+    data = env.rollout(
+        100, lambda td: td.set("action", torch.zeros(2, 8)), break_when_any_done=False
+    )
+    assert not data["next", "done"].any()
+    height = env.get_state()[0][:, 2]
+    assert ((height > 0.24) & (height < 0.28)).all()
+    env.close()
+
+
+def test_a_fallen_quadruped_ends_its_episode() -> None:
+    env = MujocoBatchEnv(QuadrupedWalk(), 2, seed=0)
+    qpos, qvel = np.zeros((2, 15)), np.zeros((2, 14))
+    qpos[:, 2], qpos[:, 3] = 0.267, 1.0
+    qpos[1, 3:5] = np.cos(0.5), np.sin(0.5)  # rolled over by one radian
+    root = env.set_state(qpos, qvel)
+    after = env.step(root.set("action", torch.zeros(2, 8)))["next"]
+    assert after["terminated"].flatten().tolist() == [False, True]
+    env.close()
+
+
+def test_a_task_of_a_class_that_only_this_program_knows_travels_by_cloudpickle() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Own(Cart):
+        def actor(self, fields: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+            return super().actor(fields) | {"more": self.joint_velocities(fields)}
+
+    task = Own()
+    assert len(task.joints.names) == 2  # looked up before it travels
+    env = make(pickle.loads(cloudpickle.dumps(task)))
+    assert env.reset()["observation"].shape == (3, 5)
+    env.close()
+
+
+# what TorchRL's own collectors say when they are first imported
+@pytest.mark.filterwarnings("ignore:Creating .* inherits from WeightUpdaterBase:DeprecationWarning")
+def test_such_a_task_trains_in_a_process_of_its_own_with_a_critic_that_sees_more(
+    tmp_path: Path,
+) -> None:
+    from torchrl_unilab.trainers import APPOConfig, build_learner, train_appo
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(SeeingCart):
+        pass
+
+    def create() -> TransformedEnv:
+        env = MujocoBatchEnv(Own(), 8, num_threads=1)
+        return TransformedEnv(env, Compose(ActionScaling(), ActionDelay(1), ObservationNoise(0.1)))
+
+    config = APPOConfig(
+        num_envs=8, num_steps=16, critic_observation="critic_observation", hidden=(8,)
+    )
+    summary = train_appo(
+        "Own",
+        frames=1024,
+        run_dir=tmp_path / "run",
+        config=config,
+        create_env=create,
+        progress_bar=False,
+    )
+    assert summary["frames"] == 1024
+    assert np.isfinite(summary["eval_return"])
+    env = create()
+    learner = build_learner(env, config)
+    env.close()
+    assert learner.actor.in_keys == ["observation"]
+    assert list(learner.loss.critic_network.in_keys) == ["critic_observation"]

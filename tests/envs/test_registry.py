@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrl_unilab.envs.registry import EXAMPLES, TASKS, make_task
+from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
+from torchrl_unilab.errors import ConfigError
+
+MODULE = """
+from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
+TASK = QuadrupedWalk(frame_skip=6)
+NUMBER = int
+"""
+
+
+@pytest.mark.parametrize("name", [*TASKS, *EXAMPLES])
+def test_gymnasiums_tasks_and_the_examples_have_names_and_options(name: str) -> None:
+    assert make_task(name) == {**TASKS, **EXAMPLES}[name]
+    assert make_task(name).name == name
+    assert make_task(name, frame_skip=7).frame_skip == 7
+
+
+@pytest.mark.parametrize("name", ["Hopper-v5", "QuadrupedWalk"])
+def test_an_unknown_option_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name} has no option speed \(expected some of "):
+        make_task(name, speed=1.0)
+
+
+def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_robot_of_a_test.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    made = make_task("own_robot_of_a_test:QuadrupedWalk", max_episode_steps=7)
+    assert isinstance(made, QuadrupedWalk)
+    assert made.max_episode_steps == 7
+    assert make_task("own_robot_of_a_test:TASK").frame_skip == 6
+    assert make_task("own_robot_of_a_test:TASK", frame_skip=2).frame_skip == 2
+    with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' makes int \(expected a MujocoTask"):
+        make_task("own_robot_of_a_test:NUMBER")
+    del sys.modules["own_robot_of_a_test"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Cheetah-v5", r"no task 'Cheetah-v5' \(expected one of Ant-v5, .*, QuadrupedWalk\)"),
+        ("no_such_module:Task", "no task 'no_such_module:Task', No module named"),
+        (
+            "torchrl_unilab.envs.robots.quadruped:Walk",
+            "no task '.*:Walk', module .* has no attribute",
+        ),
+        (":Task", "no task ':Task', Empty module name"),
+        (".robots:Task", "no task '.robots:Task', .* relative import"),
+        ("os:path", "'os:path' is module .expected a MujocoTask or what makes one"),
+        ("os:sep", "'os:sep' is str .expected"),
+    ],
+)
+def test_an_unknown_name_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_task(name)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.objectives import SACLoss, SoftUpdate
+
+from torchrl_unilab.modules import (
+    ObservationNormalizer,
+    make_actor,
+    make_critic,
+    make_q_value,
+    make_sac_actor,
+    make_td3_actor,
+)
+from torchrl_unilab.modules.critics import relu_mlp, tanh_mlp
+
+
+def test_tanh_networks_have_orthogonal_weights_and_a_scaled_last_layer():
+    torch.manual_seed(0)
+    net = tanh_mlp([4, 8, 2], last_gain=0.01)
+    first, _, last = net
+    torch.testing.assert_close(first.weight.mT @ first.weight, 2.0 * torch.eye(4))
+    torch.testing.assert_close(last.weight @ last.weight.mT, 1e-4 * torch.eye(2))
+    assert not any(layer.bias.any() for layer in (first, last))
+
+
+def test_actor_and_critic_normalise_by_the_same_statistics():
+    normalizer = ObservationNormalizer(3)
+    actor = make_actor(3, 2, normalizer=normalizer)
+    critic = make_critic(3, normalizer=normalizer)
+    normalizer.update(torch.randn(50, 3) * 4 + 2)
+    assert actor[0].normalizer is critic.normalizer
+    assert critic(TensorDict(observation=torch.zeros(5, 3)))["state_value"].shape == (5, 1)
+    assert any(key.endswith("normalizer.mean") for key in actor.state_dict())  # published with it
+
+
+def test_networks_are_relu_layers_with_or_without_normalisation():
+    plain = [type(layer) for layer in relu_mlp([3, 4, 5, 1])]
+    assert plain == [nn.Linear, nn.ReLU, nn.Linear, nn.ReLU, nn.Linear]
+    normed = relu_mlp([3, 4, 1], layer_norm=True)
+    assert [type(layer) for layer in normed] == [nn.Linear, nn.LayerNorm, nn.ReLU, nn.Linear]
+    assert make_sac_actor(3, 2, hidden=(4,), layer_norm=True)[0].net[-1].out_features == 4
+    assert make_td3_actor(3, 2, hidden=(4,), layer_norm=True).net[1].normalized_shape == (4,)
+
+
+def test_a_critic_judges_observation_and_action_side_by_side():
+    critic = make_q_value(2, 1, in_key="state", hidden=())
+    with torch.no_grad():
+        critic.net[0].weight.copy_(torch.tensor([[1.0, 10.0, 100.0]]))
+        critic.net[0].bias.fill_(0.5)
+    batch = TensorDict(state=torch.tensor([[1.0, 2.0]]), action=torch.tensor([[3.0]]))
+    assert critic(batch)["state_action_value"].tolist() == [[321.5]]
+    assert list(critic.in_keys) == ["state", "action"]
+
+
+def test_the_critics_of_a_loss_normalise_by_the_actors_statistics_of_the_moment():
+    normalizer = ObservationNormalizer(3)
+    actor = make_sac_actor(3, 2, normalizer=normalizer, hidden=(8,))
+    critic = make_q_value(3, 2, normalizer=normalizer, hidden=(8,))
+    assert critic.normalizer is actor[0].normalizer
+    assert not any("normalizer" in key for key in critic.state_dict())
+    assert any(key.endswith("normalizer.mean") for key in actor.state_dict())  # published
+    loss = SACLoss(actor, critic)
+    loss.make_value_estimator(gamma=0.9)
+    SoftUpdate(loss, tau=0.1)
+    batch = TensorDict(observation=torch.randn(16, 3), batch_size=[16])
+    batch["action"] = torch.zeros(16, 2)
+    values = []
+    for _ in range(2):
+        td = batch.copy()
+        params = loss.target_qvalue_network_params[0]
+        with params.to_module(loss.qvalue_network):
+            values.append(loss.qvalue_network(td)["state_action_value"])
+        normalizer.update(torch.randn(50, 3) * 4 + 2)
+    assert not torch.equal(*values)

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from torchrl_unilab.objectives.fused.networks import FlatAdam
+
+
+def _parameters() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((3, 2), (3,), ())]
+
+
+@pytest.mark.parametrize("lr", [1e-2, torch.tensor(1e-2)], ids=["number", "tensor"])
+def test_a_step_is_that_of_its_optimiser_to_the_bit(lr):
+    ours, theirs = _parameters(), _parameters()
+    flat, same = FlatAdam(ours, lr), FlatAdam(theirs, lr)
+    for i in range(3):
+        for adam in (flat, same):
+            adam.grad.copy_(torch.randn(10, generator=torch.Generator().manual_seed(i)))
+        flat.step()
+        same.optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_step_is_that_of_adam_on_the_parameters():
+    ours, theirs = _parameters(), _parameters()
+    flat, adam = FlatAdam(ours, 1e-2), torch.optim.Adam(theirs, lr=1e-2, fused=True)
+    for _ in range(3):
+        for parameters in (ours, theirs):
+            sum(p.square().sum() for p in parameters).backward()
+        flat.step()
+        adam.step()
+        adam.zero_grad()
+        flat.grad.zero_()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_parameters_and_gradients_are_views_of_one_tensor_each_and_keep_their_values():
+    parameters, before = _parameters(), _parameters()
+    flat = FlatAdam(parameters, 1e-2)
+    flat.grad.fill_(2.0)
+    assert all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True))
+    assert all((p.grad == 2.0).all() for p in parameters)
+    flat.flat.zero_()
+    assert not any(p.any() for p in parameters)

@@ -1,0 +1,480 @@
+"""What SAC's and TD3's fused updates have in common; their formulas are tested beside."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torchrl.objectives import SACLoss, SoftUpdate, TD3Loss
+
+from tests.support.off_policy import (
+    ACT,
+    LRS,
+    OBS,
+    assert_equal_parameters,
+    assert_same_step,
+    fused,
+    make_loss,
+    stock,
+    transitions_of,
+)
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.modules import make_q_value, make_sac_actor, make_td3_actor
+from torchrl_unilab.modules.critics import QValue
+from torchrl_unilab.modules.squashed import SquashedPoint
+from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
+
+BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
+UPDATES = {"sac": FusedSACUpdate, "td3": FusedTD3Update}
+STATISTICS_OF_THE_POLICY = {"sac": ["loss_actor", "entropy", "loss_alpha"], "td3": ["loss_actor"]}
+
+pytestmark = pytest.mark.usefixtures("double_precision")
+
+CASES = {
+    "plain": {},
+    "layer norm": {"layer_norm": True},
+    "normalised": {"normalized": True},
+    "layer norm, normalised": {"layer_norm": True, "normalized": True},
+    "bounds per dimension": {"bounds": (torch.tensor([-1.0, 0.5]), torch.tensor([0.3, 4.0]))},
+    "critics that do not normalise": {"normalized": "actor"},
+    "privileged critics": {"state": True, "normalized": True},
+    "three and one layers": {"hidden": ((4, 5, 6), (9,))},
+    "linear": {"hidden": ((), ())},
+    "squares": {"loss_function": "l2"},
+    "distances": {"loss_function": "l1"},
+}
+OWN = {
+    "sac": {
+        "fixed temperature": {"fixed_alpha": True, "alpha_init": 0.3},
+        "bounded temperature": {"min_alpha": 0.1, "max_alpha": 0.5, "alpha_init": 0.7},
+        "own target entropy": {"target_entropy": -0.3},
+    },
+    "td3": {"much noise, often clipped": {"policy_noise": 1.5, "noise_clip": 0.7}},
+}
+ALL = [(name, case) for name in OWN for case in CASES | OWN[name]]
+
+
+@pytest.mark.parametrize(("algorithm", "case"), ALL)
+def test_steps_equal_those_of_the_loss_adam_and_soft_update(algorithm, case):
+    loss = make_loss(algorithm, **(CASES | OWN[algorithm])[case])
+    other, update = stock(loss), fused(loss)
+    for i in range(5):
+        batch = transitions_of(loss, 32, seed=i)
+        observed, expected = assert_same_step(loss, other, update, batch)
+        for key in set(observed) & set(expected.keys()):
+            torch.testing.assert_close(
+                observed[key], expected[key].to(observed[key]), rtol=1e-9, atol=1e-10, msg=key
+            )
+        torch.testing.assert_close(update.td_error, batch["td_error"], rtol=1e-9, atol=1e-10)
+        for name, parameter in other.loss.named_parameters():
+            torch.testing.assert_close(
+                loss.get_parameter(name).grad, parameter.grad, rtol=1e-8, atol=1e-11, msg=name
+            )
+
+
+def test_values_and_differences_are_means_over_both_critics():
+    loss = make_loss("td3")
+    observed, expected = assert_same_step(
+        loss, stock(loss), fused(loss), transitions_of(loss, 32, 0)
+    )
+    values, target = expected["pred_value"], expected["target_value"]
+    torch.testing.assert_close(observed["q_value"], values.mean())
+    torch.testing.assert_close(observed["td_error"], (values - target).abs().mean())
+
+
+@BOTH
+def test_several_steps_to_the_next_observation_and_priority_weights_count_as_in_the_loss(algorithm):
+    loss = make_loss(algorithm)
+    batch = transitions_of(loss, 32, seed=1)
+    plain = fused(make_loss(algorithm)).prepare(batch)
+    batch["steps_to_next_obs"] = torch.randint(1, 5, (32, 1))
+    batch["priority_weight"] = torch.rand(32) + 0.1
+    update = fused(loss)
+    observed, expected = assert_same_step(loss, stock(loss), update, batch)
+    for key in ("loss_qvalue", "loss_actor"):
+        torch.testing.assert_close(observed[key], expected[key], rtol=1e-9, atol=1e-12)
+    assert not torch.equal(plain, update.prepare(batch))
+
+
+def test_two_critics_may_be_given_as_a_list():
+    torch.manual_seed(0)
+    critics = [make_q_value(OBS, ACT, hidden=(8,)) for _ in range(2)]
+    loss = SACLoss(make_sac_actor(OBS, ACT, hidden=(8,)), critics)
+    loss.make_value_estimator(gamma=0.9)
+    assert_same_step(loss, stock(loss), fused(loss), transitions_of(loss, 32, 0))
+
+
+@BOTH
+def test_single_precision_follows_the_stock_loss(algorithm):
+    torch.set_default_dtype(torch.float32)
+    loss = make_loss(algorithm, layer_norm=True, normalized=True)
+    other, update = stock(loss), fused(loss)
+    for i in range(5):
+        batch = transitions_of(loss, 32, seed=i)
+        observed, _ = assert_same_step(loss, other, update, batch, rtol=2e-3, atol=2e-4)
+    assert update.prepare(batch).dtype == observed["q_value"].dtype == torch.float32
+
+
+@BOTH
+def test_statistics_are_one_ordinary_tensor(algorithm):
+    loss = make_loss(algorithm)
+    update = fused(loss)
+    observed = update.step(update.prepare(transitions_of(loss, 8, 0)))
+    assert observed.shape == (len(update.statistics),)
+    assert not observed.is_inference()
+    assert not observed.requires_grad
+
+
+# Without the policy's turn
+
+
+@BOTH
+def test_a_critic_step_leaves_the_policy_alone_and_moves_all_targets(algorithm):
+    loss = make_loss(algorithm, normalized=True)
+    update = fused(loss)
+    packed = update.prepare(transitions_of(loss, 32, 0))
+    update.step(packed)  # its policy gradients and Adam state must not leak into the next step
+    before = {name: value.clone() for name, value in loss.state_dict().items()}
+
+    update.step(packed, update_policy=False)
+
+    after = loss.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    learnt = {name for name in before if ".net." in name}
+    assert changed == {name for name in learnt if not name.startswith("actor_network_params")}
+
+
+@BOTH
+def test_policy_statistics_are_nan_before_the_first_policy_step(algorithm):
+    loss = make_loss(algorithm)
+    update = fused(loss)
+    packed = update.prepare(transitions_of(loss, 32, 0))
+
+    observed = dict(zip(update.statistics, update.step(packed, update_policy=False), strict=True))
+
+    seen = [name for name, value in observed.items() if value.isnan()]
+    assert seen == STATISTICS_OF_THE_POLICY[algorithm]
+
+
+@BOTH
+def test_a_critic_step_repeats_the_statistics_of_the_last_policy_step(algorithm):
+    loss = make_loss(algorithm)
+    update = fused(loss)
+    packed = update.prepare(transitions_of(loss, 32, 0))
+
+    first = update.step(packed)
+    second = update.step(packed, update_policy=False)
+
+    same = [name for name, a, b in zip(update.statistics, first, second, strict=True) if a == b]
+    assert same == STATISTICS_OF_THE_POLICY[algorithm]
+
+
+# Packing
+
+
+def test_a_sample_is_cut_into_views_in_order():
+    packed = torch.arange(20.0).view(10, 2)
+    parts = FusedSACUpdate.minibatches(packed, 4)
+    assert [len(part) for part in parts] == [3, 3, 2, 2]
+    assert torch.equal(torch.cat(list(parts)), packed)
+    assert {part.untyped_storage().data_ptr() for part in parts} == {
+        packed.untyped_storage().data_ptr()
+    }
+
+
+@pytest.mark.parametrize("count", [0, 11])
+def test_a_sample_is_not_cut_into_none_nor_into_more_than_its_rows(count):
+    with pytest.raises(ConfigError, match=f"{count} of 10 rows"):
+        FusedSACUpdate.minibatches(torch.zeros(10, 2), count)
+
+
+@BOTH
+def test_observations_are_normalised_by_the_statistics_of_the_moment(algorithm):
+    loss = make_loss(algorithm, normalized=True)
+    update, batch = fused(loss), transitions_of(loss, 32, 0)
+    normalizer = loss.qvalue_network.normalizer
+    before = update.prepare(batch)
+    normalizer.update(torch.randn(100, OBS) + 20.0)
+    after = update.prepare(batch)
+    assert torch.equal(after[:, :OBS], normalizer(batch["observation"]))
+    assert not torch.equal(after[:, :OBS], before[:, :OBS])
+    assert torch.equal(after[:, OBS : OBS + ACT], batch["action"])
+    assert_same_step(loss, stock(loss), update, batch)  # so does the stock loss
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "complaint"),
+    [
+        (lambda batch: batch.exclude(("next", "reward")), LayoutKeyError, "'reward'"),
+        (lambda batch: batch.reshape(2, 4), LayoutShapeError, r"\(2, 4\)"),
+        (
+            lambda batch: batch.set("action", torch.zeros(8, ACT + 1)),
+            LayoutShapeError,
+            r"'action' has shape \(8, 3\) \(expected \(8, 2\)",
+        ),
+    ],
+    ids=["key", "batch size", "width"],
+)
+def test_batches_that_do_not_fit_are_refused(spoil, error, complaint):
+    loss = make_loss("sac")
+    with pytest.raises(error, match=complaint):
+        fused(loss).prepare(spoil(transitions_of(loss, 8, 0)))
+
+
+# Parameters and their memory
+
+
+@BOTH
+def test_the_parameters_of_each_optimiser_are_views_of_one_tensor(algorithm):
+    loss = make_loss(algorithm, layer_norm=True)
+    before = {key: value.clone() for key, value in loss.state_dict().items()}
+    identities = {name: id(parameter) for name, parameter in loss.named_parameters()}
+    update = fused(loss)
+    assert {name: id(parameter) for name, parameter in loss.named_parameters()} == identities
+    for key, value in loss.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert list(update.optimizers) == ["actor", "critic", "alpha"][: len(update.optimizers)]
+    for adam, (prefix, lr) in zip(update.optimizers.values(), LRS.items(), strict=False):
+        [group] = adam.param_groups
+        [flat] = group["params"]
+        assert group["lr"] == lr
+        own = [p for key, p in loss.named_parameters() if key.startswith(prefix)]
+        assert flat.numel() == sum(parameter.numel() for parameter in own)
+        for parameter in own:
+            assert parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+            assert parameter.is_contiguous()
+
+
+@BOTH
+def test_the_users_actor_sees_every_step(algorithm):
+    loss = make_loss(algorithm)
+    actor, batch = loss.actor_network, transitions_of(loss, 16, 0)
+    update = fused(loss)
+    before = actor(batch.select("observation"))
+    torch.manual_seed(0)
+    update.step(update.prepare(batch))
+    after = actor(batch.select("observation"))
+    key = actor.out_keys[0]
+    assert not torch.equal(after[key], before[key])
+    assert set(map(id, actor.parameters())) == {
+        id(p) for name, p in loss.named_parameters() if name.startswith("actor")
+    }
+
+
+def test_the_losss_own_forward_sees_every_step():
+    loss = make_loss("sac")
+    batch = transitions_of(loss, 16, 0)
+    SoftUpdate(loss, tau=0.1)
+    loss(batch.clone())  # fills the caches of the loss
+    update = fused(loss)
+    update.step(update.prepare(batch))
+    fresh = make_loss("sac")
+    SoftUpdate(fresh, tau=0.1)
+    fresh.load_state_dict(loss.state_dict())
+    torch.manual_seed(0)
+    seen = loss(batch.clone())
+    torch.manual_seed(0)
+    expected = fresh(batch.clone())
+    for key in ("loss_actor", "loss_qvalue"):
+        assert torch.equal(seen[key], expected[key])
+
+
+def test_targets_can_also_be_moved_by_torchrl_even_by_what_was_made_before():
+    loss = make_loss("sac")
+    targets = SoftUpdate(loss, tau=0.5)  # makes them equal to their networks
+    update = fused(loss, tau=0.0)
+    batch = transitions_of(loss, 16, 0)
+    before = loss.qvalue_network_params.data.clone()
+    update.step(update.prepare(batch))
+    assert (loss.target_qvalue_network_params.data == before).all()
+    targets.step()
+    halfway = before.lerp(loss.qvalue_network_params.data, 0.5)
+    for key, target in loss.target_qvalue_network_params.items(True, True):
+        torch.testing.assert_close(target, halfway[key])
+    # And the update goes by them.
+    fresh = make_loss("sac")
+    fresh.load_state_dict(loss.state_dict())
+    again = fused(fresh, tau=0.0)
+    observed = [
+        each.step(each.prepare(batch), generator=torch.Generator().manual_seed(0))
+        for each in (update, again)
+    ]
+    assert torch.equal(*observed)
+
+
+@BOTH
+def test_after_a_checkpoint_the_next_steps_are_the_same(algorithm):
+    loss = make_loss(algorithm, normalized=True, layer_norm=True)
+    update = fused(loss)
+    packed = update.prepare(transitions_of(loss, 16, 0))
+    for i in range(3):
+        update.step(packed, update_policy=bool(i % 2))
+    file = io.BytesIO()
+    optimizers = {key: adam.state_dict() for key, adam in update.optimizers.items()}
+    torch.save({"loss": loss.state_dict(), "optimizers": optimizers}, file)
+    restored = make_loss(algorithm, normalized=True, layer_norm=True)
+    resumed = fused(restored, lr_actor=7e-3)
+    resumed.step(packed)  # something to forget
+    file.seek(0)
+    checkpoint = torch.load(file)
+    restored.load_state_dict(checkpoint["loss"])
+    for key, adam in resumed.optimizers.items():
+        adam.load_state_dict(checkpoint["optimizers"][key])
+    for i in range(3):
+        generators = [torch.Generator().manual_seed(i) for _ in range(2)]
+        left = update.step(packed, generator=generators[0])
+        assert torch.equal(left, resumed.step(packed, generator=generators[1]))
+    assert_equal_parameters(loss, restored, rtol=0.0, atol=0.0)
+
+
+@BOTH
+def test_a_step_never_looks_at_a_value(algorithm, no_looks):
+    loss = make_loss(algorithm, layer_norm=True, **{"sac": {"min_alpha": 0.5}}.get(algorithm, {}))
+    update = fused(loss)
+    packed = update.prepare(transitions_of(loss, 21, 0))
+    with no_looks():
+        for i, minibatch in enumerate(update.minibatches(packed, 2)):
+            update.step(minibatch, update_policy=bool(i))
+
+
+# What is supported
+
+
+def _replaced(algorithm: str = "sac", **parts) -> SACLoss | TD3Loss:
+    """A supported loss but for one part."""
+    make = {"sac": make_sac_actor, "td3": make_td3_actor}[algorithm]
+    actor = parts.pop("actor", None) or make(OBS, ACT, hidden=(8,))
+    critic = parts.pop("critic", None) or make_q_value(OBS, ACT, hidden=(8,))
+    head = actor[0] if algorithm == "sac" else actor
+    head.net = parts.pop("actor_net", head.net)
+    critic.net = parts.pop("critic_net", critic.net)
+    if algorithm == "sac":
+        return SACLoss(actor, critic, **parts)
+    return TD3Loss(actor, critic, bounds=(-1.0, 1.0), **parts)
+
+
+def _frozen() -> SACLoss:
+    actor = make_sac_actor(OBS, ACT, hidden=(8,))
+    actor[0].net[0].bias.requires_grad_(False)
+    return _replaced(actor=actor)
+
+
+def _renamed() -> SACLoss:
+    loss = _replaced()
+    loss.set_keys(action="torque")
+    return loss
+
+
+def _other_estimator() -> SACLoss:
+    loss = _replaced()
+    loss.make_value_estimator("tdlambda", gamma=0.9, lmbda=0.9)
+    return loss
+
+
+class _Actor(SquashedPoint):
+    pass
+
+
+class _Critic(QValue):
+    pass
+
+
+class _Loss(SACLoss):
+    pass
+
+
+def _other_actor() -> TD3Loss:
+    bounds = torch.full((ACT,), -1.0), torch.ones(ACT)
+    return _replaced(
+        "td3", actor=_Actor("observation", None, make_td3_actor(OBS, ACT).net, *bounds)
+    )
+
+
+def _tanh(n_in: int, n_out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(n_in, 8), nn.Tanh(), nn.Linear(8, n_out))
+
+
+def _norm_without_bias() -> nn.Sequential:
+    norm = nn.LayerNorm(8, bias=False)
+    return nn.Sequential(nn.Linear(OBS, 8), norm, nn.ReLU(), nn.Linear(8, ACT))
+
+
+UNSUPPORTED = {
+    "sac": {
+        "tanh critic": lambda: _replaced(critic_net=_tanh(OBS + ACT, 1)),
+        "tanh actor": lambda: _replaced(actor_net=_tanh(OBS, 2 * ACT)),
+        "no bias": lambda: _replaced(actor_net=nn.Sequential(nn.Linear(OBS, 2 * ACT, bias=False))),
+        "three critics": lambda: _replaced(num_qvalue_nets=3),
+        "no targets": lambda: _replaced(delay_qvalue=False),
+        "target actor": lambda: _replaced(delay_actor=True),
+        "sum": lambda: _replaced(reduction="sum"),
+        "skips": lambda: _replaced(skip_done_states=True),
+        "other critic": lambda: _replaced(
+            critic=_Critic("observation", None, make_q_value(OBS, ACT).net)
+        ),
+        "subclass": lambda: _Loss(make_sac_actor(OBS, ACT), make_q_value(OBS, ACT)),
+        "frozen": _frozen,
+        "mixed dtypes": lambda: _replaced(critic=make_q_value(OBS, ACT).float()),
+        "renamed action": _renamed,
+        "other estimator": _other_estimator,
+    },
+    "td3": {
+        "ends in tanh": lambda: _replaced(
+            "td3", actor_net=nn.Sequential(nn.Linear(OBS, ACT), nn.Tanh())
+        ),
+        "two linear layers": lambda: _replaced(
+            "td3", actor_net=nn.Sequential(nn.Linear(OBS, 8), nn.Linear(8, ACT))
+        ),
+        "other normalisation": lambda: _replaced("td3", actor_net=_norm_without_bias()),
+        "other actor": _other_actor,
+        "ten critics": lambda: _replaced("td3", num_qvalue_nets=10),
+        "no target actor": lambda: _replaced("td3", delay_actor=False),
+        "no target critics": lambda: _replaced("td3", delay_qvalue=False),
+        "sum": lambda: _replaced("td3", reduction="sum"),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "case"), [(name, case) for name in UNSUPPORTED for case in UNSUPPORTED[name]]
+)
+def test_other_losses_and_networks_are_refused_and_left_as_they_were(algorithm, case):
+    loss = UNSUPPORTED[algorithm][case]()
+    before = {name: p.data_ptr() for name, p in loss.named_parameters()}
+    assert not UPDATES[algorithm].supports(loss)
+    with pytest.raises(ConfigError, match="by the loss and an optimiser"):
+        fused(loss)
+    assert {name: p.data_ptr() for name, p in loss.named_parameters()} == before
+
+
+@BOTH
+def test_a_supported_loss_is_that_of_our_networks(algorithm):
+    assert UPDATES[algorithm].supports(_replaced(algorithm))
+
+
+def test_a_share_for_the_targets_beyond_one_is_refused():
+    with pytest.raises(ConfigError, match=r"tau: 1\.5"):
+        fused(make_loss("sac"), tau=1.5)
+
+
+def test_an_estimator_that_normalises_rewards_is_refused():
+    loss = make_loss("sac")
+    loss.make_value_estimator(gamma=0.9, average_rewards=True)
+    with pytest.raises(ConfigError, match="average_rewards"):
+        fused(loss)
+
+
+@pytest.mark.gpu
+@BOTH
+def test_a_step_on_a_gpu_does_not_wait_for_it(algorithm, gpu_refuses_to_wait):
+    torch.set_default_dtype(torch.float32)
+    loss = make_loss(algorithm, layer_norm=True, normalized=True).to("cuda")
+    loss.qvalue_network.normalizer.to("cuda")
+    update = fused(loss)
+    packed = update.prepare(transitions_of(loss, 32, 0).to("cuda"))
+    update.step(packed)  # lets the libraries set themselves up
+    with gpu_refuses_to_wait():
+        observed = [update.step(packed, update_policy=bool(i % 2)) for i in range(4)]
+    assert torch.stack(observed).isfinite().all()

@@ -1,0 +1,225 @@
+"""What Gymnasium's MuJoCo v5 tasks have in common: models, bodies, initial noise, arithmetic.
+
+Gymnasium computes sums, norms and ranges for one simulation at a time. The same formula
+over many rows may add in another order, and so give other last bits; these do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_unilab.envs.task import Array, Fields, MujocoTask
+from torchrl_unilab.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GymnasiumTask(MujocoTask):
+    """A task of Gymnasium's, by default on its model among Gymnasium's assets.
+
+    Its fields are the options of Gymnasium's constructor, by the same names, but
+    that ``xml_file`` is `model`, which takes all that any task's `model` takes.
+
+    Every formula works on ``(nsim, ...)`` arrays in the order of operations of the
+    Gymnasium task of the same name, so that its results are the same bits. The
+    parts of the reward and the rest of Gymnasium's ``info`` have its names.
+
+    Example:
+        >>> from torchrl_unilab.envs import make_task
+        >>> task = make_task("HalfCheetah-v5", ctrl_cost_weight=0.5)
+        >>> task.ctrl_cost_weight, task.max_episode_steps
+        (0.5, 1000)
+    """
+
+    def model_path(self) -> Path:
+        """Where the model lies; a relative path is looked up among the assets.
+
+        Raises:
+            FileNotFoundError: if Gymnasium is not installed.
+        """
+        path = Path(str(self.model))
+        if path.is_absolute():
+            return path
+        # find_spec, because importing gymnasium.envs.mujoco loads a renderer
+        spec = find_spec("gymnasium")
+        if spec is None or spec.origin is None:
+            raise FileNotFoundError(
+                f"model of {self.name}: gymnasium is not installed (expected its "
+                f"asset {self.model}). Install gymnasium, or give an absolute path."
+            )
+        return Path(spec.origin).parent / "envs" / "mujoco" / "assets" / path
+
+    @cached_property
+    def _body_names(self) -> tuple[str, ...]:
+        model = MujocoTask.load_model(self)
+        return tuple(model.body(i).name for i in range(model.nbody))
+
+    def body(self, body: int | str) -> int:
+        """The number of a body of the model.
+
+        Args:
+            body: its name or its number.
+
+        Raises:
+            ConfigError: if the model has no such body.
+        """
+        names = self._body_names
+        if isinstance(body, str):
+            if body and body in names:
+                return names.index(body)
+        elif 0 <= body < len(names):
+            return body
+        known = ", ".join(name for name in names if name)
+        raise ConfigError(
+            f"{self.name}: its model has no body {body!r} (expected one of {known}, or a "
+            f"number below {len(names)}). Name another body, or give another model."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyStart(GymnasiumTask):
+    """A task whose episodes start from the default state, give or take some noise.
+
+    Attributes:
+        reset_noise_scale: positions and velocities start with uniform noise in
+            ``[-reset_noise_scale, reset_noise_scale)``, or, where
+            `normal_velocities` is set, velocities with normal noise of this
+            standard deviation.
+    """
+
+    normal_velocities: ClassVar[bool] = False
+
+    reset_noise_scale: float
+
+    def initial_state(
+        self, rng: np.random.Generator, qpos: Array, qvel: Array
+    ) -> tuple[Array, Array]:
+        """Add the noise to both."""
+        scale = self.reset_noise_scale
+        noisy = qpos + rng.uniform(-scale, scale, len(qpos))
+        if self.normal_velocities:
+            return noisy, qvel + scale * rng.standard_normal(len(qvel))
+        return noisy, qvel + rng.uniform(-scale, scale, len(qvel))
+
+
+def contact_forces(fields: Fields) -> Array:
+    """The ``cfrc_ext`` that Gymnasium would show: zero until an episode's first step.
+
+    ``mj_forward``, which ends a reset, does not compute it, so that a batch of
+    simulations holds other values there.
+
+    Args:
+        fields: with ``cfrc_ext`` and ``time``.
+
+    Returns:
+        ``(nsim, nbody, 6)``, torques and forces in the frame of the tree's centre of
+        mass, newton metres and newtons; not to be written.
+    """
+    forces: Array = fields["cfrc_ext"]
+    stepped = fields["time"] > 0.0
+    return forces if stepped.all() else np.where(stepped[:, None, None], forces, 0.0)
+
+
+def never(fields: Fields) -> NDArray[np.bool_]:
+    """False for each simulation, ``(nsim,)``: a state in which no episode terminates."""
+    return np.zeros(len(fields["qpos"]), dtype=bool)
+
+
+def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
+    """Sum of the squares of each row, in its own dtype.
+
+    Summing the contiguous last axis adds in the order in which ``np.sum`` adds
+    one array of any shape; ``einsum`` or a sum over other axes need not.
+
+    Args:
+        values: ``(nsim, ...)``.
+
+    Returns:
+        ``(nsim,)``, in the dtype of ``values``.
+    """
+    squares = np.square(values)
+    if values.ndim != 2:
+        squares = squares.reshape(len(values), -1)
+    sums: NDArray[Any] = np.add.reduce(squares, axis=1)
+    return sums
+
+
+def control_cost(action: NDArray[Any], weight: float) -> NDArray[Any]:
+    """Weighted sum of squares of each row of ``action``, in its own dtype.
+
+    Args:
+        action: ``(nsim, nu)``.
+        weight: the factor.
+
+    Returns:
+        ``(nsim,)``, in the dtype of ``action``.
+    """
+    cost: NDArray[Any] = weight * sums_of_squares(action)
+    return cost
+
+
+def norms(vectors: Array) -> Array:
+    """Length of each row.
+
+    ``np.linalg.norm`` of one vector is the root of its dot product with itself, and
+    so is this: a product of matrices of one row and one column is a dot product.
+
+    Args:
+        vectors: ``(nsim, k)``.
+
+    Returns:
+        ``(nsim,)``.
+    """
+    squares: Array = np.matmul(vectors[:, None, :], vectors[:, :, None])
+    return np.sqrt(squares[:, 0, 0])
+
+
+def scalar_squares(values: Array) -> Array:
+    """Squares as ``x**2`` gives them for a scalar ``x``, which are not always ``x * x``.
+
+    NumPy calls C's ``pow`` for a scalar, and multiplies for an array.
+
+    Args:
+        values: any shape.
+
+    Returns:
+        The shape of ``values``.
+    """
+    squares: Array = np.float_power(values, 2)
+    return squares
+
+
+def mass_centers(masses: Array, positions: Array) -> Array:
+    """Mean position of the bodies of each simulation, weighted with their masses.
+
+    Args:
+        masses: ``(nsim, nbody)``, kilograms.
+        positions: ``(nsim, nbody, 3)``, metres.
+
+    Returns:
+        ``(nsim, 3)``, metres.
+    """
+    weighted: Array = np.einsum("nb,nbj->nj", masses, positions)
+    center: Array = weighted / masses.sum(axis=1)[:, None]
+    return center
+
+
+def inside(values: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:
+    """Whether values lie in an open range; NaN does not.
+
+    Args:
+        values: any shape.
+        bounds: the least and the greatest value, both outside.
+
+    Returns:
+        The shape of ``values``.
+    """
+    low, high = bounds
+    within: NDArray[np.bool_] = (low < values) & (values < high)
+    return within

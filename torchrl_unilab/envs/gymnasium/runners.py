@@ -1,0 +1,280 @@
+"""Gymnasium's MuJoCo v5 tasks that reward speed along x, but for the humanoid."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mujoco
+import numpy as np
+from numpy.typing import NDArray
+
+from torchrl_unilab.envs.gymnasium.base import (
+    NoisyStart,
+    contact_forces,
+    control_cost,
+    inside,
+    never,
+    norms,
+    sums_of_squares,
+)
+from torchrl_unilab.envs.task import Array, Fields, Outcome
+
+_MAX_SPEED = 10.0  # bound on the velocities that Hopper and Walker2d observe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner(NoisyStart):
+    """Run along x: rewarded for speed, charged for control.
+
+    `axes` is how many of x and y the robot can move along. They lead ``qpos``.
+
+    Attributes:
+        forward_reward_weight: reward per metre per second.
+        ctrl_cost_weight: cost per squared control.
+        exclude_current_positions_from_observation: whether the coordinates along
+            `axes` are left out of the observation.
+    """
+
+    axes: ClassVar[int] = 1
+
+    forward_reward_weight: float = 1.0
+    ctrl_cost_weight: float
+    exclude_current_positions_from_observation: bool = True
+
+    def place(self, fields: Fields) -> Array:
+        """What is to move, ``(nsim, axes)``, metres; by default the leading coordinates."""
+        place: Array = fields["qpos"][:, : self.axes]
+        return place
+
+    def before(self, fields: Fields) -> Array:
+        """Keep the place."""
+        return np.array(self.place(fields))
+
+    def observation(self, fields: Fields) -> Sequence[Array]:
+        """Observe positions and velocities."""
+        first = self.axes if self.exclude_current_positions_from_observation else 0
+        return fields["qpos"][:, first:], fields["qvel"]
+
+    def progress(self, fields: Fields, before: Array, dt: float) -> tuple[Array, dict[str, Array]]:
+        """The reward for speed, and what is told of position and velocity."""
+        velocity = self.place(fields) - before
+        velocity /= dt
+        position = fields["qpos"][:, : self.axes].copy()
+        speed = velocity[:, 0]
+        info = {"x_position": position[:, 0], "x_velocity": speed}
+        if self.axes == 2:
+            info |= {"y_position": position[:, 1], "y_velocity": velocity[:, 1]}
+            info["distance_from_origin"] = norms(position)
+        return self.forward_reward_weight * speed, info
+
+    def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
+        """Reward speed along x, charge for control, and never terminate."""
+        forward, info = self.progress(fields, before, dt)
+        control = control_cost(action, -self.ctrl_cost_weight)
+        terms = {"reward_forward": forward, "reward_ctrl": control}
+        return Outcome(forward + control, never(fields), terms, info)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthyRunner(Runner):
+    """Run along x and stay healthy.
+
+    Attributes:
+        healthy_reward: reward per step that ends in a healthy state.
+        terminate_when_unhealthy: whether an unhealthy state ends the episode.
+    """
+
+    healthy_reward: float = 1.0
+    terminate_when_unhealthy: bool = True
+
+    @abstractmethod
+    def healthy(self, fields: Fields) -> NDArray[np.bool_]:
+        """Whether each simulation is healthy, ``(nsim,)``."""
+
+    def costs(self, fields: Fields, action: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """What is charged, by the names of the terms, which are its negatives."""
+        return {"reward_ctrl": control_cost(action, self.ctrl_cost_weight)}
+
+    def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
+        """Reward speed along x and health, and charge the costs."""
+        forward, info = self.progress(fields, before, dt)
+        healthy = self.healthy(fields)
+        survive = healthy * self.healthy_reward
+        costs = self.costs(fields, action)
+        terms = {name: -cost for name, cost in costs.items()}
+        return Outcome(
+            forward + survive - reduce(add, costs.values()),
+            ~healthy if self.terminate_when_unhealthy else never(fields),
+            {"reward_forward": forward, "reward_survive": survive, **terms},
+            info,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanarWalker(HealthyRunner):
+    """Run in the vertical plane: ``qpos`` begins with x, z and the pitch.
+
+    Attributes:
+        healthy_z_range: open range of the torso's height, metres.
+        healthy_angle_range: open range of the torso's pitch, radians.
+    """
+
+    reads: tuple[str, ...] = ("qpos0",)
+    reset_noise_scale: float = 5e-3
+    ctrl_cost_weight: float = 1e-3
+    healthy_z_range: tuple[float, float]
+    healthy_angle_range: tuple[float, float]
+
+    def observation(self, fields: Fields) -> Sequence[Array]:
+        """Observe positions and bounded velocities."""
+        qpos, qvel = super().observation(fields)
+        return qpos, np.clip(qvel, -_MAX_SPEED, _MAX_SPEED)
+
+    def healthy(self, fields: Fields) -> NDArray[np.bool_]:
+        """Whether height and pitch are in range."""
+        qpos = fields["qpos"]
+        return inside(qpos[:, 1], self.healthy_z_range) & inside(
+            qpos[:, 2], self.healthy_angle_range
+        )
+
+    def progress(self, fields: Fields, before: Array, dt: float) -> tuple[Array, dict[str, Array]]:
+        """Tell of the height, too."""
+        forward, info = super().progress(fields, before, dt)
+        height = fields["qpos"][:, 1] - fields["qpos0"][:, 1]
+        return forward, {**info, "z_distance_from_origin": height}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfCheetah(Runner):
+    """HalfCheetah-v5: run forward on two legs, without falling ending the episode."""
+
+    normal_velocities = True
+
+    name: str = "HalfCheetah-v5"
+    model: str | Path | mujoco.MjSpec = "half_cheetah.xml"
+    frame_skip: int = 5
+    reset_noise_scale: float = 0.1
+    ctrl_cost_weight: float = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Swimmer(Runner):
+    """Swimmer-v5: swim forward by bending two joints, on a plane."""
+
+    axes = 2
+
+    name: str = "Swimmer-v5"
+    model: str | Path | mujoco.MjSpec = "swimmer.xml"
+    frame_skip: int = 4
+    reset_noise_scale: float = 0.1
+    ctrl_cost_weight: float = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hopper(PlanarWalker):
+    """Hopper-v5: hop forward on one leg until it falls or leans over.
+
+    Attributes:
+        healthy_state_range: open range of the state past the first two coordinates.
+    """
+
+    name: str = "Hopper-v5"
+    model: str | Path | mujoco.MjSpec = "hopper.xml"
+    frame_skip: int = 4
+    healthy_state_range: tuple[float, float] = (-100.0, 100.0)
+    healthy_z_range: tuple[float, float] = (0.7, float("inf"))
+    healthy_angle_range: tuple[float, float] = (-0.2, 0.2)
+
+    def healthy(self, fields: Fields) -> NDArray[np.bool_]:
+        """Whether height, pitch and every coordinate but x and z are in range."""
+        bounds = self.healthy_state_range
+        return (
+            super().healthy(fields)
+            & inside(fields["qpos"][:, 2:], bounds).all(axis=1)
+            & inside(fields["qvel"], bounds).all(axis=1)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walker2d(PlanarWalker):
+    """Walker2d-v5: walk forward on two legs until it falls or leans over."""
+
+    name: str = "Walker2d-v5"
+    model: str | Path | mujoco.MjSpec = "walker2d_v5.xml"
+    frame_skip: int = 4
+    healthy_z_range: tuple[float, float] = (0.8, 2.0)
+    healthy_angle_range: tuple[float, float] = (-1.0, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ant(HealthyRunner):
+    """Ant-v5: walk forward on four legs until it jumps or lies down.
+
+    Attributes:
+        contact_cost_weight: cost per squared contact force.
+        main_body: the body whose speed is rewarded, by name or number.
+        healthy_z_range: closed range of the torso's height, metres.
+        contact_force_range: bounds on the contact forces observed and charged.
+        include_cfrc_ext_in_observation: whether contact forces are observed.
+    """
+
+    axes = 2
+    normal_velocities = True
+
+    name: str = "Ant-v5"
+    model: str | Path | mujoco.MjSpec = "ant.xml"
+    reads: tuple[str, ...] = ("cfrc_ext", "time", "xpos")
+    frame_skip: int = 5
+    reset_noise_scale: float = 0.1
+    ctrl_cost_weight: float = 0.5
+    contact_cost_weight: float = 5e-4
+    main_body: int | str = 1
+    healthy_z_range: tuple[float, float] = (0.2, 1.0)
+    contact_force_range: tuple[float, float] = (-1.0, 1.0)
+    include_cfrc_ext_in_observation: bool = True
+
+    def load_model(self) -> mujoco.MjModel:
+        """Compile the model.
+
+        Raises:
+            ConfigError: if it has no `main_body`.
+            FileNotFoundError: if there is no such file.
+        """
+        self.body(self.main_body)
+        return super().load_model()
+
+    def place(self, fields: Fields) -> Array:
+        """Where the main body is."""
+        place: Array = fields["xpos"][:, self.body(self.main_body), :2]
+        return place
+
+    def forces(self, fields: Fields) -> Array:
+        """Bounded contact forces, ``(nsim, nbody, 6)``."""
+        return np.clip(contact_forces(fields), *self.contact_force_range)
+
+    def observation(self, fields: Fields) -> Sequence[Array]:
+        """Observe positions, velocities and contact forces on all bodies but the world."""
+        seen = super().observation(fields)
+        if not self.include_cfrc_ext_in_observation:
+            return seen
+        forces = self.forces(fields)
+        return *seen, forces.reshape(len(forces), -1)[:, 6:]
+
+    def healthy(self, fields: Fields) -> NDArray[np.bool_]:
+        """Whether the state is finite and the height in range."""
+        low, high = self.healthy_z_range
+        z = fields["qpos"][:, 2]
+        finite = np.isfinite(fields["qpos"]).all(axis=1) & np.isfinite(fields["qvel"]).all(axis=1)
+        healthy: NDArray[np.bool_] = finite & (low <= z) & (z <= high)
+        return healthy
+
+    def costs(self, fields: Fields, action: NDArray[Any]) -> dict[str, NDArray[Any]]:
+        """Charge control and contact forces."""
+        contact = self.contact_cost_weight * sums_of_squares(self.forces(fields))
+        return {**super().costs(fields, action), "reward_contact": contact}

@@ -1,0 +1,113 @@
+"""Tasks by name: Gymnasium's, the example of an own robot, and those of any module.
+
+`MujocoBatchEnv` and the command line look tasks up here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from torchrl_unilab.envs.gymnasium.arms import Pusher, Reacher
+from torchrl_unilab.envs.gymnasium.base import GymnasiumTask
+from torchrl_unilab.envs.gymnasium.humanoids import Humanoid, HumanoidStandup
+from torchrl_unilab.envs.gymnasium.pendulums import InvertedDoublePendulum, InvertedPendulum
+from torchrl_unilab.envs.gymnasium.runners import Ant, HalfCheetah, Hopper, Swimmer, Walker2d
+from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
+from torchrl_unilab.envs.task import MujocoTask
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["EXAMPLES", "TASKS", "make_task"]
+
+TASKS: Mapping[str, GymnasiumTask] = MappingProxyType(
+    {
+        task.name: task
+        for task in (
+            Ant(),
+            HalfCheetah(),
+            Hopper(),
+            Humanoid(),
+            HumanoidStandup(),
+            InvertedDoublePendulum(),
+            InvertedPendulum(),
+            Pusher(),
+            Reacher(),
+            Swimmer(),
+            Walker2d(),
+        )
+    }
+)
+"""Gymnasium's tasks by name, with its defaults."""
+
+EXAMPLES: Mapping[str, MujocoTask] = MappingProxyType({"QuadrupedWalk": QuadrupedWalk()})
+"""The example of an own robot, by name."""
+
+
+# what a task is rather than how it is set
+_NO_OPTIONS = {"name", "reads", "command_size", "command_steps"}
+
+
+def make_task(name: str, **options: Any) -> MujocoTask:
+    """Return the task of a name, with some options set.
+
+    Args:
+        name: one of `TASKS`, such as ``"HalfCheetah-v5"``; one of `EXAMPLES`; or where a
+            task of one's own is found, ``"module:Name"``, of a module that can be
+            imported. There ``Name`` is a task, or makes one from the options, as the
+            class of a task does.
+        **options: fields of the task: of Gymnasium's the options of its constructor, but
+            that ``xml_file`` is ``model``, and ``max_episode_steps``.
+
+    Raises:
+        ConfigError: if there is no such task, or it has no such option.
+
+    Example:
+        >>> from torchrl_unilab.envs.registry import make_task
+        >>> make_task("Hopper-v5").frame_skip
+        4
+        >>> make_task("torchrl_unilab.envs.robots.quadruped:QuadrupedWalk", frame_skip=8).frame_skip
+        8
+    """
+    module, colon, attribute = name.partition(":")
+    if colon:
+        return _imported(module, attribute, options)
+    known: dict[str, MujocoTask] = {**TASKS, **EXAMPLES}
+    if name not in known:
+        raise ConfigError(
+            f"make_task: no task {name!r} (expected one of {', '.join(known)}). Use one of these "
+            "names, or name your own, 'module:Name', or pass your own MujocoTask."
+        )
+    task = known[name]
+    settable = {field.name for field in fields(task)} - _NO_OPTIONS
+    if unknown := options.keys() - settable:
+        raise ConfigError(
+            f"make_task: {name} has no option {', '.join(sorted(unknown))} (expected some of "
+            f"{', '.join(sorted(settable))}). Correct the names."
+        )
+    return replace(task, **options)
+
+
+def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> MujocoTask:
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"make_task: no task '{module}:{attribute}', {error} (expected the name of a module "
+            "that can be imported, and of a task in it). Correct the name, or put the module's "
+            "directory on PYTHONPATH."
+        ) from error
+    if not callable(found) and not isinstance(found, MujocoTask):
+        raise ConfigError(
+            f"make_task: '{module}:{attribute}' is {type(found).__name__} (expected a MujocoTask "
+            "or what makes one). Name a task or its class."
+        )
+    task = replace(found, **options) if isinstance(found, MujocoTask) else found(**options)
+    if not isinstance(task, MujocoTask):
+        raise ConfigError(
+            f"make_task: '{module}:{attribute}' makes {type(task).__name__} (expected a "
+            "MujocoTask). Name a task or its class."
+        )
+    return task

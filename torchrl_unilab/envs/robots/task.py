@@ -1,0 +1,353 @@
+"""A task for a robot of one's own, put together from named terms."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import mujoco
+import numpy as np
+from mujoco import mjtJoint
+from numpy.typing import NDArray
+
+from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome
+from torchrl_unilab.errors import ConfigError
+
+__all__ = [
+    "JointAddresses",
+    "RobotTask",
+    "Stride",
+    "joint_addresses",
+    "projected_gravity",
+    "to_body_frame",
+    "tracking",
+]
+
+_QPOS_WIDTH = {mjtJoint.mjJNT_FREE: 7, mjtJoint.mjJNT_BALL: 4}
+_QVEL_WIDTH = {mjtJoint.mjJNT_FREE: 6, mjtJoint.mjJNT_BALL: 3}
+
+
+@dataclass(frozen=True)
+class JointAddresses:
+    """Where joints lie in the state.
+
+    Attributes:
+        names: the joints, in the order of the addresses.
+        qpos: indices into ``qpos``; a hinge or slide has one, a ball 4, a free
+            joint 7 (position, then unit quaternion).
+        qvel: indices into ``qvel``; 1, 3 and 6.
+    """
+
+    names: tuple[str, ...]
+    qpos: NDArray[np.intp]
+    qvel: NDArray[np.intp]
+
+
+def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -> JointAddresses:
+    """Look up joints by name.
+
+    Args:
+        model: the model.
+        names: the joints, in the wanted order; None for all hinges and slides.
+
+    Raises:
+        ConfigError: if the model has no joint of a name.
+
+    Example:
+        >>> from torchrl_unilab.envs import make_task
+        >>> from torchrl_unilab.envs.robots.task import joint_addresses
+        >>> model = make_task("Hopper-v5").load_model()
+        >>> joint_addresses(model, ["leg_joint", "foot_joint"]).qpos.tolist()
+        [4, 5]
+    """
+    known = {model.joint(i).name: i for i in range(model.njnt)}
+    if names is None:
+        lone = (mjtJoint.mjJNT_HINGE, mjtJoint.mjJNT_SLIDE)
+        names = [name for name, i in known.items() if mjtJoint(model.jnt_type[i]) in lone]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"joint_addresses: the model has no joints {unknown} (expected some of "
+            f"{list(known)}). Correct the names."
+        )
+    qpos: list[int] = []
+    qvel: list[int] = []
+    for name in names:
+        joint = known[name]
+        kind = mjtJoint(model.jnt_type[joint])
+        first, dof = int(model.jnt_qposadr[joint]), int(model.jnt_dofadr[joint])
+        qpos += range(first, first + _QPOS_WIDTH.get(kind, 1))
+        qvel += range(dof, dof + _QVEL_WIDTH.get(kind, 1))
+    return JointAddresses(tuple(names), np.array(qpos, np.intp), np.array(qvel, np.intp))
+
+
+@dataclass(frozen=True)
+class Stride:
+    """One control step, as reward terms see it.
+
+    Attributes:
+        fields: the fields after the step.
+        before: copies of those that the task `remembers`, from before the step.
+        action: ``(nsim, nu)``, contiguous, in the dtype in which it was given.
+        dt: seconds of simulated time that the step took.
+    """
+
+    fields: Fields
+    before: Fields
+    action: NDArray[Any]
+    dt: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobotTask(MujocoTask):
+    """A task whose observations, rewards and commands have names.
+
+    Subclass it and define `actor` and `rewards`, and what else is wanted of
+    `critic`, `failed`, `initial_state` and `before`. Each returns new or live
+    arrays of one row per simulation; a term of one number may be ``(nsim,)``.
+
+    The reward is the sum of the terms times their weights; a step's
+    `MujocoBatchEnv.reward_terms` are the weighted terms. The actor's terms form
+    ``observation``. Where there are terms for the critic,
+    ``critic_observation`` is made of the actor's terms and these.
+
+    Attributes:
+        weights: a factor for each reward term; `rewards` must return these names.
+        commands: range of each number that is drawn uniformly to be asked of the
+            robot, by name; ``fields["command"]`` holds them in this order.
+        home: name of the keyframe in which episodes start; None for the model's
+            default pose.
+        joint_names: the joints that `joint_positions` and `joint_velocities` are
+            about; None for all hinges and slides.
+        remembers: fields of which reward terms get copies from before the step;
+            by default ``ctrl``, which holds the action before.
+
+    Raises:
+        ConfigError: if a command's range is not finite and in order.
+
+    Example:
+        >>> from dataclasses import dataclass, field
+        >>> import numpy as np
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.envs.robots.task import RobotTask, tracking
+        >>> CART = '''<mujoco><worldbody><body><joint name="x" type="slide" axis="1 0 0"/>
+        ...   <geom size=".1" mass="1"/></body></worldbody>
+        ...   <actuator><motor joint="x" ctrlrange="-1 1"/></actuator></mujoco>'''
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Cart(RobotTask):
+        ...     name: str = "Cart"
+        ...     model: str = CART
+        ...     weights: dict = field(default_factory=lambda: {"speed": 1.0, "effort": -0.1})
+        ...     commands: dict = field(default_factory=lambda: {"speed": (-1.0, 1.0)})
+        ...
+        ...     def actor(self, fields):
+        ...         return {"velocity": fields["qvel"], "command": fields["command"]}
+        ...
+        ...     def rewards(self, stride):
+        ...         error = stride.fields["qvel"] - stride.fields["command"]
+        ...         return {"speed": tracking(error, 0.5), "effort": stride.action**2}
+        >>> env = MujocoBatchEnv(Cart(), num_envs=2, seed=0)
+        >>> env.rollout(3)["observation"].shape
+        torch.Size([2, 3, 2])
+        >>> sorted(env.reward_terms)
+        ['effort', 'speed']
+        >>> env.close()
+    """
+
+    weights: Mapping[str, float]
+    commands: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    home: str | None = None
+    joint_names: tuple[str, ...] | None = None
+    remembers: tuple[str, ...] = ("ctrl",)
+
+    def __post_init__(self) -> None:
+        """Count the commands, and read what is remembered."""
+        super().__post_init__()
+        for name, bounds in self.commands.items():
+            low, high = bounds
+            if not (np.isfinite(bounds).all() and low <= high):
+                raise ConfigError(
+                    f"{self.name}: command {name!r} has the range {bounds} (expected finite "
+                    "numbers, low first). Correct commands."
+                )
+        object.__setattr__(self, "command_size", len(self.commands))
+        always = ("qpos", "qvel", "command")
+        read = dict.fromkeys((*self.reads, *self.remembers))
+        object.__setattr__(self, "reads", tuple(name for name in read if name not in always))
+
+    @abstractmethod
+    def actor(self, fields: Fields) -> Mapping[str, NDArray[Any]]:
+        """What the actor observes: named terms, ``(nsim, k)`` or ``(nsim,)``."""
+
+    def critic(self, fields: Fields) -> Mapping[str, NDArray[Any]]:
+        """What the critic observes beyond that; by default nothing."""
+        return {}
+
+    @abstractmethod
+    def rewards(self, stride: Stride) -> Mapping[str, NDArray[Any]]:
+        """The reward terms without their weights, ``(nsim,)`` or ``(nsim, 1)``."""
+
+    def failed(self, fields: Fields) -> NDArray[np.bool_]:
+        """Whether an episode is over, ``(nsim,)``; by default never."""
+        return np.zeros(len(fields["qpos"]), dtype=bool)
+
+    @cached_property
+    def _compiled(self) -> tuple[JointAddresses, Array, Array]:
+        """Addresses of the joints, and the pose and velocity in which episodes start."""
+        model = self.load_model()
+        if self.home is None:
+            qpos, qvel = model.qpos0.copy(), np.zeros(model.nv)
+        else:
+            keys = {model.key(i).name: i for i in range(model.nkey)}
+            if self.home not in keys:
+                raise ConfigError(
+                    f"{self.name}: the model has no keyframe {self.home!r} (expected one of "
+                    f"{list(keys)}). Correct home."
+                )
+            key = keys[self.home]
+            qpos, qvel = model.key_qpos[key].copy(), model.key_qvel[key].copy()
+        qpos.flags.writeable = qvel.flags.writeable = False
+        return joint_addresses(model, self.joint_names), qpos, qvel
+
+    @property
+    def joints(self) -> JointAddresses:
+        """Where the joints of `joint_names` lie in the state."""
+        return self._compiled[0]
+
+    def joint_positions(self, fields: Fields) -> Array:
+        """Positions of the joints relative to the pose of `home`, ``(nsim, k)``."""
+        joints, home, _ = self._compiled
+        positions: Array = fields["qpos"][:, joints.qpos] - home[joints.qpos]
+        return positions
+
+    def joint_velocities(self, fields: Fields) -> Array:
+        """Velocities of the joints, ``(nsim, k)``."""
+        velocities: Array = fields["qvel"][:, self.joints.qvel]
+        return velocities
+
+    def initial_state(
+        self, rng: np.random.Generator, qpos: Array, qvel: Array
+    ) -> tuple[Array, Array]:
+        """Start in the pose of `home`."""
+        _, home_qpos, home_qvel = self._compiled
+        return home_qpos, home_qvel
+
+    def command(self, rng: np.random.Generator) -> Array:
+        """Draw each number uniformly from its range."""
+        low, high = np.array(list(self.commands.values()), dtype=np.float64).T
+        drawn: Array = rng.uniform(low, high)
+        return drawn
+
+    def before(self, fields: Fields) -> Fields:
+        """Copies of what the task `remembers`."""
+        return {name: fields[name].copy() for name in self.remembers}
+
+    def observation(self, fields: Fields) -> Sequence[NDArray[Any]]:
+        """The terms of `actor`."""
+        return [_columns(term) for term in self.actor(fields).values()]
+
+    def observations(self, fields: Fields) -> dict[str, Sequence[NDArray[Any]]]:
+        """The actor's group, and the critic's if it has terms of its own."""
+        seen = self.observation(fields)
+        more = [_columns(term) for term in self.critic(fields).values()]
+        return {"observation": seen} | ({"critic_observation": [*seen, *more]} if more else {})
+
+    def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
+        """Weigh and add the reward terms.
+
+        Raises:
+            ConfigError: if the terms are not those that have weights.
+        """
+        terms = self.rewards(Stride(fields, before, action, dt))
+        if terms.keys() != self.weights.keys():
+            raise ConfigError(
+                f"{self.name}: rewards returned the terms {sorted(terms)} (expected those with "
+                f"weights, {sorted(self.weights)}). Give each term a weight; 0 turns it off."
+            )
+        n = len(fields["qpos"])
+        weighted = {
+            name: weight * np.asarray(terms[name], dtype=np.float64).reshape(n)
+            for name, weight in self.weights.items()
+        }
+        reward = np.zeros(n)
+        for term in weighted.values():
+            reward += term
+        return Outcome(reward, self.failed(fields), weighted)
+
+
+def to_body_frame(quaternion: Array, vector: Array) -> Array:
+    """Turn vectors from the world's frame into the frame of bodies.
+
+    Args:
+        quaternion: orientations of the bodies, ``(nsim, 4)``, units, ``w`` first, such
+            as ``qpos[:, 3:7]`` of a free joint.
+        vector: ``(nsim, 3)`` or ``(3,)``.
+
+    Returns:
+        ``(nsim, 3)``.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrl_unilab.envs.robots.task import to_body_frame
+        >>> quarter_turn_about_z = np.array([[0.5**0.5, 0.0, 0.0, 0.5**0.5]])
+        >>> to_body_frame(quarter_turn_about_z, np.array([0.0, 1.0, 0.0])).round(3) + 0.0
+        array([[1., 0., 0.]])
+    """
+    # by columns: np.cross takes several times as long
+    w, x, y, z = quaternion.T
+    vx, vy, vz = vector.T
+    # v - 2w (a x v) + 2a x (a x v), the rotation by the conjugate, where a = (x, y, z)
+    cx, cy, cz = 2.0 * (y * vz - z * vy), 2.0 * (z * vx - x * vz), 2.0 * (x * vy - y * vx)
+    turned: Array = np.stack(
+        (
+            vx - w * cx + y * cz - z * cy,
+            vy - w * cy + z * cx - x * cz,
+            vz - w * cz + x * cy - y * cx,
+        ),
+        axis=1,
+    )
+    return turned
+
+
+def projected_gravity(quaternion: Array) -> Array:
+    """Where down is, as a body sees it: ``(0, 0, -1)`` where it stands upright.
+
+    Args:
+        quaternion: as for `to_body_frame`.
+
+    Returns:
+        ``(nsim, 3)``, of unit length.
+    """
+    w, x, y, z = quaternion.T
+    gravity: Array = np.stack(
+        (2.0 * (w * y - x * z), -2.0 * (w * x + y * z), 2.0 * (x * x + y * y) - 1.0), axis=1
+    )
+    return gravity
+
+
+def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
+    """How well something follows: ``exp(-|error|² / scale²)``, 1 without error.
+
+    Args:
+        error: ``(nsim,)``, or ``(nsim, k)`` for a vector.
+        scale: the length of an error for which ``1 / e`` is left.
+
+    Returns:
+        ``(nsim,)``.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrl_unilab.envs.robots.task import tracking
+        >>> tracking(np.array([[0.0, 0.0], [3.0, 4.0]]), 5.0).round(4).tolist()
+        [1.0, 0.3679]
+    """
+    closeness: NDArray[Any] = np.exp(-np.square(_columns(error)).sum(axis=1) / scale**2)
+    return closeness
+
+
+def _columns(term: NDArray[Any]) -> NDArray[Any]:
+    """A term as ``(nsim, k)``."""
+    return term[:, None] if term.ndim == 1 else term

@@ -1,0 +1,273 @@
+"""What TorchRL lacks to make a simulated robot's senses and nerves like a real one's.
+
+For the rest there are TorchRL's own transforms, which work with `MujocoBatchEnv`:
+``ActionScaling`` lets the policy act in ``[-1, 1]``. For control at a lower rate give the
+task a larger ``frame_skip``; ``FrameSkipTransform`` is for environments whose episodes all
+end at once, since it goes on with a simulation that has ended, and it must come first, since
+it would apply the transforms before it to the action again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
+from torchrl.data import Bounded, Composite, Unbounded
+from torchrl.envs.transforms import ObservationTransform, Transform
+
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["ActionDelay", "ObservationDelay", "ObservationNoise"]
+
+Delay = int | tuple[int, int]
+
+
+class ObservationNoise(ObservationTransform):
+    """Adds normal noise to observations, new at each step and reset.
+
+    The noise comes from torch's default generator, which collectors seed in each
+    worker and ``torch.manual_seed`` anywhere. Give noise to ``observation`` alone and
+    let the critic read a group without.
+
+    Args:
+        std: standard deviation; one number, or one for each of the ``k`` numbers of an
+            observation, ``(k,)``. Not negative.
+        in_keys: the observations, of a floating-point type.
+
+    Raises:
+        ConfigError: if `std` is negative or not finite.
+
+    Example:
+        >>> from torchrl.envs import TransformedEnv
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.envs.robots.transforms import ObservationNoise
+        >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 2, seed=0), ObservationNoise(0.1))
+        >>> env.reset()["observation"].shape
+        torch.Size([2, 11])
+        >>> env.close()
+    """
+
+    def __init__(
+        self,
+        std: float | Sequence[float] | torch.Tensor,
+        in_keys: Sequence[NestedKey] = ("observation",),
+    ) -> None:
+        deviation = torch.as_tensor(std, dtype=torch.float64)
+        if not deviation.isfinite().all() or (deviation < 0).any():
+            raise ConfigError(
+                f"ObservationNoise: std is {std} (expected finite numbers of at least 0). "
+                "Correct it."
+            )
+        super().__init__(in_keys=list(in_keys), out_keys=list(in_keys))
+        self.register_buffer("std", deviation)
+
+    def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
+        return torch.randn_like(obs).mul_(self.std.to(obs.dtype)).add_(obs)
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        # rows that go on keep what they had: the environment takes those that start
+        return self._call(tensordict_reset)
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Free of bounds, which noise does not keep."""
+        for key in self.in_keys:
+            spec = observation_spec[key]
+            if isinstance(spec, Bounded):
+                observation_spec[key] = Unbounded(spec.shape, dtype=spec.dtype, device=spec.device)
+        return observation_spec
+
+
+class _Delay(Transform):
+    """What delays observations and actions alike: what went in during the last steps."""
+
+    def __init__(self, delay: Delay, **keys: list[NestedKey]) -> None:
+        super().__init__(**keys)
+        low, high = (delay, delay) if isinstance(delay, int) else delay
+        if not 0 <= low <= high:
+            raise ConfigError(
+                f"{type(self).__name__}: delay is {delay} (expected a number of steps of at "
+                "least 0, or a range of them, least first). Correct it."
+            )
+        self._range = low, high
+        self._delays: torch.Tensor | None = None
+        self._history: dict[NestedKey, torch.Tensor] = {}
+
+    @property
+    def delays(self) -> torch.Tensor:
+        """Each simulation's present delay in steps, ``(n,)``, n the batch's size."""
+        if self._delays is None:
+            self._delays = self._drawn()
+        return self._delays
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return the delays and what went in, which ``state_dict`` carries."""
+        return {"delays": self._delays, "history": dict(self._history)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `get_extra_state` returned."""
+        self._delays = state["delays"]
+        self._history = dict(state["history"])
+
+    def _drawn(self) -> torch.Tensor:
+        low, high = self._range
+        n = self._batch_size().numel()
+        if low == high:
+            return torch.full((n,), low)  # nothing is drawn
+        return torch.randint(low, high + 1, (n,))
+
+    def _draw(self, rows: torch.Tensor | None) -> None:
+        """Draw the delays of rows that start an episode, all if None."""
+        drawn = self._drawn()
+        if rows is not None:
+            drawn = torch.where(rows.to(drawn.device), drawn, self.delays)
+        self._delays = drawn
+
+    def _fill(self, key: NestedKey, rows: torch.Tensor | None, value: torch.Tensor) -> None:
+        """Let it be as if ``value`` had always gone in, in some rows; all if None."""
+        depth = self._range[1] + 1
+        filled = value.expand(depth, *value.shape)
+        known = self._history.get(key)
+        if rows is not None and known is not None:
+            filled = torch.where(_along(rows, filled), filled, known)
+        self._history[key] = filled.clone()
+
+    def _push(self, key: NestedKey, rows: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+        """Put a value in, in rows that step (all if None); return what comes out."""
+        known = self._history[key]
+        moved = torch.cat((value.unsqueeze(0), known[:-1]))
+        if rows is not None:
+            moved = torch.where(_along(rows, moved), moved, known)
+        self._history[key] = moved
+        delays = self.delays.to(moved.device)
+        return moved[delays, torch.arange(len(delays), device=moved.device)]
+
+    def _batch_size(self) -> torch.Size:
+        if self.parent is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: it has no environment (expected a TransformedEnv). "
+                "Append it to one; it does not work on replay buffers."
+            )
+        size: torch.Size = self.parent.batch_size
+        return size
+
+    def _flat(self, value: torch.Tensor) -> torch.Tensor:
+        """A value with one dimension for the environment's batch."""
+        size = self._batch_size()
+        return value.reshape(size.numel(), *value.shape[len(size) :])
+
+    def _mask(self, tensordict: TensorDictBase, key: str) -> torch.Tensor | None:
+        """The rows that ``_reset`` or ``_step`` select, ``(n,)``; None for all."""
+        mask = tensordict.get(key, None)
+        if mask is None or mask.all():
+            return None
+        rows: torch.Tensor = mask.reshape(self._batch_size().numel(), -1).any(-1)
+        return rows
+
+
+def _along(rows: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+    """A mask ``(n,)`` in the shape of a history, ``(depth, n, ...)``."""
+    return rows.reshape(1, -1, *(1,) * (history.ndim - 2))
+
+
+class ObservationDelay(_Delay):
+    """Shows observations some steps late; until then, an episode's first.
+
+    Args:
+        delay: steps; a range ``(least, greatest)`` draws each simulation's delay anew
+            for each episode, uniformly, from torch's default generator.
+        in_keys: the observations.
+
+    Raises:
+        ConfigError: if `delay` is negative or a range out of order.
+
+    Example:
+        >>> from torchrl.envs import TransformedEnv
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.envs.robots.transforms import ObservationDelay
+        >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 2, seed=0), ObservationDelay(2))
+        >>> seen = env.rollout(3)["next", "observation"]
+        >>> bool((seen[:, 0] == seen[:, 1]).all()), bool((seen[:, 1] == seen[:, 2]).all())
+        (True, False)
+        >>> env.close()
+    """
+
+    def __init__(self, delay: Delay, in_keys: Sequence[NestedKey] = ("observation",)) -> None:
+        super().__init__(delay, in_keys=list(in_keys), out_keys=list(in_keys))
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        stepped = self._mask(tensordict, "_step")
+        for key in self.in_keys:
+            value = next_tensordict.get(key)
+            flat = self._flat(value)
+            if key not in self._history:
+                self._fill(key, None, flat)
+            next_tensordict.set(key, self._push(key, stepped, flat).reshape(value.shape))
+        return next_tensordict
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        started = self._mask(tensordict, "_reset")
+        self._draw(started)
+        for key in self.in_keys:
+            self._fill(key, started, self._flat(tensordict_reset.get(key)))
+        return tensordict_reset
+
+
+class ActionDelay(_Delay):
+    """Has actions take effect some steps late; until then, a given one.
+
+    What the policy did stays in the data; the environment, and so what the task
+    charges for, gets the late action.
+
+    Args:
+        delay: steps; a range ``(least, greatest)`` draws each simulation's delay anew
+            for each episode, uniformly, from torch's default generator.
+        before: the action in effect before an episode's first, one number or ``(k,)``.
+        in_keys_inv: the actions.
+
+    Raises:
+        ConfigError: if `delay` is negative or a range out of order.
+
+    Example:
+        >>> from torchrl.envs import TransformedEnv
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.envs.robots.transforms import ActionDelay
+        >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 2, seed=0), ActionDelay((0, 2)))
+        >>> env.rollout(3)["action"].shape
+        torch.Size([2, 3, 3])
+        >>> env.close()
+    """
+
+    def __init__(
+        self,
+        delay: Delay,
+        before: float | Sequence[float] | torch.Tensor = 0.0,
+        in_keys_inv: Sequence[NestedKey] = ("action",),
+    ) -> None:
+        super().__init__(delay, in_keys_inv=list(in_keys_inv), out_keys_inv=list(in_keys_inv))
+        self.register_buffer("before", torch.as_tensor(before, dtype=torch.float64))
+
+    def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
+        stepped = self._mask(tensordict, "_step")
+        for key in self.in_keys_inv:
+            action = tensordict.get(key)
+            flat = self._flat(action)
+            if key not in self._history:
+                self._fill(key, None, self.before.to(flat).expand(flat.shape))
+            tensordict.set(key, self._push(key, stepped, flat).reshape(action.shape))
+        return tensordict
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        started = self._mask(tensordict, "_reset")
+        self._draw(started)
+        for key, known in self._history.items():
+            self._fill(key, started, self.before.to(known).expand(known.shape[1:]))
+        return tensordict_reset

@@ -1,0 +1,171 @@
+"""Critics of states and of actions, and the multi-layer perceptrons of all networks.
+
+Tanh layers with orthogonal weights for APPO, relu layers as PyTorch initialises them for SAC
+and TD3: the two structures that the fused updates know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import nn
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
+
+__all__ = ["QValue", "StateValue", "make_critic", "make_q_value", "relu_mlp", "tanh_mlp"]
+
+
+def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
+    """Return linear layers with tanh between them, with orthogonal weights and zero biases.
+
+    Args:
+        sizes: Widths from input to output, at least two.
+        last_gain: Scale of the output layer's weights.
+
+    Example:
+        >>> [type(layer).__name__ for layer in tanh_mlp([3, 8, 1], last_gain=1.0)]
+        ['Linear', 'Tanh', 'Linear']
+    """
+    layers: list[nn.Module] = []
+    for n_in, n_out in itertools.pairwise(sizes):
+        linear = nn.Linear(n_in, n_out)
+        nn.init.orthogonal_(linear.weight, math.sqrt(2))
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    nn.init.orthogonal_(linear.weight, last_gain)
+    return nn.Sequential(*layers[:-1])
+
+
+def relu_mlp(sizes: Sequence[int], *, layer_norm: bool = False) -> nn.Sequential:
+    """Return linear layers with relu between them, as PyTorch initialises them.
+
+    Args:
+        sizes: Widths from input to output, at least two.
+        layer_norm: Whether to normalise what goes into each relu.
+
+    Raises:
+        ConfigError: A width is not positive.
+
+    Example:
+        >>> [type(layer).__name__ for layer in relu_mlp([3, 8, 1])]
+        ['Linear', 'ReLU', 'Linear']
+    """
+    if min(sizes) < 1:
+        raise ConfigError(
+            f"network: widths {list(sizes)} (expected positive ones). Leave `hidden` empty for a "
+            "linear network."
+        )
+    layers: list[nn.Module] = []
+    for n_in, n_out in itertools.pairwise(sizes[:-1]):
+        layers.append(nn.Linear(n_in, n_out))
+        if layer_norm:
+            layers.append(nn.LayerNorm(n_out))
+        layers.append(nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
+
+
+class StateValue(NormalizedNetwork):
+    """Reads an observation, writes ``state_value``, [..., 1], from a network."""
+
+    out_keys = ("state_value",)
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``state_value``."""
+        return tensordict.set("state_value", self.output(tensordict))
+
+
+class QValue(TensorDictModuleBase):
+    """Reads an observation and an action, writes ``state_action_value``, [..., 1].
+
+    Refers to its normaliser without containing it: TorchRL's losses clone a critic's
+    buffers, once per critic and once more per target, and would go on with statistics
+    of the past. What updates the normaliser, or the actor that contains it, moves and
+    saves it.
+
+    Args:
+        in_key: Where the observation is.
+        normalizer: Normalises observations.
+        net: Observation and action, one after the other, to one value.
+    """
+
+    out_keys = ("state_action_value",)
+
+    def __init__(self, in_key: str, normalizer: nn.Module | None, net: nn.Module) -> None:
+        super().__init__()
+        self.in_keys = (in_key, "action")
+        normalizer = nn.Identity() if normalizer is None else normalizer
+        self._reference = (normalizer,)  # in a tuple, where `nn.Module` does not look
+        self.net = net
+
+    @property
+    def normalizer(self) -> nn.Module:
+        """What normalises observations; not a part of this module."""
+        return self._reference[0]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``state_action_value``."""
+        observation, action = (tensordict.get(key) for key in self.in_keys)
+        x = torch.cat([self.normalizer(observation), action], dim=-1)
+        return tensordict.set("state_action_value", self.net(x))
+
+
+def make_critic(
+    observation_size: int,
+    *,
+    in_key: str = "observation",
+    normalizer: ObservationNormalizer | None = None,
+    hidden: Sequence[int] = (64, 64),
+) -> StateValue:
+    """Return a critic: an observation under `in_key` to ``state_value``, [..., 1].
+
+    Args:
+        observation_size: Length of the observation vector.
+        in_key: Where the observation is; a critic may see more than the actor.
+        normalizer: Normalises observations.
+        hidden: Widths of the tanh layers.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> make_critic(3)(TensorDict(observation=torch.zeros(5, 3)))["state_value"].shape
+        torch.Size([5, 1])
+    """
+    return StateValue(in_key, normalizer, tanh_mlp([observation_size, *hidden, 1], last_gain=1.0))
+
+
+def make_q_value(
+    observation_size: int,
+    action_size: int,
+    *,
+    in_key: str = "observation",
+    normalizer: ObservationNormalizer | None = None,
+    hidden: Sequence[int] = (256, 256),
+    layer_norm: bool = False,
+) -> QValue:
+    """Return a critic: observation and action to ``state_action_value``, [..., 1].
+
+    Args:
+        observation_size: Length of the observation vector.
+        action_size: Length of the action vector.
+        in_key: Where the observation is; a critic may see more than the actor.
+        normalizer: Normalises observations; the critic refers to it and does not contain it.
+        hidden: Widths of the relu layers.
+        layer_norm: Whether to normalise what goes into each relu.
+
+    Raises:
+        ConfigError: A size is not positive.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> critic = make_q_value(3, 1)
+        >>> batch = TensorDict(observation=torch.zeros(5, 3), action=torch.zeros(5, 1))
+        >>> critic(batch)["state_action_value"].shape
+        torch.Size([5, 1])
+    """
+    net = relu_mlp([observation_size + action_size, *hidden, 1], layer_norm=layer_norm)
+    return QValue(in_key, normalizer, net)

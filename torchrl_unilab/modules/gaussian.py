@@ -1,0 +1,158 @@
+"""APPO's Gaussian actor, and the base of the actors that act without a distribution.
+
+`FusedAPPOUpdate` writes out the gradients of `GaussianParameters`; collectors act by
+`GaussianActor`.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.modules import ProbabilisticActor
+
+from torchrl_unilab.modules.critics import tanh_mlp
+from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
+
+__all__ = [
+    "DiagonalNormal",
+    "DirectActor",
+    "GaussianActor",
+    "GaussianParameters",
+    "make_actor",
+]
+
+HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
+_POINTS = (ExplorationType.DETERMINISTIC, ExplorationType.MEAN, ExplorationType.MODE)
+
+
+class GaussianParameters(NormalizedNetwork):
+    """Reads an observation, writes ``loc`` from a network and ``scale`` free of the state.
+
+    Args:
+        in_key: Where the observation is.
+        normalizer: Normalises observations.
+        net: Observation to as many values as an action has.
+        size: Length of an action.
+        log_std: Initial logarithm of the scale.
+    """
+
+    out_keys = ("loc", "scale")
+
+    def __init__(
+        self, in_key: str, normalizer: nn.Module | None, net: nn.Module, size: int, log_std: float
+    ) -> None:
+        super().__init__(in_key, normalizer, net)
+        self.log_std = nn.Parameter(torch.full((size,), log_std))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write ``loc`` and ``scale``, [..., action size]."""
+        loc = self.output(tensordict)
+        tensordict.set("loc", loc)
+        return tensordict.set("scale", self.log_std.exp().expand_as(loc))
+
+
+class DiagonalNormal(torch.distributions.Independent[torch.distributions.Normal]):
+    """Independent normal distributions over the last axis.
+
+    TorchRL's `IndependentNormal` without its mappings and checks of the parameters, which
+    cost as much as the rest of a small minibatch's log probability.
+
+    Args:
+        loc: Means, [..., n].
+        scale: Standard deviations, positive, [..., n].
+    """
+
+    def __init__(self, loc: torch.Tensor, scale: torch.Tensor) -> None:
+        normal = torch.distributions.Normal(loc, scale, validate_args=False)
+        super().__init__(normal, 1, validate_args=False)
+
+    @property
+    def deterministic_sample(self) -> torch.Tensor:
+        """The mean, which TorchRL takes to act without exploration."""
+        return self.mean
+
+
+class DirectActor(ProbabilisticActor, abc.ABC):
+    """A probabilistic actor that acts without building a distribution.
+
+    Without gradients, and sampling or taking the one action without exploration, it computes
+    the action in a handful of operations; in all other cases it is the
+    `torchrl.modules.ProbabilisticActor` that it inherits from, with equal results.
+    """
+
+    def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
+        """Write ``loc``, ``scale`` and ``action``, [..., n]."""
+        how = exploration_type()
+        explore = how == ExplorationType.RANDOM
+        if args or kwargs or torch.is_grad_enabled() or not (explore or how in _POINTS):
+            out: TensorDictBase = super().forward(tensordict, *args, **kwargs)
+            return out
+        return self._act(self.module[0](tensordict), explore)
+
+    @abc.abstractmethod
+    def _act(self, tensordict: TensorDictBase, explore: bool) -> TensorDictBase:
+        """Write the action, given ``loc`` and ``scale``."""
+
+
+class GaussianActor(DirectActor):
+    """A Gaussian policy, which writes ``action_log_prob``, [...], too.
+
+    Args:
+        parameters: Writes ``loc`` and ``scale``.
+    """
+
+    def __init__(self, parameters: GaussianParameters) -> None:
+        super().__init__(
+            parameters,
+            in_keys=["loc", "scale"],
+            distribution_class=DiagonalNormal,
+            return_log_prob=True,
+        )
+
+    def _act(self, tensordict: TensorDictBase, explore: bool) -> TensorDictBase:
+        loc, log_std = tensordict.get("loc"), self.module[0].log_std
+        volume = log_std.sum() + HALF_LOG_TAU * log_std.shape[0]
+        if explore:
+            noise = torch.randn_like(loc)
+            tensordict.set("action", torch.addcmul(loc, noise, tensordict.get("scale")))
+            log_prob = noise.square_().sum(-1).mul_(-0.5).sub_(volume)
+        else:
+            tensordict.set("action", loc.clone())
+            log_prob = (-volume).expand(loc.shape[:-1]).clone()
+        return tensordict.set("action_log_prob", log_prob)
+
+
+def make_actor(
+    observation_size: int,
+    action_size: int,
+    *,
+    in_key: str = "observation",
+    normalizer: ObservationNormalizer | None = None,
+    hidden: Sequence[int] = (64, 64),
+    log_std: float = -1.0,
+) -> GaussianActor:
+    """Return a Gaussian actor, whose action and log probability follow an observation.
+
+    Args:
+        observation_size: Length of the observation vector.
+        action_size: Length of the action vector.
+        in_key: Where the observation is.
+        normalizer: Normalises observations; part of the actor, so it is published with it.
+        hidden: Widths of the tanh layers.
+        log_std: Initial logarithm of the standard deviation.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> batch = make_actor(3, 2)(TensorDict(observation=torch.zeros(5, 3), batch_size=[5]))
+        >>> batch["action"].shape, batch["action_log_prob"].shape
+        (torch.Size([5, 2]), torch.Size([5]))
+    """
+    net = tanh_mlp([observation_size, *hidden, action_size], last_gain=0.01)
+    return GaussianActor(GaussianParameters(in_key, normalizer, net, action_size, log_std))

@@ -1,0 +1,1 @@
+"""Updates with their gradients written out: losses, Adam and targets in few operations."""

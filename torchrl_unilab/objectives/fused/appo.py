@@ -1,0 +1,246 @@
+"""One APPO update with its gradients written out, for the networks of `make_actor`, `make_critic`.
+
+Samples are columns. `APPOTrainer` makes it where `FusedAPPOUpdate.supports` the loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules.critics import StateValue
+from torchrl_unilab.modules.gaussian import HALF_LOG_TAU, GaussianActor, GaussianParameters
+from torchrl_unilab.modules.normalizer import ObservationNormalizer
+from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
+from torchrl_unilab.objectives.fused.networks import FlatAdam, TanhNetwork, is_tanh_mlp
+
+__all__ = ["STATISTICS", "FusedAPPOUpdate"]
+
+STATISTICS = (
+    "loss_objective",
+    "loss_critic",
+    "entropy",
+    "kl",
+    "clip_fraction",
+    "rho_clip_fraction",
+)
+"""What `FusedAPPOUpdate.step` returns, in order; named as `APPOLoss.forward` names them."""
+
+
+class FusedAPPOUpdate:
+    """Losses, gradients, clipping, Adam and learning rate of a minibatch in few operations.
+
+    Equals a backward pass through `APPOLoss.forward`, ``clip_grad_norm_``, a step of fused
+    Adam, `APPOLoss.step_target` and `kl_adapted_lr`, without autograd. With ``z = (a - mu)
+    / sigma`` the gradients start from::
+
+        d log p / d mu = z / sigma,    d log p / d log sigma = z^2 - 1
+
+    and the surrogate's slope in ``log p``, which is the surrogate itself where it is not
+    clipped. Where the two sides of a minimum or maximum are equal but have different
+    slopes, which autograd averages, the unclipped side is followed.
+
+    The parameters of actor and critic become views of one tensor (`FlatAdam`), so that the
+    optimiser and the gradient's norm take one operation each. Make this before whatever
+    holds on to a parameter's memory. Nothing here waits for the device.
+
+    Args:
+        loss: The loss, which must be supported. Its coefficients stay as they are now.
+        lr: Initial learning rate.
+        desired_kl: KL divergence, target to current policy, to steer towards.
+        max_grad_norm: Bound of the gradient's norm.
+
+    Attributes:
+        optimizer: Adam over the one tensor, to be checkpointed.
+
+    Raises:
+        ConfigError: The loss is not supported.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_actor, make_critic
+        >>> loss = APPOLoss(make_actor(3, 1), make_critic(3))
+        >>> update = FusedAPPOUpdate(loss, lr=1e-3, desired_kl=0.01, max_grad_norm=1.0)
+        >>> flag = torch.zeros(4, 8, 1, dtype=torch.bool)
+        >>> rollout = TensorDict(observation=torch.zeros(4, 8, 3), batch_size=[4, 8])
+        >>> rollout = loss.actor_network(rollout).detach().update(
+        ...     {"next": {"observation": torch.zeros(4, 8, 3), "reward": torch.ones(4, 8, 1),
+        ...               "done": flag, "terminated": flag}})
+        >>> columns = update.prepare(loss.estimate(rollout).reshape(-1))
+        >>> for minibatch in update.shuffled(columns, 2):
+        ...     statistics = update.step(minibatch)
+        >>> dict(zip(STATISTICS, statistics.tolist()))["rho_clip_fraction"]
+        0.0
+    """
+
+    @staticmethod
+    def supports(loss: APPOLoss) -> bool:
+        """Return whether the loss and its networks are of the known structure.
+
+        That is `APPOLoss` itself with networks as `make_actor` and `make_critic` make them:
+        tanh layers, one standard deviation for all states, and all parameters learnt.
+        """
+        actor, critic = loss.actor_network, loss.critic_network
+        if type(loss) is not APPOLoss or type(actor) is not GaussianActor:
+            return False
+        head = actor[0]
+        if type(head) is not GaussianParameters or type(critic) is not StateValue:
+            return False
+        parameters = [*actor.parameters(), *critic.parameters()]
+        return (
+            {type(head.normalizer), type(critic.normalizer)} <= {nn.Identity, ObservationNormalizer}
+            and is_tanh_mlp(head.net, len(head.log_std))
+            and is_tanh_mlp(critic.net, 1)
+            and len(set(parameters)) == len(parameters)
+            and all(parameter.requires_grad for parameter in parameters)
+            and len({(parameter.device, parameter.dtype) for parameter in parameters}) == 1
+        )
+
+    def __init__(
+        self, loss: APPOLoss, *, lr: float, desired_kl: float, max_grad_norm: float
+    ) -> None:
+        if not self.supports(loss):
+            raise ConfigError(
+                f"FusedAPPOUpdate: {type(loss).__name__} of {loss.actor_network} and "
+                f"{loss.critic_network} (expected APPOLoss of make_actor's and make_critic's "
+                "networks). Take steps by APPOStepper."
+            )
+        self.loss = loss
+        self.desired_kl = desired_kl
+        head, critic = loss.actor_network[0], loss.critic_network
+        parameters = [*head.parameters(), *critic.parameters()]
+        # A tensor, so that steering it takes no look at its value.
+        rate = torch.tensor(lr, device=parameters[0].device)
+        self._adam = FlatAdam(parameters, rate)
+        self.optimizer = self._adam.optimizer
+        self._actor, self._critic = TanhNetwork(head.net), TanhNetwork(critic.net)
+        self._log_std = head.log_std.detach()
+        self._log_std_grad = head.log_std.grad
+        identities = {type(head.normalizer), type(critic.normalizer)} == {nn.Identity}
+        self._one_input = head.in_keys[0] == critic.in_keys[0] and (
+            identities or head.normalizer is critic.normalizer
+        )
+        # Rows of each part that `prepare` packs.
+        actions = len(head.log_std)
+        inputs = [head.net[0].in_features, 0 if self._one_input else critic.net[0].in_features]
+        self._rows = [*inputs, 2 * actions, actions, 2, *[1] * 5]
+        self._entropy = actions * (0.5 + HALF_LOG_TAU)  # at a standard deviation of one
+        # Of what a step averages; the entropy needs no average and replaces its entry.
+        factors = [-1.0, 0.5 * loss.critic_coeff, 0.0, -1.0, 1.0, 1.0]
+        self._factors = self._adam.flat.new_tensor(factors)
+        self._max_grad_norm = self._adam.flat.new_tensor(max_grad_norm)
+
+    @property
+    def lr(self) -> torch.Tensor:
+        """The learning rate, a scalar tensor of the optimiser's own."""
+        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
+        return lr
+
+    @torch.no_grad()
+    def prepare(self, pool: TensorDictBase) -> torch.Tensor:
+        """Pack what a pool's updates read, with all that they do not change computed.
+
+        Observations are normalised here, by the statistics of now.
+
+        Args:
+            pool: Batch [M] that `APPOLoss.estimate` prepared.
+
+        Returns:
+            Columns [k, M] for `step`; any selection of them is a minibatch. Samples come
+            last, so that operations on a feature run through memory.
+        """
+        loss, keys = self.loss, self.loss.tensor_keys
+        networks = (loss.actor_network[0], loss.critic_network)[: 1 if self._one_input else 2]
+        inputs = [net.normalizer(pool.get(net.in_keys[0])) for net in networks]
+        action, target = pool.get(keys.action), pool.get(keys.target)
+        log_b, log_t = pool.get(keys.sample_log_prob), pool.get(keys.target_log_prob)
+        advantage = pool.get(keys.advantage)
+        scale = target.get("scale")
+        low, high = advantage * (1.0 - loss.clip_epsilon), advantage * (1.0 + loss.clip_epsilon)
+        scalars = (
+            # log(min(b/t, 1) / b), and what is constant of log p
+            (log_b - log_t).clamp(max=0.0) - log_b - action.shape[-1] * HALF_LOG_TAU,
+            # what is constant of the negative KL divergence
+            scale.log().sum(-1) + 0.5 * action.shape[-1],
+            advantage,
+            torch.maximum(low, high),  # which the surrogate does not exceed
+            pool.get(keys.value_target),
+            pool.get(keys.state_value),
+            ((log_t - log_b).exp() > loss.rho_bar).to(advantage.dtype),
+        )
+        vectors = (*inputs, action, target.get("loc"), scale.square())
+        return torch.cat([*(vector.t() for vector in vectors), torch.stack(scalars)])
+
+    @staticmethod
+    def shuffled(
+        columns: torch.Tensor, minibatches: int, *, generator: torch.Generator | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return `prepare`'s columns in a random order, in chunks.
+
+        Args:
+            columns: A pool, [k, M].
+            minibatches: Chunks; the last one is smaller where they do not divide M.
+            generator: Source of the order; the device's global one by default.
+        """
+        order = torch.randperm(columns.shape[1], generator=generator, device=columns.device)
+        return columns.index_select(1, order).chunk(minibatches, dim=1)
+
+    def step(self, columns: torch.Tensor) -> torch.Tensor:
+        """Take one step on a minibatch; leave its gradients, clipped, in ``parameter.grad``.
+
+        Args:
+            columns: Some of `prepare`'s columns, [k, N].
+
+        Returns:
+            Losses and statistics as `STATISTICS` names them, [6].
+        """
+        with torch.inference_mode():  # each operation takes less time than without gradients
+            statistics = self._differentiate(columns)
+            gradient = self._adam.grad
+            norm = torch.linalg.vector_norm(gradient)
+            gradient.mul_((self._max_grad_norm / norm.add_(1e-6)).clamp_(max=1.0))
+            self._adam.step()
+            if not self.loss.target_is_current:
+                self.lr.copy_(kl_adapted_lr(self.lr, statistics[3], self.desired_kl))
+            self.loss.step_target()
+        return statistics.clone()  # outside, so that it can be used like any other tensor
+
+    def _differentiate(self, columns: torch.Tensor) -> torch.Tensor:
+        """Write the gradients of a minibatch, [k, N]; return its statistics."""
+        loss, n, actions = self.loss, columns.shape[1], len(self._log_std)
+        x, y, goals, variance, offsets, advantage, bound, target, old, rho_clipped = columns.split(
+            self._rows
+        )
+        loc, value = self._actor.forward(x), self._critic.forward(x if self._one_input else y)
+
+        # Of the action and of the target policy's mean, in standard deviations: [2, A, N].
+        precision = self._log_std.neg().exp_().unsqueeze(1)
+        noise = goals.view(2, actions, n).sub(loc).mul_(precision)
+        squares = noise.square()
+        squares[1].addcmul_(variance, precision.square())
+        log_volume = self._log_std.sum()
+        logs = offsets.sub(squares.sum(1), alpha=0.5).sub_(log_volume)  # log ratio, -KL
+        ratio = logs[:1].exp()
+        surrogate = ratio * advantage
+        slope = surrogate.mul(surrogate <= bound).div_(-n)  # of the loss in log p
+        self._actor.backward((noise[0] * slope).mul_(precision))
+        torch.mv(squares[0], slope[0], out=self._log_std_grad)
+        self._log_std_grad.sub_(slope.sum()).sub_(loss.entropy_coeff)
+
+        miss = value - target
+        error = miss.square()
+        if loss.value_clip is not None:
+            move = value - old
+            near = move.clamp(-loss.value_clip, loss.value_clip).add_(old).sub_(target).square_()
+            miss.mul_((near <= error).logical_or_(move.abs_() <= loss.value_clip))
+            error = torch.maximum(error, near)
+        self._critic.backward(miss.mul_(loss.critic_coeff / n))
+
+        clipped = ratio.clamp(1.0 - loss.clip_epsilon, 1.0 + loss.clip_epsilon).ne_(ratio)
+        objective = torch.minimum(surrogate, bound)
+        observed = torch.cat([objective, error, logs, clipped, rho_clipped])
+        statistics = observed.mean(1).mul_(self._factors)
+        torch.add(log_volume, self._entropy, out=statistics[2])
+        return statistics

@@ -1,0 +1,334 @@
+"""Networks with their gradients written out, and Adam over one flat tensor.
+
+`TanhNetwork` keeps samples in columns, [features, n], for APPO's small networks;
+`ReluNetwork` keeps k networks side by side, [k, n, features], for critics and their targets:
+the layouts are the speed. Parameters stay where they are, as views of `FlatAdam`'s memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+
+__all__ = ["FlatAdam", "ReluNetwork", "TanhNetwork", "flatten", "is_relu_mlp", "is_tanh_mlp"]
+
+
+def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Make tensors views of one flat tensor, which is returned.
+
+    They keep their identities and values; their memory moves.
+
+    Example:
+        >>> parts = [torch.zeros(2), torch.ones(1, 1)]
+        >>> flat = flatten(parts)
+        >>> _ = flat.add_(1.0)
+        >>> parts[1].item()
+        2.0
+    """
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+    for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.data = value.view(tensor.shape)
+    return flat
+
+
+class FlatAdam:
+    """Adam that takes one operation for all parameters.
+
+    The parameters and their gradients become views of two tensors. The modules keep their
+    `nn.Parameter` objects, whose memory moves: make this before whatever holds on to that
+    memory, such as ``parameter.data``.
+
+    Args:
+        parameters: What it steps.
+        lr: Learning rate; a tensor, if it changes without a look at its value.
+
+    Attributes:
+        flat: The parameters' values.
+        grad: Their gradients.
+        optimizer: Adam over the one tensor, to be checkpointed; its first parameter group's
+            settings hold for each step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], lr: float | torch.Tensor) -> None:
+        self.flat = flatten(parameters)
+        self.grad = torch.zeros_like(self.flat)
+        gradients = self.grad.split([parameter.numel() for parameter in parameters])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.view(parameter.shape)
+        self._parameter = nn.Parameter(self.flat)
+        self._parameter.grad = self.grad
+        self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
+        self.optimizer.state[self._parameter] = {
+            "step": torch.zeros((), device=self.flat.device),
+            "exp_avg": torch.zeros_like(self.grad),
+            "exp_avg_sq": torch.zeros_like(self.grad),
+        }
+
+    def step(self) -> None:
+        """Do what the optimiser's ``step`` does, which takes five times the kernel's time."""
+        group, state = self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
+        state["step"].add_(1)
+        torch._fused_adam_(
+            [self._parameter],
+            [self.grad],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+class TanhNetwork:
+    """A tanh network's forward and backward pass, on its parameters and their gradients.
+
+    Args:
+        net: Linear layers with tanh between them, whose gradients are allocated.
+    """
+
+    def __init__(self, net: nn.Sequential) -> None:
+        linears = [layer for layer in net if isinstance(layer, nn.Linear)]
+        # Weights, biases as columns, and the gradients of both.
+        self._layers = [
+            (
+                linear.weight.detach(),
+                linear.bias.detach().unsqueeze(1),
+                _gradient(linear.weight),
+                _gradient(linear.bias).unsqueeze(1),
+            )
+            for linear in linears
+        ]
+        self._widths = [linear.out_features for linear in linears[:-1]]
+        self._buffers: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._x = torch.empty(0)
+        self._minus_one = linears[0].weight.new_tensor(-1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output, [n_out, N], for `x`, [n_in, N]."""
+        self._x = x
+        for (weight, bias, _, _), (hidden, _) in zip(self._layers, self._hidden(), strict=False):
+            # tanh(y) = 2 * sigmoid(2 * y) - 1, at half of tanh's time on a CPU.
+            torch.addmm(bias, weight, x, beta=2.0, alpha=2.0, out=hidden).sigmoid_()
+            x = torch.add(self._minus_one, hidden, alpha=2.0, out=hidden)
+        weight, bias, _, _ = self._layers[-1]
+        return torch.addmm(bias, weight, x)
+
+    def backward(self, gradient: torch.Tensor) -> None:
+        """Write the parameters' gradients, given the output's, [n_out, N]."""
+        hidden = self._hidden()
+        for i in range(len(hidden), -1, -1):
+            weight, _, weight_grad, bias_grad = self._layers[i]
+            torch.mm(gradient, (hidden[i - 1][0] if i else self._x).t(), out=weight_grad)
+            torch.sum(gradient, 1, keepdim=True, out=bias_grad)
+            if i:
+                output, output_grad = hidden[i - 1]
+                torch.mm(weight.t(), gradient, out=output_grad)
+                gradient = torch.ops.aten.tanh_backward.grad_input(
+                    output_grad, output, grad_input=output_grad
+                )
+
+    def _hidden(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        n = self._x.shape[1]
+        if n not in self._buffers:
+            self._buffers[n] = [
+                (self._x.new_empty(width, n), self._x.new_empty(width, n)) for width in self._widths
+            ]
+        return self._buffers[n]
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None, "FlatAdam allocates it"
+    return parameter.grad
+
+
+@dataclass
+class _Affine:
+    """What a layer multiplies by and adds, with the gradients' memory where it learns."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    weight_grad: torch.Tensor | None
+    bias_grad: torch.Tensor | None
+    eps: float = 0.0
+
+
+class ReluNetwork:
+    """Forward and backward pass of k networks of one shape, by batched products.
+
+    Reads parameters, and writes gradients, where they are. The parameters that are given
+    are [k, ...], or, if `stacked` is false, those of one network.
+
+    Args:
+        net: The structure, which `is_relu_mlp` accepts.
+        parameters: Its parameters, nested as in the module.
+        stacked: Whether they have a leading dimension of k.
+        first: Take the first of the k networks alone.
+    """
+
+    def __init__(
+        self,
+        net: nn.Sequential,
+        parameters: TensorDictBase,
+        *,
+        stacked: bool,
+        first: bool = False,
+    ) -> None:
+        def batched(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None:
+                return None
+            tensor = tensor.detach() if stacked else tensor.detach().unsqueeze(0)
+            return tensor[:1] if first else tensor
+
+        # Per layer the linear part and the normalisation before its relu.
+        self._layers: list[tuple[_Affine, _Affine | None]] = []
+        for name, module in net.named_children():
+            if isinstance(module, nn.ReLU):
+                continue
+            weight, bias = (parameters.get((name, key)) for key in ("weight", "bias"))
+            tensors = [batched(t) for t in (weight, bias, weight.grad, bias.grad)]
+            values, shift, slopes, shift_grad = tensors
+            assert values is not None
+            assert shift is not None
+            if isinstance(module, nn.LayerNorm):
+                norm = _Affine(values, shift, slopes, shift_grad, module.eps)
+                self._layers[-1] = (self._layers[-1][0], norm)
+                continue
+            shift = shift.unsqueeze(1)
+            shift_grad = None if shift_grad is None else shift_grad.unsqueeze(1)
+            self._layers.append((_Affine(values, shift, slopes, shift_grad), None))
+        self._k = len(self._layers[0][0].weight)
+        # What `backward` needs of the last `forward`, per layer: its input, and what its
+        # normalisation read and found.
+        self._inputs: list[torch.Tensor] = []
+        self._normed: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, [k, n, out], for inputs all of them read, [n, in]."""
+        x = x.expand(self._k, *x.shape)
+        self._inputs, self._normed = [], []
+        *hidden, (output, _) = self._layers
+        for linear, norm in hidden:
+            self._inputs.append(x)
+            x = torch.baddbmm(linear.bias, x, linear.weight.transpose(1, 2))
+            if norm is not None:
+                x = self._normalize(x, norm)
+            x = x.relu_()
+        self._inputs.append(x)
+        return torch.baddbmm(output.bias, x, output.weight.transpose(1, 2))
+
+    def backward(self, gradient: torch.Tensor) -> None:
+        """Write the parameters' gradients, given the outputs', [k, n, out]."""
+        for i, dy in self._descend(gradient):
+            linear = self._layers[i][0]
+            torch.bmm(dy.transpose(1, 2), self._inputs[i], out=linear.weight_grad)
+            torch.sum(dy, 1, keepdim=True, out=linear.bias_grad)
+
+    def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
+        """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
+        for i, dy in self._descend(gradient, learn=False):
+            if i == 0:
+                return torch.bmm(dy, self._layers[0][0].weight[:, :, start:]).sum(0)
+        raise AssertionError("a network has a first layer")
+
+    def _descend(
+        self, gradient: torch.Tensor, *, learn: bool = True
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the gradient of each linear layer's outputs, [k, n, out], last layer first."""
+        for i in range(len(self._layers) - 1, -1, -1):
+            yield i, gradient
+            if i == 0:
+                return
+            gradient = torch.bmm(gradient, self._layers[i][0].weight)
+            gradient = torch.ops.aten.threshold_backward.grad_input(
+                gradient, self._inputs[i], 0, grad_input=gradient
+            )
+            norm = self._layers[i - 1][1]
+            if norm is not None:
+                gradient = self._normalize_backward(gradient, norm, self._normed[i - 1], learn)
+
+    def _normalize(self, x: torch.Tensor, norm: _Affine) -> torch.Tensor:
+        out, seen = torch.empty_like(x), []
+        for j in range(self._k):
+            y, mean, rstd = torch.native_layer_norm(
+                x[j], x.shape[-1:], norm.weight[j], norm.bias[j], norm.eps
+            )
+            out[j] = y
+            seen.append((x[j], mean, rstd))
+        self._normed.append(seen)
+        return out
+
+    def _normalize_backward(
+        self,
+        gradient: torch.Tensor,
+        norm: _Affine,
+        seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        learn: bool,
+    ) -> torch.Tensor:
+        out = torch.empty_like(gradient)
+        for j, (x, mean, rstd) in enumerate(seen):
+            dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+                gradient[j],
+                x,
+                x.shape[-1:],
+                mean,
+                rstd,
+                norm.weight[j],
+                norm.bias[j],
+                [True, learn, learn],
+            )
+            out[j] = dx
+            if learn:
+                assert norm.weight_grad is not None
+                assert norm.bias_grad is not None
+                norm.weight_grad[j] = dweight
+                norm.bias_grad[j] = dbias
+        return out
+
+
+def is_relu_mlp(net: nn.Module, size: int) -> bool:
+    """Return whether it is as `relu_mlp` makes it, and ends in `size` units.
+
+    Linear layers with biases; between them relu, with or without a `nn.LayerNorm` of a
+    linear layer's outputs before it.
+    """
+    if type(net) is not nn.Sequential or not len(net):
+        return False
+    before: nn.Module | None = None
+    width = 0
+    for layer in net:
+        if type(layer) is nn.Linear:
+            fits = type(before) in (nn.ReLU, type(None)) and layer.bias is not None
+            width = layer.out_features
+        elif type(layer) is nn.LayerNorm:
+            fits = type(before) is nn.Linear and layer.normalized_shape == (width,)
+            fits = fits and layer.elementwise_affine and layer.bias is not None
+        else:
+            fits = type(layer) is nn.ReLU and type(before) in (nn.Linear, nn.LayerNorm)
+        if not fits:
+            return False
+        before = layer
+    return type(before) is nn.Linear and width == size
+
+
+def is_tanh_mlp(net: nn.Module, size: int) -> bool:
+    """Return whether it is as `tanh_mlp` makes it, and ends in `size` units."""
+    if type(net) is not nn.Sequential or len(net) % 2 == 0:
+        return False
+    layers = list(net)
+    linears = [layer for layer in layers[::2] if type(layer) is nn.Linear]
+    return (
+        len(linears) == len(layers[::2])
+        and all(type(layer) is nn.Tanh for layer in layers[1::2])
+        and all(linear.bias is not None for linear in linears)
+        and linears[-1].out_features == size
+    )

@@ -1,0 +1,383 @@
+"""The skeleton of an off-policy update: draw, bootstrap, regress the critics, climb, follow.
+
+`FusedSACUpdate` and `FusedTD3Update` are its formulas. Transitions are packed once per
+sample; all gradients are taken before any parameter moves. `OffPolicyTrainer` calls it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from tensordict.utils import NestedKey
+from torch import nn
+from torchrl.objectives import LossModule, ValueEstimators
+
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.modules.critics import QValue
+from torchrl_unilab.modules.normalizer import ObservationNormalizer
+from torchrl_unilab.objectives.fused.networks import FlatAdam, ReluNetwork, flatten, is_relu_mlp
+from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
+
+__all__ = [
+    "FusedOffPolicyUpdate",
+    "Transitions",
+    "critics_are_known",
+    "trained",
+]
+
+_NORMALIZERS = {nn.Identity, ObservationNormalizer}
+_LOSS_FUNCTIONS = ("l1", "l2", "smooth_l1")
+
+
+class Transitions(NamedTuple):
+    """Columns of packed transitions by name: views, [n, ...]."""
+
+    state_action: torch.Tensor  # what the critics judge, side by side
+    next_state: torch.Tensor
+    observation: torch.Tensor
+    next_observation: torch.Tensor
+    reward: torch.Tensor
+    discount: torch.Tensor  # 0 where terminated
+    weight: torch.Tensor
+
+    @property
+    def state(self) -> torch.Tensor:
+        """What the critics see of the state, [n, state size]."""
+        return self.state_action[:, : self.next_state.shape[1]]
+
+
+def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
+    """Return whether a loss has two critics as `make_q_value` makes them, beside an actor.
+
+    With targets of their own, bootstrapped over one step, averaged over the batch; and all
+    parameters learnt, of one dtype, on one device, and none of them shared.
+
+    Args:
+        loss: `SACLoss` or `TD3Loss`.
+        actor: The part of its actor that holds ``net`` and ``normalizer``.
+    """
+    critic = loss.qvalue_network
+    if type(critic) is not QValue or not is_relu_mlp(critic.net, 1):
+        return False
+    learnt = [
+        *trained(loss.actor_network_params).values(),
+        *trained(loss.qvalue_network_params).values(),
+    ]
+    keys = loss.tensor_keys
+    return (
+        loss.num_qvalue_nets == 2
+        and loss.delay_qvalue
+        and loss.reduction == "mean"
+        and loss.loss_function in _LOSS_FUNCTIONS
+        and loss.value_type is ValueEstimators.TD0
+        and (keys.action, keys.state_action_value) == ("action", critic.out_keys[0])
+        and {type(actor.normalizer), type(critic.normalizer)} <= _NORMALIZERS
+        and len(learnt) == len(list(actor.net.parameters())) + len(list(critic.net.parameters()))
+        and len(set(learnt)) == len(learnt)
+        and len({(parameter.device, parameter.dtype) for parameter in learnt}) == 1
+    )
+
+
+class FusedOffPolicyUpdate(abc.ABC):
+    """Losses, gradients, Adam and target networks of a minibatch, without autograd.
+
+    The base of `FusedSACUpdate` and `FusedTD3Update`. The parameters of the actor, of the
+    critics and of the targets become views of one tensor each. The loss, and the actor that
+    it was made of, keep their `nn.Parameter` objects, whose memory moves: make this after
+    the loss is on its device, and before whatever holds on to that memory, such as
+    ``parameter.data``. Nothing here waits for the device.
+
+    Args:
+        loss: A supported loss. Its settings stay as they are now.
+        lr_actor: Learning rate of the actor.
+        lr_critic: Learning rate of the critics.
+        tau: Share of the networks that their targets take over in each step.
+
+    Raises:
+        ConfigError: The loss is not supported, or `tau` is out of its range.
+    """
+
+    statistics: ClassVar[tuple[str, ...]]
+    """What `step` returns, in order. ``td_error`` is the mean absolute one."""
+
+    expected: ClassVar[str]
+    """The losses that are supported, in words."""
+
+    policy_draws: ClassVar[int]
+    """Noise samples per transition that the policy's gradient needs."""
+
+    head_path: ClassVar[tuple[str, ...]]
+    """Where the actor's head, its ``net`` and ``normalizer``, is among its parameters."""
+
+    @classmethod
+    def supports(cls, loss: LossModule) -> bool:
+        """Return whether the loss and its networks are of the known structure."""
+        head = cls._known_head(loss)
+        return head is not None and critics_are_known(loss, head)
+
+    @staticmethod
+    @abc.abstractmethod
+    def _known_head(loss: LossModule) -> TensorDictModuleBase | None:
+        """Return the actor's head; None if the loss or its actor is of another structure."""
+
+    def __init__(self, loss: LossModule, *, lr_actor: float, lr_critic: float, tau: float) -> None:
+        actor = self._known_head(loss)
+        if actor is None or not critics_are_known(loss, actor):
+            raise ConfigError(
+                f"{type(self).__name__}: {type(loss).__name__} of {loss.actor_network} and "
+                f"{loss.qvalue_network} (expected {self.expected}). Take steps by the loss and "
+                "an optimiser."
+            )
+        if not 0.0 <= tau <= 1.0:
+            raise ConfigError(
+                f"tau: {tau} (expected within [0, 1]). It is the share of the networks that "
+                "their targets take over in each step."
+            )
+        if loss.value_estimator.average_rewards:
+            raise ConfigError(
+                f"{type(self).__name__}: average_rewards True (expected False). Normalise "
+                "rewards before they are stored."
+            )
+        actor_parameters = loss.actor_network_params.get((*self.head_path, "net"))
+        self.loss = loss
+        self.tau = tau
+        critic = loss.qvalue_network
+        online, target = loss.qvalue_network_params, targets_of(loss, "qvalue_network")
+        learnt = trained(online)
+        self._actor_adam = FlatAdam(list(trained(actor_parameters).values()), lr_actor)
+        self._critic_adam = FlatAdam(list(learnt.values()), lr_critic)
+        # Networks and the targets that follow them, each one tensor.
+        self._followers = [(flatten([target.get(key) for key in learnt]), self._critic_adam.flat)]
+        self._actor = ReluNetwork(actor.net, actor_parameters, stacked=False)
+        self._critics = ReluNetwork(critic.net, online.get("net"), stacked=True)
+        self._target_critics = ReluNetwork(critic.net, target.get("net"), stacked=True)
+        # Detached copies, which TorchRL's losses keep of parameters, show the old memory.
+        loss._erase_cache()
+        for name in loss._has_update_associated:  # spares a warning that targets stand still
+            loss._has_update_associated[name] = True
+        self._head = actor
+        one_input = actor.in_keys[0] == critic.in_keys[0] and (
+            actor.normalizer is critic.normalizer
+            or {type(actor.normalizer), type(critic.normalizer)} == {nn.Identity}
+        )
+        self._one_input = one_input
+        actions = len(actor.center)
+        state = critic.net[0].in_features - actions
+        own = 0 if one_input else actor.net[0].in_features
+        self._widths = [state + actions, state, own, own, 1, 1, 1]
+        flat = self._critic_adam.flat
+        self._center = actor.center.to(flat)
+        self._reach = actor.reach.to(flat)
+        self._observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
+        self._error = torch.empty_like(flat[:0]).expand(2, 0)
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Adam]:
+        """The optimisers by what they step, to be checkpointed; settings hold at once."""
+        return {"actor": self._actor_adam.optimizer, "critic": self._critic_adam.optimizer}
+
+    @property
+    @abc.abstractmethod
+    def td_error(self) -> torch.Tensor:
+        """The last step's temporal differences, [n], as the loss gives them as priorities."""
+
+    @torch.no_grad()
+    def prepare(self, batch: TensorDictBase) -> torch.Tensor:
+        """Pack transitions, with all that updates do not change computed.
+
+        Observations are normalised here, by the statistics of now, which the loss's own
+        copies take over (`sync_normalizers`). ``steps_to_next_obs``, if
+        the batch has it, is the power of the discount, as in TorchRL's estimators; a
+        ``priority_weight``, if the loss uses it, weights the losses' means.
+
+        Args:
+            batch: Transitions [M] with the keys that the loss reads. ``done`` is not among
+                them: an episode that was cut off, and not terminated, bootstraps.
+
+        Returns:
+            Rows [M, k] for `minibatches` and `step`, of the networks' dtype.
+
+        Raises:
+            LayoutKeyError: The batch lacks a key.
+            LayoutShapeError: The batch has not one dimension, or a part another width.
+        """
+        if batch.batch_dims != 1:
+            raise LayoutShapeError(
+                f"transitions: batch size {tuple(batch.batch_size)} (expected one dimension). "
+                "Flatten the batch by reshape(-1)."
+            )
+        sync_normalizers(self.loss)
+        loss, keys, critic = self.loss, self.loss.tensor_keys, self.loss.qvalue_network
+        after = _required(batch, "next")
+        # In the order of a minibatch's columns; the first width is of two of them.
+        columns = [
+            (critic.normalizer, batch, critic.in_keys[0], self._widths[1]),
+            (None, batch, keys.action, self._widths[0] - self._widths[1]),
+            (critic.normalizer, after, critic.in_keys[0], self._widths[1]),
+        ]
+        if not self._one_input:
+            head = self._head
+            columns += [
+                (head.normalizer, td, head.in_keys[0], self._widths[2]) for td in (batch, after)
+            ]
+        parts = []
+        for normalizer, source, key, width in columns:
+            part = _required(source, key)
+            if part.shape[1:] != (width,):
+                raise LayoutShapeError(
+                    f"transitions: {key!r} has shape {tuple(part.shape)} (expected "
+                    f"({len(batch)}, {width})). Make the networks of the environment's sizes."
+                )
+            parts.append(part if normalizer is None else normalizer(part))
+
+        gamma, column = loss.value_estimator.gamma, (len(batch), 1)
+        steps = batch.get(loss.value_estimator.tensor_keys.steps_to_next_obs, None)
+        if steps is not None:
+            gamma = gamma ** steps.reshape(column)
+        parts.append(_required(after, keys.reward).reshape(column))
+        parts.append(gamma * ~_required(after, keys.terminated).reshape(column))
+        weight = None
+        if loss.use_prioritized_weights in (True, "auto"):
+            weight = batch.get(keys.priority_weight, None)
+        parts.append(torch.ones_like(parts[-1]) if weight is None else weight.reshape(column))
+        return torch.cat([part.to(self._critic_adam.flat.dtype) for part in parts], dim=1)
+
+    @staticmethod
+    def minibatches(packed: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
+        """Cut packed transitions into views, in order; sizes differ by at most one row.
+
+        Args:
+            packed: From `prepare`, [M, k].
+            count: Minibatches.
+
+        Raises:
+            ConfigError: There are not that many rows.
+        """
+        if not 1 <= count <= len(packed):
+            raise ConfigError(
+                f"minibatches: {count} of {len(packed)} rows (expected from 1 to the rows). "
+                "Prepare a larger sample."
+            )
+        return torch.tensor_split(packed, count)
+
+    def step(
+        self,
+        minibatch: torch.Tensor,
+        *,
+        update_policy: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        """Take one step; leave its gradients in ``parameter.grad``.
+
+        All gradients are taken before any parameter moves, as by a backward pass of the
+        loss's `forward`.
+
+        Args:
+            minibatch: Some of `prepare`'s rows, [n, k].
+            update_policy: Whether the policy learns too; the critics and all targets always
+                move.
+            generator: Source of the noise; the device's global one by default. It is drawn in
+                the order in which the loss draws it.
+
+        Returns:
+            Losses and statistics as `statistics` names them. Those of the policy are of the
+            last step that moved it, NaN before the first. Means are weighted as the losses
+            are.
+        """
+        with torch.inference_mode():  # each operation takes less time than without gradients
+            self._differentiate(self._transitions(minibatch), update_policy, generator)
+            self._critic_adam.step()
+            if update_policy:
+                self._step_policy()
+            for target, source in self._followers:
+                target.lerp_(source, self.tau)
+        return self._observed.clone()  # outside, so that it can be used like any other tensor
+
+    def _differentiate(
+        self, data: Transitions, update_policy: bool, generator: torch.Generator | None
+    ) -> None:
+        """Write the gradients of all parameters that move, and the statistics."""
+        draws = 1 + self.policy_draws * update_policy
+        noise = data.weight.new_empty(draws, len(data.weight), len(self._reach))
+        noise.normal_(generator=generator)  # in one call, in the order in which the loss draws
+        next_value = self._next_value(data, noise[0])
+        target = torch.addcmul(data.reward, data.discount, next_value)
+        self._observe(0, self._judge(data, target), data.weight)
+        if update_policy:
+            self._differentiate_policy(data, noise[1:])
+
+    @abc.abstractmethod
+    def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
+        """Return the value of the next state, [n], by the targets.
+
+        Args:
+            data: Transitions [n].
+            noise: Standard normal, [n, actions]; may be overwritten.
+        """
+
+    @abc.abstractmethod
+    def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
+        """Write the policy's gradients and statistics.
+
+        Args:
+            data: Transitions [n].
+            noise: Standard normal, [policy_draws, n, actions].
+        """
+
+    def _step_policy(self) -> None:
+        self._actor_adam.step()
+
+    def _transitions(self, minibatch: torch.Tensor) -> Transitions:
+        judged, after, own, own_after, reward, discount, weight = minibatch.split(
+            self._widths, dim=1
+        )
+        if self._one_input:
+            own, own_after = judged[:, : after.shape[1]], after
+        weight = weight.squeeze(1)
+        scalars = reward.squeeze(1), discount.squeeze(1), weight / weight.sum()
+        return Transitions(judged, after, own, own_after, *scalars)
+
+    def _target_values(self, data: Transitions, action: torch.Tensor) -> torch.Tensor:
+        """Return what the more cautious target critic says of the next actions, [n]."""
+        judged = torch.cat([data.next_state, action], dim=1)
+        return self._target_critics.forward(judged).squeeze(2).amin(0)
+
+    def _judge(self, data: Transitions, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Write the critics' gradients; return (loss, value, |difference|), each [n]."""
+        values = self._critics.forward(data.state_action).squeeze(2)
+        self._error = error = values - target
+        distance = error.abs()
+        if self.loss.loss_function == "l2":
+            loss, slope = error.square(), error * 2.0
+        elif self.loss.loss_function == "l1":
+            loss, slope = distance, error.sign()
+        else:
+            slope = error.clamp(-1.0, 1.0)
+            loss = slope * (error - 0.5 * slope)  # e^2 / 2, and |e| - 1/2 beyond 1
+        self._critics.backward((slope * data.weight).unsqueeze(2))
+        return loss.sum(0), values.mean(0), distance.mean(0)
+
+    def _observe(self, first: int, rows: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
+        """Set statistics from `first` on to weighted means of rows, [n] each."""
+        self._observed[first : first + len(rows)] = torch.mv(torch.stack(tuple(rows)), weight)
+
+
+def _required(batch: TensorDictBase, key: NestedKey) -> TensorDictBase | torch.Tensor:
+    value = batch.get(key, None)
+    if value is None:
+        raise LayoutKeyError(
+            f"transitions: no {key!r} among {sorted(map(str, batch.keys()))} (expected the keys "
+            "that the loss reads). Store it, or name it by loss.set_keys."
+        )
+    return value
+
+
+def trained(parameters: TensorDictBase) -> dict[NestedKey, nn.Parameter]:
+    """Return what is learnt of a loss's parameters, which come with the buffers."""
+    leaves = parameters.items(include_nested=True, leaves_only=True)
+    return {key: leaf for key, leaf in leaves if leaf.requires_grad}

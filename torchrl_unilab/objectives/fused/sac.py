@@ -1,0 +1,177 @@
+"""SAC's formulas for the fused off-policy update, for the networks of `make_sac_actor`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torch.nn import functional as F
+from torchrl.objectives import LossModule, SACLoss
+
+from torchrl_unilab.modules.gaussian import HALF_LOG_TAU
+from torchrl_unilab.modules.squashed import (
+    SquashedGaussianActor,
+    SquashedGaussianParameters,
+    squash,
+)
+from torchrl_unilab.objectives.fused.networks import FlatAdam, is_relu_mlp
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
+
+__all__ = ["FusedSACUpdate"]
+
+
+class FusedSACUpdate(FusedOffPolicyUpdate):
+    """Losses, gradients, Adam and targets of a SAC minibatch in few operations.
+
+    Equals a backward pass through `SACLoss.forward`, one step of fused Adam each for actor,
+    critics and temperature, and a step of `SoftUpdate`, without autograd (Haarnoja et al.
+    2018, arXiv 1812.05905, eq. 5, 6, 9 and 18). With ``u = loc + scale * noise``, ``y =
+    tanh(u)`` and the action ``a = center + reach * y``::
+
+        log p = sum(-noise^2 / 2 - log scale - log sqrt(2 pi) - log reach - log(1 - y^2))
+        log(1 - y^2) = 2 (log 2 - u - softplus(-2 u))
+        d log p / d loc = 2 y,    d log p / d log scale = 2 y * scale * noise - 1
+
+    as `SACLoss` has it, which takes the probability at ``u`` itself. There and here ``y`` is
+    kept off -1 and 1 by the dtype's resolution. ``d log p / d u`` is of the ``y`` that is
+    kept off, of the exact tanh in `SACLoss`: at saturation they are a resolution apart.
+
+    The loss's ``target_entropy`` is of actions in their own units, as its density is. What
+    becomes of the parameters' memory: see `FusedOffPolicyUpdate`.
+
+    Args:
+        loss: `SACLoss` without a state-value network, with two critics and their targets, of
+            networks as `make_sac_actor` and `make_q_value` make them.
+        lr_actor: Learning rate of the actor.
+        lr_critic: Learning rate of the critics.
+        lr_alpha: Learning rate of the temperature's logarithm; unused where it is fixed.
+        tau: Share of the critics that their targets take over in each step.
+
+    Raises:
+        ConfigError: The loss is not supported, or `tau` is out of its range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_q_value, make_sac_actor
+        >>> loss = SACLoss(make_sac_actor(3, 1), make_q_value(3, 1))
+        >>> loss.make_value_estimator(gamma=0.99)
+        >>> update = FusedSACUpdate(loss, lr_actor=3e-4, lr_critic=3e-4, lr_alpha=3e-4, tau=0.005)
+        >>> flag = torch.zeros(8, 1, dtype=torch.bool)
+        >>> after = {"observation": torch.zeros(8, 3), "reward": torch.ones(8, 1),
+        ...          "done": flag, "terminated": flag}
+        >>> sample = TensorDict(
+        ...     {"observation": torch.zeros(8, 3), "action": torch.zeros(8, 1), "next": after},
+        ...     batch_size=[8])
+        >>> for minibatch in update.minibatches(update.prepare(sample), 2):
+        ...     observed = update.step(minibatch)
+        >>> dict(zip(update.statistics, observed.tolist()))["alpha"]
+        0.9...
+    """
+
+    statistics = (
+        "loss_qvalue",
+        "q_value",
+        "td_error",
+        "alpha",
+        "loss_actor",
+        "entropy",
+        "loss_alpha",
+    )
+    expected = "SACLoss of make_sac_actor's and make_q_value's networks, two critics, targets"
+    policy_draws = 1
+    head_path = ("module", "0")
+
+    @staticmethod
+    def _known_head(loss: LossModule) -> TensorDictModuleBase | None:
+        actor = loss.actor_network
+        if type(loss) is not SACLoss or type(actor) is not SquashedGaussianActor:
+            return None
+        head: TensorDictModuleBase = actor[0]
+        known = (
+            type(head) is SquashedGaussianParameters
+            and is_relu_mlp(head.net, 2 * len(head.center))
+            and loss.value_network_params is None
+            and not loss.delay_actor
+            and not loss.skip_done_states
+        )
+        return head if known else None
+
+    def __init__(
+        self, loss: SACLoss, *, lr_actor: float, lr_critic: float, lr_alpha: float, tau: float
+    ) -> None:
+        super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau)
+        self._alpha_adam = None if loss.fixed_alpha else FlatAdam([loss.log_alpha], lr_alpha)
+        self._log_alpha = loss.log_alpha.detach()
+        self._target_entropy = loss.target_entropy
+        low, high = loss.actor_network[0].log_std_bounds
+        self._log_std = low, (high - low) / 2
+        # What is constant of the log probability.
+        self._volume = self._reach.log().sum() + len(self._reach) * (
+            HALF_LOG_TAU + 2.0 * math.log(2.0)
+        )
+
+    @property
+    def optimizers(self) -> dict[str, torch.optim.Adam]:
+        """The optimisers by what they step, to be checkpointed; settings hold at once."""
+        own = {} if self._alpha_adam is None else {"alpha": self._alpha_adam.optimizer}
+        return {**super().optimizers, **own}
+
+    @property
+    def td_error(self) -> torch.Tensor:
+        """The last step's larger absolute temporal difference of the two critics, [n]."""
+        return self._error.abs().amax(0)
+
+    def _step_policy(self) -> None:
+        super()._step_policy()
+        if self._alpha_adam is not None:
+            self._alpha_adam.step()
+
+    def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
+        """Soft value of the next state: ``min_i Q_i(s', a') - alpha log p(a')`` (eq. 3)."""
+        loss = self.loss
+        if loss.min_log_alpha is not None or loss.max_log_alpha is not None:
+            self._log_alpha.clamp_(loss.min_log_alpha, loss.max_log_alpha)
+        self._observed[3] = alpha = self._log_alpha.exp()
+        action, log_p, _ = self._act(data.next_observation, noise)
+        return self._target_values(data, action).sub_(alpha * log_p)
+
+    def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
+        weight, alpha = data.weight, self._log_alpha.exp()
+        action, log_p, (y, raw, spread) = self._act(data.observation, noise[0])
+        values = self._critics.forward(torch.cat([data.state, action], dim=1))
+        value, choice = values.min(0)
+        # Of the loss: in the value of the critic that was chosen, in the action, in u.
+        slope = values.new_zeros(values.shape).scatter_(0, choice.unsqueeze(0), -1.0)
+        slope.mul_(weight.unsqueeze(1))
+        by_action = self._critics.backward_to_input(slope, data.next_state.shape[1])
+        entropy_slope = (weight * alpha).unsqueeze(1)
+        by_u = torch.addcmul(2.0 * entropy_slope * y, by_action * self._reach, 1.0 - y.square())
+        by_log_std = torch.addcmul(-entropy_slope, by_u, spread)
+        by_raw = by_log_std.mul_(1.0 - raw.square()).mul_(self._log_std[1])
+        self._actor.backward(torch.cat([by_u, by_raw], dim=1).unsqueeze(0))
+
+        self._observe(4, (alpha * log_p - value.squeeze(1), -log_p), weight)
+        excess = self._target_entropy - self._observed[5]
+        self._observed[6] = -self._log_alpha * excess
+        if self._alpha_adam is not None:
+            self._alpha_adam.grad.copy_(excess.neg_())
+
+    def _act(
+        self, observation: torch.Tensor, noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return actions, log probabilities [n], and (y, tanh(r), scale * noise).
+
+        With ``r`` the network's second half of outputs, as in `SquashedGaussianParameters`.
+        """
+        loc, raw = self._actor.forward(observation).squeeze(0).chunk(2, dim=1)
+        raw = raw.tanh()
+        low, reach = self._log_std
+        log_std = (raw + 1.0).mul_(reach).add_(low)
+        spread = log_std.exp().mul_(noise)
+        u = loc + spread
+        # -noise^2 / 2 - log scale + 2 u + 2 softplus(-2 u)
+        log_p = (u + F.softplus(-2.0 * u)).mul_(2.0).sub_(log_std)
+        log_p = log_p.addcmul_(noise, noise, value=-0.5).sum(1).sub_(self._volume)
+        y = squash(u)
+        return torch.addcmul(self._center, y, self._reach), log_p, (y, raw, spread)

@@ -1,0 +1,106 @@
+"""TD3's formulas for the fused off-policy update, for the networks of `make_td3_actor`."""
+
+from __future__ import annotations
+
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torchrl.objectives import LossModule, TD3Loss
+
+from torchrl_unilab.modules.squashed import SquashedPoint
+from torchrl_unilab.objectives.fused.networks import ReluNetwork, flatten, is_relu_mlp
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions, trained
+from torchrl_unilab.objectives.targets import targets_of
+
+__all__ = ["FusedTD3Update"]
+
+
+class FusedTD3Update(FusedOffPolicyUpdate):
+    """Losses, gradients, Adam and targets of a TD3 minibatch in few operations.
+
+    Equals a backward pass through `TD3Loss.forward`, one step of fused Adam each for actor
+    and critics, and a step of `SoftUpdate`, without autograd (Fujimoto et al. 2018, arXiv
+    1802.09477, algorithm 1). ``step(minibatch, update_policy=False)`` leaves the actor's
+    turn out, by which the caller delays the policy; all targets move in every step.
+
+    What becomes of the parameters' memory: see `FusedOffPolicyUpdate`.
+
+    Args:
+        loss: `TD3Loss` with two critics and targets of all networks, which are as
+            `make_td3_actor` and `make_q_value` make them.
+        lr_actor: Learning rate of the actor.
+        lr_critic: Learning rate of the critics.
+        tau: Share of the networks that their targets take over in each step.
+
+    Raises:
+        ConfigError: The loss is not supported, or `tau` is out of its range.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_q_value, make_td3_actor
+        >>> loss = TD3Loss(make_td3_actor(3, 1), make_q_value(3, 1), bounds=(-1.0, 1.0))
+        >>> loss.make_value_estimator(gamma=0.99)
+        >>> update = FusedTD3Update(loss, lr_actor=3e-4, lr_critic=3e-4, tau=0.005)
+        >>> flag = torch.zeros(8, 1, dtype=torch.bool)
+        >>> after = {"observation": torch.zeros(8, 3), "reward": torch.ones(8, 1),
+        ...          "done": flag, "terminated": flag}
+        >>> sample = TensorDict(
+        ...     {"observation": torch.zeros(8, 3), "action": torch.zeros(8, 1), "next": after},
+        ...     batch_size=[8])
+        >>> for i, minibatch in enumerate(update.minibatches(update.prepare(sample), 4)):
+        ...     observed = update.step(minibatch, update_policy=i % 2 == 1)
+        >>> update.td_error.shape
+        torch.Size([2])
+    """
+
+    statistics = ("loss_qvalue", "q_value", "td_error", "loss_actor")
+    expected = "TD3Loss of make_td3_actor's and make_q_value's networks, two critics, all targets"
+    policy_draws = 0
+    head_path = ()
+
+    @staticmethod
+    def _known_head(loss: LossModule) -> TensorDictModuleBase | None:
+        actor: TensorDictModuleBase = loss.actor_network
+        known = (
+            type(loss) is TD3Loss
+            and type(actor) is SquashedPoint
+            and is_relu_mlp(actor.net, len(actor.center))
+            and loss.delay_actor
+        )
+        return actor if known else None
+
+    def __init__(self, loss: TD3Loss, *, lr_actor: float, lr_critic: float, tau: float) -> None:
+        super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau)
+        actor = loss.actor_network
+        target = targets_of(loss, "actor_network").get("net")
+        learnt = trained(loss.actor_network_params.get("net"))
+        flat = flatten([target.get(key) for key in learnt])
+        self._followers.append((flat, self._actor_adam.flat))
+        self._target_actor = ReluNetwork(actor.net, target, stacked=False)
+        # The policy climbs the first critic alone.
+        critic = loss.qvalue_network
+        online = loss.qvalue_network_params.get("net")
+        self._first_critic = ReluNetwork(critic.net, online, stacked=True, first=True)
+        self._low, self._high = loss.min_action.to(flat), loss.max_action.to(flat)
+
+    @property
+    def td_error(self) -> torch.Tensor:
+        """The last step's larger squared temporal difference of the two critics, [n]."""
+        return self._error.square().amax(0)
+
+    def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
+        """``min_i Q_i(s', a')`` at the target policy's smoothed action."""
+        loss = self.loss
+        noise = noise.mul_(loss.policy_noise).clamp_(-loss.noise_clip, loss.noise_clip)
+        y = self._target_actor.forward(data.next_observation).squeeze(0).tanh_()
+        action = noise.add_(torch.addcmul(self._center, y, self._reach))
+        return self._target_values(data, action.clamp_(self._low, self._high))
+
+    def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
+        y = self._actor.forward(data.observation).squeeze(0).tanh_()
+        action = torch.addcmul(self._center, y, self._reach)
+        value = self._first_critic.forward(torch.cat([data.state, action], dim=1)).view(-1)
+        slope = data.weight.neg().view(1, -1, 1)
+        by_action = self._first_critic.backward_to_input(slope, data.next_state.shape[1])
+        by_y = by_action.mul_(self._reach)
+        self._actor.backward(torch.ops.aten.tanh_backward(by_y, y).unsqueeze(0))
+        self._observe(3, (-value,), data.weight)
