@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -200,7 +199,7 @@ class DoubleBufferReplayPipeline:
         self._slot = 0  # the cold one: prepared next, or now
         self._tick: int | None = None  # being prepared, or prepared and not sampled
         self._prepared: Future[ReplayTickMetadata] = Future()  # that tick's
-        self._learning: ReplayTickMetadata | None = None  # of the hot slot
+        self._hot: int | None = None  # the tick that is being learnt, from the other slot
         self.sample_count = sample_count
         self.base_seed = base_seed
         self.last_metadata: ReplayTickMetadata | None = None
@@ -208,12 +207,7 @@ class DoubleBufferReplayPipeline:
     def __enter__(self) -> DoubleBufferReplayPipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -262,7 +256,7 @@ class DoubleBufferReplayPipeline:
             Exception: Packing in the learner's thread failed.
         """
         self._check(tick_id, sample_count)
-        if self._is_learning(tick_id) or self._tick == tick_id:
+        if tick_id in (self._tick, self._hot):
             return False
         if self._tick is not None:
             raise RuntimeError(
@@ -286,7 +280,7 @@ class DoubleBufferReplayPipeline:
             Exception: What packing it failed with.
         """
         self._check(tick_id, sample_count)
-        if self._is_learning(tick_id):
+        if self._hot == tick_id:
             return True
         if self._tick != tick_id or not self._prepared.done():
             return False
@@ -318,7 +312,7 @@ class DoubleBufferReplayPipeline:
             Exception: What packing it failed with.
         """
         self.start_prepare(tick_id, sample_count)
-        if not self._is_learning(tick_id):
+        if self._hot != tick_id:
             self.wait_ready()
         return True
 
@@ -338,20 +332,20 @@ class DoubleBufferReplayPipeline:
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: What packing it failed with.
         """
-        self._check(tick_id, sample_count)
-        if self._learning is None:
+        if self._hot is None:
             with span("sample"):
                 self.start_prepare(tick_id, sample_count)
                 with span("replay wait"):
-                    self._learning = self.last_metadata = self._outcome()
-            self._tick = None
-            self._slot = (self._slot + 1) % SLOTS
-        elif not self._is_learning(tick_id):
+                    self.last_metadata = self._outcome()
+            self._tick, self._hot, self._slot = None, tick_id, 1 - self._slot
+        else:
+            self._check(tick_id, sample_count)
+        if self._hot != tick_id:
             raise RuntimeError(
-                f"cannot sample tick {tick_id}: tick {self._learning.tick_id} is being learnt "
-                "(expected it to be over). Call after_tick() first."
+                f"cannot sample tick {tick_id}: tick {self._hot} is being learnt (expected it to "
+                "be over). Call after_tick() first."
             )
-        batch: TensorDictBase = self._transfer.acquire(self._hot_slot).copy()
+        batch: TensorDictBase = self._transfer.acquire(1 - self._slot).copy()
         return batch
 
     def after_tick(self) -> None:
@@ -359,9 +353,9 @@ class DoubleBufferReplayPipeline:
 
         Its slot is rewritten after that work. Does nothing if no tick is being learnt.
         """
-        if self._learning is not None:
-            self._transfer.release(self._hot_slot)
-            self._learning = None
+        if self._hot is not None:
+            self._transfer.release(1 - self._slot)
+            self._hot = None
 
     def state_dict(self) -> dict[str, int]:
         """Return the seed of tick 0: what a tick draws follows from it and from the rows."""
@@ -388,13 +382,6 @@ class DoubleBufferReplayPipeline:
             self._thread.shutdown()
         self._transfer.close()
 
-    @property
-    def _hot_slot(self) -> int:
-        return (self._slot + 1) % SLOTS
-
-    def _is_learning(self, tick_id: int) -> bool:
-        return self._learning is not None and self._learning.tick_id == tick_id
-
     def _prepare(self, tick_id: int, min_ptr: int) -> ReplayTickMetadata:
         """Pack and submit the cold slot, in the thread that packs."""
         slot, count, seed = self._slot, self.sample_count, self.base_seed + tick_id
@@ -419,8 +406,7 @@ class DoubleBufferReplayPipeline:
                     f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."
                 )
             if self._closing.wait(_POLL_SECONDS):
-                break
-        self._check_open()
+                raise _closed()
         return snapshot
 
     def _outcome(self) -> ReplayTickMetadata:
@@ -434,7 +420,8 @@ class DoubleBufferReplayPipeline:
         raise error
 
     def _check(self, tick_id: int, sample_count: int) -> None:
-        self._check_open()
+        if self._closing.is_set():
+            raise _closed()
         if sample_count != self.sample_count or tick_id < 0:
             raise ConfigError(
                 f"replay batch of tick {tick_id}: {sample_count} rows (expected "
@@ -442,8 +429,8 @@ class DoubleBufferReplayPipeline:
                 "pipeline stays what it is; make another pipeline for another one."
             )
 
-    def _check_open(self) -> None:
-        if self._closing.is_set():
-            raise SegmentClosedError(
-                "replay pipeline: used after close() (expected to be open). Make a new one."
-            )
+
+def _closed() -> SegmentClosedError:
+    return SegmentClosedError(
+        "replay pipeline: used after close() (expected to be open). Make a new one."
+    )
