@@ -2,14 +2,13 @@
 
 from torchrl_unilab.data.packed_replay import PackedReplayStorage
 from torchrl_unilab.data.packed_writer import PackedReplayWriter
-from torchrl_unilab.data.packers import (
+from torchrl_unilab.data.pipeline.packer import (
     PackerLink,
     ProcessPacker,
-    ReplayPacker,
     ReplaySnapshot,
     ReplaySource,
 )
-from torchrl_unilab.data.pipelines import (
+from torchrl_unilab.data.pipeline.pipeline import (
     DoubleBufferReplayPipeline,
     ReplayPipeline,
     ReplayTickMetadata,
@@ -25,24 +24,13 @@ from torchrl_unilab.data.rollout_ring import (
     RolloutRingCheckpointer,
     RolloutRingStorage,
 )
-from torchrl_unilab.data.transfer import (
-    CPUTransfer,
-    CUDATransfer,
-    PortableTransfer,
-    TransferBackend,
-    make_transfer,
-)
 
 __all__ = [
-    "CPUTransfer",
-    "CUDATransfer",
     "DoubleBufferReplayPipeline",
     "PackedReplayStorage",
     "PackedReplayWriter",
     "PackerLink",
-    "PortableTransfer",
     "ProcessPacker",
-    "ReplayPacker",
     "ReplayPipeline",
     "ReplaySnapshot",
     "ReplaySource",
@@ -54,6 +42,4 @@ __all__ = [
     "RolloutRingSampler",
     "RolloutRingStorage",
     "RolloutRingWriter",
-    "TransferBackend",
-    "make_transfer",
 ]

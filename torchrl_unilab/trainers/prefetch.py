@@ -99,4 +99,4 @@ class PrefetchReplay(TrainerHookBase):
         """Restore what `state_dict` returned; what was prepared is not used."""
         self.ticks = state_dict["ticks"]
         self._left.clear()
-        self.pipeline.load_state_dict(self.pipeline.state_dict())
+        self.pipeline.discard()

@@ -1,57 +1,49 @@
 """Replay batches that are ready before the learner asks for them.
 
 A learner that takes one large batch per tick names the next tick's batch while it works on
-this one's. A packer samples it meanwhile (`torchrl_unilab.data.packers`), and a transfer
-takes it to the learner's device (`torchrl_unilab.data.transfer`), in two slots that change
-places when the learner consumes::
+this one's. The batch is sampled meanwhile and taken to the learner's device
+(`torchrl_unilab.data.pipeline.transfer`), in two slots that change places when the learner
+samples::
 
     tick       0            1            2
     slot 0     pack, copy   learn        pack, copy
     slot 1                  pack, copy   learn
+
+`OffPolicyTrainer` and `PrefetchReplay` call it.
 """
 
 from __future__ import annotations
 
-import contextlib
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_unilab.data.batch_blocks import contiguous_blocks
-from torchrl_unilab.data.packers import (
+from torchrl_unilab.data.pipeline.packer import (
     SLOTS,
     PackOrder,
-    ReplayPacker,
+    ProcessPacker,
     ReplaySnapshot,
     ReplaySource,
-    SourcePacker,
 )
-from torchrl_unilab.data.transfer import (
-    NativeH2D,
-    TransferBackend,
-    TransferSlot,
-    make_transfer,
+from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
+from torchrl_unilab.errors import (
+    ConfigError,
+    SegmentClosedError,
+    WorkerError,
+    WorkersBehindError,
 )
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
 from torchrl_unilab.runtime.trace import span
 
-__all__ = [
-    "DoubleBufferReplayPipeline",
-    "ReplayPipeline",
-    "ReplaySnapshot",
-    "ReplaySource",
-    "ReplayTickMetadata",
-    "Trace",
-]
+__all__ = ["DoubleBufferReplayPipeline", "ReplayPipeline", "ReplayTickMetadata"]
 
-Trace = Callable[[str, float, float], None]
-"""Notes a span of time: its name, its begin and its end by ``time.perf_counter``, s."""
+_POLL_SECONDS = 0.0005
+"""How often the rows are counted while some have to come first."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,7 @@ class ReplayTickMetadata:
 
 
 class ReplayPipeline(Protocol):
-    """What a learner needs of whatever prepares its batches, one for each tick."""
+    """What a learner needs of an object that prepares its batches, one for each tick."""
 
     def start_prepare(
         self, tick_id: int, sample_count: int, min_snapshot_ptr: int | None = None
@@ -104,40 +96,40 @@ class ReplayPipeline(Protocol):
         """End the tick: the learner has asked for all its work on the batch."""
 
     def close(self) -> None:
-        """End all waiting and let go of the memory. Idempotent."""
+        """End all waiting and free the memory. Idempotent."""
 
 
 class DoubleBufferReplayPipeline:
     """Prepares a tick's batch in one slot while the learner uses the other.
 
     The rows of a tick are drawn with the seed ``base_seed + tick``: from the same rows, the
-    same tick gets the same batch, whoever packs it and whenever. A batch is the pipeline's
-    memory: valid until `after_tick`, and on a device with streams for all work asked for until
-    then, done or not.
+    same tick gets the same batch, in whatever process and whenever it is packed. A batch is the
+    pipeline's memory: valid until `after_tick`, and on a device with streams for all work asked
+    for until then, done or not.
 
     One thread learns; `close` may be called in any. Whatever a batch fails with is raised by
     the next call that needs the batch, and the tick is forgotten.
+
+    A trace (`torchrl_unilab.runtime.trace`) shows ``replay pack`` and ``replay submit`` in the
+    thread that packs, ``replay wait`` in the learner's.
 
     Args:
         source: Rows to sample from.
         sample_count: Rows of a batch, of every tick.
         device: The learner's device.
         base_seed: Seed of tick 0.
-        packer: Who packs: ``"thread"``, a thread of its own; ``"inline"``, the learner's
-            thread when it starts to prepare; or a packer (`ProcessPacker`), which is closed
-            with the pipeline.
-        trace: Told how long batches took, in the thread that packs (``"replay pack"``,
-            ``"replay submit"``) and in the learner's (``"replay wait"``).
-        native_h2d: See `make_transfer`.
-        timeout: How long a packer waits for `min_snapshot_ptr` or another process, s.
-        transfer: How batches reach the device, in place of `device` and `native_h2d`; closed
-            with the pipeline.
+        packer: Where batches are packed: ``"thread"``, in a thread beside the learner's;
+            ``"inline"``, in the learner's when it starts to prepare; or in the process of a
+            `ProcessPacker`, which is closed with the pipeline.
+        timeout: How long to wait for `min_snapshot_ptr`, or for the other process, s.
+        transfer: Makes of the host batches what takes them to the device; chosen by `device`
+            if not given.
 
     Raises:
         ConfigError: A setting cannot work.
 
     Attributes:
-        last_metadata: Where the last batch consumed came from; None before the first.
+        last_metadata: Where the last batch sampled came from; None before the first.
 
     Example:
         >>> from tensordict import TensorDict
@@ -168,11 +160,9 @@ class DoubleBufferReplayPipeline:
         sample_count: int,
         device: torch.device | str = "cpu",
         base_seed: int = 0,
-        packer: Literal["thread", "inline"] | ReplayPacker = "thread",
-        trace: Trace | None = None,
-        native_h2d: NativeH2D = "auto",
+        packer: Literal["thread", "inline"] | ProcessPacker = "thread",
         timeout: float = 60.0,
-        transfer: TransferBackend | None = None,
+        transfer: MakeTransfer | None = None,
     ) -> None:
         if sample_count < 1 or timeout <= 0 or base_seed < 0:
             raise ConfigError(
@@ -180,33 +170,36 @@ class DoubleBufferReplayPipeline:
                 f"{base_seed} (expected at least 1 row, some time, no negative seed). Check the "
                 "settings."
             )
-        if isinstance(packer, str):
-            if packer not in ("thread", "inline"):
-                raise ConfigError(
-                    f"replay pipeline: packer {packer!r} (expected 'thread', 'inline' or a "
-                    "packer). Use 'thread' to pack while the learner learns."
-                )
-            packer = SourcePacker(source, background=packer == "thread")
-        self._transfer = transfer or make_transfer(device, native_h2d=native_h2d)
-        self._packer = packer
-        hosts = packer.host_batches(sample_count, pin_memory=self._transfer.pinned)
-        sizes = [tuple(host.batch_size) for host in hosts]
-        if sizes != [(sample_count,)] * SLOTS:
+        self._device = torch.device(device)
+        make_transfer = transfer or transfer_to(self._device)
+        self._source = source
+        self._packer: ProcessPacker | None = None
+        if isinstance(packer, ProcessPacker):
+            self._packer = packer
+            self._hosts = list(packer.batches)
+        elif packer in ("thread", "inline"):
+            pinned = self._device.type == "cuda"
+            self._hosts = [
+                source.empty_batch(sample_count, pin_memory=pinned) for _ in range(SLOTS)
+            ]
+        else:
             raise ConfigError(
-                f"replay pipeline: host batches {sizes} (expected {SLOTS} of {(sample_count,)}). "
+                f"replay pipeline: packer {packer!r} (expected 'thread', 'inline' or a "
+                "ProcessPacker). Use 'thread' to pack while the learner learns."
+            )
+        if (packed := self._hosts[0].batch_size) != (sample_count,):
+            raise ConfigError(
+                f"replay pipeline: host batches {tuple(packed)} (expected {(sample_count,)}). "
                 "Make the packer for the pipeline's sample_count."
             )
-        self._blocks = [block.numel() for block in contiguous_blocks(hosts[0]).values()]
-        self._slots = [self._transfer.slot(host) for host in hosts]
-        self._thread = ThreadPoolExecutor(1, "replay-packer") if packer.background else None
-        self._trace = trace
+        self._transfer = make_transfer(self._hosts)
+        self._thread = None if packer == "inline" else ThreadPoolExecutor(1, "replay-packer")
         self._timeout = timeout
-        self._closed = False
-        self._cold = 0  # the slot that is prepared next, or now
-        self._hot: TransferSlot | None = None  # what the learner has not finished with
-        self._hot_tick: int | None = None
-        self._tick: int | None = None  # being prepared, or prepared and not consumed
+        self._closing = threading.Event()
+        self._slot = 0  # the cold one: prepared next, or now
+        self._tick: int | None = None  # being prepared, or prepared and not sampled
         self._prepared: Future[ReplayTickMetadata] = Future()  # that tick's
+        self._hot: int | None = None  # the tick that is being learnt, from the other slot
         self.sample_count = sample_count
         self.base_seed = base_seed
         self.last_metadata: ReplayTickMetadata | None = None
@@ -214,17 +207,12 @@ class DoubleBufferReplayPipeline:
     def __enter__(self) -> DoubleBufferReplayPipeline:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def h2d_submitter(self) -> str:
-        """What starts the copies to the device: ``"none"``, ``"torch"`` or ``"native"``."""
+        """What starts the copies to the device: ``"none"`` or ``"torch"``."""
         return self._transfer.submitter
 
     @property
@@ -232,17 +220,19 @@ class DoubleBufferReplayPipeline:
         """How batches get to the learner, for a log.
 
         ``device``, ``slots``, ``blocks`` (copies per batch), ``bytes`` (per batch),
-        ``pinned``, ``submitter`` and its ``reason``, ``packer``.
+        ``pinned``, ``submitter``, ``packer``.
         """
+        leaves = list(self._hosts[0].values(include_nested=True, leaves_only=True))
+        blocks = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves}
+        local = "inline" if self._thread is None else "thread"
         return {
-            "device": str(self._transfer.device),
+            "device": str(self._device),
             "slots": SLOTS,
-            "blocks": len(self._blocks),
-            "bytes": sum(self._blocks),
-            "pinned": self._transfer.pinned,
+            "blocks": len(blocks),
+            "bytes": sum(block.nbytes() for block in blocks.values()),
+            "pinned": all(leaf.is_pinned() for leaf in leaves),
             "submitter": self._transfer.submitter,
-            "reason": self._transfer.reason,
-            "packer": self._packer.name,
+            "packer": local if self._packer is None else "process",
         }
 
     def start_prepare(
@@ -254,33 +244,30 @@ class DoubleBufferReplayPipeline:
             tick_id: The tick, not negative.
             sample_count: Rows of the batch, the pipeline's.
             min_snapshot_ptr: Rows that must have been written before the batch is drawn, so
-                that it may hold the tick's own data. The packer waits for them.
+                that it may hold the tick's own data. Packing waits for them.
 
         Returns:
             True if this call started it, false if the tick is pending, prepared or being learnt.
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            RuntimeError: Another tick has not been consumed.
+            RuntimeError: Another tick has not been sampled.
             SegmentClosedError: The pipeline is closed.
-            Exception: An inline packer failed.
+            Exception: Packing in the learner's thread failed.
         """
         self._check(tick_id, sample_count)
-        if tick_id in (self._tick, self._hot_tick):
+        if tick_id in (self._tick, self._hot):
             return False
         if self._tick is not None:
             raise RuntimeError(
                 f"cannot prepare tick {tick_id}: tick {self._tick} has not been consumed "
                 f"(expected it to be). Call sample_large_batch({self._tick}, ...) first."
             )
-        order = PackOrder(
-            self._cold, sample_count, self.base_seed + tick_id, min_snapshot_ptr or 0, self._timeout
-        )
         if self._thread is not None:
-            self._prepared = self._thread.submit(self._prepare, tick_id, order)
+            self._prepared = self._thread.submit(self._prepare, tick_id, min_snapshot_ptr or 0)
         else:
             self._prepared = Future()
-            self._prepared.set_result(self._prepare(tick_id, order))
+            self._prepared.set_result(self._prepare(tick_id, min_snapshot_ptr or 0))
         self._tick = tick_id
         return True
 
@@ -293,12 +280,12 @@ class DoubleBufferReplayPipeline:
             Exception: What packing it failed with.
         """
         self._check(tick_id, sample_count)
-        if self._hot_tick == tick_id:
+        if self._hot == tick_id:
             return True
         if self._tick != tick_id or not self._prepared.done():
             return False
         self._outcome()
-        return self._slots[self._cold].ready()
+        return self._transfer.ready(self._slot)
 
     def wait_ready(self) -> None:
         """Wait until the batch that is being prepared, if one is, is on the device.
@@ -310,7 +297,7 @@ class DoubleBufferReplayPipeline:
         self._check(0, self.sample_count)
         if self._tick is not None:
             self._outcome()
-            self._slots[self._cold].wait()
+            self._transfer.wait(self._slot)
 
     def wait_until_ready(self, tick_id: int, sample_count: int) -> bool:
         """Wait until a tick's batch is on the device; prepare it if it has not been started.
@@ -320,12 +307,12 @@ class DoubleBufferReplayPipeline:
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            RuntimeError: Another tick has not been consumed.
+            RuntimeError: Another tick has not been sampled.
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: What packing it failed with.
         """
         self.start_prepare(tick_id, sample_count)
-        if self._hot_tick != tick_id:
+        if self._hot != tick_id:
             self.wait_ready()
         return True
 
@@ -341,25 +328,24 @@ class DoubleBufferReplayPipeline:
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            RuntimeError: Another tick has not been consumed, or is being learnt.
+            RuntimeError: Another tick has not been sampled, or is being learnt.
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: What packing it failed with.
         """
-        self._check(tick_id, sample_count)
-        if self._hot_tick not in (None, tick_id):
-            raise RuntimeError(
-                f"cannot sample tick {tick_id}: tick {self._hot_tick} is being learnt (expected it "
-                "to be over). Call after_tick() first."
-            )
         if self._hot is None:
             with span("sample"):
                 self.start_prepare(tick_id, sample_count)
-                with self._span("replay wait"):
+                with span("replay wait"):
                     self.last_metadata = self._outcome()
-            self._hot, self._hot_tick = self._slots[self._cold], tick_id
-            self._cold = (self._cold + 1) % SLOTS
-            self._tick = None
-        batch: TensorDictBase = self._hot.acquire().copy()
+            self._tick, self._hot, self._slot = None, tick_id, 1 - self._slot
+        else:
+            self._check(tick_id, sample_count)
+        if self._hot != tick_id:
+            raise RuntimeError(
+                f"cannot sample tick {tick_id}: tick {self._hot} is being learnt (expected it to "
+                "be over). Call after_tick() first."
+            )
+        batch: TensorDictBase = self._transfer.acquire(1 - self._slot).copy()
         return batch
 
     def after_tick(self) -> None:
@@ -368,8 +354,8 @@ class DoubleBufferReplayPipeline:
         Its slot is rewritten after that work. Does nothing if no tick is being learnt.
         """
         if self._hot is not None:
-            self._hot.release()
-        self._hot, self._hot_tick = None, None
+            self._transfer.release(1 - self._slot)
+            self._hot = None
 
     def state_dict(self) -> dict[str, int]:
         """Return the seed of tick 0: what a tick draws follows from it and from the rows."""
@@ -377,36 +363,51 @@ class DoubleBufferReplayPipeline:
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Restore what `state_dict` returned; no batch of before is used."""
-        self.after_tick()
-        if self._tick is not None:
-            self.sample_large_batch(self._tick, self.sample_count)
-            self.after_tick()
+        self.discard()
         self.base_seed = state_dict["base_seed"]
 
+    def discard(self) -> None:
+        """End the tick, and drop the batch that is being prepared, also if that fails."""
+        self.after_tick()
+        if self._tick is not None:
+            self._prepared.exception()  # waits
+            self._tick = None
+
     def close(self) -> None:
-        """End all waiting, in every thread, and let go of the memory. Idempotent."""
-        self._closed = True
-        self._packer.close()
+        """End all waiting, in every thread, and free the memory. Idempotent."""
+        self._closing.set()
+        if self._packer is not None:
+            self._packer.close()
         if self._thread is not None:
             self._thread.shutdown()
         self._transfer.close()
 
-    def _prepare(self, tick_id: int, order: PackOrder) -> ReplayTickMetadata:
-        """Pack and submit, in whichever thread that is."""
-        slot = self._slots[order.slot]
-        slot.wait_writable()
-        with self._span("replay pack"):
-            snapshot = self._packer.pack(order)
-        with self._span("replay submit"):
-            slot.submit()
-        return ReplayTickMetadata(
-            tick_id,
-            *snapshot,
-            sample_seed=order.seed,
-            sample_count=order.count,
-            batch_host_slot=order.slot,
-            batch_gpu_slot=None if self._transfer.submitter == "none" else order.slot,
-        )
+    def _prepare(self, tick_id: int, min_ptr: int) -> ReplayTickMetadata:
+        """Pack and submit the cold slot, in the thread that packs."""
+        slot, count, seed = self._slot, self.sample_count, self.base_seed + tick_id
+        self._transfer.wait(slot)
+        with span("replay pack"):
+            snapshot = self._wait_for_rows(min_ptr)
+            if self._packer is None:
+                self._source.sample(count, seed=seed, snapshot=snapshot, out=self._hosts[slot])
+            else:
+                self._packer.pack(PackOrder(slot, count, seed, snapshot), self._timeout)
+        with span("replay submit"):
+            self._transfer.submit(slot)
+        copied = None if self._transfer.submitter == "none" else slot
+        return ReplayTickMetadata(tick_id, *snapshot, seed, count, slot, copied)
+
+    def _wait_for_rows(self, min_ptr: int) -> ReplaySnapshot:
+        until = time.monotonic() + self._timeout
+        while (snapshot := self._source.snapshot()).ptr < min_ptr:
+            if time.monotonic() >= until:
+                raise WorkersBehindError(
+                    f"replay batch: {snapshot.ptr} rows written within {self._timeout:g} s "
+                    f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."
+                )
+            if self._closing.wait(_POLL_SECONDS):
+                raise _closed()
+        return snapshot
 
     def _outcome(self) -> ReplayTickMetadata:
         """Wait for the pending tick to be packed and submitted; forget it if that failed."""
@@ -414,15 +415,13 @@ class DoubleBufferReplayPipeline:
         if error is None:
             return self._prepared.result()
         self._tick = None
-        if isinstance(error, WorkerError):
-            self._packer.check()  # who started the process may know what it died of
+        if self._packer is not None and isinstance(error, WorkerError):
+            self._packer.check()
         raise error
 
     def _check(self, tick_id: int, sample_count: int) -> None:
-        if self._closed:
-            raise SegmentClosedError(
-                "replay pipeline: used after close() (expected to be open). Make a new one."
-            )
+        if self._closing.is_set():
+            raise _closed()
         if sample_count != self.sample_count or tick_id < 0:
             raise ConfigError(
                 f"replay batch of tick {tick_id}: {sample_count} rows (expected "
@@ -430,10 +429,8 @@ class DoubleBufferReplayPipeline:
                 "pipeline stays what it is; make another pipeline for another one."
             )
 
-    @contextlib.contextmanager
-    def _span(self, name: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        with span(name):
-            yield
-        if self._trace is not None:
-            self._trace(name, begin, time.perf_counter())
+
+def _closed() -> SegmentClosedError:
+    return SegmentClosedError(
+        "replay pipeline: used after close() (expected to be open). Make a new one."
+    )

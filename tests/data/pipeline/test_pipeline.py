@@ -1,0 +1,422 @@
+"""Batches prepared ahead: states, seeds, slots, and what ends each wait."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.bounds import DEADLINE
+from tests.support.tables import COUNT, Table, drawn, rows_of
+from torchrl_unilab.data.pipeline.packer import ProcessPacker
+from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkersBehindError
+
+make = partial(DoubleBufferReplayPipeline, sample_count=COUNT)
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table()
+
+
+@pytest.fixture(params=["thread", "inline"])
+def packer(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pipeline(table: Table, packer: str) -> Iterator[DoubleBufferReplayPipeline]:
+    with make(table, packer=packer) as pipeline:
+        yield pipeline
+
+
+@contextmanager
+def concurrently(action: Callable[[], Any], after: threading.Event) -> Iterator[None]:
+    """Do something in another thread once `after` is set."""
+
+    def wait_and_act() -> None:
+        assert after.wait(DEADLINE)
+        action()
+
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(wait_and_act)
+        yield
+        future.result(DEADLINE)
+
+
+# Ticks
+
+
+def test_a_tick_is_started_once(pipeline):
+    assert pipeline.start_prepare(3, COUNT) is True
+    assert pipeline.start_prepare(3, COUNT) is False
+
+
+@pytest.mark.parametrize("ask", ["start_prepare", "wait_until_ready", "sample_large_batch"])
+def test_another_tick_waits_until_the_prepared_one_was_sampled(pipeline, ask):
+    pipeline.start_prepare(3, COUNT)
+
+    with pytest.raises(RuntimeError, match=r"prepare tick 4: tick 3 has not been consumed"):
+        getattr(pipeline, ask)(4, COUNT)
+
+    assert rows_of(pipeline.sample_large_batch(3, COUNT)) == drawn(3)
+    assert pipeline.start_prepare(4, COUNT) is True
+
+
+def test_a_batch_is_ready_once_it_is_packed_and_not_before(table):
+    table.gate.clear()
+    with make(table) as pipeline:
+        pipeline.start_prepare(0, COUNT)
+        assert table.sampling.wait(DEADLINE)
+        assert pipeline.batch_ready(0, COUNT) is False
+        table.gate.set()
+        assert pipeline.wait_until_ready(0, COUNT) is True
+        assert pipeline.batch_ready(0, COUNT) is True
+
+
+def test_only_the_tick_that_was_asked_for_is_ready(pipeline):
+    pipeline.wait_ready()  # for nothing
+    assert pipeline.batch_ready(0, COUNT) is False
+    pipeline.wait_until_ready(0, COUNT)
+    assert pipeline.batch_ready(1, COUNT) is False
+
+
+def test_an_inline_packer_has_packed_when_start_prepare_returns(table):
+    with make(table, packer="inline") as pipeline:
+        pipeline.start_prepare(0, COUNT)
+        assert pipeline.batch_ready(0, COUNT) is True
+
+
+def test_waiting_for_a_tick_prepares_it(pipeline):
+    assert pipeline.wait_until_ready(3, COUNT) is True
+    assert pipeline.start_prepare(3, COUNT) is False
+
+
+def test_the_same_tick_is_the_same_batch_until_after_tick(table, pipeline):
+    first = pipeline.sample_large_batch(3, COUNT)
+    table.add(COUNT)
+    pipeline.start_prepare(4, COUNT)
+
+    again = pipeline.sample_large_batch(3, COUNT)
+
+    assert again["observation"].data_ptr() == first["observation"].data_ptr()
+    assert rows_of(again) == drawn(3)
+    assert pipeline.last_metadata.tick_id == 3
+
+
+def test_the_tick_that_is_being_learnt_is_ready_and_needs_no_start(pipeline):
+    pipeline.sample_large_batch(3, COUNT)
+
+    assert pipeline.batch_ready(3, COUNT) is True
+    assert pipeline.wait_until_ready(3, COUNT) is True
+    assert pipeline.start_prepare(3, COUNT) is False
+
+
+def test_a_tick_asked_for_while_another_is_being_learnt_is_an_error(pipeline):
+    pipeline.sample_large_batch(3, COUNT)
+    pipeline.start_prepare(4, COUNT)
+
+    message = r"sample tick 4: tick 3 is being learnt \(expected .*after_tick\(\)"
+    with pytest.raises(RuntimeError, match=message):
+        pipeline.sample_large_batch(4, COUNT)
+
+    pipeline.after_tick()
+    assert rows_of(pipeline.sample_large_batch(4, COUNT)) == drawn(4)
+
+
+def test_after_tick_a_tick_is_prepared_anew(pipeline):
+    pipeline.sample_large_batch(3, COUNT)
+    pipeline.after_tick()
+
+    assert pipeline.batch_ready(3, COUNT) is False
+    assert pipeline.start_prepare(3, COUNT) is True
+
+
+@pytest.mark.parametrize("state", ["prepared", "learnt"])
+def test_a_restored_pipeline_uses_no_batch_of_before_and_the_seed_that_was_saved(
+    table, pipeline, state
+):
+    with make(table, base_seed=7) as saved:
+        if state == "prepared":
+            pipeline.start_prepare(3, COUNT)
+        else:
+            pipeline.sample_large_batch(3, COUNT)
+
+        pipeline.load_state_dict(saved.state_dict())
+
+        assert rows_of(pipeline.sample_large_batch(3, COUNT)) == drawn(10)
+
+
+# Settings
+
+
+@pytest.mark.parametrize("ask", ["start_prepare", "batch_ready", "sample_large_batch"])
+def test_another_batch_size_is_refused_and_changes_nothing(pipeline, ask):
+    pipeline.start_prepare(1, COUNT)
+    with pytest.raises(ConfigError, match=r"tick 1: 65 rows \(expected 64.*another pipeline"):
+        getattr(pipeline, ask)(1, COUNT + 1)
+    assert rows_of(pipeline.sample_large_batch(1, COUNT)) == drawn(1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"sample_count": 0}, "batches of 0 rows"),
+        ({"timeout": 0.0}, "0 s to wait"),
+        ({"base_seed": -1}, "seed -1"),
+        ({"packer": "gpu"}, "packer 'gpu'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(table, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        make(table, **setting)
+    assert table.batches == 0
+
+
+def test_a_packer_made_for_another_batch_size_is_refused(table):
+    packer, link = ProcessPacker.pair(table, COUNT)
+    with pytest.raises(ConfigError, match=r"host batches \(64,\) \(expected \(65,\)\)"):
+        make(table, sample_count=COUNT + 1, packer=packer)
+    packer.close()
+    link.close()
+
+
+# What is drawn, and what is said about it
+
+
+@given(
+    base_seed=st.integers(0, 2**40),
+    ticks=st.lists(st.integers(0, 2**20), min_size=1, max_size=5),
+    ahead=st.lists(st.booleans(), min_size=5, max_size=5),
+    packer=st.sampled_from(["thread", "inline"]),
+)
+@settings(max_examples=40)
+def test_a_tick_gets_the_same_batch_in_any_order_and_any_thread(base_seed, ticks, ahead, packer):
+    with make(TABLE, base_seed=base_seed, packer=packer) as pipeline:
+        for tick, prepared in zip(ticks, ahead, strict=False):
+            if prepared:
+                pipeline.start_prepare(tick, COUNT)
+            assert rows_of(pipeline.sample_large_batch(tick, COUNT)) == drawn(base_seed + tick)
+            pipeline.after_tick()
+
+
+TABLE = Table()
+
+
+def test_the_metadata_say_what_was_drawn_from_and_where_it_went(table, packer):
+    table.add(100)
+    with make(table, base_seed=40, packer=packer) as pipeline:
+        assert pipeline.last_metadata is None
+        pipeline.sample_large_batch(2, COUNT)
+        pipeline.start_prepare(7, COUNT)
+        assert pipeline.last_metadata == ReplayTickMetadata(
+            tick_id=2,
+            snapshot_ptr=612,
+            snapshot_size=512,
+            sample_seed=42,
+            sample_count=64,
+            batch_host_slot=0,
+            batch_gpu_slot=None,
+        )
+        pipeline.after_tick()
+        pipeline.sample_large_batch(7, COUNT)
+        assert pipeline.last_metadata == ReplayTickMetadata(7, 612, 512, 47, 64, 1, None)
+
+
+def test_the_manifest_says_how_batches_travel(pipeline, packer):
+    assert pipeline.transfer_manifest == {
+        "device": "cpu",
+        "slots": 2,
+        "blocks": 2,
+        "bytes": COUNT * (8 * 4 + 1),
+        "pinned": False,
+        "submitter": pipeline.h2d_submitter,
+        "packer": packer,
+    }
+    assert pipeline.h2d_submitter == "none"
+
+
+# Slots
+
+
+def test_the_hot_batch_stays_as_it_is_while_the_next_one_is_prepared(pipeline):
+    for tick in range(20):
+        batch = pipeline.sample_large_batch(tick, COUNT)
+        pipeline.start_prepare(tick + 1, COUNT)
+        pipeline.wait_ready()
+        assert rows_of(batch) == drawn(tick)
+        pipeline.after_tick()
+
+
+def test_a_learner_never_sees_a_batch_change_under_it_while_the_thread_packs(table):
+    """Stress: read the hot batch as long as the thread packs the cold one."""
+    reads = 0
+    with make(table) as pipeline:
+        for tick in range(400):
+            batch = pipeline.sample_large_batch(tick, COUNT)
+            expected = torch.tensor(drawn(tick), dtype=torch.float32)
+            pipeline.start_prepare(tick + 1, COUNT)
+            ready = False
+            while not ready:
+                ready = pipeline.batch_ready(tick + 1, COUNT)
+                assert torch.equal(batch["observation"][:, 3], expected)
+                assert torch.equal(batch["next", "observation"][:, 3], expected)
+                reads += 1
+            pipeline.after_tick()
+    assert reads >= 400
+
+
+def test_entries_added_to_a_batch_do_not_stay_in_the_slot(table, pipeline):
+    for tick in range(4):
+        batch = pipeline.sample_large_batch(tick, COUNT)
+        assert set(batch.keys(True, True)) == set(table.rows.keys(True, True))
+        batch["advantage"] = torch.zeros(COUNT)
+        batch["next", "value"] = torch.zeros(COUNT)
+        pipeline.after_tick()
+
+
+def test_many_ticks_take_no_more_memory_than_two_slots_nor_more_threads(table):
+    with make(table) as pipeline:
+        addresses, threads = set(), []
+        for tick in range(300):
+            if tick == 50:
+                tracemalloc.start()
+            if tick == 150:
+                gc.collect()
+                before = tracemalloc.get_traced_memory()[0]
+            batch = pipeline.sample_large_batch(tick, COUNT)
+            pipeline.start_prepare(tick + 1, COUNT)
+            addresses.add(batch["observation"].data_ptr())
+            threads.append(threading.active_count())
+            pipeline.after_tick()
+        pipeline.wait_ready()
+        gc.collect()
+        growth = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+    assert len(addresses) == table.batches == 2
+    assert set(threads) == {threads[0]}
+    assert growth < 15_000  # of 150 ticks: not one small object each
+
+
+# Rows that have to come first
+
+
+def test_a_batch_waits_for_the_rows_it_has_to_be_drawn_from(packer):
+    table = Table(100)
+    with (
+        concurrently(lambda: table.add(50), after=table.counted),
+        make(table, packer=packer) as pipeline,
+    ):
+        pipeline.start_prepare(1, COUNT, min_snapshot_ptr=150)
+        assert rows_of(pipeline.sample_large_batch(1, COUNT)) == drawn(1, 150)
+        assert pipeline.last_metadata.snapshot_ptr == 150
+
+
+def test_rows_that_do_not_come_are_named_with_those_that_did(packer):
+    table = Table(100)
+    with make(table, packer=packer, timeout=0.05) as pipeline:
+        with pytest.raises(WorkersBehindError, match=r"100 rows .*0\.05 s \(expected 101\)"):
+            wait_for(pipeline, min_ptr=101)
+        assert pipeline.batch_ready(0, COUNT) is False
+        assert pipeline.start_prepare(0, COUNT, min_snapshot_ptr=100) is True  # it can go on
+
+
+def wait_for(pipeline: DoubleBufferReplayPipeline, min_ptr: int) -> None:
+    """Prepare tick 0; an inline packer raises when it starts, a thread when one waits."""
+    pipeline.start_prepare(0, COUNT, min_ptr)
+    pipeline.wait_ready()
+
+
+# Failures and the end
+
+
+@pytest.mark.parametrize("ask", ["batch_ready", "wait_until_ready", "sample_large_batch"])
+def test_what_the_thread_fails_with_is_raised_by_the_call_that_needs_the_batch(table, ask):
+    table.broken = True
+    with make(table) as pipeline:
+        pipeline.start_prepare(5, COUNT)
+        assert table.sampling.wait(DEADLINE)
+        pipeline._prepared.exception(DEADLINE)  # batch_ready does not wait
+        with pytest.raises(LookupError, match="these rows cannot be read") as caught:
+            getattr(pipeline, ask)(5, COUNT)
+        assert "sample" in [frame.name for frame in caught.traceback]  # where it went wrong
+        table.broken = False
+        assert rows_of(pipeline.sample_large_batch(5, COUNT)) == drawn(5)
+
+
+def test_what_an_inline_packer_fails_with_is_raised_at_once_and_the_tick_is_not_started(table):
+    table.broken = True
+    with make(table, packer="inline") as pipeline:
+        with pytest.raises(LookupError, match="these rows cannot be read"):
+            pipeline.start_prepare(5, COUNT)
+        table.broken = False
+        assert pipeline.start_prepare(6, COUNT) is True
+
+
+def test_a_dropped_batch_may_fail(table):
+    table.broken = True
+    with make(table) as pipeline:
+        pipeline.start_prepare(5, COUNT)
+        pipeline.discard()
+        table.broken = False
+        assert pipeline.start_prepare(5, COUNT) is True
+
+
+def test_closing_in_another_thread_ends_the_wait_for_rows(packer):
+    table = Table(10)
+    pipeline = make(table, packer=packer, timeout=10 * DEADLINE)
+    with (
+        concurrently(pipeline.close, after=table.counted),
+        pytest.raises(SegmentClosedError, match="close"),
+    ):
+        wait_for(pipeline, min_ptr=11)
+
+
+ASKS = {
+    "start_prepare": (1, COUNT),
+    "batch_ready": (1, COUNT),
+    "wait_until_ready": (1, COUNT),
+    "sample_large_batch": (1, COUNT),
+    "wait_ready": (),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_closed_pipeline_refuses_to_be_asked(pipeline, ask):
+    pipeline.start_prepare(1, COUNT)
+    pipeline.close()
+    with pytest.raises(SegmentClosedError, match=r"used after close\(\)"):
+        getattr(pipeline, ask)(*ASKS[ask])
+
+
+def test_a_pipeline_is_closed_more_than_once_and_its_ticks_end(pipeline):
+    batch = pipeline.sample_large_batch(0, COUNT)
+    pipeline.close()
+    pipeline.close()
+    pipeline.after_tick()
+    assert rows_of(batch) == drawn(0)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_pipeline_takes_its_thread_with_it_closed_or_not(table, closed):
+    before = set(threading.enumerate())
+    pipeline = make(table)
+    pipeline.sample_large_batch(0, COUNT)
+    (thread,) = set(threading.enumerate()) - before
+    assert not thread.daemon
+    if closed:
+        pipeline.close()
+    del pipeline
+    thread.join(DEADLINE)
+    assert not thread.is_alive()
