@@ -1,7 +1,5 @@
 """MuJoCo environments for TorchRL, many simulations at a time."""
 
-from __future__ import annotations
-
 from torchrl_unilab.envs.gymnasium_tasks import TASKS, GymnasiumTask
 from torchrl_unilab.envs.mujoco_batch import MujocoBatchEnv
 from torchrl_unilab.envs.named_tasks import EXAMPLES, make_task
