@@ -1,21 +1,39 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
-ROOMS = ["shm", "runtime", "weight_update", "data", "modules", "objectives", "envs"]
-ROOMS += ["collectors", "trainers"]
+import torchrl_unilab
+
+PACKAGES = [
+    module.name
+    for module in pkgutil.walk_packages(torchrl_unilab.__path__, "torchrl_unilab.")
+    if module.ispkg
+]
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_all_names_exist_and_are_documented(room):
-    module = importlib.import_module(f"torchrl_unilab.{room}")
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_is_exactly_what_a_package_exports(package):
+    module = importlib.import_module(package)
+    exported = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    ]
+    assert sorted(getattr(module, "__all__", [])) == sorted(exported)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_package_and_what_it_exports_is_documented(package):
+    module = importlib.import_module(package)
+    documented = [getattr(module, name) for name in getattr(module, "__all__", [])]
     assert module.__doc__
-    for name in module.__all__:
-        assert hasattr(module, name), name
+    assert [value for value in documented if callable(value) and not value.__doc__] == []
 
 
 def test_importing_the_package_starts_and_prints_nothing():

@@ -1,7 +1,5 @@
 """MuJoCo environments for TorchRL, many simulations at a time."""
 
-from __future__ import annotations
-
 from torchrl_unilab.envs.batch_env import MujocoBatchEnv
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.registry import EXAMPLES, TASKS, GymnasiumTask, make_task
