@@ -15,8 +15,8 @@ from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_criti
 from torchrl_unilab.modules.actor_critic import DiagonalNormal, GaussianActor
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.objectives.fused import STATISTICS, FusedAPPOUpdate
-from torchrl_unilab.trainers.appo import APPOStepper
 from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.loss_updates import APPOStepper
 
 OBS, ACT = 5, 3
 NETWORKS = [((), ()), ((8,), (8,)), ((16, 16), (16, 16)), ((8, 4), (6,)), ((4, 4, 4), (7, 9))]

@@ -15,8 +15,7 @@ from tests.support import reference
 from tests.support.off_policy import make_transitions
 from torchrl_unilab.objectives import STATISTICS, FusedAPPOUpdate
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
-from torchrl_unilab.trainers.appo import APPOStepper
-from torchrl_unilab.trainers.off_policy import make_update
+from torchrl_unilab.trainers.loss_updates import APPOStepper, make_update
 from torchrl_unilab.trainers.runs.builders import Learner, build_learner
 
 OBS, ACT, ROWS = 5, 2, 32

@@ -2,97 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl.collectors import BaseCollector
 from torchrl.trainers import Trainer
-from torchrl.trainers.trainers import OptimizationStepper
 
-from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.data import RolloutPool
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate, kl_adapted_lr
+from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.hooks import (
-    BusyTime,
-    CollectorReport,
-    EpisodeReturns,
-    LearningCurve,
-    LogPolicyLag,
-    PublishWeights,
-)
-from torchrl_unilab.trainers.loggers import newest_values
+from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights, keep_newest_values
+from torchrl_unilab.trainers.loss_updates import APPOStepper
+from torchrl_unilab.trainers.reports import report_progress
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["APPOStepper", "APPOTrainer"]
-
-
-class APPOStepper(OptimizationStepper):
-    """One APPO optimiser step, which never waits for the device.
-
-    Steps the optimiser on the sum of the losses, lets the KL divergence steer the learning
-    rate, and moves the target policy when it is due.
-
-    Args:
-        loss: The loss.
-        config: Learning rate, desired KL divergence and bound of the gradient.
-        fused: The update that owns the parameters' memory and their optimiser, if any.
-    """
-
-    def __init__(
-        self, loss: APPOLoss, config: APPOConfig, fused: FusedAPPOUpdate | None = None
-    ) -> None:
-        self.loss = loss
-        self._losses = torch.compile(loss.forward) if config.compile else loss
-        self.desired_kl = config.desired_kl
-        self.max_grad_norm = config.max_grad_norm
-        self.parameters = [p for p in loss.parameters() if p.requires_grad]
-        self.optimizer: torch.optim.Optimizer
-        if fused is None:
-            # A tensor, so that steering it takes no look at its value.
-            lr = torch.tensor(config.lr, device=self.parameters[0].device)
-            self.optimizer = torch.optim.Adam(self.parameters, lr=lr, fused=True)
-        else:
-            self.optimizer = fused.optimizer
-        # Gradients that are views of one tensor must stay so.
-        self._keeps_gradients = fused is not None
-
-    @property
-    def lr(self) -> torch.Tensor:
-        """The learning rate, a scalar tensor of the optimiser's own."""
-        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
-        return lr
-
-    def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """Take one step on a minibatch; return its losses, detached."""
-        losses: TensorDictBase = self._losses(sub_batch)
-        total = losses.get("loss_objective") + losses.get("loss_critic")
-        (total + losses.get("loss_entropy")).backward()
-        nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
-        if not self.loss.target_is_current:
-            self.lr.copy_(kl_adapted_lr(self.lr, losses.get("kl"), self.desired_kl))
-        self.loss.step_target()
-        for key in ("loss_objective", "loss_critic", "loss_entropy"):
-            losses.set(key, losses.get(key).detach())
-        return losses
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the trainer checkpoints loss and optimiser."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""
-
-    def register(self, trainer: Trainer, name: str = "optimization_stepper") -> None:
-        """Register as the trainer's stepper."""
-        trainer.register_module(name, self)
+__all__ = ["APPOTrainer"]
 
 
 class APPOTrainer(Trainer):
@@ -158,19 +86,12 @@ class APPOTrainer(Trainer):
             optimization_stepper=stepper,
             **kwargs,
         )
-        self._log_dict = newest_values()
+        keep_newest_values(self)
         self.pool = RolloutPool(config.pool, stepper.lr.device)
         self.register_module("rollout_pool", self.pool)
         self.busy_time = BusyTime()
         self.busy_time.register(self)
-        self.returns: LearningCurve = (
-            CollectorReport(collector) if isinstance(collector, APPOCollector) else EpisodeReturns()
-        )
-        self.returns.register(self)
-        self.lag: LogPolicyLag | None = None
-        if scheme is not None:
-            self.lag = LogPolicyLag(scheme)
-            self.lag.register(self)
+        self.returns, self.lag = report_progress(self, collector, scheme)
         PublishWeights(collector).register(self)
 
     def optim_steps(self, batch: TensorDictBase) -> None:
@@ -187,52 +108,43 @@ class APPOTrainer(Trainer):
         # The environments first, as the loss has it.
         estimated = loss.estimate(self.pool.data.transpose(0, 1)).select(*loss.in_keys)
         pool = estimated.reshape(-1)
-        seen = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
-        if self._fused is None or seen:
-            statistics = self._steps_on_minibatches(batch, pool)
-        else:
-            statistics = self._fused_steps(batch, pool, self._fused)
-        lr = self.optimization_stepper.lr
+        statistics = self._take_steps(batch, pool) | _pool_statistics(loss, pool)
         # The one look at the device per rollout.
-        values = torch.stack([lr, *statistics.values()]).tolist()
-        names = ("lr", *statistics)
-        return dict(zip(names, values, strict=True))
+        values = torch.stack([self.optimization_stepper.lr, *statistics.values()]).tolist()
+        return dict(zip(("lr", *statistics), values, strict=True))
 
-    def _fused_steps(
-        self, batch: TensorDictBase, pool: TensorDictBase, update: FusedAPPOUpdate
-    ) -> dict[str, torch.Tensor]:
-        columns = update.prepare(pool)
+    def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
+        """Take all passes over the pool; return the mean of each statistic."""
+        seen = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
+        update = self._fused
+        prepared: Any
+        shuffled: Callable[..., Iterable[Any]]
+        step: Callable[[Any], torch.Tensor]
+        if update is None or seen:
+            prepared, shuffled, step = pool, self._shuffled, self._step
+        else:
+            prepared, shuffled, step = update.prepare(pool), update.shuffled, update.step
         reported = []
         for _ in range(self.num_epochs):
             self._pre_epoch_log_hook(batch)
-            for minibatch in update.shuffled(columns, self.optim_steps_per_batch):
-                self._optim_count += 1
-                reported.append(update.step(minibatch))
-                self._post_optim_hook()
-            self._post_epoch_log_hook(batch)
-            self._post_epoch_hook()
-        means = torch.stack(reported).mean(0)
-        return dict(zip(STATISTICS, means, strict=True)) | _pool_statistics(self.loss_module, pool)
-
-    def _steps_on_minibatches(
-        self, batch: TensorDictBase, pool: TensorDictBase
-    ) -> dict[str, torch.Tensor]:
-        reported = []
-        for _ in range(self.num_epochs):
-            self._pre_epoch_log_hook(batch)
-            order = torch.randperm(pool.shape[0], device=pool.device)
-            shuffled = self._pre_epoch_hook(pool[order])
-            for minibatch in shuffled.chunk(self.optim_steps_per_batch):
+            for minibatch in shuffled(prepared, self.optim_steps_per_batch):
                 minibatch = self._process_optim_batch_hook(minibatch)
                 self._optim_count += 1
-                losses = self.optimization_stepper.step(self, minibatch)
-                reported.append(torch.stack([losses.get(key) for key in STATISTICS]))
+                reported.append(step(minibatch))
                 self._post_optim_hook()
                 self._post_optim_log(minibatch)
             self._post_epoch_log_hook(batch)
             self._post_epoch_hook()
-        means = torch.stack(reported).mean(0)
-        return dict(zip(STATISTICS, means, strict=True)) | _pool_statistics(self.loss_module, pool)
+        return dict(zip(STATISTICS, torch.stack(reported).mean(0), strict=True))
+
+    def _shuffled(self, pool: TensorDictBase, minibatches: int) -> Iterable[TensorDictBase]:
+        order = torch.randperm(pool.shape[0], device=pool.device)
+        chunks: Iterable[TensorDictBase] = self._pre_epoch_hook(pool[order]).chunk(minibatches)
+        return chunks
+
+    def _step(self, minibatch: TensorDictBase) -> torch.Tensor:
+        losses = self.optimization_stepper.step(self, minibatch)
+        return torch.stack([losses.get(key) for key in STATISTICS])
 
     def _take_in(self, batch: TensorDictBase) -> None:
         """Copy what the loss reads of a rollout, [..., T], into the pool; learn its moments."""

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
-from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
+from torchrl.objectives import LossModule
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.data import DoubleBufferReplayPipeline, ReplayPipeline
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
-from torchrl_unilab.objectives.fused_off_policy import sync_normalizers
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.configs.off_policy import (
     OffPolicyConfig,
     compute_train_start_threshold,
 )
-from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
-from torchrl_unilab.trainers.loggers import newest_values
+from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights, keep_newest_values
+from torchrl_unilab.trainers.loss_updates import make_update
+from torchrl_unilab.trainers.reports import report_progress
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -71,98 +69,29 @@ def build_reward_comparison_metrics(
     return {"mean_ep100": float(reward_history[-1])} if reward_history else {}
 
 
-class _LossUpdate:
-    """Updates by a loss module's backward pass, Adam and `SoftUpdate`: for any loss.
+class _LearnerState:
+    """What a resumed trainer needs beside the loss and TorchRL's counts.
 
     Args:
-        loss: Any off-policy loss of TorchRL.
-        config: Learning rates, tau, and whether to compile.
-    """
-
-    def __init__(self, loss: LossModule, config: OffPolicyConfig) -> None:
-        self.loss = loss
-        self._losses = torch.compile(loss.forward) if config.compile else loss
-        parameters = dict(loss.named_parameters())
-        self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
-        for name, parameter in parameters.items():
-            if parameter.requires_grad:
-                part = "actor" if name.startswith("actor") else "critic"
-                self._groups["alpha" if name == "log_alpha" else part].append(parameter)
-        rates = {"actor": config.lr_actor, "critic": config.lr_critic, "alpha": config.lr_alpha}
-        self.optimizers = {
-            part: torch.optim.Adam(group, lr=rates[part], fused=True)
-            for part, group in self._groups.items()
-            if group
-        }
-        self._target = SoftUpdate(loss, tau=config.tau)
-        self.statistics: tuple[str, ...] = ()
-
-    def prepare(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch; from now on all networks normalise by the statistics of now."""
-        sync_normalizers(self.loss)
-        return batch
-
-    def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:
-        """Cut a batch into minibatches."""
-        chunks: Iterable[TensorDictBase] = prepared.chunk(count)
-        return chunks
-
-    def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
-        """Take one step; return the losses, named by `statistics`."""
-        losses = self._losses(minibatch)
-        names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
-        parts = [losses.get(key) for key in names if key.startswith("loss_")]
-        torch.stack([part.reshape(()) for part in parts]).sum().backward()
-        for part, optimizer in self.optimizers.items():
-            if update_policy or part == "critic":
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self._target.step()
-        self.statistics = names
-        return torch.stack([losses.get(key).detach().reshape(()) for key in names])
-
-
-class _Learnt:
-    """What learning goes on from beside the loss, to be checkpointed together.
-
-    Args:
-        optimizers: By what they step.
-        normalizers: By observation key; critics refer to theirs without containing it.
-    """
-
-    def __init__(
-        self,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        normalizers: Mapping[str, ObservationNormalizer],
-    ) -> None:
-        self._parts: dict[str, torch.optim.Optimizer | ObservationNormalizer] = {
-            **{f"optimizer_{part}": optimizer for part, optimizer in optimizers.items()},
-            **{f"normalizer_{key}": normalizer for key, normalizer in normalizers.items()},
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for name, part in self._parts.items():
-            part.load_state_dict(state_dict[name])
-
-
-class _Progress:
-    """How far a trainer has come, beside what TorchRL counts.
-
-    Args:
-        trainer: The trainer.
+        trainer: Its optimisers, its normalisers (critics refer to theirs without containing
+            it), and how far it has come.
     """
 
     def __init__(self, trainer: OffPolicyTrainer) -> None:
         self._trainer = trainer
+        self._parts: dict[str, torch.optim.Optimizer | ObservationNormalizer] = {
+            **{f"optimizer_{part}": one for part, one in trainer.update.optimizers.items()},
+            **{f"normalizer_{key}": one for key, one in trainer.normalizers.items()},
+        }
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        return {"updates": trainer.updates, "tick": trainer._tick, "counted": trainer._counted}
+        progress = {"updates": trainer.updates, "tick": trainer._tick, "counted": trainer._counted}
+        return {**{name: part.state_dict() for name, part in self._parts.items()}, **progress}
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state_dict[name])
         trainer = self._trainer
         trainer.updates = state_dict["updates"]
         trainer._tick, trainer._counted = state_dict["tick"], state_dict["counted"]
@@ -222,7 +151,7 @@ class OffPolicyTrainer(Trainer):
                 "the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
             )
-        self._update = make_update(loss_module, config)
+        self.update = make_update(loss_module, config)
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -232,8 +161,7 @@ class OffPolicyTrainer(Trainer):
             optimizer=None,
             **kwargs,
         )
-        self._log_dict = newest_values()
-        self.register_module("optimizer", _Learnt(self._update.optimizers, self.normalizers))
+        keep_newest_values(self)
         self.updates = 0
         self._tick = 0
         self._counted = 0  # rows that the normalisers know
@@ -247,17 +175,12 @@ class OffPolicyTrainer(Trainer):
             base_seed=int(torch.randint(2**31, ())),
             packer="thread" if threaded else "inline",
         )
-        self.register_module("progress", _Progress(self))
+        self.register_module("learner", _LearnerState(self))
         if isinstance(self.pipeline, DoubleBufferReplayPipeline):
             self.register_module("pipeline", self.pipeline)
         self.busy_time = BusyTime()
         self.busy_time.register(self)
-        self.returns = CollectorReport(collector)
-        self.returns.register(self)
-        self.lag: LogPolicyLag | None = None
-        if scheme is not None:
-            self.lag = LogPolicyLag(scheme)
-            self.lag.register(self)
+        self.returns, self.lag = report_progress(self, collector, scheme)
         PublishWeights(collector).register(self)
 
     def optim_steps(self, batch: TensorDictBase | None) -> None:
@@ -283,7 +206,7 @@ class OffPolicyTrainer(Trainer):
 
     def _learn(self, sample: TensorDictBase) -> dict[str, float]:
         """Take a tick's updates on its sample; return what to log."""
-        config, update = self.config, self._update
+        config, update = self.config, self.update
         if config.reward_scale != 1.0:
             sample.get(("next", "reward")).mul_(config.reward_scale)
         prepared = update.prepare(sample)
@@ -316,15 +239,3 @@ class OffPolicyTrainer(Trainer):
     def close(self) -> None:
         """Let go of the pipeline. Idempotent."""
         self.pipeline.close()
-
-
-def make_update(
-    loss: LossModule, config: OffPolicyConfig
-) -> FusedSACUpdate | FusedTD3Update | _LossUpdate:
-    """Return what takes the updates: a fused one where the loss allows."""
-    rates = {"lr_actor": config.lr_actor, "lr_critic": config.lr_critic, "tau": config.tau}
-    if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
-        return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **rates)
-    if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
-        return FusedTD3Update(loss, **rates)
-    return _LossUpdate(loss, config)

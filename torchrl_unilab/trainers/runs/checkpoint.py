@@ -58,7 +58,7 @@ __all__ = [
     "save_learner",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Of what this package puts into a checkpoint; another one is refused."""
 DIGESTS = "digests.json"
 MANIFEST = "manifest.json"

@@ -1,0 +1,156 @@
+"""Updates through a loss's backward pass and Adam, for networks that the fused updates refuse.
+
+`APPOTrainer` steps by `APPOStepper`, `OffPolicyTrainer` by what `make_update` returns. Neither
+waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import nn
+from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
+from torchrl.trainers import Trainer
+from torchrl.trainers.trainers import OptimizationStepper
+
+from torchrl_unilab.objectives import (
+    APPOLoss,
+    FusedAPPOUpdate,
+    FusedSACUpdate,
+    FusedTD3Update,
+    kl_adapted_lr,
+)
+from torchrl_unilab.objectives.fused_off_policy import sync_normalizers
+from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
+
+__all__ = ["APPOStepper", "LossUpdate", "make_update"]
+
+
+class APPOStepper(OptimizationStepper):
+    """One APPO optimiser step, which never waits for the device.
+
+    Steps the optimiser on the sum of the losses, lets the KL divergence steer the learning
+    rate, and moves the target policy when it is due.
+
+    Args:
+        loss: The loss.
+        config: Learning rate, desired KL divergence and bound of the gradient.
+        fused: The update that owns the parameters' memory and their optimiser, if any.
+    """
+
+    def __init__(
+        self, loss: APPOLoss, config: APPOConfig, fused: FusedAPPOUpdate | None = None
+    ) -> None:
+        self.loss = loss
+        self._losses = torch.compile(loss.forward) if config.compile else loss
+        self.desired_kl = config.desired_kl
+        self.max_grad_norm = config.max_grad_norm
+        self.parameters = [p for p in loss.parameters() if p.requires_grad]
+        self.optimizer: torch.optim.Optimizer
+        if fused is None:
+            # A tensor, so that steering it takes no look at its value.
+            lr = torch.tensor(config.lr, device=self.parameters[0].device)
+            self.optimizer = torch.optim.Adam(self.parameters, lr=lr, fused=True)
+        else:
+            self.optimizer = fused.optimizer
+        # Gradients that are views of one tensor must stay so.
+        self._keeps_gradients = fused is not None
+
+    @property
+    def lr(self) -> torch.Tensor:
+        """The learning rate, a scalar tensor of the optimiser's own."""
+        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
+        return lr
+
+    def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
+        """Take one step on a minibatch; return its losses, detached."""
+        losses: TensorDictBase = self._losses(sub_batch)
+        total = losses.get("loss_objective") + losses.get("loss_critic")
+        (total + losses.get("loss_entropy")).backward()
+        nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        if not self.loss.target_is_current:
+            self.lr.copy_(kl_adapted_lr(self.lr, losses.get("kl"), self.desired_kl))
+        self.loss.step_target()
+        for key in ("loss_objective", "loss_critic", "loss_entropy"):
+            losses.set(key, losses.get(key).detach())
+        return losses
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the trainer checkpoints loss and optimiser."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
+
+    def register(self, trainer: Trainer, name: str = "optimization_stepper") -> None:
+        """Register as the trainer's stepper."""
+        trainer.register_module(name, self)
+
+
+class LossUpdate:
+    """Updates by a loss module's backward pass, Adam and `SoftUpdate`: for any loss.
+
+    Args:
+        loss: Any off-policy loss of TorchRL.
+        config: Learning rates, tau, and whether to compile.
+    """
+
+    def __init__(self, loss: LossModule, config: OffPolicyConfig) -> None:
+        self.loss = loss
+        self._losses = torch.compile(loss.forward) if config.compile else loss
+        parameters = dict(loss.named_parameters())
+        self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                part = "actor" if name.startswith("actor") else "critic"
+                self._groups["alpha" if name == "log_alpha" else part].append(parameter)
+        rates = {"actor": config.lr_actor, "critic": config.lr_critic, "alpha": config.lr_alpha}
+        self.optimizers = {
+            part: torch.optim.Adam(group, lr=rates[part], fused=True)
+            for part, group in self._groups.items()
+            if group
+        }
+        self._target = SoftUpdate(loss, tau=config.tau)
+        self.statistics: tuple[str, ...] = ()
+
+    def prepare(self, batch: TensorDictBase) -> TensorDictBase:
+        """Return the batch; from now on all networks normalise by the statistics of now."""
+        sync_normalizers(self.loss)
+        return batch
+
+    def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:
+        """Cut a batch into minibatches."""
+        chunks: Iterable[TensorDictBase] = prepared.chunk(count)
+        return chunks
+
+    def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
+        """Take one step; return the losses, named by `statistics`."""
+        losses = self._losses(minibatch)
+        names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
+        parts = [losses.get(key) for key in names if key.startswith("loss_")]
+        torch.stack([part.reshape(()) for part in parts]).sum().backward()
+        for part, optimizer in self.optimizers.items():
+            if update_policy or part == "critic":
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self._target.step()
+        self.statistics = names
+        return torch.stack([losses.get(key).detach().reshape(()) for key in names])
+
+
+def make_update(
+    loss: LossModule, config: OffPolicyConfig
+) -> FusedSACUpdate | FusedTD3Update | LossUpdate:
+    """Return what takes the updates: a fused one where the loss allows."""
+    rates = {"lr_actor": config.lr_actor, "lr_critic": config.lr_critic, "tau": config.tau}
+    if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
+        return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **rates)
+    if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
+        return FusedTD3Update(loss, **rates)
+    return LossUpdate(loss, config)
