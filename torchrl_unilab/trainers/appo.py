@@ -24,7 +24,7 @@ __all__ = ["APPOTrainer"]
 
 
 class APPOTrainer(Trainer):
-    """Trains a policy by APPO while the collector's workers go on collecting.
+    """Trains a policy by APPO while the collector's workers keep collecting.
 
     For each rollout that arrives: copy it into the pool in place of the oldest, update the
     observation normalisers once, compute V-trace on the pool, take minibatch steps,

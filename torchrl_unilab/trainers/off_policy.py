@@ -218,7 +218,7 @@ class OffPolicyTrainer(Trainer):
             observed.append(update.step(minibatch, update_policy=policy))
             self._post_optim_hook()
         self.pipeline.after_tick()
-        # The one look at the device per tick; what the policy's steps alone tell may be NaN.
+        # The one look at the device per tick; statistics of the policy's steps may be NaN.
         means = torch.stack(observed).nanmean(0).tolist()
         return {
             name: mean for name, mean in zip(update.statistics, means, strict=True) if mean == mean

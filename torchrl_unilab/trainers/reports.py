@@ -165,7 +165,7 @@ class LearningCurve(_Report):
         self._started = time.perf_counter()
 
     def start(self) -> None:
-        """Start the clock of the curve, or go on from a checkpoint's."""
+        """Start the clock of the curve, at a checkpoint's seconds."""
         self._started = time.perf_counter() - self.seconds
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class LearningCurve(_Report):
         return {"curve": curve, "seconds": self.seconds, "mean": self.mean}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; the clock goes on when training does."""
+        """Restore what `state_dict` returned; `start` continues the clock."""
         points = np.frombuffer(state_dict["curve"], dtype=np.float64).reshape(-1, 3).tolist()
         self.curve = [(seconds, int(frames), mean) for seconds, frames, mean in points]
         self.seconds, self.mean = state_dict["seconds"], state_dict["mean"]
@@ -255,10 +255,10 @@ class EpisodeReturns(LearningCurve):
 
 
 class CollectorReport(LearningCurve):
-    """Logs what a collector's workers tell: returns, rates, memory, frames per second.
+    """Logs what a collector's workers count: returns, rates, memory, frames per second.
 
     The workers count their episodes themselves, so returns are right also where rollouts
-    are dropped. Reading waits for nobody.
+    are dropped. Reading never blocks.
 
     Args:
         collector: The collector.

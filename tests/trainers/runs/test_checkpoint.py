@@ -175,7 +175,7 @@ def test_damage_of_any_byte_of_any_file_is_found_and_the_older_one_offered(two, 
     cut = data.draw(st.booleans())
     path.write_bytes(whole[:at] + (b"" if cut else bytes([whole[at] ^ 1]) + whole[at + 1 :]))
     try:
-        with pytest.raises(ConfigError, match="remove frames-000000000200 to go on from there"):
+        with pytest.raises(ConfigError, match="remove frames-000000000200 to resume from there"):
             RunCheckpoints(two).newest()
     finally:
         path.write_bytes(whole)
