@@ -56,7 +56,7 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.summary import FanOutLogger
+from torchrl_unilab.trainers.runs.summary import RunLogger
 
 Algorithm = Literal["appo", "sac"]
 Victim = Literal["collector", "learner"]
@@ -171,7 +171,7 @@ def install(cell: Cell, strike: Strike, run_dir: Path) -> None:
         # Where people's own code runs.
         ("policy", "collector"): partial(_before, _ACTORS[cell.algorithm], "forward", 21, strike),
         ("transform", "collector"): partial(_before, _Transform, "_step", 21, strike),
-        ("logger", "learner"): partial(_before, FanOutLogger, "log_scalar", 3, strike),
+        ("logger", "learner"): partial(_before, RunLogger, "log_scalar", 3, strike),
     }
     points[cell.phase, cell.victim]()
 

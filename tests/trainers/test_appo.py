@@ -19,9 +19,9 @@ from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
-from torchrl_unilab.trainers.hooks import CollectorReport, EpisodeReturns, StopWhen
-from torchrl_unilab.trainers.loggers import KEPT
+from torchrl_unilab.trainers.hooks import KEPT
 from torchrl_unilab.trainers.loss_updates import APPOStepper
+from torchrl_unilab.trainers.reports import CollectorReport, EpisodeReturns, StopWhen
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 QUICK = {"num_envs": 4, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (8,)}

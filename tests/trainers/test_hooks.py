@@ -1,62 +1,15 @@
 from __future__ import annotations
 
-import copy
-import warnings
-from collections import Counter
-from collections.abc import Sequence
+import os
 from types import SimpleNamespace
 from typing import ClassVar
 
 import psutil
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tensordict import TensorDict
-from torchrl.record.loggers.csv import CSVLogger
 
-from torchrl_unilab.collectors import CollectorMetrics
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag, PublishWeights
-from torchrl_unilab.trainers.hooks import CollectorReport, LearningCurve, StopWhen
-from torchrl_unilab.weight_update import UniLabShmScheme
-
-
-def _batch(ids, rewards, done) -> TensorDict:
-    shape = [len(ids), len(ids[0])]
-    return TensorDict(
-        {
-            "collector": {"traj_ids": torch.tensor(ids)},
-            "next": {
-                "reward": torch.tensor(rewards, dtype=torch.float32).unsqueeze(-1),
-                "done": torch.tensor(done).unsqueeze(-1),
-            },
-        },
-        batch_size=shape,
-    )
-
-
-def test_returns_are_summed_over_batches_by_trajectory():
-    returns = EpisodeReturns()
-    returns(_batch([[0, 0], [1, 1]], [[1, 2], [10, 20]], [[False, False], [False, True]]))
-    assert list(returns.finished) == [30.0]
-    returns(_batch([[2, 2], [0, 0]], [[5, 5], [3, 4]], [[False, False], [False, True]]))
-    assert list(returns.finished) == [30.0, 10.0]
-    assert list(returns.lengths) == [2, 4]
-    assert returns.mean == 20.0
-
-
-def test_two_episodes_of_one_environment_in_one_batch_are_told_apart():
-    returns = EpisodeReturns()
-    returns(_batch([[0, 0, 1]], [[1, 2, 4]], [[False, True, True]]))
-    assert sorted(returns.finished) == [3.0, 4.0]
-
-
-def test_the_mean_is_over_the_last_episodes_only():
-    returns = EpisodeReturns(window=2)
-    for i, reward in enumerate([1, 2, 3]):
-        returns(_batch([[i]], [[reward]], [[True]]))
-    assert returns.mean == 2.5
+from torchrl_unilab.trainers import BusyTime, PublishWeights, hooks
+from torchrl_unilab.trainers.hooks import CollectorTime
 
 
 def test_weights_are_published_every_nth_batch():
@@ -107,209 +60,81 @@ def test_publishing_never_or_by_an_unknown_unit_is_refused(kwargs):
         PublishWeights(None, **kwargs)
 
 
-class _Ended(LearningCurve):
-    """A curve that is told the returns."""
+class _Processes:
+    """Stands for `psutil.Process`: processor seconds by process id; others have ended."""
 
-    def measure(self, batch):
-        return {} if batch is None else {"return": batch}
+    seconds: ClassVar[dict[int, float]] = {}
 
+    def __init__(self, pid: int) -> None:
+        if pid not in self.seconds:
+            raise psutil.NoSuchProcess(pid)
+        self.pid = pid
 
-def _registered(hook) -> tuple[SimpleNamespace, list]:
-    stopped: list[str] = []
-    trainer = SimpleNamespace(
-        collected_frames=0,
-        register_op=lambda *_: None,
-        register_module=lambda *_: None,
-        request_stop=stopped.append,
-    )
-    hook.register(trainer)
-    return trainer, stopped
+    def cpu_times(self) -> SimpleNamespace:
+        return SimpleNamespace(user=self.seconds[self.pid], system=0.0)
 
 
-def test_a_curve_begins_with_the_first_return_and_goes_with_the_trainers_frames():
-    curve = _Ended()
-    trainer, _ = _registered(curve)
-    curve.start()
-    for frames, value in [(10, None), (20, 1.0), (30, 3.0)]:
-        trainer.collected_frames = frames
-        logged = curve(value)
-    assert [(frames, value) for _, frames, value in curve.curve] == [(20, 1.0), (30, 3.0)]
-    assert curve.mean == 3.0
-    assert logged["return"] == 3.0
-    assert logged["fps"] == pytest.approx(30 / curve.seconds)
-    assert curve.curve[-1][0] == curve.seconds > curve.curve[0][0]
+def _measured(times: CollectorTime) -> list[float]:
+    """Processor seconds of each collector since `start`."""
+    return [now - before for before, now in zip(times._before, times._total(), strict=True)]
 
 
-def test_training_stops_once_the_return_is_reached_and_not_before():
-    curve = _Ended()
-    hook = StopWhen(curve, stop_at=2.0)
-    _, stopped = _registered(hook)
-    hook()  # no episode has ended
-    for value, expected in [(1.9, []), (2.0, ["return 2 reached"])]:
-        curve(value)
-        assert hook() == {}
-        assert stopped == expected
+@pytest.fixture
+def seconds(monkeypatch) -> dict[int, float]:
+    """Processor seconds by process id; those of ids that are not in it have ended."""
+    seconds: dict[int, float] = {}
+    monkeypatch.setattr(_Processes, "seconds", seconds)
+    monkeypatch.setattr(psutil, "Process", _Processes)
+    return seconds
 
 
-def test_training_stops_once_the_time_is_up_and_not_before():
-    curve = _Ended()
-    hook = StopWhen(curve, max_seconds=60.0)
-    _, stopped = _registered(hook)
-    for seconds, expected in [(59.0, []), (60.0, ["60 seconds are over"])]:
-        curve.seconds = seconds
-        hook()
-        assert stopped == expected
-    without = StopWhen(curve)
-    _, stopped = _registered(without)
-    curve.mean = 1e9
-    without()
-    assert stopped == []
+def test_a_collector_that_has_ended_keeps_the_time_seen_last(seconds):
+    seconds[1] = 5.0
+    times = CollectorTime(SimpleNamespace(pids=[1]))
+    times.start()
+    seconds[1] = 8.0
+    times.sample()
+
+    del seconds[1]
+
+    assert _measured(times) == [3.0]
 
 
-class _Reporting:
-    """What the report reads of a collector."""
+def test_the_time_of_a_collector_and_of_its_replacement_is_summed(seconds):
+    seconds |= {1: 5.0, 2: 7.0}
+    collector = SimpleNamespace(pids=[1])
+    times = CollectorTime(collector)
+    times.start()
+    seconds[1] = 6.0
+    times.sample()
 
-    episodes = 0
+    collector.pids = [2]
 
-    def status(self) -> dict[str, float]:
-        return {"ring_occupancy": 0.25, "dropped": 3, "stale": 2}
-
-    def metrics(self) -> CollectorMetrics:
-        seconds = {"physics": 2.0, "policy": 4.0, "write": 0.5, "wait": 0.0}
-        return CollectorMetrics(8, self.episodes, 5.0, 7.0, 0.25, 0.75, seconds)
-
-
-def test_a_report_says_what_the_workers_tell_and_returns_once_there_are_some():
-    collector = _Reporting()
-    report = CollectorReport(collector)
-    logged = report(TensorDict())
-    assert logged["ring_occupancy"] == 0.25
-    assert (logged["dropped"], logged["stale"]) == (3, 2)
-    assert (logged["fps_physics"], logged["fps_write"]) == (4.0, 16.0)
-    assert "return" not in logged
-    assert report.curve == []
-    collector.episodes = 1
-    logged = report(TensorDict())
-    assert (logged["return"], logged["episode_length"]) == (5.0, 7.0)
-    assert (logged["timeout_rate"], logged["termination_rate"]) == (0.25, 0.75)
-    assert report.mean == 5.0
-    assert report.last.items() <= logged.items()
+    assert _measured(times) == [1.0 + 7.0]
 
 
-class _Versions:
-    """What the hook reads of a scheme."""
-
-    version = 0
-    applied_versions: dict[int, int]
-
-
-def _lags(lags: list[int]) -> list[float]:
-    scheme = _Versions()
-    hook = LogPolicyLag(scheme, patience=3)
-    seen = []
-    for lag in lags:
-        scheme.version = 100
-        scheme.applied_versions = {0: 100, 1: 100 - lag, 2: None}
-        seen.append(hook(TensorDict())["policy_lag"])
-    return seen
+def test_a_collector_that_ended_before_the_start_has_no_time(seconds):
+    times = CollectorTime(SimpleNamespace(pids=[1]))
+    times.start()
+    times.sample()
+    assert times.busy == [0.0]
 
 
-def test_the_lag_is_that_of_the_worker_furthest_behind():
-    assert _lags([0, 2, 1]) == [0.0, 2.0, 1.0]
+def test_this_process_is_busy():
+    times = CollectorTime(SimpleNamespace(pids=[os.getpid()]))
+    times.start()
+    sum(range(2_000_000))
+    times.sample()
+    assert times.busy[0] > 0
 
 
-def test_the_lag_is_that_of_the_samples_where_they_carry_their_version():
-    scheme = _Versions()
-    scheme.version = 7
-    batch = TensorDict({"next": {"policy_version": torch.tensor([[4], [6]])}}, batch_size=[2])
-    assert LogPolicyLag(scheme)(batch)["policy_lag"] == 2.0
-
-
-def _logged(lags: Sequence[int]) -> list[dict[str, float]]:
-    """What is logged of batches so far behind."""
-    scheme = _Versions()
-    hook = LogPolicyLag(scheme, patience=10**9)
-    logged = []
-    for lag in lags:
-        scheme.version = lag
-        batch = TensorDict({"next": {"policy_version": torch.zeros(4, dtype=torch.int64)}}, [4])
-        logged.append(hook(batch))
-    assert hook.histogram == Counter(lags)
-    return logged
-
-
-def test_shares_count_how_far_behind_the_batches_were():
-    *_, logged = _logged([0, 1, 1, 2, 3, 7, 8, 16, 10**6, 0])
-    assert logged == {
-        "policy_lag": 0.0,
-        "policy_version": 0,
-        "policy_lag_max": 10**6,
-        "policy_lag_0": 0.2,
-        "policy_lag_1": 0.2,
-        "policy_lag_2_3": 0.2,
-        "policy_lag_4_7": 0.1,
-        "policy_lag_8_15": 0.1,
-        "policy_lag_16_up": 0.2,
-    }
-
-
-@given(lags=st.lists(st.integers(0, 10**9), min_size=1, max_size=30))
-def test_what_is_logged_of_the_lag_has_the_same_keys_whatever_it_is(lags):
-    keys = list(_logged([0])[0])
-    assert len(keys) == 9
-    for logged in _logged(lags):
-        assert list(logged) == keys
-        shares = [value for key, value in logged.items() if key[-1].isdigit() or "_up" in key]
-        assert sum(shares) == pytest.approx(1.0)
-    assert logged["policy_lag_max"] == max(lags)
-
-
-def test_a_csv_file_is_open_for_each_key_and_lags_open_no_more(tmp_path):
-    logger = CSVLogger("logs", log_dir=str(tmp_path))
-    process = psutil.Process()
-    for step, logged in enumerate(_logged(range(500))):
-        for key, value in logged.items():
-            logger.log_scalar(key, value, step)
-        if step == 0:
-            files = process.num_fds()
-    assert process.num_fds() == files
-    assert len(list(tmp_path.rglob("policy_lag*.csv"))) == 8
-
-
-def test_a_lag_that_only_grows_is_warned_of_once():
-    with pytest.warns(UserWarning, match="policy lag only grows: 3 versions") as caught:
-        _lags([0, 1, 2, 3, 4, 5])
-    assert len(caught) == 1
-
-
-def test_a_lag_that_comes_and_goes_is_not_warned_of():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _lags([0, 1, 2, 1, 2, 3, 3, 4])
-
-
-def test_a_restored_curve_goes_on_with_its_points_its_clock_and_open_episodes():
-    hook, restored = EpisodeReturns(window=2), EpisodeReturns(window=2)
-    hook.start()
-    hook(_batch([[0, 0], [1, 1]], [[1, 2], [5, 6]], [[False, True], [False, False]]))
-    restored.load_state_dict(copy.deepcopy(hook.state_dict()))
-    assert restored.curve == hook.curve
-    assert (restored.mean, restored.seconds) == (3.0, hook.seconds)
-    restored.start()
-    more = _batch([[1]], [[4]], [[True]])
-    assert restored(more)["return"] == hook(more)["return"] == (3.0 + 15.0) / 2
-    assert restored(more)["episode_length"] == hook(more)["episode_length"]
-    assert restored.seconds > restored.curve[0][0]
-    assert len(restored.curve) == 3
-
-
-def test_a_restored_lag_counts_on():
-    scheme = UniLabShmScheme()
-    hook, restored = LogPolicyLag(scheme), LogPolicyLag(scheme)
-    hook.histogram.update({0: 3, 2: 1})
-    hook._last, hook._grown = 2.0, 7
-    restored.load_state_dict(hook.state_dict())
-    assert restored.histogram == {0: 3, 2: 1}
-    assert restored.state_dict() == hook.state_dict()
-    restored.histogram.update([5])
-    assert hook.histogram.total() == 4
+def test_a_learner_that_waits_three_of_four_seconds_is_busy_for_a_quarter(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(hooks, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    busy = BusyTime()
+    busy.arrived(None)
+    clock.now = 1.0
+    busy.finished(None)
+    clock.now = 4.0
+    busy.arrived(None)
+    assert (busy.waited, busy.busy) == (3.0, 0.25)

@@ -25,7 +25,7 @@ from torchrl_unilab.trainers import (
     replay_buffer_ready_for_learning,
     train_off_policy,
 )
-from torchrl_unilab.trainers.loggers import KEPT
+from torchrl_unilab.trainers.hooks import KEPT
 from torchrl_unilab.trainers.loss_updates import make_update
 from torchrl_unilab.trainers.runs.builders import build_off_policy
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -147,10 +147,10 @@ def test_runs_in_lockstep_are_repeatable_bit_for_bit_in_one_process_and_in_two(a
 def test_known_networks_are_updated_by_the_fused_step_and_others_by_the_loss(algorithm):
     kinds = {"sac": FusedSACUpdate, "td3": FusedTD3Update}
     trainer = _trainer(algorithm=algorithm)
-    assert type(trainer._update) is kinds[algorithm]
+    assert type(trainer.update) is kinds[algorithm]
     trainer.collector.shutdown()
     general = _trainer(algorithm=algorithm, fused=False)
-    assert type(general._update) is not kinds[algorithm]
+    assert type(general.update) is not kinds[algorithm]
     before = {key: value.clone() for key, value in general.loss_module.state_dict().items()}
     assert not _equal(_trained(general), before)
     assert "loss_qvalue" in general._log_dict

@@ -1,8 +1,9 @@
 """MuJoCo environments for TorchRL, many simulations at a time."""
 
 from torchrl_unilab.envs.batch_env import MujocoBatchEnv
+from torchrl_unilab.envs.gymnasium.base import GymnasiumTask
 from torchrl_unilab.envs.randomization import Randomize
-from torchrl_unilab.envs.registry import EXAMPLES, TASKS, GymnasiumTask, make_task
+from torchrl_unilab.envs.registry import EXAMPLES, TASKS, make_task
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 from torchrl_unilab.envs.robots.task import (
     RobotTask,

@@ -3,15 +3,7 @@
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.configs.appo import APPO_TASKS, APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import OFF_POLICY_TASKS, OffPolicyConfig
-from torchrl_unilab.trainers.hooks import (
-    BusyTime,
-    CollectorReport,
-    EpisodeReturns,
-    LearningCurve,
-    LogPolicyLag,
-    PublishWeights,
-    StopWhen,
-)
+from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights
 from torchrl_unilab.trainers.off_policy import (
     OffPolicyTrainer,
     build_reward_comparison_metrics,
@@ -19,6 +11,13 @@ from torchrl_unilab.trainers.off_policy import (
     replay_buffer_ready_for_learning,
 )
 from torchrl_unilab.trainers.prefetch import PrefetchReplay
+from torchrl_unilab.trainers.reports import (
+    CollectorReport,
+    EpisodeReturns,
+    LearningCurve,
+    LogPolicyLag,
+    StopWhen,
+)
 from torchrl_unilab.trainers.runs.budget import RunBudget
 from torchrl_unilab.trainers.runs.builders import Learner, build_learner, plan_run
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,29 +10,21 @@ from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.trainers import Trainer
 
-from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.data import RolloutPool
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.hooks import (
-    BusyTime,
-    CollectorReport,
-    EpisodeReturns,
-    LearningCurve,
-    LogPolicyLag,
-    PublishWeights,
-)
-from torchrl_unilab.trainers.loggers import newest_values
+from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights, keep_newest_values
 from torchrl_unilab.trainers.loss_updates import APPOStepper
+from torchrl_unilab.trainers.reports import report_progress
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["APPOTrainer"]
 
 
 class APPOTrainer(Trainer):
-    """Trains a policy by APPO while the collector's workers go on collecting.
+    """Trains a policy by APPO while the collector's workers keep collecting.
 
     For each rollout that arrives: copy it into the pool in place of the oldest, update the
     observation normalisers once, compute V-trace on the pool, take minibatch steps,
@@ -94,19 +86,12 @@ class APPOTrainer(Trainer):
             optimization_stepper=stepper,
             **kwargs,
         )
-        self._log_dict = newest_values()
+        keep_newest_values(self)
         self.pool = RolloutPool(config.pool, stepper.lr.device)
         self.register_module("rollout_pool", self.pool)
         self.busy_time = BusyTime()
         self.busy_time.register(self)
-        self.returns: LearningCurve = (
-            CollectorReport(collector) if isinstance(collector, APPOCollector) else EpisodeReturns()
-        )
-        self.returns.register(self)
-        self.lag: LogPolicyLag | None = None
-        if scheme is not None:
-            self.lag = LogPolicyLag(scheme)
-            self.lag.register(self)
+        self.returns, self.lag = report_progress(self, collector, scheme)
         PublishWeights(collector).register(self)
 
     def optim_steps(self, batch: TensorDictBase) -> None:
@@ -123,52 +108,43 @@ class APPOTrainer(Trainer):
         # The environments first, as the loss has it.
         estimated = loss.estimate(self.pool.data.transpose(0, 1)).select(*loss.in_keys)
         pool = estimated.reshape(-1)
-        seen = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
-        if self._fused is None or seen:
-            statistics = self._steps_on_minibatches(batch, pool)
-        else:
-            statistics = self._fused_steps(batch, pool, self._fused)
-        lr = self.optimization_stepper.lr
+        statistics = self._take_steps(batch, pool) | _pool_statistics(loss, pool)
         # The one look at the device per rollout.
-        values = torch.stack([lr, *statistics.values()]).tolist()
-        names = ("lr", *statistics)
-        return dict(zip(names, values, strict=True))
+        values = torch.stack([self.optimization_stepper.lr, *statistics.values()]).tolist()
+        return dict(zip(("lr", *statistics), values, strict=True))
 
-    def _fused_steps(
-        self, batch: TensorDictBase, pool: TensorDictBase, update: FusedAPPOUpdate
-    ) -> dict[str, torch.Tensor]:
-        columns = update.prepare(pool)
+    def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
+        """Take all passes over the pool; return the mean of each statistic."""
+        seen = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
+        update = self._fused
+        prepared: Any
+        shuffled: Callable[..., Iterable[Any]]
+        step: Callable[[Any], torch.Tensor]
+        if update is None or seen:
+            prepared, shuffled, step = pool, self._shuffled, self._step
+        else:
+            prepared, shuffled, step = update.prepare(pool), update.shuffled, update.step
         reported = []
         for _ in range(self.num_epochs):
             self._pre_epoch_log_hook(batch)
-            for minibatch in update.shuffled(columns, self.optim_steps_per_batch):
-                self._optim_count += 1
-                reported.append(update.step(minibatch))
-                self._post_optim_hook()
-            self._post_epoch_log_hook(batch)
-            self._post_epoch_hook()
-        means = torch.stack(reported).mean(0)
-        return dict(zip(STATISTICS, means, strict=True)) | _pool_statistics(self.loss_module, pool)
-
-    def _steps_on_minibatches(
-        self, batch: TensorDictBase, pool: TensorDictBase
-    ) -> dict[str, torch.Tensor]:
-        reported = []
-        for _ in range(self.num_epochs):
-            self._pre_epoch_log_hook(batch)
-            order = torch.randperm(pool.shape[0], device=pool.device)
-            shuffled = self._pre_epoch_hook(pool[order])
-            for minibatch in shuffled.chunk(self.optim_steps_per_batch):
+            for minibatch in shuffled(prepared, self.optim_steps_per_batch):
                 minibatch = self._process_optim_batch_hook(minibatch)
                 self._optim_count += 1
-                losses = self.optimization_stepper.step(self, minibatch)
-                reported.append(torch.stack([losses.get(key) for key in STATISTICS]))
+                reported.append(step(minibatch))
                 self._post_optim_hook()
                 self._post_optim_log(minibatch)
             self._post_epoch_log_hook(batch)
             self._post_epoch_hook()
-        means = torch.stack(reported).mean(0)
-        return dict(zip(STATISTICS, means, strict=True)) | _pool_statistics(self.loss_module, pool)
+        return dict(zip(STATISTICS, torch.stack(reported).mean(0), strict=True))
+
+    def _shuffled(self, pool: TensorDictBase, minibatches: int) -> Iterable[TensorDictBase]:
+        order = torch.randperm(pool.shape[0], device=pool.device)
+        chunks: Iterable[TensorDictBase] = self._pre_epoch_hook(pool[order]).chunk(minibatches)
+        return chunks
+
+    def _step(self, minibatch: TensorDictBase) -> torch.Tensor:
+        losses = self.optimization_stepper.step(self, minibatch)
+        return torch.stack([losses.get(key) for key in STATISTICS])
 
     def _take_in(self, batch: TensorDictBase) -> None:
         """Copy what the loss reads of a rollout, [..., T], into the pool; learn its moments."""

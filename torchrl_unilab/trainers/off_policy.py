@@ -19,9 +19,9 @@ from torchrl_unilab.trainers.configs.off_policy import (
     OffPolicyConfig,
     compute_train_start_threshold,
 )
-from torchrl_unilab.trainers.hooks import BusyTime, CollectorReport, LogPolicyLag, PublishWeights
-from torchrl_unilab.trainers.loggers import newest_values
+from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights, keep_newest_values
 from torchrl_unilab.trainers.loss_updates import make_update
+from torchrl_unilab.trainers.reports import report_progress
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -69,47 +69,29 @@ def build_reward_comparison_metrics(
     return {"mean_ep100": float(reward_history[-1])} if reward_history else {}
 
 
-class _Learnt:
-    """What learning goes on from beside the loss, to be checkpointed together.
+class _LearnerState:
+    """What a resumed trainer needs beside the loss and TorchRL's counts.
 
     Args:
-        optimizers: By what they step.
-        normalizers: By observation key; critics refer to theirs without containing it.
-    """
-
-    def __init__(
-        self,
-        optimizers: Mapping[str, torch.optim.Optimizer],
-        normalizers: Mapping[str, ObservationNormalizer],
-    ) -> None:
-        self._parts: dict[str, torch.optim.Optimizer | ObservationNormalizer] = {
-            **{f"optimizer_{part}": optimizer for part, optimizer in optimizers.items()},
-            **{f"normalizer_{key}": normalizer for key, normalizer in normalizers.items()},
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for name, part in self._parts.items():
-            part.load_state_dict(state_dict[name])
-
-
-class _Progress:
-    """How far a trainer has come, beside what TorchRL counts.
-
-    Args:
-        trainer: The trainer.
+        trainer: Its optimisers, its normalisers (critics refer to theirs without containing
+            it), and how far it has come.
     """
 
     def __init__(self, trainer: OffPolicyTrainer) -> None:
         self._trainer = trainer
+        self._parts: dict[str, torch.optim.Optimizer | ObservationNormalizer] = {
+            **{f"optimizer_{part}": one for part, one in trainer.update.optimizers.items()},
+            **{f"normalizer_{key}": one for key, one in trainer.normalizers.items()},
+        }
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        return {"updates": trainer.updates, "tick": trainer._tick, "counted": trainer._counted}
+        progress = {"updates": trainer.updates, "tick": trainer._tick, "counted": trainer._counted}
+        return {**{name: part.state_dict() for name, part in self._parts.items()}, **progress}
 
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state_dict[name])
         trainer = self._trainer
         trainer.updates = state_dict["updates"]
         trainer._tick, trainer._counted = state_dict["tick"], state_dict["counted"]
@@ -169,7 +151,7 @@ class OffPolicyTrainer(Trainer):
                 "the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
             )
-        self._update = make_update(loss_module, config)
+        self.update = make_update(loss_module, config)
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -179,8 +161,7 @@ class OffPolicyTrainer(Trainer):
             optimizer=None,
             **kwargs,
         )
-        self._log_dict = newest_values()
-        self.register_module("optimizer", _Learnt(self._update.optimizers, self.normalizers))
+        keep_newest_values(self)
         self.updates = 0
         self._tick = 0
         self._counted = 0  # rows that the normalisers know
@@ -194,17 +175,12 @@ class OffPolicyTrainer(Trainer):
             base_seed=int(torch.randint(2**31, ())),
             packer="thread" if threaded else "inline",
         )
-        self.register_module("progress", _Progress(self))
+        self.register_module("learner", _LearnerState(self))
         if isinstance(self.pipeline, DoubleBufferReplayPipeline):
             self.register_module("pipeline", self.pipeline)
         self.busy_time = BusyTime()
         self.busy_time.register(self)
-        self.returns = CollectorReport(collector)
-        self.returns.register(self)
-        self.lag: LogPolicyLag | None = None
-        if scheme is not None:
-            self.lag = LogPolicyLag(scheme)
-            self.lag.register(self)
+        self.returns, self.lag = report_progress(self, collector, scheme)
         PublishWeights(collector).register(self)
 
     def optim_steps(self, batch: TensorDictBase | None) -> None:
@@ -230,7 +206,7 @@ class OffPolicyTrainer(Trainer):
 
     def _learn(self, sample: TensorDictBase) -> dict[str, float]:
         """Take a tick's updates on its sample; return what to log."""
-        config, update = self.config, self._update
+        config, update = self.config, self.update
         if config.reward_scale != 1.0:
             sample.get(("next", "reward")).mul_(config.reward_scale)
         prepared = update.prepare(sample)
@@ -242,7 +218,7 @@ class OffPolicyTrainer(Trainer):
             observed.append(update.step(minibatch, update_policy=policy))
             self._post_optim_hook()
         self.pipeline.after_tick()
-        # The one look at the device per tick; what the policy's steps alone tell may be NaN.
+        # The one look at the device per tick; statistics of the policy's steps may be NaN.
         means = torch.stack(observed).nanmean(0).tolist()
         return {
             name: mean for name, mean in zip(update.statistics, means, strict=True) if mean == mean

@@ -23,11 +23,11 @@ class PrefetchReplay(TrainerHookBase):
 
     Takes the place of the sampling that TorchRL's `SACTrainer` and `TD3Trainer` register for
     their replay buffer (`ReplayBufferTrainer`); the buffer is still extended by it. A large
-    batch is drawn when the one before it is begun, so its rows are at most one large batch of
+    batch is drawn when the one before it is first used, so its rows are at most one large batch of
     optimiser steps behind the buffer.
 
     Args:
-        pipeline: Samples from the buffer's storage. Whoever made it closes it.
+        pipeline: Samples from the buffer's storage. The caller closes it.
         minibatches: How many minibatches a large batch is cut into; the trainer's
             ``optim_steps_per_batch`` for one large batch per batch of frames.
 
@@ -35,7 +35,7 @@ class PrefetchReplay(TrainerHookBase):
         ConfigError: The pipeline's ``sample_count`` is no multiple of `minibatches`.
 
     Attributes:
-        ticks: Large batches begun.
+        ticks: Large batches drawn.
 
     Example:
         >>> from torchrl_unilab.data import DoubleBufferReplayPipeline
@@ -59,7 +59,7 @@ class PrefetchReplay(TrainerHookBase):
     def __call__(self, batch: TensorDictBase | None = None) -> TensorDictBase:
         """Return the next minibatch, [sample_count / minibatches], on the pipeline's device.
 
-        It is the pipeline's memory, valid until the next large batch is begun.
+        It is the pipeline's memory, valid until the next large batch is drawn.
         """
         if not self._left:
             pipeline, count = self.pipeline, self.pipeline.sample_count
@@ -92,7 +92,7 @@ class PrefetchReplay(TrainerHookBase):
         trainer.register_module(name, self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many large batches were begun: who goes on draws others."""
+        """Return how many large batches were drawn: a resumed trainer draws others."""
         return {"ticks": self.ticks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from tests.support.processes import DEADLINE, spawned
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs import checkpoint as module
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, cut_logs, run_checkpoint
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
 
 RUN = {"env": "Hopper-v5", "algo": "appo", "seed": 3, "hidden": [16]}
 
@@ -175,7 +175,7 @@ def test_damage_of_any_byte_of_any_file_is_found_and_the_older_one_offered(two, 
     cut = data.draw(st.booleans())
     path.write_bytes(whole[:at] + (b"" if cut else bytes([whole[at] ^ 1]) + whole[at + 1 :]))
     try:
-        with pytest.raises(ConfigError, match="remove frames-000000000200 to go on from there"):
+        with pytest.raises(ConfigError, match="remove frames-000000000200 to resume from there"):
             RunCheckpoints(two).newest()
     finally:
         path.write_bytes(whole)
@@ -237,15 +237,3 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
 def test_impossible_settings_are_refused(tmp_path, keep, interval):
     with pytest.raises(ConfigError, match="expected an integer of at least 1"):
         RunCheckpoints(tmp_path, keep, interval)
-
-
-def test_logs_are_cut_after_the_frames_of_a_checkpoint_and_where_a_line_is_torn(tmp_path):
-    scalars = tmp_path / "logs" / "scalars"
-    scalars.mkdir(parents=True)
-    (scalars / "return.csv").write_text("10,1.0\n20,2.0\n30,3.0\n40")
-    (scalars / "lr.csv").write_text("10,0.1\n")
-    cut_logs(tmp_path / "logs", 20)
-    cut_logs(tmp_path / "none", 20)
-    assert names(scalars) == ["lr.csv", "return.csv"]
-    assert (scalars / "return.csv").read_text() == "10,1.0\n20,2.0\n"
-    assert (scalars / "lr.csv").read_text() == "10,0.1\n"

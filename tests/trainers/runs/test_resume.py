@@ -325,7 +325,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(free, tmp_path)
     older, newest = sorted((run_dir / "checkpoint").iterdir())
     rows = next(newest.rglob("rows.bin"))
     rows.write_bytes(rows.read_bytes()[:-1])
-    remedy = rf"rows.bin'\] are not as .*{older.name} is: remove {newest.name} to go on"
+    remedy = rf"rows.bin'\] are not as .*{older.name} is: remove {newest.name} to resume"
     refused(run_dir, remedy)
     assert evaluate_run(run_dir, episodes=1)["episodes"] == 1  # the policy's files are whole
     (newest / "manifest.json").write_text("{}")
@@ -336,7 +336,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(free, tmp_path)
             use(*arguments, episodes=1)
         message = str(caught.value)
         assert message.startswith(f"cannot {purpose} {run_dir}: checkpoint {newest}: its manifest")
-        assert message.endswith(f"{older.name} is: remove {newest.name} to go on from there.")
+        assert message.endswith(f"{older.name} is: remove {newest.name} to resume from there.")
         assert message.count("(expected ") == 1
         assert tree(run_dir) == before
         assert not (tmp_path / "film.mp4").exists()

@@ -9,7 +9,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,8 +21,7 @@ from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm import segment
-from torchrl_unilab.trainers import APPOConfig, evaluate_run, processor_time, train_appo
-from torchrl_unilab.trainers.processor_time import CollectorTime
+from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
 from torchrl_unilab.trainers.runs.train import child_seeds
 
 QUICK = {"num_envs": 8, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (16,)}
@@ -271,36 +269,6 @@ def _wait_for_progress(process: subprocess.Popen[str], run_dir: Path) -> None:
         if "fps" in line:
             return
     pytest.fail("the run ended before it made progress")
-
-
-def test_a_collector_that_has_ended_keeps_the_time_seen_last():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    collector = SimpleNamespace(pids=[os.getpid(), child.pid])
-    times = CollectorTime(collector)
-    times.start()
-    child.communicate(b"\n")
-    times.sample()
-    assert times.busy[0] >= 0
-    assert times.busy[1] == 0
-    later = CollectorTime(collector)
-    later.start()
-    later.sample()
-    assert len(later.busy) == 2
-
-
-def test_the_time_of_a_collector_and_of_the_one_in_its_place_is_summed(monkeypatch):
-    seconds = {1: 5.0, 2: 7.0}  # so far, by process
-    monkeypatch.setattr(processor_time, "_process", lambda pid: SimpleNamespace(pid=pid))
-    monkeypatch.setattr(processor_time, "_cpu_seconds", lambda process, _: seconds[process.pid])
-    collector = SimpleNamespace(pids=[1])
-    times = CollectorTime(collector)
-    times.start()
-    seconds[1] = 6.0
-    times.sample()
-    collector.pids = [2]
-    assert times._now() == [6.0 + 7.0]
-    seconds[2] = 9.0
-    assert times._now() == [6.0 + 9.0]
 
 
 def test_runs_of_neighbouring_seeds_share_no_environment():

@@ -19,7 +19,7 @@ Sample of tick t      base + t, the base drawn by the learner
 Evaluation            seed + i
 ====================  ==================================================================
 
-A checkpoint has the state of all of them, so that a run in lock-step that goes on from one
+A checkpoint has the state of all of them, so that a run in lock-step that resumes from one
 equals, bit for bit, the run that was never interrupted.
 """
 
@@ -58,7 +58,7 @@ __all__ = [
     "save_learner",
 ]
 
-FORMAT = 2
+FORMAT = 3
 """Of what this package puts into a checkpoint; another one is refused."""
 DIGESTS = "digests.json"
 MANIFEST = "manifest.json"
@@ -207,7 +207,7 @@ class RunCheckpoints(CheckpointRotation):
         path = directory / f"{_PREFIX}-{step:012d}"
         if path.exists():
             return path
-        if components is None:  # loggers have only their names to tell
+        if components is None:  # a logger's state is its name alone
             components = set(checkpoint.components) - {"logger"}
         for leftover in directory.glob(".*"):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
@@ -261,7 +261,7 @@ class RunCheckpoints(CheckpointRotation):
             remedy = (
                 "None of the older ones is whole either. Train from the start."
                 if older is None
-                else f"{older.name} is: remove {paths[0].name} to go on from there."
+                else f"{older.name} is: remove {paths[0].name} to resume from there."
             )
             raise ConfigError(
                 f"checkpoint {paths[0]}: {damage} (expected a whole one, of format {FORMAT}). "

@@ -1,4 +1,4 @@
-"""Watch a trained policy."""
+"""Films a trained policy: `play_run`, the command `play`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.configs.run import RunConfig
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, CONFIG, config_of
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, CONFIG, saved_config
 from torchrl_unilab.trainers.runs.train import Run
 
 __all__ = ["resume_run"]
@@ -77,7 +77,7 @@ def resume_run(
         )
     if announce:
         announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
-    config = config_of(saved.run)
+    config = saved_config(saved.run)
     return Run(run, config, path, create_env=create_env, announce=announce, saved=saved)()
 
 

@@ -1,4 +1,8 @@
-"""What a run has left in its directory: loaded to be evaluated or shown."""
+"""Loads the policy of a run from its directory, and evaluates it.
+
+`load_run` refuses a directory without a whole checkpoint before an environment is made. The
+commands `eval` and `play` start here; `resume_run` shares `saved_config`.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +27,21 @@ from torchrl_unilab.runtime import available_cores
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
-__all__ = ["CHECKPOINT", "CONFIG", "Run", "config_of", "evaluate", "evaluate_run", "load_run"]
+__all__ = [
+    "CHECKPOINT",
+    "CONFIG",
+    "TrainedPolicy",
+    "evaluate",
+    "evaluate_run",
+    "load_run",
+    "saved_config",
+]
 
 CHECKPOINT = "checkpoint"
 CONFIG = "config.json"
 
 
-def config_of(settings: Mapping[str, Any]) -> Any:
+def saved_config(settings: Mapping[str, Any]) -> Any:
     """Return the settings that ``config.json`` or a checkpoint has."""
     make = ALGORITHMS[settings["algo"]].settings
     names = {field.name for field in dataclasses.fields(make(settings["env"]))} - {"algorithm"}
@@ -38,12 +50,12 @@ def config_of(settings: Mapping[str, Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainedPolicy:
     """A run's policy, with an environment of its task.
 
     Attributes:
         settings: What ``config.json`` says.
-        env: New, of the run's task; whoever loads the run closes it.
+        env: New, of the run's task; the caller closes it.
         actor: The policy of the run's checkpoint.
     """
 
@@ -52,12 +64,12 @@ class Run:
     actor: TensorDictModuleBase
 
 
-def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) -> Run:
+def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) -> TrainedPolicy:
     """Load the checkpoint of a run.
 
     Args:
         run_dir: A run.
-        purpose: What for, a verb; for messages.
+        purpose: A verb for messages: "evaluate".
         **env_options: Of `MujocoBatchEnv`.
 
     Raises:
@@ -73,7 +85,7 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
         )
     try:
         settings = json.loads((path / CONFIG).read_text())
-        config = config_of(settings)
+        config = saved_config(settings)
         task = make_task(settings["env"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -82,7 +94,7 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
         ) from error
     try:
         saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
-    except ConfigError as error:  # which says what would do
+    except ConfigError as error:
         raise ConfigError(f"cannot {purpose} {run_dir}: {error}") from error
     env = MujocoBatchEnv(task, **env_options)
     try:
@@ -94,7 +106,7 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
             f"cannot {purpose} {run_dir}: {saved.path.name} does not load, {error} (expected one "
             f"that fits {CONFIG}). Restore both, or train again."
         ) from error
-    return Run(settings, env, actor)
+    return TrainedPolicy(settings, env, actor)
 
 
 def evaluate_run(
@@ -130,7 +142,7 @@ def evaluate(
     Args:
         env: Batch size [N] or [].
         policy: Writes the action.
-        max_steps: Stop here even if an episode goes on.
+        max_steps: Steps after which an unfinished episode is cut.
 
     Returns:
         The return of each environment's first episode, float64, [N] ([1] for batch

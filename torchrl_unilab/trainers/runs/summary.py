@@ -1,4 +1,7 @@
-"""What a run writes for its readers: logs while it trains, a picture and versions at its end."""
+"""What a run writes to be read: logs while it trains, a picture and versions at its end.
+
+`Run` calls these; a resumed run removes from its logs what was logged after its checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,16 @@ import contextlib
 import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from torchrl.record.loggers import Logger
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 
-__all__ = ["FanOutLogger", "cut_logs", "package_versions", "plot_returns", "run_logger"]
+__all__ = ["RunLogger", "cut_logs", "package_versions", "plot_returns", "run_logger"]
 
 
-def run_logger(path: Path, closing: contextlib.ExitStack, resumed_at: int | None) -> FanOutLogger:
+def run_logger(path: Path, closing: contextlib.ExitStack, resumed_at: int | None) -> RunLogger:
     """Return the logger of a run: CSV and TensorBoard files.
 
     Args:
@@ -38,7 +39,7 @@ def run_logger(path: Path, closing: contextlib.ExitStack, resumed_at: int | None
             board.experiment.close()
 
     closing.push(close)
-    return FanOutLogger([CSVLogger("logs", log_dir=str(path)), board])
+    return RunLogger(path, board)
 
 
 def cut_logs(directory: Path, frames: int) -> None:
@@ -58,42 +59,22 @@ def cut_logs(directory: Path, frames: int) -> None:
             draft.replace(path)
 
 
-class FanOutLogger(Logger):
-    """Passes everything on to each of its loggers.
+class RunLogger(CSVLogger):
+    """TorchRL's `CSVLogger` that writes scalars to a TensorBoard file, too.
 
     Args:
-        loggers: Where to write, at least one.
+        path: The run's directory.
+        board: The TensorBoard file.
     """
 
-    def __init__(self, loggers: Sequence[Logger]) -> None:
-        self.loggers = list(loggers)
-        super().__init__(exp_name=self.loggers[0].exp_name, log_dir=self.loggers[0].log_dir)
+    def __init__(self, path: Path, board: TensorboardLogger) -> None:
+        super().__init__("logs", log_dir=str(path))
+        self._board = board
 
-    def _create_experiment(self) -> None:
-        return None
-
-    def log_scalar(self, name: str, value: float, step: int | None = None, **kwargs: Any) -> None:
+    def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
         """Log a scalar."""
-        for logger in self.loggers:
-            logger.log_scalar(name, value, step=step)
-
-    def log_video(self, name: str, video: Any, step: int | None = None, **kwargs: Any) -> None:
-        """Log a video."""
-        for logger in self.loggers:
-            logger.log_video(name, video, step=step, **kwargs)
-
-    def log_hparams(self, cfg: Any) -> None:
-        """Log settings."""
-        for logger in self.loggers:
-            logger.log_hparams(cfg)
-
-    def log_histogram(self, name: str, data: Sequence[Any], **kwargs: Any) -> None:
-        """Log a histogram."""
-        for logger in self.loggers:
-            logger.log_histogram(name, data, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"FanOutLogger({self.loggers})"
+        super().log_scalar(name, value, step)
+        self._board.log_scalar(name, value, step=step)
 
 
 def package_versions() -> dict[str, str]:

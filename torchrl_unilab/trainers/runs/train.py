@@ -28,8 +28,8 @@ from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.configs.run import RunConfig
-from torchrl_unilab.trainers.hooks import StopWhen
-from torchrl_unilab.trainers.processor_time import CollectorTime
+from torchrl_unilab.trainers.hooks import CollectorTime
+from torchrl_unilab.trainers.reports import StopWhen
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
@@ -219,8 +219,7 @@ class Run:
         limits = {"stop_at": options.stop_at, "max_seconds": options.max_seconds}
         StopWhen(trainer.returns, **limits).register(trainer)
         self.cpu = CollectorTime(collector)
-        trainer.register_op("setup", self.cpu.start)
-        trainer.register_op("post_steps", self.cpu.sample)
+        self.cpu.register(trainer)
         if saved:
             load_trainer(trainer, saved)
 

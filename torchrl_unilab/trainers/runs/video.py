@@ -1,4 +1,4 @@
-"""Videos as files that any player shows."""
+"""Videos as H.264 in mp4 files, written by PyAV, for `play_run` and TorchRL's `VideoRecorder`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,345 @@
+"""Hooks that log what a run comes to: returns, rates, policy lag; and stop it for that.
+
+A report logs the same keys for every batch, as loggers keep a file open for each, and shows some
+of them in the progress bar. `APPOTrainer` and `OffPolicyTrainer` register `report_progress`.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase
+from torchrl.trainers import Trainer
+
+from torchrl_unilab.collectors.base import WorkerCollector
+from torchrl_unilab.runtime.trace import counter
+from torchrl_unilab.trainers.hooks import Hook
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = [
+    "CollectorReport",
+    "EpisodeReturns",
+    "LearningCurve",
+    "LogPolicyLag",
+    "StopWhen",
+    "report_progress",
+]
+
+
+class _Report(Hook):
+    """A hook that logs values before the optimisation steps, some of them in the bar, too."""
+
+    stages: ClassVar[Mapping[str, str]] = {"pre_steps_log": "log"}
+    headlines: ClassVar[tuple[str, ...]]
+    """Keys that the progress bar shows."""
+
+    def __call__(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Return all that is logged of a batch."""
+        raise NotImplementedError
+
+    def log(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Log the values of a batch; return the headlines, which the trainer logs."""
+        values = self(batch)
+        headlines = {key: values.pop(key) for key in self.headlines if key in values}
+        assert self._trainer is not None, "register comes first"
+        self._trainer._log(**values)
+        return {**headlines, "log_pbar": True}
+
+
+_LAG_SHARES = {
+    "policy_lag_0": 0,
+    "policy_lag_1": 1,
+    "policy_lag_2_3": 3,
+    "policy_lag_4_7": 7,
+    "policy_lag_8_15": 15,
+    "policy_lag_16_up": float("inf"),
+}
+"""What is logged of how far behind batches were: key to the largest lag of its share."""
+
+
+class LogPolicyLag(_Report):
+    """Logs how many published versions the workers' rollouts are behind.
+
+    Logged are always the same keys, whatever the lag, as loggers keep a file open for each:
+
+    ====================  ==============================================================
+    ``policy_lag``        of this batch, the mean over its samples
+    ``policy_version``    the newest published version; a resumed run counts on
+    ``policy_lag_max``    of the batch that was furthest behind so far
+    ``policy_lag_0``      share of the batches so far that were 0 versions behind, and so
+                          for ``_1``, ``_2_3``, ``_4_7``, ``_8_15`` and ``_16_up``
+    ====================  ==============================================================
+
+    0 is as in lock-step, 1 where workers collect while the learner learns; a share at 8 or
+    above says that data is old: fewer slots or collectors, or a bound (``max_policy_lag``).
+
+    Warns once if the lag only grows: the workers no longer pull.
+
+    Args:
+        scheme: The scheme that publishes the policy.
+        patience: Batches in a row over which the lag must have grown for the warning.
+
+    Attributes:
+        histogram: How many batches were that many versions behind.
+    """
+
+    name = "policy_lag"
+    headlines = ("policy_lag",)
+
+    def __init__(self, scheme: UniLabShmScheme, patience: int = 20) -> None:
+        self.scheme = scheme
+        self.patience = patience
+        self.histogram: Counter[int] = Counter()
+        self._last = float("inf")
+        self._grown = 0
+
+    def __call__(self, batch: TensorDictBase | None) -> dict[str, Any]:
+        """Return the lag of the batch, or of the workers if it carries no version."""
+        versions = None if batch is None else batch.get(("next", "policy_version"), None)
+        if versions is not None:
+            lag = self.scheme.version - float(versions.double().mean())
+        else:
+            applied = [v for v in self.scheme.applied_versions.values() if v is not None]
+            lag = float(self.scheme.version - min(applied, default=self.scheme.version))
+        counter("policy_lag", lag)
+        self.histogram[round(lag)] += 1
+        self._watch(lag)
+        return {
+            "policy_lag": lag,
+            "policy_version": self.scheme.version,
+            "policy_lag_max": max(self.histogram),
+            **self._shares(),
+        }
+
+    def _shares(self) -> dict[str, float]:
+        shares = dict.fromkeys(_LAG_SHARES, 0.0)
+        for behind, count in self.histogram.items():
+            key = next(key for key, most in _LAG_SHARES.items() if behind <= most)
+            shares[key] += count / self.histogram.total()
+        return shares
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the histogram, and what the warning follows from."""
+        return {"histogram": dict(self.histogram), "last": self._last, "grown": self._grown}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.histogram = Counter(state_dict["histogram"])
+        self._last, self._grown = state_dict["last"], state_dict["grown"]
+
+    def _watch(self, lag: float) -> None:
+        self._grown = self._grown + 1 if lag > self._last else 0
+        self._last = lag
+        if self._grown == self.patience:
+            warnings.warn(
+                f"policy lag only grows: {lag:g} versions after {self.patience} batches "
+                "(expected it to stay). Check that the workers collect, and that their "
+                "scheme does not pull by hand only.",
+                stacklevel=2,
+            )
+
+
+class LearningCurve(_Report):
+    """Logs the mean return of the last episodes at each batch, and keeps the curve.
+
+    Attributes:
+        curve: (seconds, frames, mean return) at each batch since the first full episode.
+        seconds: Since training began, at the last batch.
+        mean: Mean return of the last finished episodes; NaN before the first.
+    """
+
+    name = "learning_curve"
+    stages: ClassVar[Mapping[str, str]] = {"setup": "start", "pre_steps_log": "log"}
+    headlines = ("return", "fps")
+
+    def __init__(self) -> None:
+        self.curve: list[tuple[float, int, float]] = []
+        self.seconds = 0.0
+        self.mean = float("nan")
+        self._started = time.perf_counter()
+
+    def start(self) -> None:
+        """Start the clock of the curve, at a checkpoint's seconds."""
+        self._started = time.perf_counter() - self.seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve, as the bytes of [n, 3] float64, and the seconds so far."""
+        curve = np.array(self.curve, dtype=np.float64).tobytes()
+        return {"curve": curve, "seconds": self.seconds, "mean": self.mean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; `start` continues the clock."""
+        points = np.frombuffer(state_dict["curve"], dtype=np.float64).reshape(-1, 3).tolist()
+        self.curve = [(seconds, int(frames), mean) for seconds, frames, mean in points]
+        self.seconds, self.mean = state_dict["seconds"], state_dict["mean"]
+
+    def measure(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Return what to log, with ``return`` and ``episode_length`` once there are any."""
+        raise NotImplementedError
+
+    def __call__(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Take a batch in and return what to log."""
+        measured = self.measure(batch)
+        self.seconds = time.perf_counter() - self._started
+        frames = self._trainer.collected_frames if self._trainer else 0
+        if "return" in measured:
+            self.mean = measured["return"]
+            self.curve.append((self.seconds, frames, self.mean))
+        return {"fps": frames / self.seconds, **measured}
+
+
+class EpisodeReturns(LearningCurve):
+    """Sums rewards to episode returns and logs the mean of the last ones.
+
+    Follows each trajectory through the batches by ``("collector", "traj_ids")``, so any
+    number of workers and any order of batches will do, as long as none is left out.
+
+    Args:
+        window: How many finished episodes the mean is over.
+    """
+
+    def __init__(self, window: int = 64) -> None:
+        super().__init__()
+        self.finished: deque[float] = deque(maxlen=window)
+        self.lengths: deque[int] = deque(maxlen=window)
+        self._open: dict[int, tuple[float, int]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the curve, and the episodes, ended or not."""
+        return {
+            **super().state_dict(),
+            "finished": list(self.finished),
+            "lengths": list(self.lengths),
+            "open": dict(self._open),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        super().load_state_dict(state_dict)
+        self.finished = deque(state_dict["finished"], maxlen=self.finished.maxlen)
+        self.lengths = deque(state_dict["lengths"], maxlen=self.lengths.maxlen)
+        self._open = dict(state_dict["open"])
+
+    def measure(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Take a batch in and return the means."""
+        self._add(batch)
+        if not self.finished:
+            return {}
+        return {
+            "return": sum(self.finished) / len(self.finished),
+            "episode_length": sum(self.lengths) / len(self.lengths),
+        }
+
+    def _add(self, batch: TensorDictBase) -> None:
+        ids, index = torch.unique(batch["collector", "traj_ids"], return_inverse=True)
+        index = index.reshape(-1)
+        rewards = batch["next", "reward"].reshape(-1).double()
+        sums = torch.zeros(len(ids), dtype=torch.float64).index_add_(0, index, rewards)
+        done = torch.zeros(len(ids), dtype=torch.bool)
+        done[index[batch["next", "done"].reshape(-1)]] = True
+        counts = torch.bincount(index, minlength=len(ids))
+        columns = (ids.tolist(), sums.tolist(), counts.tolist(), done.tolist())
+        for trajectory, total, count, is_done in zip(*columns, strict=True):
+            before, steps = self._open.pop(trajectory, (0.0, 0))
+            if is_done:
+                self.finished.append(before + total)
+                self.lengths.append(steps + count)
+            else:
+                self._open[trajectory] = (before + total, steps + count)
+
+
+class CollectorReport(LearningCurve):
+    """Logs what a collector's workers count: returns, rates, memory, frames per second.
+
+    The workers count their episodes themselves, so returns are right also where rollouts
+    are dropped. Reading never blocks.
+
+    Args:
+        collector: The collector.
+
+    Attributes:
+        last: What was logged last.
+    """
+
+    def __init__(self, collector: WorkerCollector) -> None:
+        super().__init__()
+        self.collector = collector
+        self.last: dict[str, Any] = {}
+
+    def measure(self, batch: TensorDictBase) -> dict[str, Any]:
+        """Return the newest metrics."""
+        collector = self.collector
+        metrics = collector.metrics()
+        status = collector.status()
+        for name, value in status.items():
+            counter(name, value)
+        measured: dict[str, Any] = {
+            **status,
+            **{f"fps_{phase}": value for phase, value in metrics.fps.items()},
+        }
+        if metrics.episodes:
+            measured |= {
+                "return": metrics.episode_return,
+                "episode_length": metrics.episode_length,
+                "timeout_rate": metrics.timeout_rate,
+                "termination_rate": metrics.termination_rate,
+            }
+        self.last = measured
+        return measured
+
+
+class StopWhen(Hook):
+    """Ends training once a return is reached or the time is up.
+
+    Args:
+        returns: The trainer's learning curve.
+        stop_at: Mean return at which to stop.
+        max_seconds: Seconds since training began after which to stop.
+    """
+
+    name = "stop_when"
+    stages: ClassVar[Mapping[str, str]] = {"pre_steps_log": "__call__"}
+
+    def __init__(
+        self,
+        returns: LearningCurve,
+        *,
+        stop_at: float | None = None,
+        max_seconds: float | None = None,
+    ) -> None:
+        self.returns = returns
+        self.stop_at = stop_at
+        self.max_seconds = max_seconds
+
+    def __call__(self, batch: TensorDictBase | None = None) -> dict[str, Any]:
+        """Look at the curve; ask the trainer to stop after this batch if it is time."""
+        assert self._trainer is not None, "register comes first"
+        if self.stop_at is not None and self.returns.mean >= self.stop_at:
+            self._trainer.request_stop(f"return {self.returns.mean:g} reached")
+        elif self.max_seconds is not None and self.returns.seconds >= self.max_seconds:
+            self._trainer.request_stop(f"{self.returns.seconds:g} seconds are over")
+        return {}
+
+
+def report_progress(
+    trainer: Trainer, collector: Any, scheme: UniLabShmScheme | None
+) -> tuple[LearningCurve, LogPolicyLag | None]:
+    """Register a trainer's learning curve and, where a scheme is given, its policy lag.
+
+    Args:
+        trainer: The trainer.
+        collector: Any; one of ours counts its episodes itself.
+        scheme: The scheme that publishes the policy.
+    """
+    ours = isinstance(collector, WorkerCollector)
+    returns = CollectorReport(collector) if ours else EpisodeReturns()
+    lag = None if scheme is None else LogPolicyLag(scheme)
+    for report in (returns, *([lag] if lag else [])):
+        report.register(trainer)
+    return returns, lag
