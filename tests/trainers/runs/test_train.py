@@ -72,6 +72,11 @@ def test_a_run_leaves_summary_picture_logs_and_a_checkpoint_that_evaluates(tmp_p
     assert not live_children()
 
 
+def test_the_progress_bar_ends_its_line_before_the_summary_is_printed(tmp_path, capsys):
+    _train(tmp_path, progress_bar=True)
+    assert capsys.readouterr().err.endswith("\n")
+
+
 def test_any_torchrl_environment_serves(tmp_path):
     summary = _train(tmp_path, env="Pendulum-v1", create_env=_pendulum, frames=512)
     assert summary["frames"] >= 512

@@ -216,6 +216,8 @@ class Run:
         )
         if self.algorithm.replay:
             closing.callback(trainer.close)
+        if options.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
+            trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
         limits = {"stop_at": options.stop_at, "max_seconds": options.max_seconds}
         StopWhen(trainer.returns, **limits).register(trainer)
         self.cpu = CollectorTime(collector)
