@@ -122,6 +122,7 @@ class OffPolicyTrainer(Trainer):
         returns: The hook that follows episode returns.
         lag: The hook that follows the policy lag, if there is a scheme.
         busy_time: The hook that measures the learner's waiting.
+        update: Takes the updates: a fused one where the loss allows.
         updates: Updates taken.
 
     Raises:
