@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.data.pipeline.packer import ReplaySnapshot
+from torchrl_unilab.data.pipeline.source import ReplaySnapshot
 
 COUNT = 64
 CAPACITY = 512
 
 
 class Table:
-    """Rows in shared memory; `gate` holds up sampling, `broken` makes it fail."""
+    """Rows; `gate` holds up sampling, `broken` makes it fail."""
 
     def __init__(self, rows: int = CAPACITY) -> None:
-        self.rows = self._make(CAPACITY, shared=True)
-        self.written = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self.rows = self._make(CAPACITY)
+        self.written = 0
         self.batches = 0
         self.broken = False
         self.gate = threading.Event()
@@ -29,19 +28,9 @@ class Table:
         self.sampling = threading.Event()
         self.add(rows)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"rows": self.rows, "written": self.written, "broken": self.broken}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Table.__init__(self, 0)
-        self.__dict__.update(state)
-
     @staticmethod
-    def _make(count: int, *, shared: bool) -> TensorDict:
+    def _make(count: int) -> TensorDict:
         numbers, flags = torch.zeros(count, 8), torch.zeros(count, 1, dtype=torch.uint8)
-        if shared:
-            numbers.share_memory_()
-            flags.share_memory_()
         fields = {
             "observation": numbers[:, :4],
             "next": {"observation": numbers[:, 4:], "done": flags.view(torch.bool)},
@@ -50,8 +39,7 @@ class Table:
 
     def add(self, count: int) -> None:
         """Write rows, each everywhere its own number."""
-        start = int(self.written)
-        for row in range(start, start + count):
+        for row in range(self.written, self.written + count):
             self.rows["observation"][row % CAPACITY] = row
             self.rows["next", "observation"][row % CAPACITY] = row
             self.rows["next", "done"][row % CAPACITY] = bool(row % 2)
@@ -59,14 +47,11 @@ class Table:
 
     def snapshot(self) -> ReplaySnapshot:
         self.counted.set()
-        written = int(self.written)
-        return ReplaySnapshot(written, min(written, CAPACITY))
+        return ReplaySnapshot(self.written, min(self.written, CAPACITY))
 
-    def empty_batch(
-        self, count: int, *, pin_memory: bool = False, shared: bool = False
-    ) -> TensorDict:
+    def empty_batch(self, count: int, *, pin_memory: bool = False) -> TensorDict:
         self.batches += 1
-        return self._make(count, shared=shared)
+        return self._make(count)
 
     def sample(
         self,

@@ -156,6 +156,19 @@ def test_known_networks_are_updated_by_the_fused_step_and_others_by_the_loss(alg
     assert "loss_qvalue" in general._log_dict
 
 
+@pytest.mark.parametrize(("prefetch", "packer"), [(True, "thread"), (False, "inline")])
+def test_a_sample_is_packed_beside_the_learner_with_prefetch(prefetch, packer):
+    trainer = _trainer(prefetch=prefetch)
+    assert trainer.pipeline.transfer_manifest["packer"] == packer
+    _trained(trainer)
+    assert trainer.updates == 2 * 13
+
+
+def test_prefetch_is_refused_where_runs_are_repeatable():
+    with pytest.raises(ConfigError, match="prefetch: True with sync_collection"):
+        OffPolicyConfig(prefetch=True, sync_collection=True)
+
+
 class _Noted:
     """A pipeline that notes what it is asked."""
 
@@ -181,12 +194,10 @@ class _Noted:
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_the_next_sample_is_begun_while_this_one_is_learnt_from_if_it_is_asked_for(prefetch):
-    trainer = _trainer(9)
-    assert trainer.prefetch is False  # on the processor
+def test_the_next_sample_is_started_while_this_one_is_learnt_from_with_prefetch(prefetch):
+    trainer = _trainer(9, prefetch=prefetch)
     trainer.pipeline.close()
-    noted = _Noted(trainer.collector.storage)
-    trainer.pipeline, trainer.prefetch = noted, prefetch
+    trainer.pipeline = noted = _Noted(trainer.collector.storage)
     _trained(trainer)
     expected = [
         [("sample", t), *([("prepare", t + 1)] if prefetch else []), ("after", -1)]

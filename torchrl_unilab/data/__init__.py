@@ -2,17 +2,12 @@
 
 from torchrl_unilab.data.packed_replay import PackedReplayStorage
 from torchrl_unilab.data.packed_writer import PackedReplayWriter
-from torchrl_unilab.data.pipeline.packer import (
-    PackerLink,
-    ProcessPacker,
-    ReplaySnapshot,
-    ReplaySource,
-)
 from torchrl_unilab.data.pipeline.pipeline import (
     DoubleBufferReplayPipeline,
     ReplayPipeline,
     ReplayTickMetadata,
 )
+from torchrl_unilab.data.pipeline.source import ReplaySnapshot, ReplaySource
 from torchrl_unilab.data.rollout_buffer import (
     RolloutReplayBuffer,
     RolloutRingSampler,
@@ -29,8 +24,6 @@ __all__ = [
     "DoubleBufferReplayPipeline",
     "PackedReplayStorage",
     "PackedReplayWriter",
-    "PackerLink",
-    "ProcessPacker",
     "ReplayPipeline",
     "ReplaySnapshot",
     "ReplaySource",

@@ -23,7 +23,7 @@ from torchrl_unilab.data.packed_checkpoint import PackedReplayCheckpointer
 from torchrl_unilab.data.packed_form import DONE, REWARD, RowForm, as_rows, key_path
 from torchrl_unilab.data.packed_links import RowLinker
 from torchrl_unilab.data.packed_sampling import RowGatherer, draw_positions
-from torchrl_unilab.data.pipeline.packer import ReplaySnapshot
+from torchrl_unilab.data.pipeline.source import ReplaySnapshot
 from torchrl_unilab.data.positions import check_range, flat_positions, is_single
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import StockArguments, check_stock_arguments, rows_of_state_dict

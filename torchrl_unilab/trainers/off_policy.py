@@ -111,11 +111,8 @@ class OffPolicyTrainer(Trainer):
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given.
-        pipeline: Prepares the samples. If not given: for a learner on the processor, in this
-            thread, as it has all cores; for another, in a thread of its own.
-        prefetch: Whether the next tick's sample is prepared while this one is learnt from, so
-            that it has rows up to this tick only. If not given, it is where the trainer's own
-            pipeline has a thread and collection is not ``sync_collection``, which is repeatable.
+        pipeline: Prepares the samples. If not given, one that packs them in this thread, or with
+            ``config.prefetch`` in another while the tick before is learnt from.
         **kwargs: As for `torchrl.trainers.Trainer`.
 
     Attributes:
@@ -139,7 +136,6 @@ class OffPolicyTrainer(Trainer):
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
         scheme: UniLabShmScheme | None = None,
         pipeline: ReplayPipeline | None = None,
-        prefetch: bool | None = None,
         **kwargs: Any,
     ) -> None:
         self.config = config
@@ -166,15 +162,12 @@ class OffPolicyTrainer(Trainer):
         self.updates = 0
         self._tick = 0
         self._counted = 0  # rows that the normalisers know
-        device = next(loss_module.parameters()).device
-        threaded = pipeline is None and device.type != "cpu"
-        self.prefetch = threaded and not config.sync_collection if prefetch is None else prefetch
         self.pipeline = pipeline or DoubleBufferReplayPipeline(
             self.storage,
-            device=device,
+            device=next(loss_module.parameters()).device,
             sample_count=config.batch_size * config.updates_per_step,
             base_seed=int(torch.randint(2**31, ())),
-            packer="thread" if threaded else "inline",
+            packer="thread" if config.prefetch else "inline",
         )
         self.register_module("learner", _LearnerState(self))
         if isinstance(self.pipeline, DoubleBufferReplayPipeline):
@@ -199,7 +192,7 @@ class OffPolicyTrainer(Trainer):
         count = config.batch_size * config.updates_per_step
         sample = self.pipeline.sample_large_batch(self._tick, count)
         self._tick += 1
-        if self.prefetch:
+        if config.prefetch:
             self.pipeline.start_prepare(self._tick, count)
         with span("update"):
             logged = self._learn(sample)
@@ -238,5 +231,5 @@ class OffPolicyTrainer(Trainer):
         self._counted = end
 
     def close(self) -> None:
-        """Let go of the pipeline. Idempotent."""
+        """Close the pipeline. Idempotent."""
         self.pipeline.close()

@@ -1,4 +1,8 @@
-"""`PrefetchReplay`: batches from a replay pipeline for TorchRL's own off-policy trainers."""
+"""`PrefetchReplay`: batches from a replay pipeline for TorchRL's own off-policy trainers.
+
+A large batch is packed while the trainer learns from the one before it, and cut into the
+minibatches of its optimiser steps. TorchRL's trainers call it as a hook.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +100,7 @@ class PrefetchReplay(TrainerHookBase):
         return {"ticks": self.ticks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; what was prepared is not used."""
+        """Restore what `state_dict` returned; a batch that was prepared is not used."""
         self.ticks = state_dict["ticks"]
         self._left.clear()
         self.pipeline.discard()

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from tests.support.bounds import DEADLINE
 from tests.support.tables import COUNT, Table, drawn, rows_of
-from torchrl_unilab.data.pipeline.packer import ProcessPacker
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkersBehindError
 
@@ -182,14 +181,6 @@ def test_settings_that_cannot_work_are_refused(table, setting, message):
     with pytest.raises(ConfigError, match=message):
         make(table, **setting)
     assert table.batches == 0
-
-
-def test_a_packer_made_for_another_batch_size_is_refused(table):
-    packer, link = ProcessPacker.pair(table, COUNT)
-    with pytest.raises(ConfigError, match=r"host batches \(64,\) \(expected \(65,\)\)"):
-        make(table, sample_count=COUNT + 1, packer=packer)
-    packer.close()
-    link.close()
 
 
 # What is drawn, and what is said about it

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch.overrides import TorchFunctionMode
 
-from torchrl_unilab.data.pipeline.packer import ReplaySnapshot
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline
+from torchrl_unilab.data.pipeline.source import ReplaySnapshot
 from torchrl_unilab.data.pipeline.transfer import (
     CUDATransfer,
     HostTransfer,
@@ -39,9 +39,7 @@ class Seeds:
     def snapshot(self) -> ReplaySnapshot:
         return ReplaySnapshot(COUNT, COUNT)
 
-    def empty_batch(
-        self, count: int, *, pin_memory: bool = False, shared: bool = False
-    ) -> TensorDict:
+    def empty_batch(self, count: int, *, pin_memory: bool = False) -> TensorDict:
         rows = torch.full((count, 4), -1.0, pin_memory=pin_memory)
         flags = torch.zeros(count, dtype=torch.uint8, pin_memory=pin_memory)
         fields = {"observation": rows[:, :3], "next": {"reward": rows[:, 3:]}}

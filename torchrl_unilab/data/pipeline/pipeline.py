@@ -24,23 +24,15 @@ from typing import Any, Literal, Protocol
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_unilab.data.pipeline.packer import (
-    SLOTS,
-    PackOrder,
-    ProcessPacker,
-    ReplaySnapshot,
-    ReplaySource,
-)
+from torchrl_unilab.data.pipeline.source import ReplaySnapshot, ReplaySource
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
-from torchrl_unilab.errors import (
-    ConfigError,
-    SegmentClosedError,
-    WorkerError,
-    WorkersBehindError,
-)
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkersBehindError
 from torchrl_unilab.runtime.trace import span
 
-__all__ = ["DoubleBufferReplayPipeline", "ReplayPipeline", "ReplayTickMetadata"]
+__all__ = ["SLOTS", "DoubleBufferReplayPipeline", "ReplayPipeline", "ReplayTickMetadata"]
+
+SLOTS = 2
+"""Batches in memory: one that the learner uses, one that is packed."""
 
 _POLL_SECONDS = 0.0005
 """How often the rows are counted while some have to come first."""
@@ -118,10 +110,9 @@ class DoubleBufferReplayPipeline:
         sample_count: Rows of a batch, of every tick.
         device: The learner's device.
         base_seed: Seed of tick 0.
-        packer: Where batches are packed: ``"thread"``, in a thread beside the learner's;
-            ``"inline"``, in the learner's when it starts to prepare; or in the process of a
-            `ProcessPacker`, which is closed with the pipeline.
-        timeout: How long to wait for `min_snapshot_ptr`, or for the other process, s.
+        packer: Where batches are packed: ``"thread"``, in a thread beside the learner's, or
+            ``"inline"``, in the learner's when it starts to prepare.
+        timeout: How long to wait for `min_snapshot_ptr`, s.
         transfer: Makes of the host batches what takes them to the device; chosen by `device`
             if not given.
 
@@ -137,7 +128,7 @@ class DoubleBufferReplayPipeline:
         ...     rows = TensorDict({"reward": torch.arange(100.0)}, [100])
         ...     def snapshot(self):
         ...         return ReplaySnapshot(ptr=100, size=100)
-        ...     def empty_batch(self, count, *, pin_memory=False, shared=False):
+        ...     def empty_batch(self, count, *, pin_memory=False):
         ...         return TensorDict({"reward": torch.empty(count)}, [count])
         ...     def sample(self, count, *, seed, snapshot=None, out=None):
         ...         generator = torch.Generator().manual_seed(seed)
@@ -160,7 +151,7 @@ class DoubleBufferReplayPipeline:
         sample_count: int,
         device: torch.device | str = "cpu",
         base_seed: int = 0,
-        packer: Literal["thread", "inline"] | ProcessPacker = "thread",
+        packer: Literal["thread", "inline"] = "thread",
         timeout: float = 60.0,
         transfer: MakeTransfer | None = None,
     ) -> None:
@@ -170,30 +161,19 @@ class DoubleBufferReplayPipeline:
                 f"{base_seed} (expected at least 1 row, some time, no negative seed). Check the "
                 "settings."
             )
+        if packer not in ("thread", "inline"):
+            raise ConfigError(
+                f"replay pipeline: packer {packer!r} (expected 'thread' or 'inline'). Use 'thread' "
+                "to pack while the learner learns."
+            )
         self._device = torch.device(device)
         make_transfer = transfer or transfer_to(self._device)
+        pinned = self._device.type == "cuda"
         self._source = source
-        self._packer: ProcessPacker | None = None
-        if isinstance(packer, ProcessPacker):
-            self._packer = packer
-            self._hosts = list(packer.batches)
-        elif packer in ("thread", "inline"):
-            pinned = self._device.type == "cuda"
-            self._hosts = [
-                source.empty_batch(sample_count, pin_memory=pinned) for _ in range(SLOTS)
-            ]
-        else:
-            raise ConfigError(
-                f"replay pipeline: packer {packer!r} (expected 'thread', 'inline' or a "
-                "ProcessPacker). Use 'thread' to pack while the learner learns."
-            )
-        if (packed := self._hosts[0].batch_size) != (sample_count,):
-            raise ConfigError(
-                f"replay pipeline: host batches {tuple(packed)} (expected {(sample_count,)}). "
-                "Make the packer for the pipeline's sample_count."
-            )
+        self._hosts = [source.empty_batch(sample_count, pin_memory=pinned) for _ in range(SLOTS)]
         self._transfer = make_transfer(self._hosts)
-        self._thread = None if packer == "inline" else ThreadPoolExecutor(1, "replay-packer")
+        self._packer = packer
+        self._thread = ThreadPoolExecutor(1, "replay-packer") if packer == "thread" else None
         self._timeout = timeout
         self._closing = threading.Event()
         self._slot = 0  # the cold one: prepared next, or now
@@ -224,7 +204,6 @@ class DoubleBufferReplayPipeline:
         """
         leaves = list(self._hosts[0].values(include_nested=True, leaves_only=True))
         blocks = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves}
-        local = "inline" if self._thread is None else "thread"
         return {
             "device": str(self._device),
             "slots": SLOTS,
@@ -232,7 +211,7 @@ class DoubleBufferReplayPipeline:
             "bytes": sum(block.nbytes() for block in blocks.values()),
             "pinned": all(leaf.is_pinned() for leaf in leaves),
             "submitter": self._transfer.submitter,
-            "packer": local if self._packer is None else "process",
+            "packer": self._packer,
         }
 
     def start_prepare(
@@ -376,8 +355,6 @@ class DoubleBufferReplayPipeline:
     def close(self) -> None:
         """End all waiting, in every thread, and free the memory. Idempotent."""
         self._closing.set()
-        if self._packer is not None:
-            self._packer.close()
         if self._thread is not None:
             self._thread.shutdown()
         self._transfer.close()
@@ -388,10 +365,7 @@ class DoubleBufferReplayPipeline:
         self._transfer.wait(slot)
         with span("replay pack"):
             snapshot = self._wait_for_rows(min_ptr)
-            if self._packer is None:
-                self._source.sample(count, seed=seed, snapshot=snapshot, out=self._hosts[slot])
-            else:
-                self._packer.pack(PackOrder(slot, count, seed, snapshot), self._timeout)
+            self._source.sample(count, seed=seed, snapshot=snapshot, out=self._hosts[slot])
         with span("replay submit"):
             self._transfer.submit(slot)
         copied = None if self._transfer.submitter == "none" else slot
@@ -411,13 +385,9 @@ class DoubleBufferReplayPipeline:
 
     def _outcome(self) -> ReplayTickMetadata:
         """Wait for the pending tick to be packed and submitted; forget it if that failed."""
-        error = self._prepared.exception()
-        if error is None:
-            return self._prepared.result()
-        self._tick = None
-        if self._packer is not None and isinstance(error, WorkerError):
-            self._packer.check()
-        raise error
+        if self._prepared.exception() is not None:
+            self._tick = None
+        return self._prepared.result()
 
     def _check(self, tick_id: int, sample_count: int) -> None:
         if self._closing.is_set():

@@ -87,6 +87,12 @@ class OffPolicyConfig(Settings):
         "next tick's steps while the learner updates",
         flag(),
     )
+    prefetch: bool = setting(
+        False,
+        "pack the next tick's sample in a thread while this one's is learnt from: it has rows up "
+        "to this tick only; for a learner that leaves a core idle",
+        flag(),
+    )
     restart_workers: int = setting(
         0, "lost collectors to replace before the loss of one ends the run", integer(0)
     )
@@ -143,6 +149,11 @@ class OffPolicyConfig(Settings):
             raise ConfigError(
                 f"noise_std_min: {self.noise_std_min} (expected at most noise_std_max, "
                 f"{self.noise_std_max}). Leave both out for the defaults."
+            )
+        if self.prefetch and self.sync_collection:
+            raise ConfigError(
+                "prefetch: True with sync_collection (expected one of them: what a thread finds "
+                "in the replay is not repeatable). Leave one out."
             )
         if self.train_start_threshold > self.capacity:
             raise ConfigError(

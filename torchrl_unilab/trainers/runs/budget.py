@@ -24,7 +24,7 @@ from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.collectors.rollout_worker import example_rollout
 from torchrl_unilab.data.packed_form import RowForm
 from torchrl_unilab.data.packed_sampling import RowGatherer
-from torchrl_unilab.data.pipeline.packer import SLOTS
+from torchrl_unilab.data.pipeline.pipeline import SLOTS
 from torchrl_unilab.data.rollout_form import named_leaves
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
