@@ -13,16 +13,14 @@ from torchrl_unilab.data.pipeline.pipeline import (
     ReplayPipeline,
     ReplayTickMetadata,
 )
-from torchrl_unilab.data.rollout_buffer import (
-    RolloutReplayBuffer,
-    RolloutRingSampler,
-    RolloutRingWriter,
-)
 from torchrl_unilab.data.rollout_pool import RolloutPool
-from torchrl_unilab.data.rollout_ring import (
+from torchrl_unilab.data.rollouts import (
     RolloutLease,
+    RolloutReplayBuffer,
     RolloutRingCheckpointer,
+    RolloutRingSampler,
     RolloutRingStorage,
+    RolloutRingWriter,
 )
 
 __all__ = [

@@ -29,11 +29,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from torchrl_unilab.errors import ConfigError, PeerGoneError, SegmentError
-from torchrl_unilab.shm.words import SharedWords
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token, unpack_token, waits
+from torchrl_unilab.shm.words import SharedWords
 
 __all__ = ["Lease", "Overflow", "RolloutRing"]
 
@@ -43,10 +43,11 @@ MAX_SLOTS = 128  # of one writer: as many tokens fit two pages, the smallest pip
 MAX_WRITERS = 1024
 _REGISTER_SECONDS = 10.0
 
+COUNTERS = ("written", "dropped", "read", "skipped", "lost")
 _READER, _CLOSED = range(2)  # words of the ring
 _HEADER_WORDS = 2
-_PROCESS, _COMMITTED, _DROPPED = range(3)  # words of a writer, stored by the writer
-_READ, _SKIPPED, _LOST = range(3, 6)  # words of a writer, stored by the reader
+# Words of a writer: its process, and the counters; the reader stores the last three.
+_PROCESS, _COMMITTED, _DROPPED, _READ, _SKIPPED, _LOST = range(6)
 _WRITER_WORDS = 6
 
 
@@ -64,6 +65,27 @@ class Lease(NamedTuple):
     slot: int
     generation: int
     views: Mapping[str, torch.Tensor]
+
+
+def _counter(name: str, doc: str) -> Any:
+    word = _COMMITTED + COUNTERS.index(name)
+    return property(lambda ring: ring._of_writers(word), doc=doc)
+
+
+def check_ring(slots: int, writers: int, overflow: str) -> None:
+    """Refuse settings of a ring that cannot work.
+
+    Raises:
+        ConfigError: A count or `overflow` is out of its range.
+    """
+    for name, count, most in (("slots", slots, MAX_SLOTS), ("writers", writers, MAX_WRITERS)):
+        if not 1 <= count <= most:
+            raise ConfigError(f"ring {name}: {count} (expected 1 to {most}). Use for example 2.")
+    if overflow not in OVERFLOWS:
+        raise ConfigError(
+            f"ring overflow: {overflow!r} (expected one of {OVERFLOWS}). "
+            "Leave it out to drop the oldest unread rollout."
+        )
 
 
 class RolloutRing:
@@ -106,16 +128,7 @@ class RolloutRing:
         writers: int = 1,
         overflow: Overflow = "overwrite",
     ) -> None:
-        for name, count, most in (("slots", slots, MAX_SLOTS), ("writers", writers, MAX_WRITERS)):
-            if not 1 <= count <= most:
-                raise ConfigError(
-                    f"ring {name}: {count} (expected 1 to {most}). Use for example 2."
-                )
-        if overflow not in OVERFLOWS:
-            raise ConfigError(
-                f"ring overflow: {overflow!r} (expected one of {OVERFLOWS}). "
-                "Leave it out to drop the oldest unread rollout."
-            )
+        check_ring(slots, writers, overflow)
         segment = SharedSegment(self.nbytes(layout, slots, writers))
         pipes = [TokenPipe.create() for _ in range(2 * writers)]
         self._open(segment, layout, slots, writers, overflow, pipes)
@@ -167,48 +180,30 @@ class RolloutRing:
 
     # Counters
 
+    written = _counter("written", "Rollouts that each writer has committed.")
+    dropped = _counter("dropped", "Rollouts of each writer that it has overwritten unread.")
+    read = _counter("read", "Rollouts of each writer that were released as read.")
+    skipped = _counter("skipped", "Rollouts of each writer that were released unread.")
+    lost = _counter("lost", "Rollouts that each writer had committed when it died in handing over.")
+
     def _of_writers(self, word: int) -> tuple[int, ...]:
         self._check_open()
         self._settle()
         return tuple(self._words[word::_WRITER_WORDS])
 
-    @property
-    def written(self) -> tuple[int, ...]:
-        """Rollouts that each writer has committed."""
-        return self._of_writers(_COMMITTED)
-
-    @property
-    def dropped(self) -> tuple[int, ...]:
-        """Rollouts of each writer that it has overwritten unread."""
-        return self._of_writers(_DROPPED)
-
-    @property
-    def read(self) -> tuple[int, ...]:
-        """Rollouts of each writer that were released as read."""
-        return self._of_writers(_READ)
-
-    @property
-    def skipped(self) -> tuple[int, ...]:
-        """Rollouts of each writer that were released unread."""
-        return self._of_writers(_SKIPPED)
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Rollouts that each writer had committed and that went with it when it died."""
-        return self._of_writers(_LOST)
-
     def resume_from(self, counts: Mapping[str, Sequence[int]]) -> None:
-        """Add the counts of an earlier ring, by the names above. Before any other process writes.
+        """Replace the counters by those of an earlier ring. Before any other process writes.
 
         Args:
-            counts: ``"written"``, ``"dropped"``, ``"read"``, ``"skipped"`` and ``"lost"``, each
-                one number per writer.
+            counts: Name of each counter to one number per writer; 0 if left out. Rollouts that
+                are unread or leased now count as written in addition.
         """
-        for word, name in enumerate(("written", "dropped", "read", "skipped", "lost"), _COMMITTED):
-            for writer, (now, then) in enumerate(
-                zip(self._of_writers(word), counts[name], strict=True)
-            ):
-                self._words[writer * _WRITER_WORDS + word] = now + then
+        for writer in range(self.writers):
+            first = writer * _WRITER_WORDS
+            gone = [counts[name][writer] if name in counts else 0 for name in COUNTERS[1:]]
+            there = self.available(writer) + sum(lease.writer == writer for lease in self.leases)
+            for word, count in enumerate((there + sum(gone), *gone), _COMMITTED):
+                self._words[first + word] = count
 
     # Writer
 
@@ -244,15 +239,15 @@ class RolloutRing:
                     f"cannot become a ring writer: each is taken, by processes {taken} (expected "
                     "a free one). Make the ring for more writers, or recover those of the dead."
                 )
-            self._resign()
+            self.resign()
             self._own = free[0] * _WRITER_WORDS
             self._words[self._own + _PROCESS] = me
         self.writer = free[0]
         self._end_with_process()
         return self.writer
 
-    def _resign(self) -> None:
-        """Free the writer that this process is."""
+    def resign(self) -> None:
+        """Stop being a writer, so that another process may be the same one."""
         if self.writer is not None and self._words[self._own + _PROCESS] == this_process():
             self.abandon()
             self._words[self._own + _PROCESS] = 0
@@ -276,6 +271,11 @@ class RolloutRing:
             return None
         self._complete_claim()
         return self._claimed
+
+    def spare(self) -> int:
+        """Return the number of free slots of this writer."""
+        self._check_open()
+        return 0 if self.writer is None else len(self._free[self.writer])
 
     def _take_to_fill(self) -> bool:
         if self.writer is None:
@@ -345,10 +345,10 @@ class RolloutRing:
         self._check_open()
         return [pipe.ends[0] for pipe in self._ready]
 
-    def available(self) -> int:
-        """Return the number of committed rollouts that are not leased."""
+    def available(self, writer: int | None = None) -> int:
+        """Return the number of committed rollouts, of all writers or one, that are not leased."""
         self._check_open()
-        return sum(map(len, self._ready))
+        return sum(map(len, self._ready if writer is None else [self._ready[writer]]))
 
     @property
     def leases(self) -> list[Lease]:
@@ -545,7 +545,7 @@ class RolloutRing:
             self._at_end = Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)
 
     def _leave(self) -> None:
-        self._resign()
+        self.resign()
         if self._header[_READER] == this_process():
             self._header[_CLOSED] = 1
 
