@@ -292,7 +292,7 @@ def test_registration_waits_a_bounded_time_for_a_stopped_process(monkeypatch):
     monkeypatch.setattr(ring_module, "_REGISTER_SECONDS", 0.05)
     with make_ring() as ring, spawned(hold_registration, ring) as (_, pipe):
         receive(pipe)
-        with pytest.raises(SegmentError, match="held by another process for 0.05"):
+        with pytest.raises(SegmentError, match="held by another process"):
             ring.become_writer(0)
 
 

@@ -18,7 +18,6 @@ import torch
 
 from tests.support.processes import DEADLINE
 from torchrl_unilab.errors import PeerGoneError
-from torchrl_unilab.shm import ring as ring_module
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.segment import SharedSegment
@@ -63,9 +62,15 @@ class _Descriptor:
 def attach(ring: RolloutRing) -> RolloutRing:
     """The ring once more, as another process has it."""
     segment = ring._segment
-    other = SharedSegment._attach_descriptor(os.dup(segment._descriptor), segment.nbytes, None)
-    ends = [tuple(map(_Descriptor, pipe.ends)) for pipe in (*ring._free, *ring._ready)]
-    return ring_module._attach(other, ring.layout, ring.slots, ring.writers, ring.overflow, ends)
+    state = {name: getattr(ring, name) for name in ("layout", "slots", "writers", "overflow")}
+    state["_segment"] = SharedSegment._attach_descriptor(
+        os.dup(segment._descriptor), segment.nbytes, None
+    )
+    pipes = (*ring._free, *ring._ready)
+    state["ends"] = [tuple(map(_Descriptor, pipe.ends)) for pipe in pipes]
+    other = RolloutRing.__new__(RolloutRing)
+    other.__setstate__(state)
+    return other
 
 
 def write(ring: RolloutRing, sequence: int | None = None, timeout: float | None = DEADLINE) -> bool:

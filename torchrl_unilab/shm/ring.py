@@ -44,8 +44,8 @@ MAX_WRITERS = 1024
 _REGISTER_SECONDS = 10.0
 
 COUNTERS = ("written", "dropped", "read", "skipped", "lost")
-_READER, _CLOSED = range(2)  # words of the ring
-_HEADER_WORDS = 2
+_CREATOR, _READER, _CLOSED = range(3)  # words of the ring
+_HEADER_WORDS = 3
 # Words of a writer: its process, and the counters; the reader stores the last three.
 _PROCESS, _COMMITTED, _DROPPED, _READ, _SKIPPED, _LOST = range(6)
 _WRITER_WORDS = 6
@@ -129,27 +129,20 @@ class RolloutRing:
         overflow: Overflow = "overwrite",
     ) -> None:
         check_ring(slots, writers, overflow)
-        segment = SharedSegment(self.nbytes(layout, slots, writers))
-        pipes = [TokenPipe.create() for _ in range(2 * writers)]
-        self._open(segment, layout, slots, writers, overflow, pipes)
+        self.layout, self.slots, self.writers, self.overflow = layout, slots, writers, overflow
+        self._segment = SharedSegment(self.nbytes(layout, slots, writers))
+        self._start([TokenPipe.create() for _ in range(2 * writers)])
+        self._header[_CREATOR] = this_process()
         for slot in range(slots * writers):
             self._free[slot // slots].put([pack_token(0, slot)])
 
-    def _open(
-        self,
-        segment: SharedSegment,
-        layout: BlockLayout,
-        slots: int,
-        writers: int,
-        overflow: Overflow,
-        pipes: Sequence[TokenPipe],
-    ) -> None:
-        self._segment, self.layout = segment, layout
-        self.slots, self.writers, self.overflow = slots, writers, overflow
+    def _start(self, pipes: Sequence[TokenPipe]) -> None:
+        """Map the memory, as a process that has neither written nor read."""
+        writers, slots, layout = self.writers, self.slots * self.writers, self.layout
         self._free, self._ready = pipes[:writers], pipes[writers:]
-        buffer, end = segment.buffer, 0
+        buffer, end = self._segment.buffer, 0
         words: list[memoryview] = []
-        for count in (_HEADER_WORDS, writers * _WRITER_WORDS, slots * writers):
+        for count in (_HEADER_WORDS, writers * _WRITER_WORDS, slots):
             words.append(SharedWords(buffer, end, count).view)
             end += SharedWords.nbytes(count)
         self._header, self._words, self._generations = words
@@ -164,7 +157,7 @@ class RolloutRing:
 
         self._is_reader = False
         self._held: list[bytes] = []  # leased slots
-        self._taken = [0] * (slots * writers)  # generation last taken from each slot
+        self._taken = [0] * slots  # generation last taken from each slot
         self._releasing: tuple[bytes, int, int] | None = None  # a token, a word and its value then
         self._recovering: int | None = None  # the writer whose pipes are drained:
         self._spare: list[bytes] = []
@@ -299,8 +292,8 @@ class RolloutRing:
         for _ in waits(pipes, timeout):
             if self._take_to_fill():
                 return True
-            reader = self._header[_READER]
-            if reader and (self._header[_CLOSED] or not process_is_alive(reader)):
+            reader = self._header[_READER] or self._header[_CREATOR]
+            if self._header[_CLOSED] or not process_is_alive(reader):
                 raise PeerGoneError(
                     f"ring writer {self.writer}: no slot is free and the reader, process "
                     f"{process_id(reader)}, is gone (expected it to read). Stop writing."
@@ -572,28 +565,19 @@ class RolloutRing:
         if "_at_end" in self.__dict__ and not sys.is_finalizing():  # the kernel closes it then
             self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         self._check_open()
+        state = {name: getattr(self, name) for name in ("layout", "slots", "writers", "overflow")}
         ends = [[reduction.DupFd(end) for end in p.ends] for p in (*self._free, *self._ready)]
-        shape = (self.slots, self.writers, self.overflow)
-        return _attach, (self._segment, self.layout, *shape, ends)
+        return {**state, "_segment": self._segment, "ends": ends}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ends = state.pop("ends")
+        self.__dict__.update(state)
+        self._start([TokenPipe((reads.detach(), writes.detach())) for reads, writes in ends])
 
 
 def _leave(ring: weakref.ref[RolloutRing]) -> None:
     alive = ring()
     if alive is not None and not alive.closed:
         alive._leave()  # threads may still use it; the kernel closes the rest
-
-
-def _attach(
-    segment: SharedSegment,
-    layout: BlockLayout,
-    slots: int,
-    writers: int,
-    overflow: Overflow,
-    ends: Sequence[tuple[Any, Any]],
-) -> RolloutRing:
-    ring = RolloutRing.__new__(RolloutRing)
-    pipes = [TokenPipe((reads.detach(), writes.detach())) for reads, writes in ends]
-    ring._open(segment, layout, slots, writers, overflow, pipes)
-    return ring

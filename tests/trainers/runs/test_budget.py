@@ -13,7 +13,6 @@ from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.budget import MemoryBudget, MemoryLimit
-from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.segment import named_directory
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, plan_run, train_off_policy
 from torchrl_unilab.trainers.runs import budget as budget_module
