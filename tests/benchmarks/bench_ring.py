@@ -2,10 +2,9 @@
 
 ``python -m tests.benchmarks.bench_ring [--rounds 9] [--seconds 0.3] [--samples 2000]``
 
-**Throughput.** A writer process calls ``ring.write`` and a reader process
-``copy_read_slot_to``, as fast as they can, with ``overflow="block"``, so that every rollout
-goes through: with a rollout that lies in memory as a slot does (``ring.blank``), and with one
-of 13 tensors of their own. Each rollout is copied twice, once by each side, and the
+**Throughput.** A writer process copies rollouts of 13 tensors into claimed slots and a reader
+process copies them out, as fast as they can, with ``overflow="block"``, so that every rollout
+goes through. Each rollout is copied twice, once by each side, and the
 two sides overlap: while the reader copies one rollout out, the writer copies the next one in.
 What the machine could do at best is therefore the same two copies at the same time without
 a ring between them. In the baselines the same two processes copy as many bytes, as one flat
@@ -18,7 +17,7 @@ the slower side. The processor time of both sides
 together is printed beside: other processes of the machine hardly change it. Ring and
 baselines take turns, and medians over the turns are printed.
 
-**Latency.** From just before the commit until ``wait_for_data`` returns in the other process
+**Latency.** From just before the commit until ``acquire`` returns in the other process
 (the monotonic clock is one for all processes); the writer sleeps 1 ms between commits, so
 the reader sleeps each time. **Idle.** Processor time of a process that waits in vain.
 """
@@ -38,14 +37,13 @@ from multiprocessing.synchronize import Barrier
 import torch
 
 from tests.support.processes import receive, spawned
-from torchrl_unilab.shm import RolloutRing, SharedSegment
+from torchrl_unilab.shm import BlockLayout, RolloutRing, SharedSegment
 
 SLOTS = 4
 STEPS = 32
 ENVS = {"HalfCheetah, 64 envs": 64, "576 envs": 576, "2304 envs": 2304}
-RINGS = ("block", "tensors")
 BASELINES = ("private", "shared")
-KINDS = RINGS + BASELINES
+KINDS = ("ring", *BASELINES)
 
 
 def make_rollout(envs: int) -> dict[str, torch.Tensor]:
@@ -73,16 +71,24 @@ def nbytes(rollout: Mapping[str, torch.Tensor]) -> int:
 
 def writes(ring: RolloutRing, rollout: Mapping[str, torch.Tensor]) -> Callable[[], object]:
     """A call that writes one rollout."""
-    return lambda: ring.write(rollout)
+    sources = list(rollout.values())
+    slots = [list(views.values()) for views in ring.views]
+
+    def write() -> None:
+        torch._foreach_copy_(slots[ring.claim()], sources)
+        ring.commit()
+
+    return write
 
 
 def reads(ring: RolloutRing, rollout: Mapping[str, torch.Tensor]) -> Callable[[], object]:
     """A call that reads one rollout."""
+    targets = list(rollout.values())
 
     def read() -> None:
-        ring.wait_for_data()
-        ring.copy_read_slot_to(rollout)
-        ring.advance_read()
+        lease = ring.acquire(timeout=None)
+        torch._foreach_copy_(targets, list(lease.views.values()))
+        ring.release(lease)
 
     return read
 
@@ -115,8 +121,7 @@ def one_side(
     calls = {}
     for case, ring in rings.items():
         move = writes if is_writer else reads
-        calls["tensors", case] = move(ring, make_rollout(ENVS[case]))
-        calls["block", case] = move(ring, ring.blank())
+        calls["ring", case] = move(ring, make_rollout(ENVS[case]))
         shared = torch.from_numpy(segments[case].buffer).view(SLOTS, -1)
         calls["private", case] = copies(torch.ones_like(shared), inwards=is_writer)
         calls["shared", case] = copies(shared, inwards=is_writer)
@@ -137,7 +142,7 @@ def throughput(rounds: int, seconds: float) -> dict[str, dict[str, tuple[float, 
     with contextlib.ExitStack() as stack:
         rings = {
             case: stack.enter_context(
-                RolloutRing(make_rollout(envs), slots=SLOTS, overflow="block")
+                RolloutRing(BlockLayout.of(make_rollout(envs)), slots=SLOTS, overflow="block")
             )
             for case, envs in ENVS.items()
         }
@@ -160,7 +165,7 @@ def throughput(rounds: int, seconds: float) -> dict[str, dict[str, tuple[float, 
         for pipe in pipes:
             receive(pipe)
         for case in ENVS:
-            times = max(10, math.ceil(seconds / run("tensors", case, 10)[0]))
+            times = max(10, math.ceil(seconds / run("ring", case, 10)[0]))
             taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
             for turn in range(rounds + 1):
                 for kind in KINDS:
@@ -179,9 +184,9 @@ def commit_now_and_then(pipe: Connection, ring: RolloutRing, samples: int) -> No
     at = ring.layout.keys[0]
     for _ in range(samples):
         time.sleep(1e-3)
-        buffer = ring.write_buffer[at]
-        buffer[0] = time.monotonic_ns()
-        ring.signal_write_done()
+        slot = ring.claim()
+        ring.views[slot][at][0] = time.monotonic_ns()
+        ring.commit()
     pipe.send("done")
     pipe.recv()
 
@@ -189,32 +194,39 @@ def commit_now_and_then(pipe: Connection, ring: RolloutRing, samples: int) -> No
 def latencies(samples: int) -> list[float]:
     """Seconds from each commit until the wait for it returned, sorted."""
     taken = []
+    layout = BlockLayout.of({"at": torch.zeros(1, dtype=torch.int64)})
     with (
-        RolloutRing({"at": torch.zeros(1, dtype=torch.int64)}, slots=8, overflow="block") as ring,
+        RolloutRing(layout, slots=8, overflow="block") as ring,
         spawned(commit_now_and_then, ring, samples),
     ):
         for _ in range(samples):
-            assert ring.wait_for_data()
+            lease = ring.acquire(timeout=60.0)
             now = time.monotonic_ns()
-            with ring.read_views() as views:
-                taken.append((now - int(views["at"][0])) * 1e-9)
-            ring.advance_read()
+            taken.append((now - int(lease.views["at"][0])) * 1e-9)
+            ring.release(lease)
     return sorted(taken)
 
 
 def wait_in_vain(pipe: Connection, ring: RolloutRing, seconds: float) -> None:
     """Tell the processor time of waiting, as a share of one core."""
-    ring.wait_for_data(0.0)
+    ring.acquire()
     started, used = time.monotonic(), time.process_time()
-    assert not ring.wait_for_data(seconds)
+    assert ring.acquire(seconds) is None
     pipe.send((time.process_time() - used) / (time.monotonic() - started))
+
+
+def be_writer(pipe: Connection, ring: RolloutRing) -> None:
+    """Live as a writer that writes nothing."""
+    pipe.send(ring.become_writer())
+    pipe.recv()
 
 
 def idle_share(seconds: float, writers: int = 4) -> float:
     """Share of a core that a waiting reader of live writers takes."""
-    with RolloutRing({"x": torch.zeros(1)}, writers=writers) as ring:
-        for writer in range(writers):
-            ring.use_writer(writer)
+    layout = BlockLayout.of({"x": torch.zeros(1)})
+    with RolloutRing(layout, writers=writers) as ring, contextlib.ExitStack() as stack:
+        for _ in range(writers):
+            receive(stack.enter_context(spawned(be_writer, ring))[1])
         with spawned(wait_in_vain, ring, seconds) as (_, pipe):
             return receive(pipe, seconds + 60.0)
 
@@ -230,19 +242,19 @@ def main() -> None:
     torch.set_num_threads(1)
     print("Throughput: µs of a rollout, and the rate of each ring to that of each baseline\n")
     print("| rollout | MB | " + " | ".join(f"{kind} µs" for kind in KINDS), end=" | ")
-    print(" | ".join(f"{ring} : {base}" for ring in RINGS for base in BASELINES), end=" | ")
+    print(" | ".join(f"ring : {base}" for base in BASELINES), end=" | ")
     print(" | ".join(f"{kind} CPU µs" for kind in KINDS), end=" |\n")
-    print("|---|" + "---:|" * 13)
+    print("|---|" + "---:|" * 9)
     for case, taken in throughput(options.rounds, options.seconds).items():
         wall = {kind: seconds for kind, (seconds, _) in taken.items()}
         cells = [
             f"{nbytes(make_rollout(ENVS[case])) * 1e-6:.2f}",
             *(f"{1e6 * wall[kind]:.0f}" for kind in KINDS),
-            *(f"{wall[base] / wall[ring]:.2f}" for ring in RINGS for base in BASELINES),
+            *(f"{wall[base] / wall['ring']:.2f}" for base in BASELINES),
             *(f"{1e6 * taken[kind][1]:.0f}" for kind in KINDS),
         ]
         print(f"| {case} | " + " | ".join(cells) + " |", flush=True)
-    print("\nFrom the commit until wait_for_data returns in the other process, µs\n")
+    print("\nFrom the commit until acquire returns in the other process, µs\n")
     print("| samples | median | 99th percentile | most |")
     print("|---:|---:|---:|---:|")
     taken = [1e6 * seconds for seconds in latencies(options.samples)]

@@ -59,8 +59,8 @@ def test_a_storage_of_a_spec_knows_its_items_before_any_comes(cls, by_name):
     spec = Composite(reward=Unbounded((3, 1)), next=Composite(count=count, shape=(3,)), shape=(3,))
     size = "max_size" if cls is PackedReplayStorage else "slots"
     args, settings = ((), {size: 5}) if by_name else ((5,), {})
-    with cls.from_spec(spec, *args, writers=2, **settings) as storage:
-        assert (storage.initialized, storage.max_size, storage.writers) == (True, 5, 2)
+    with cls.from_spec(spec, *args, **settings) as storage:
+        assert (storage.initialized, storage.max_size) == (True, 5)
         buffer_of(storage).extend(torch.stack([spec.rand() for _ in range(2)]))
         assert storage[:].batch_size == (2, 3)
         assert storage[0]["next", "count"].dtype is torch.int32

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.processes import DEADLINE, process_with_id, receive, spawned
 from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.seqlock import SnapshotCell
@@ -26,7 +27,7 @@ def _publish_and_die(pipe: Connection, cell: SnapshotCell) -> None:
 
 
 def _write_and_die(pipe: Connection, ring: RolloutRing) -> None:
-    ring.use_writer(0)
+    ring.become_writer(0)
     ring.claim()
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -105,11 +106,11 @@ def test_a_publish_is_cut_off_though_another_process_has_its_writers_id():
 
 def test_a_dead_writer_of_a_ring_is_found_though_another_process_has_its_id():
     with (
-        RolloutRing({"x": torch.zeros(2)}, slots=3, writers=1) as ring,
+        RolloutRing(BlockLayout.of({"x": torch.zeros(2)})) as ring,
         spawned(_write_and_die, ring) as (process, _),
     ):
         process.join(DEADLINE)
         with process_with_id(process.pid):
             with pytest.raises(PeerGoneError, match=f"process {process.pid}"):
-                ring.wait_for_data(timeout=1.0)
+                ring.acquire(timeout=1.0)
             assert ring.recover(0)

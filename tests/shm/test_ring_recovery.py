@@ -1,4 +1,4 @@
-"""A writer or the reader of a ring is killed at any step: no slot, and no count, is lost."""
+"""Processes of a ring are killed or stopped at any step: no slot and no count is lost."""
 
 from __future__ import annotations
 
@@ -6,87 +6,34 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.processes import DEADLINE, receive, spawned
+from tests.support.processes import DEADLINE, receive, spawned, wait_for
 from tests.support.rings import (
+    DEAD,
+    STEPS,
+    attach,
+    check_all_free,
     hold_one,
     make_ring,
+    read,
     stamp,
-    stamped,
-    stop_at,
     strike_at,
-    write_and_die,
+    write,
+    write_and_be_struck,
+    write_half,
+    write_until_refused,
     write_until_told,
 )
-from torchrl_unilab.errors import RingTimeoutError
+from torchrl_unilab.errors import PeerGoneError, SegmentError
 from torchrl_unilab.shm import ring as ring_module
 from torchrl_unilab.shm.ring import RolloutRing
-from torchrl_unilab.shm.ring_notes import (
-    IDLE,
-    MOVING,
-    Note,
-    following,
-    nobodys,
-    noted_slot,
-    unsettled,
-)
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
-DEAD = 2**22 + 1  # beyond any process id of Linux
-STEPS = 11  # of a rollout that drops another: claim and commit, all that others see
-
-
-# Notes
-
-
-def test_notes_have_the_numbers_they_have():
-    assert following(0, IDLE) == 0x1_0000
-    assert following(0x1_0000, MOVING) == 0x2_FFFF
-    assert following(0x2_FFFF, 7 + 1) == 0x3_0008
-    assert [noted_slot(note) for note in (0, 0x2_FFFF, 0x3_0008)] == [None, None, 7]
-
-
-@given(st.lists(st.one_of(st.sampled_from([IDLE, MOVING]), st.integers(1, 2048)), max_size=50))
-def test_no_two_notes_of_a_writer_are_equal_and_each_says_what_was_noted(states):
-    notes = [0]
-    for state in states:
-        notes.append(following(notes[-1], state))
-        expected = None if state in (IDLE, MOVING) else state - 1
-        assert noted_slot(notes[-1]) == expected
-    assert sorted(set(notes)) == notes
-    assert notes[-1] < 2**64
-
-
-@given(st.integers(1, 8), st.data())
-def test_the_slots_of_nobody_are_those_that_were_given_to_the_dead(slots, data):
-    owners = data.draw(st.lists(st.sampled_from(["taker", "1", "2", "dead"]), min_size=slots))
-    owners = owners[:slots]
-    of = {who: [slot for slot, owner in enumerate(owners) if owner == who] for who in set(owners)}
-    # A living writer notes one slot; the others it would have are the taker's.
-    notes, held = [Note(DEAD, following(0, MOVING))], list(of.get("taker", []))
-    for writer in ("1", "2"):
-        mine = of.get(writer, [])
-        notes.append(Note(int(writer), following(0, mine[0] + 1 if mine else IDLE)))
-        held += mine[1:]
-    notes += [Note(DEAD, following(0, slot + 1)) for slot in of.get("dead", [])]
-    assert nobodys(slots, held, notes, {1, 2}) == of.get("dead", [])
-
-
-def test_who_changed_a_note_and_who_lives_and_moves_is_not_settled():
-    idle, moving, fills = (following(0, state) for state in (IDLE, MOVING, 3))
-    before = [Note(1, idle), Note(2, moving), Note(DEAD, moving), Note(3, fills), Note(0, moving)]
-    assert unsettled(before, before, {1, 2, 3}) == [1]
-    after = [Note(1, following(idle, IDLE)), *before[1:3], Note(4, fills), before[4]]
-    assert unsettled(before, after, {1, 3, 4}) == [0, 3]
-
-
-# Each step, one process
 
 
 class KilledError(BaseException):
@@ -97,14 +44,6 @@ def kill_me() -> None:
     raise KilledError
 
 
-@contextlib.contextmanager
-def attached(ring: RolloutRing) -> Iterator[RolloutRing]:
-    """The ring once more, as another process would have it."""
-    assert ring.name is not None
-    with RolloutRing.attach(ring.name, {"x": torch.zeros(2)}) as other:
-        yield other
-
-
 ACTIONS = st.one_of(
     st.tuples(st.sampled_from(["write", "kill"]), st.integers(0, 1), st.integers(1, 2 * STEPS)),
     st.tuples(st.sampled_from(["read", "hold", "release"]), st.just(0), st.just(0)),
@@ -112,77 +51,54 @@ ACTIONS = st.one_of(
 
 
 @OVERFLOW
-@settings(max_examples=80, deadline=None)
-@given(st.integers(2, 4), st.lists(ACTIONS, max_size=30))
-def test_whatever_is_killed_whenever_a_ring_does_what_one_does_that_loses_nobody(
+@settings(deadline=None, max_examples=80)
+@given(st.integers(1, 3), st.lists(ACTIONS, max_size=30))
+def test_whichever_writer_is_killed_whenever_nothing_is_lost_but_what_is_counted(
     overflow, slots, actions
 ):
-    """Writers die at a step of a write; the reader recovers; what is read is as it was written."""
     with (
-        make_x(slots=slots, writers=2, overflow=overflow) as ring,
+        make_ring(elements=2, slots=slots, writers=2, overflow=overflow) as ring,
         contextlib.ExitStack() as stack,
     ):
-        writers = [stack.enter_context(attached(ring)) for _ in range(2)]
-        given_up = recovered = 0
-        seen: list[list[float]] = [[], []]
+        writers = [stack.enter_context(attach(ring)) for _ in range(2)]
+        seen: list[list[int]] = [[], []]
         held: list = []
-
-        def look(lease) -> None:
-            writer, sequence = lease.token.writer, lease.token.sequence
-            assert lease.views["x"].tolist() == [writer, sequence]
-            seen[writer].append(sequence)
-
+        killed = 0
         for what, writer, step in actions:
             if what in ("write", "kill"):
-                mine = writers[writer]
-                mine.use_writer(writer)
-                value = torch.tensor([float(writer), mine.written[writer] + 1.0])
-                if what == "write":
-                    mine.write({"x": value}, timeout=0)
-                    continue
-                strike_at(mine, step, kill_me)
+                writers[writer].become_writer(writer)
+            if what == "write":
+                write(writers[writer], timeout=0)
+            elif what == "kill":
+                strike_at(writers[writer], step, kill_me)
                 try:
-                    while mine.write({"x": value}, timeout=0):
-                        value[1] += 1
+                    while write(writers[writer], timeout=0):
+                        pass
                 except KilledError:
-                    given_up += 1
-                ring._writer_words[writer * (3 + ring.writers) + ring_module._PID] = DEAD
-                recovered += ring.recover(writer)
-                assert ring.recover() == 0
-                writers[writer] = stack.enter_context(attached(ring))
+                    killed += 1
+                ring._words[writer * ring_module._WRITER_WORDS + ring_module._PROCESS] = DEAD
+                ring.recover(writer)
+                assert ring.recover(writer) == 0
+                writers[writer] = stack.enter_context(attach(ring))
             elif what == "read" and ring.available():
-                lease = ring.acquire()
-                look(lease)
-                ring.release(lease)
-            elif what == "hold" and ring.available() and len(held) < slots - 1:
+                writer, sequence = read(ring)
+                seen[writer].append(sequence)
+            elif what == "hold" and ring.available():
                 held.append(ring.acquire())
-                look(held[-1])
+                seen[held[-1].writer].append(stamp(held[-1].views)[1])
             elif what == "release" and held:
                 ring.release(held.pop(0))
-        while (lease := ring.acquire()) is not None:
-            look(lease)
-            ring.release(lease)
         for lease in held:
-            assert lease.views["x"].tolist() == [lease.token.writer, lease.token.sequence]
             ring.release(lease)
+        while (found := read(ring)) is not None:
+            seen[found[0]].append(found[1])
+        for end in writers:
+            end.close()
+        check_all_free(ring)
+        assert sum(ring.lost) <= killed
         for writer in (0, 1):
             assert seen[writer] == sorted(set(seen[writer]))
-            gone = ring.written[writer] - len(seen[writer]) - ring.dropped[writer]
-            assert 0 <= gone <= ring.lost
-        assert ring.write_count == ring.read_count + sum(ring.dropped) + ring.lost
-        assert ring.lost <= recovered <= given_up
-        assert overflow == "overwrite" or ring.dropped == (0, 0)
-        # All slots are there, each once.
-        free = [ring._free.take() for _ in range(slots)]
-        assert sorted(token.slot for token in free) == list(range(slots))
-        assert ring._free.take() is ring._ready.take() is None
-
-
-def make_x(**settings: object) -> RolloutRing:
-    return RolloutRing({"x": torch.zeros(2)}, kind="named", **settings)
-
-
-# Real processes
+            assert len(seen[writer]) == ring.read[writer]
 
 
 def _reap(process) -> None:
@@ -190,125 +106,198 @@ def _reap(process) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("overflow", "full"), [("block", False), ("overwrite", False), ("overwrite", True)]
-)
-def test_a_writer_killed_at_each_step_leaves_its_slot_to_the_one_in_its_place(overflow, full):
-    slots = 3
-    with make_ring(slots=slots, overflow=overflow) as ring:
+@pytest.mark.parametrize(("overflow", "whole"), [("block", 1), ("overwrite", 1), ("overwrite", 3)])
+def test_a_process_killed_at_each_step_leaves_its_slots_to_the_one_in_its_place(overflow, whole):
+    with make_ring(slots=3, overflow=overflow) as ring:
         for step in range(1, STEPS + 1):
-            before, whole = ring.written[0], slots if full else 0
-            with spawned(write_and_die, ring, 0, whole, step) as (process, pipe):
+            before = ring.written[0]
+            struck = (ring, 0, whole, step, signal.SIGKILL)
+            with spawned(write_and_be_struck, *struck) as (process, pipe):
                 assert receive(pipe) == before + whole
                 _reap(process)
             ring.recover(0)
-            assert ring.recover(0) == 0
-            while (lease := ring.acquire()) is not None:
-                writer, sequence = stamp(lease.views)
-                assert (writer, before < sequence <= ring.written[0]) == (0, True)
-                ring.release(lease)
-            assert ring.write_count == ring.read_count + sum(ring.dropped) + ring.lost
-            assert len(ring._free) == slots
-        assert 0 < ring.lost < STEPS
-        assert (sum(ring.dropped) > 0) == full
+            while (found := read(ring)) is not None:
+                assert found[0] == 0
+                assert before < found[1] <= ring.written[0]
+            check_all_free(ring)
+        assert 0 < ring.lost[0] < STEPS
+        assert (ring.dropped[0] > 0) == (whole == 3)
 
 
 @OVERFLOW
-def test_while_another_writes_on_a_killed_writer_is_replaced_again_and_again(overflow):
-    slots, until = 4, time.monotonic() + 2 * DEADLINE
+def test_a_writer_is_killed_and_replaced_again_and_again_while_another_writes_on(overflow):
+    until = time.monotonic() + 4 * DEADLINE
     with (
-        make_ring(slots=slots, writers=2, overflow=overflow) as ring,
+        make_ring(slots=3, writers=2, overflow=overflow) as ring,
         spawned(write_until_told, ring, 1) as (_, told),
     ):
         seen: list[list[int]] = [[], []]
 
-        def read() -> bool:
+        def read_one(timeout: float = 0.0) -> bool:
             assert time.monotonic() < until
-            lease = ring.acquire()
-            if lease is not None:
-                writer, sequence = stamp(lease.views)
-                seen[writer].append(sequence)
-                ring.release(lease)
-            return lease is not None
+            found = read(ring, timeout)
+            if found is not None:
+                seen[found[0]].append(found[1])
+            return found is not None
 
         for step in range(1, STEPS + 1):
-            with spawned(write_and_die, ring, 0, 3, step) as (process, pipe):
+            struck = (ring, 0, 3, step, signal.SIGKILL)
+            with spawned(write_and_be_struck, *struck) as (process, _):
                 while process.exitcode is None:
-                    read() or process.join(0.001)
-                receive(pipe)
-                _reap(process)
+                    read_one() or process.join(0.001)
             ring.recover(0)
             enough = len(seen[1]) + 2
             while len(seen[1]) < enough:  # the other one is at work
-                read() or ring.wait_for_data(0.1)
+                read_one(0.1)
         told.send("end")
         while not told.poll(0.001):
-            read()
-        written = receive(told)
-        while read():
+            read_one()
+        assert receive(told) == ring.written[1]
+        while read_one():
             pass
-        assert ring.written[1] == written
-        assert ring.write_count == ring.read_count + sum(ring.dropped) + ring.lost
+        check_all_free(ring)
+        assert ring.lost[1] == 0
         for writer in (0, 1):
             assert seen[writer] == sorted(set(seen[writer]))
-            gone = ring.written[writer] - len(seen[writer]) - ring.dropped[writer]
-            assert 0 <= gone <= ring.lost
-        assert len(ring._free) == slots
+            assert len(seen[writer]) == ring.read[writer]
 
 
-def test_a_reader_that_takes_a_killed_ones_place_frees_what_that_had_leased():
-    with make_ring(slots=3, overflow="block") as ring:
-        with spawned(hold_one, ring) as (process, pipe):
-            ring.write(stamped(0, 1))
-            assert receive(pipe) == 1
-            with pytest.raises(RuntimeError, match=f"process {process.pid} is the reader"):
-                ring.recover()
-            ring.write(stamped(0, 2))
-            os.kill(process.pid, signal.SIGKILL)
-            _reap(process)
-        assert ring.recover() == 1
-        assert ring.recover() == 0
-        assert stamp(ring.read()) == (0, 2)
-        ring.advance_read()
-        assert (ring.write_count, ring.read_count, ring.lost) == (2, 1, 1)
-        assert len(ring._free) == 3
+@OVERFLOW
+def test_a_writer_stopped_at_each_step_holds_up_neither_reader_nor_writer(overflow):
+    with make_ring(slots=2, writers=2, overflow=overflow) as ring:
+        ring.become_writer(1)
+        for step in range(1, STEPS + 1):
+            struck = (ring, 0, 1, step, signal.SIGSTOP)
+            with spawned(write_and_be_struck, *struck) as (process, pipe):
+                receive(pipe)
+                wait_for(lambda: pipe.poll() or _is_stopped(process.pid))
+                for _ in range(5):
+                    assert write(ring, timeout=0)
+                    while ring.available():
+                        assert read(ring) is not None
+                with pytest.raises(RuntimeError, match=f"process {process.pid} is alive"):
+                    ring.recover(0)
+                os.kill(process.pid, signal.SIGCONT)
+                assert receive(pipe) == "written"
+                process.kill()
+                _reap(process)
+            assert ring.recover(0) == 0  # it held none
+            while read(ring) is not None:
+                pass
+            check_all_free(ring)
+        assert ring.lost == (0, 0)
 
 
-def test_leases_stay_valid_and_what_is_ready_stays_in_order_though_slots_are_recovered():
-    with make_ring(slots=5, writers=2, overflow="block") as ring:
-        ring.use_writer(1)
-        for sequence in (1, 2, 3):
-            ring.write(stamped(1, sequence))
-        lease = ring.acquire()
-        with spawned(write_and_die, ring, 0, 0, 5) as (process, pipe):
+def _is_stopped(pid: int) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def _kill(process) -> None:
+    process.kill()
+    _reap(process)
+
+
+def test_a_reader_that_waits_names_a_writer_that_died_until_it_is_recovered():
+    with make_ring(slots=2, writers=2, overflow="block") as ring:
+        with spawned(write_half, ring, 0) as (process, pipe):
             receive(pipe)
-            _reap(process)
+            died = process.pid
+            _kill(process)
+        with pytest.raises(PeerGoneError, match=f"writer 0: process {died} has died"):
+            ring.acquire(timeout=DEADLINE)
         assert ring.recover(0) == 1
-        ring.write(stamped(1, 4))
-        assert stamp(lease.views) == (1, 1)
-        ring.release(lease)
-        for sequence in (2, 3, 4):
-            assert stamp(ring.read()) == (1, sequence)
-            ring.advance_read()
-        assert ring.lost == 0
-        assert not ring.wait_for_data(timeout=0)  # nobody is missed any more
+        assert ring.acquire(timeout=0.01) is None
 
 
-@pytest.mark.parametrize("step", [2, 8])  # about to take a token, about to put one
-def test_a_writer_that_is_stopped_while_it_moves_a_slot_is_named_and_nothing_is_taken(step):
-    with make_ring(slots=3, writers=2, overflow="block") as ring:
-        with spawned(write_and_die, ring, 0, 0, 5) as (process, pipe):
-            receive(pipe)
+def test_what_a_writer_commits_in_its_last_moment_is_not_missed(monkeypatch):
+    with make_ring() as ring:
+        ring.become_writer(0)
+
+        def dies_once_it_has_committed(word: int) -> bool:
+            write(ring)
+            return False
+
+        monkeypatch.setattr(ring_module, "process_is_alive", dies_once_it_has_committed)
+        assert stamp(ring.acquire(timeout=0.01).views) == (0, 1)
+
+
+def test_leases_and_unread_rollouts_stay_as_they_are_though_their_writer_is_recovered():
+    with make_ring(slots=4) as ring:
+        with spawned(write_and_be_struck, ring, 0, 3, 4, signal.SIGKILL) as (process, pipe):
+            assert receive(pipe) == 3
             _reap(process)
-        with spawned(stop_at, ring, 1, step) as (process, pipe):
-            assert receive(pipe) == "begins"
-            assert receive(pipe) == "stops"
-            named = rf"writers \[1\], processes \[{process.pid}\]"
-            with pytest.raises(RingTimeoutError, match=named):
-                ring.recover(0, timeout=0.05)
-            os.kill(process.pid, signal.SIGCONT)
-            assert receive(pipe) == "written"
-            assert ring.recover(0) == 1
-        assert stamp(ring.read()) == (1, 1)
-        ring.advance_read()
-        assert len(ring._free) == 3
+        lease = ring.acquire()
+        assert ring.recover(0) == 1
+        assert stamp(lease.views) == (0, 1)
+        ring.release(lease)
+        assert [read(ring) for _ in range(3)] == [(0, 2), (0, 3), None]
+        check_all_free(ring)
+
+
+def test_the_writer_of_a_dead_process_is_free_once_it_is_recovered():
+    with make_ring() as ring:
+        with spawned(write_half, ring, 0) as (process, pipe):
+            receive(pipe)
+            _kill(process)
+        with pytest.raises(Exception, match="recover those of the dead"):
+            ring.become_writer(0)
+        ring.recover(0)
+        assert ring.become_writer() == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "closed"])
+def test_a_writer_that_waits_learns_that_the_reader_is_gone(how):
+    with make_ring(slots=2, overflow="block") as ring:
+        if how == "closed":
+            ring.acquire()  # this process is the reader
+            with spawned(write_until_refused, ring) as (_, pipe):
+                assert receive(pipe) == 2
+                ring.close()
+                assert f"the reader, process {os.getpid()}, is gone" in receive(pipe)
+            return
+        with spawned(hold_one, ring) as (process, pipe), ThreadPoolExecutor(1) as pool:
+            write(ring)
+            assert receive(pipe) == (0, 1)
+            write(ring)
+            claimed = pool.submit(ring.claim, DEADLINE)
+            _kill(process)
+            with pytest.raises(PeerGoneError, match=f"the reader, process {process.pid}, is gone"):
+                claimed.result(DEADLINE)
+
+
+def test_a_second_reader_is_refused():
+    with make_ring() as ring, spawned(hold_one, ring) as (process, pipe):
+        write(ring)
+        receive(pipe)
+        for use in (ring.acquire, lambda: ring.recover(0)):
+            with pytest.raises(RuntimeError, match=f"process {process.pid} is its reader"):
+                use()
+
+
+def test_a_writer_that_overwrites_never_waits_for_a_stopped_reader():
+    with make_ring(slots=2) as ring, spawned(hold_one, ring) as (process, pipe):
+        write(ring)
+        assert receive(pipe) == (0, 1)
+        os.kill(process.pid, signal.SIGSTOP)
+        pipe.send("release")
+        for _ in range(100):
+            assert write(ring, timeout=0)
+        os.kill(process.pid, signal.SIGCONT)
+        assert receive(pipe) == "released"  # and what it held was whole
+        assert (ring.written, ring.read, ring.dropped) == ((101,), (1,), (99,))
+
+
+def test_registration_waits_a_bounded_time_for_a_stopped_process(monkeypatch):
+    monkeypatch.setattr(ring_module, "_REGISTER_SECONDS", 0.05)
+    with make_ring() as ring, spawned(hold_registration, ring) as (_, pipe):
+        receive(pipe)
+        with pytest.raises(SegmentError, match="held by another process"):
+            ring.become_writer(0)
+
+
+def hold_registration(pipe, ring: RolloutRing) -> None:
+    """Hold the lock under which processes become writers, until told."""
+    with ring._segment.exclusively():
+        pipe.send("held")
+        pipe.recv()

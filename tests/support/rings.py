@@ -10,7 +10,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,12 +18,14 @@ import torch
 
 from tests.support.processes import DEADLINE
 from torchrl_unilab.errors import PeerGoneError
-from torchrl_unilab.shm.place import SharedPlace
+from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing
-from torchrl_unilab.shm.tokens import Token, TokenPipe
+from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.tokens import TokenPipe, unpack_token
 
 ELEMENTS = 2048
 _WRITER = 1_000_000
+DEAD = 2**22 + 1  # the word of no living process
 
 
 def stamped(writer: int, sequence: int, elements: int = ELEMENTS) -> dict[str, torch.Tensor]:
@@ -44,9 +46,76 @@ def stamp(rollout: Mapping[str, torch.Tensor]) -> tuple[int, int]:
     return divmod(mark, _WRITER)
 
 
-def make_ring(**settings: object) -> RolloutRing:
+def make_ring(elements: int = ELEMENTS, **settings: Any) -> RolloutRing:
     """A ring of stamped rollouts."""
-    return RolloutRing(stamped(0, 0), **settings)
+    return RolloutRing(BlockLayout.of(stamped(0, 0, elements)), **settings)
+
+
+class _Descriptor:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def detach(self) -> int:
+        return os.dup(self._descriptor)
+
+
+def attach(ring: RolloutRing) -> RolloutRing:
+    """The ring once more, as another process has it."""
+    segment = ring._segment
+    state = {name: getattr(ring, name) for name in ("layout", "slots", "writers", "overflow")}
+    state["_segment"] = SharedSegment._attach_descriptor(
+        os.dup(segment._descriptor), segment.nbytes, None
+    )
+    pipes = (*ring._free, *ring._ready)
+    state["ends"] = [tuple(map(_Descriptor, pipe.ends)) for pipe in pipes]
+    other = RolloutRing.__new__(RolloutRing)
+    other.__setstate__(state)
+    return other
+
+
+def write(ring: RolloutRing, sequence: int | None = None, timeout: float | None = DEADLINE) -> bool:
+    """Write a rollout as the ring's writer, the next one if not given; False if none was free."""
+    slot = ring.claim(timeout)
+    if slot is None:
+        return False
+    assert ring.writer is not None
+    elements = len(ring.views[slot]["first"])
+    number = ring.written[ring.writer] + 1 if sequence is None else sequence
+    for key, tensor in stamped(ring.writer, number, elements).items():
+        ring.views[slot][key].copy_(tensor)
+    ring.commit()
+    return True
+
+
+def read(ring: RolloutRing, timeout: float = 0.0) -> tuple[int, int] | None:
+    """Read the oldest rollout and release it; return its stamp, or None."""
+    lease = ring.acquire(timeout)
+    if lease is None:
+        return None
+    found = stamp(lease.views)
+    assert found[0] == lease.writer
+    ring.release(lease)
+    return found
+
+
+def slots_of(tokens: list[bytes]) -> list[int]:
+    """The slots of tokens."""
+    return [unpack_token(token)[1] for token in tokens]
+
+
+def check_all_free(ring: RolloutRing) -> None:
+    """All rollouts are accounted for, and each slot is in its writer's free pipe, once."""
+    fates = (ring.read, ring.skipped, ring.dropped, ring.lost)
+    assert ring.written == tuple(map(sum, zip(*fates, strict=True)))
+    assert ring.available() == 0
+    assert ring.leases == []
+    for writer, pipe in enumerate(ring._free):
+        tokens: list[bytes] = []
+        pipe.drain(tokens)
+        home = range(writer * ring.slots, (writer + 1) * ring.slots)
+        assert sorted(slots_of(tokens)) == [*home]
+        while tokens:
+            pipe.put(tokens)
 
 
 class _StruckPipe:
@@ -54,161 +123,136 @@ class _StruckPipe:
         self._pipe, self._step = pipe, step
         self.ends, self.close = pipe.ends, pipe.close
 
-    def put(self, token: Token) -> None:
+    def put(self, hand: list[bytes], index: int = 0) -> None:
         self._step()
-        self._pipe.put(token)
+        self._pipe.put(hand, index)
 
-    def take(self) -> Token | None:
+    def take(self, hand: list[bytes]) -> bool:
         self._step()
-        return self._pipe.take()
+        return self._pipe.take(hand)
 
 
 class _StruckWords:
     def __init__(self, words: Any, step: Callable[[], None]) -> None:
         self._words, self._step = words, step
 
-    def __getitem__(self, index: int) -> int:
-        return int(self._words[index])
+    def __getitem__(self, index: Any) -> Any:
+        return self._words[index]
 
     def __setitem__(self, index: int, value: int) -> None:
         self._step()
         self._words[index] = value
 
 
-def strike_at(ring: Any, step: int, strike: Callable[[], None]) -> None:
-    """Have a process struck before it does the `step`-th thing to `ring` that others see.
+STEPS = 8
+"""Steps of a rollout that drops another: its takes and puts, and its stores to shared words."""
 
-    Those are puts and takes, and stores to words of writers and slots.
-    """
+
+def strike_at(ring: Any, step: int, strike: Callable[[], None]) -> None:
+    """Strike a writer before the `step`-th thing that it does to `ring` and that others see."""
     steps = itertools.count(1)
 
     def count() -> None:
         if next(steps) == step:
             strike()
 
-    ring._free, ring._ready = _StruckPipe(ring._free, count), _StruckPipe(ring._ready, count)
-    ring._writer_words = _StruckWords(ring._writer_words, count)
+    ring._free = [_StruckPipe(pipe, count) for pipe in ring._free]
+    ring._ready = [_StruckPipe(pipe, count) for pipe in ring._ready]
+    ring._words = _StruckWords(ring._words, count)
     ring._generations = _StruckWords(ring._generations, count)
 
 
-def write_and_die(pipe: Connection, ring: RolloutRing, writer: int, whole: int, step: int) -> None:
-    """Write so many rollouts as `writer`, and on; be killed at a step of those that follow."""
+def _signal_me(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+# Targets of spawned processes
+
+
+def write_and_be_struck(
+    pipe: Connection, ring: RolloutRing, writer: int, whole: int, step: int, number: int
+) -> None:
+    """Write so many rollouts as `writer`, then one that a signal strikes at a step, or thereafter.
+
+    Tell how many are whole, and when the next is written.
+    """
     torch.set_num_threads(1)
-    ring.use_writer(writer)
-    first = ring.written[writer] + 1
-    for sequence in itertools.count(first):
-        if sequence == first + whole:
-            pipe.send(sequence - 1)
-            strike_at(ring, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        assert ring.write(stamped(writer, sequence), DEADLINE)
+    ring.become_writer(writer)
+    for _ in range(whole):
+        assert write(ring)
+    pipe.send(ring.written[writer])
+    strike_at(ring, step, lambda: _signal_me(number))
+    assert write(ring)
+    pipe.send("written")
+    if number == signal.SIGKILL:
+        _signal_me(number)
+    threading.Event().wait()
 
 
 def write_until_told(pipe: Connection, ring: RolloutRing, writer: int) -> None:
     """Write rollouts as `writer` until told to end; tell how many."""
     torch.set_num_threads(1)
-    ring.use_writer(writer)
+    ring.become_writer(writer)
     while not pipe.poll():
-        if ring.claim(0.05) is not None:
-            rollout = stamped(writer, ring.written[writer] + 1)
-            for key, tensor in ring.write_buffer.items():
-                tensor.copy_(rollout[key])
-            ring.signal_write_done()
+        write(ring, timeout=0.05)
     pipe.send(ring.written[writer])
     threading.Event().wait()
 
 
-def stop_at(pipe: Connection, ring: RolloutRing, writer: int, step: int) -> None:
-    """Be stopped at a step of a rollout; tell when it is written."""
-    ring.use_writer(writer)
-    pipe.send("begins")
-
-    def stop() -> None:
-        pipe.send("stops")
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    strike_at(ring, step, stop)
-    assert ring.write(stamped(writer, 1), DEADLINE)
-    pipe.send("written")
-    pipe.recv()
-
-
-def hold_place(pipe: Connection, place: SharedPlace) -> None:
-    """Hold the lock of a place until told."""
-    with place.lock:
-        pipe.send("held")
-        pipe.recv()
-
-
 def write_to_order(pipe: Connection, rings: Mapping[str, RolloutRing], writer: int) -> None:
-    """Write as many rollouts to the ring as the other end asks for, again and again.
-
-    In turn from tensors of their own, in place field by field, and as a block.
-    """
+    """Write as many rollouts to the ring as the other end asks for, again and again."""
     torch.set_num_threads(1)
+    for ring in rings.values():
+        ring.become_writer(writer)
     pipe.send("ready")
     while True:
         name, count = pipe.recv()
-        ring = rings[name]
-        ring.use_writer(writer)
         for sequence in range(1, count + 1):
-            rollout = stamped(writer, sequence)
-            if sequence % 3 == 0:
-                block = ring.blank()
-                for key, tensor in block.items():
-                    tensor.copy_(rollout[key])
-                assert ring.write(block, DEADLINE)
-            elif sequence % 3 == 1:
-                assert ring.write(rollout, DEADLINE)
-            else:
-                assert ring.claim(DEADLINE) is not None
-                for key, tensor in ring.write_buffer.items():
-                    tensor.copy_(rollout[key])
-                assert ring.signal_write_done() == sequence
+            assert write(rings[name], sequence)
         pipe.send(count)
 
 
 def write_half(pipe: Connection, ring: RolloutRing, writer: int) -> None:
     """Claim a slot, fill half of it, tell its index; when told, fill the rest and commit."""
-    ring.use_writer(writer)
-    views, rollout = ring.write_buffer, stamped(writer, 1)
-    views["first"].copy_(rollout["first"])
-    pipe.send(ring.write_slot)
+    ring.become_writer(writer)
+    slot = ring.claim()
+    assert slot is not None
+    rollout = stamped(writer, 1)
+    ring.views[slot]["first"].copy_(rollout["first"])
+    pipe.send(slot)
     pipe.recv()
-    views["next.last"].copy_(rollout["next.last"])
-    pipe.send(ring.signal_write_done())
+    ring.views[slot]["next.last"].copy_(rollout["next.last"])
+    pipe.send(ring.commit())
     pipe.recv()
 
 
 def write_until_refused(pipe: Connection, ring: RolloutRing) -> None:
     """Fill the ring, say so, and wait for a slot; tell what came of it."""
-    while ring.write(stamped(0, 1), timeout=0):
+    while write(ring, timeout=0):
         pass
-    pipe.send(ring.write_count)
+    pipe.send(sum(ring.written))
     try:
-        pipe.send(ring.write(stamped(0, 1), DEADLINE))
+        pipe.send(write(ring))
     except PeerGoneError as error:
         pipe.send(str(error))
 
 
-def write_one_each(pipe: Connection, rings: Sequence[RolloutRing | str]) -> None:
-    """Write one rollout as writer 1 to each ring, or ring of that name; tell how it looks."""
-    for given in rings:
-        ring = RolloutRing.attach(given, stamped(0, 0)) if isinstance(given, str) else given
-        ring.use_writer(1)
-        ring.write(stamped(1, 7))
-        ring.close()
-        pipe.send((ring.slots, ring.writers, ring.overflow, ring.name, ring.slot_shapes))
+def write_one(pipe: Connection, ring: RolloutRing, writer: int | None) -> None:
+    """Write one rollout, close the ring, and tell what it looks like."""
+    number = ring.become_writer(writer)
+    write(ring)
+    ring.close()
+    pipe.send((number, ring.slots, ring.writers, ring.overflow))
     pipe.recv()
 
 
 def hold_one(pipe: Connection, ring: RolloutRing) -> None:
-    """Take one rollout and tell its sequence; give it back when told, and say so."""
-    assert ring.wait_for_data(DEADLINE)
-    lease = ring.acquire()
+    """Lease one rollout and tell its stamp; release it when told, and say so."""
+    lease = ring.acquire(DEADLINE)
     assert lease is not None
-    pipe.send(lease.token.sequence)
+    pipe.send(stamp(lease.views))
     pipe.recv()
-    assert stamp(lease.views) == (0, lease.token.sequence)
+    stamp(lease.views)
     ring.release(lease)
     pipe.send("released")
     threading.Event().wait()

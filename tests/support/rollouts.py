@@ -90,23 +90,6 @@ def extend_items(pipe: Connection, buffer: ReplayBuffer, first: int, rollouts: i
     pipe.send(buffer.write_count)
 
 
-def write_first(pipe: Connection, storage: RolloutRingStorage, value: int) -> None:
-    """Write one rollout at a signal, which may build the ring, and end at once."""
-    pipe.send("ready")
-    pipe.recv()
-    storage.write(make_rollout(value))
-    pipe.send("written")
-
-
-def write_other_layout(pipe: Connection, storage: RolloutRingStorage) -> None:
-    """Write a rollout with one key more, and report the error."""
-    rollout = make_rollout(1).set("extra", torch.zeros(BATCH))
-    try:
-        storage.write(rollout)
-    except KeyError as error:
-        pipe.send((type(error).__name__, str(error)))
-
-
 def claim_and_die(pipe: Connection, storage: RolloutRingStorage) -> None:
     """Claim a slot, and wait to be killed."""
     storage.claim()

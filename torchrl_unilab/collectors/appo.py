@@ -62,8 +62,9 @@ class APPOCollector(WorkerCollector):
         weight_sync_schemes: ``{"policy": UniLabShmScheme(...)}``, the default.
         lockstep: Collect when asked to, not ahead.
         inline: As `lockstep`, with one worker, in this process.
-        slots: Slots of the ring. By default one per worker, so that a worker starts its
-            next rollout when its last was taken, with the newest weights there are.
+        slots: Slots of the ring, shared out evenly among the workers and rounded up. By default
+            one per worker, so that a worker starts its next rollout when its last was taken, with
+            the newest weights there are.
         overflow: ``"block"`` or ``"overwrite"``.
         max_policy_lag: Rollouts that began more published versions ago than this are
             dropped and counted in `stale`; None takes all.
@@ -165,7 +166,7 @@ class APPOCollector(WorkerCollector):
             self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
             num_steps = frames_per_batch // self.num_envs
             self._memory = RolloutRingStorage(
-                slots,
+                -(-slots // workers),
                 example=example_rollout(env, policy, num_steps),
                 writers=workers,
                 overflow="block" if lockstep else overflow,
@@ -248,11 +249,14 @@ class APPOCollector(WorkerCollector):
         storage, group = self._open_storage(), self._group
         if group is not None:
             self._persist(group.check)  # a lost worker shows also while the others go on
+        for held in storage.leases:
+            if held is not self._lease and held not in self._waiting:
+                return held  # an interrupt kept it from this collector
         while (lease := storage.acquire()) is None:
             assert group is not None
             try:
                 with span("wait"):
-                    arrived = group.wait([storage.fileno()], self.timeout)
+                    arrived = group.wait(storage.filenos(), self.timeout)
             except WorkerError as lost:
                 self._replace(lost)
                 continue
@@ -286,19 +290,20 @@ class APPOCollector(WorkerCollector):
             lease = self._take()
             self._waiting.append(lease)
             self._coming -= 1
-            self._owing.discard(lease.token.writer)
-            self._waiting.sort(key=lambda lease: lease.token.writer)
+            self._owing.discard(lease.writer)
+            self._waiting.sort(key=lambda lease: lease.writer)
 
     def _recover(self, worker: int) -> None:
         super()._recover(worker)
-        if self.lockstep and worker in self._open_storage().unread_writers:
+        if self.lockstep and self._open_storage().unread(worker):
             self._owing.discard(worker)  # it did what it was asked for
 
     def _give_back(self) -> None:
         """Release the rollout that was lent out."""
-        lease, self._lease = self._lease, None
-        if lease is not None and self._memory is not None:
-            self._memory.release(lease)
+        if self._lease is not None and self._memory is not None:
+            if self._lease in self._memory.leases:  # an interrupt may have come after the release
+                self._memory.release(self._lease)
+            self._lease = None
 
     def _open_storage(self) -> RolloutRingStorage:
         self._check_open()

@@ -8,16 +8,14 @@ from torchrl_unilab.data.pipeline.pipeline import (
     ReplayTickMetadata,
 )
 from torchrl_unilab.data.pipeline.source import ReplaySnapshot, ReplaySource
-from torchrl_unilab.data.rollout_buffer import (
-    RolloutReplayBuffer,
-    RolloutRingSampler,
-    RolloutRingWriter,
-)
 from torchrl_unilab.data.rollout_pool import RolloutPool
-from torchrl_unilab.data.rollout_ring import (
+from torchrl_unilab.data.rollouts import (
     RolloutLease,
+    RolloutReplayBuffer,
     RolloutRingCheckpointer,
+    RolloutRingSampler,
     RolloutRingStorage,
+    RolloutRingWriter,
 )
 
 __all__ = [

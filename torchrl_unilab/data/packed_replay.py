@@ -35,6 +35,7 @@ from torchrl_unilab.errors import (
     SnapshotContendedError,
 )
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_copy import is_run
 from torchrl_unilab.shm.row_store import RowStore
 from torchrl_unilab.shm.rows import SharedRows
@@ -165,7 +166,8 @@ class PackedReplayStorage(SharedStorage):
                 f"replay storage: gamma {gamma}, timeout {timeout} (expected 0 to 1, above 0). "
                 "Check them."
             )
-        super().__init__(max_size, writers, kind, timeout)
+        super().__init__(max_size, writers)
+        self._place = SharedPlace(kind, timeout)
         self.next_observation: NextObservation = next_observation
         self.observation_keys = None if observation_keys is None else list(observation_keys)
         self.final_observations = final_observations if next_observation == "derived" else 0
@@ -710,6 +712,7 @@ class PackedReplayStorage(SharedStorage):
         if self._attached is not None:
             self._attached.leave()
             self._attached.segment.close()
+        self._place.close()
         self._start_process()
 
     def __repr__(self) -> str:

@@ -18,8 +18,6 @@ from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 from torchrl.data.replay_buffers.writers import Writer
 
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError
-from torchrl_unilab.shm.place import SharedPlace
-from torchrl_unilab.shm.segment import SegmentKind
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -54,24 +52,19 @@ class SharedStorage(TensorStorage):
     Args:
         max_size: How many items.
         writers: How many processes may write.
-        kind: Kind of segment; the platform's default if not given.
-        lock_timeout: Seconds a process waits for another one that holds the place's lock.
     """
 
     supports_conditional_update = False
     _of_a_process: ClassVar[tuple[str, ...]]
     """Attributes that each process has for itself; `_start_process` sets them."""
 
-    def __init__(
-        self, max_size: int, writers: int, kind: SegmentKind | None, lock_timeout: float
-    ) -> None:
+    def __init__(self, max_size: int, writers: int) -> None:
         Storage.__init__(self, max_size)  # what TensorStorage adds, shared memory has
         del self._mutation_revision_value, self._last_cursor_index_value
         self.ndim = 1
         self.device = torch.device("cpu")
         self.writers = writers
         self._closed = False
-        self._place = SharedPlace(kind, lock_timeout)
 
     @classmethod
     def from_spec(cls, spec: Composite, *size: int, **settings: Any) -> Self:
@@ -162,7 +155,6 @@ class SharedStorage(TensorStorage):
             return
         self._closed = True
         self._leave()
-        self._place.close()
 
     @abstractmethod
     def _leave(self) -> None:

@@ -209,20 +209,19 @@ class SharedSegment:
             SegmentError: Another process did not leave within `timeout` seconds.
         """
         until = time.monotonic() + timeout
-        while True:
-            try:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-                break
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() > until:
-                    raise SegmentError(
-                        f"cannot lock shared segment: held by another process for {timeout:g} s "
-                        "(expected some microseconds). See whether a process is stopped."
-                    ) from None
-                time.sleep(0.001)
         try:
-            yield
-        finally:
+            try:
+                while not _try_lock(self._descriptor):
+                    if time.monotonic() > until:
+                        raise SegmentError(
+                            f"cannot lock shared segment: held by another process for {timeout:g} "
+                            "s (expected some microseconds). See whether a process is stopped."
+                        )
+                    time.sleep(0.001)
+                yield
+            finally:
+                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
+        finally:  # an interrupt may have cut the first unlocking short
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
 
     def close(self) -> None:
@@ -241,6 +240,14 @@ class SharedSegment:
         if self.name is not None:
             return SharedSegment.attach, (self.name,)
         return _attach_pickled, (reduction.DupFd(self._descriptor), self.nbytes)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
 
 
 def _attach_pickled(descriptor: Any, nbytes: int) -> SharedSegment:

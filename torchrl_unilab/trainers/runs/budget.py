@@ -25,7 +25,7 @@ from torchrl_unilab.collectors.rollout_worker import example_rollout
 from torchrl_unilab.data.packed_form import RowForm
 from torchrl_unilab.data.packed_sampling import RowGatherer
 from torchrl_unilab.data.pipeline.pipeline import SLOTS
-from torchrl_unilab.data.rollout_form import named_leaves
+from torchrl_unilab.data.schema import leaves
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
 from torchrl_unilab.runtime.budget import (
@@ -34,9 +34,9 @@ from torchrl_unilab.runtime.budget import (
     MemoryLimit,
     Place,
 )
-from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.layout import BlockLayout, dotted
 from torchrl_unilab.shm.memory import available_memory
-from torchrl_unilab.shm.ring import ring_nbytes
+from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.row_store import RowStore
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import default_kind, free_bytes, named_directory
@@ -97,7 +97,7 @@ class RunSizes:
         frame = example_rollout(env, actor, 1).reshape(-1)[0].to("meta")
         held = {t.data_ptr(): t.nbytes for t in (*loss.parameters(), *loss.buffers())}
         return cls(
-            frame=named_leaves(frame),
+            frame={dotted(path): leaf for path, leaf in leaves(frame).items()},
             transition=frame.select(*transition_keys(env)),
             snapshot=BlockLayout.of(named_tensors(actor)),
             weights=sum(held.values()),
@@ -224,11 +224,11 @@ def ring_items(config: APPOConfig, sizes: RunSizes) -> list[MemoryItem]:
     layout = BlockLayout.of_specs(
         (key, (frames, *leaf.shape), leaf.dtype) for key, leaf in sizes.frame.items()
     )
-    ring = ring_nbytes(layout, workers if config.slots is None else config.slots, workers)
+    slots = 1 if config.slots is None else -(-config.slots // workers)  # of each collector
+    ring = RolloutRing.nbytes(layout, slots, workers)
     by, place = ("num_steps", "num_envs"), sizes.learner
     return [
         MemoryItem("rollout ring", "shared", ring, ("slots", *by)),
-        MemoryItem("rollout counts", "shared", 8 * (4 + 3 * workers), ("num_collectors",)),
         # At most: the pool leaves out what the loss does not read.
         _estimate("rollout pool", place, config.pool * rollout, "pool", *by),
         # The copy that leaves the ring; then estimates and shuffled minibatches of the pool.

@@ -14,7 +14,7 @@ from torchrl.data import TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_unilab.data.rollout_ring import RolloutRingStorage, RolloutSampler
+from torchrl_unilab.data.rollouts.storage import RolloutRingStorage, RolloutSampler
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError
 
@@ -74,11 +74,7 @@ class RolloutRingWriter(SharedStorageWriter):
         return self._storage.write_count
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        self._storage._empty()
-        if empty_write_count:
-            none = [0] * self._storage.writers
-            counts = {"read": 0, "lost": 0, "skipped": 0}
-            self._storage._set_counts({"written": none, "dropped": none, **counts})
+        self._storage._empty(counts=empty_write_count)
 
 
 class RolloutRingSampler(RolloutSampler):

@@ -1,0 +1,21 @@
+"""Rollouts between processes: a shared ring as storage, writer and sampler of TorchRL."""
+
+from torchrl_unilab.data.rollouts.buffer import (
+    RolloutReplayBuffer,
+    RolloutRingSampler,
+    RolloutRingWriter,
+)
+from torchrl_unilab.data.rollouts.storage import (
+    RolloutLease,
+    RolloutRingCheckpointer,
+    RolloutRingStorage,
+)
+
+__all__ = [
+    "RolloutLease",
+    "RolloutReplayBuffer",
+    "RolloutRingCheckpointer",
+    "RolloutRingSampler",
+    "RolloutRingStorage",
+    "RolloutRingWriter",
+]
