@@ -328,7 +328,7 @@ def test_a_set_state_is_the_state_and_starts_an_episode() -> None:
 
 def diverge(env: MujocoBatchEnv, ids: list[int]) -> None:
     """Give simulations speeds at which MuJoCo gives up."""
-    env._physics.fields["qvel"][ids] = 1e11
+    env._state.physics.fields["qvel"][ids] = 1e11
 
 
 def test_a_diverging_simulation_ends_its_episode_and_leaves_the_others_alone() -> None:
@@ -365,7 +365,7 @@ def test_a_diverging_simulation_ends_its_episode_and_leaves_the_others_alone() -
 def test_a_jump_out_of_sight_overflows_nothing() -> None:
     env = MujocoBatchEnv("Hopper-v5", 2, seed=0, with_reward_terms=True)
     root = env.reset()
-    env._physics.fields["qpos"][0, 0] = 1e300
+    env._state.physics.fields["qpos"][0, 0] = 1e300
     after = env.step(root.set("action", act(env, 0)))["next"]
     assert after["terminated"].flatten().tolist() == [True, False]
     assert after["reward"][0] == 0
@@ -404,7 +404,7 @@ def test_a_collector_goes_on_when_simulations_diverge() -> None:
     env = MujocoBatchEnv("HalfCheetah-v5", 4, seed=0)
 
     def policy(root: TensorDictBase) -> TensorDictBase:
-        i = int(env._episodes.elapsed[0])
+        i = int(env._state.episodes.elapsed[0])
         if i in (7, 33):
             diverge(env, [2])
         return root.set("action", act(env, i))
@@ -426,14 +426,14 @@ def test_a_simulation_error_terminates_its_simulation_only(
 ) -> None:
     env, twin = (MujocoBatchEnv("HalfCheetah-v5", 3, seed=0) for _ in range(2))
     root, twin_root = env.reset(), twin.reset()
-    step = env._physics.batch.step
+    step = env._state.physics.batch.step
 
     def failing(ids: Any = None, nstep: int = 1) -> None:
         step(ids, nstep)
         raise SimulationError(np.array([2]), "stack overflow")
 
     with monkeypatch.context() as patch:
-        patch.setattr(env._physics.batch, "step", failing)
+        patch.setattr(env._state.physics.batch, "step", failing)
         data, root = env.step_and_maybe_reset(root.set("action", act(env, 0)))
     expected, _ = twin.step_and_maybe_reset(twin_root.set("action", act(env, 0)))
     assert data["next", "terminated"].flatten().tolist() == [False, False, True]
@@ -564,7 +564,7 @@ def test_threads_default_to_the_cpus_of_the_process_less_the_learners(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus)
     env = MujocoBatchEnv("InvertedPendulum-v5", 16)
-    assert env._physics.batch.nthread == threads
+    assert env._state.physics.batch.nthread == threads
     env.close()
 
 
@@ -593,10 +593,10 @@ def test_a_malformed_action_is_refused_and_changes_nothing(
 ) -> None:
     env = MujocoBatchEnv("Hopper-v5", 2, seed=0, max_episode_steps=1)
     root = env.reset()
-    state = env._physics.batch.state.copy()
+    state = env._state.physics.batch.state.copy()
     with pytest.raises(ValueError, match=message):
         env.step(root.set("action", action))
-    np.testing.assert_array_equal(env._physics.batch.state, state)
+    np.testing.assert_array_equal(env._state.physics.batch.state, state)
     root = root.exclude("next")
     assert env.step(root.set("action", act(env, 0)))["next", "truncated"].all()
     env.close()
@@ -619,10 +619,10 @@ def test_a_malformed_state_is_refused_and_changes_nothing(
 ) -> None:
     env = MujocoBatchEnv("InvertedPendulum-v5", 2, seed=0)
     env.reset()
-    state = env._physics.batch.state.copy()
+    state = env._state.physics.batch.state.copy()
     with pytest.raises(ValueError, match=message):
         env.set_state(qpos, np.zeros(qpos.shape), ids=ids)
-    np.testing.assert_array_equal(env._physics.batch.state, state)
+    np.testing.assert_array_equal(env._state.physics.batch.state, state)
     env.close()
 
 

@@ -186,7 +186,10 @@ def test_constants_that_depend_on_masses_are_those_of_a_model_with_these_masses(
         mujoco.mj_setConst(model, mujoco.MjData(model))
         for name in ("body_subtreemass", "dof_M0", "body_invweight0", "actuator_acc0"):
             np.testing.assert_allclose(
-                env._physics.batch.expanded(name)[i], getattr(model, name), rtol=1e-12, err_msg=name
+                env._state.physics.batch.expanded(name)[i],
+                getattr(model, name),
+                rtol=1e-12,
+                err_msg=name,
             )
     env.close()
 
@@ -203,7 +206,7 @@ def test_a_simulation_moves_as_mujoco_moves_its_model() -> None:
     after, _ = env.get_state()
     assert len({row.tobytes() for row in after}) == N
     for i in range(N):
-        model = env._physics.batch.get_model(i)
+        model = env._state.physics.batch.get_model(i)
         data = mujoco.MjData(model)
         data.qpos[:], data.qvel[:] = qpos[i], qvel[i]
         mujoco.mj_forward(model, data)
@@ -218,13 +221,13 @@ def test_a_task_that_reads_a_randomised_or_derived_field_sees_each_simulations_o
     task = replace(TASK, reads=(*TASK.reads, "body_mass", "body_subtreemass"))
     env = MujocoBatchEnv(task, N, seed=0, randomization=[MASS])
     np.testing.assert_array_equal(
-        env._physics.fields["body_mass"], env.randomizer.values("body_mass")
+        env._state.physics.fields["body_mass"], env.randomizer.values("body_mass")
     )
-    total = env._physics.fields["body_mass"].sum(axis=1)
-    np.testing.assert_allclose(env._physics.fields["body_subtreemass"][:, 0], total)
+    total = env._state.physics.fields["body_mass"].sum(axis=1)
+    np.testing.assert_allclose(env._state.physics.fields["body_subtreemass"][:, 0], total)
     env.set_seed(1)
     np.testing.assert_array_equal(
-        env._physics.fields["body_mass"], env.randomizer.values("body_mass")
+        env._state.physics.fields["body_mass"], env.randomizer.values("body_mass")
     )
     env.close()
 
@@ -338,7 +341,7 @@ def test_initial_states_and_commands_are_those_without_randomisation(when: str) 
         random.reset()
         np.testing.assert_array_equal(plain.get_state()[0], random.get_state()[0])
         np.testing.assert_array_equal(
-            plain._physics.fields["command"], random._physics.fields["command"]
+            plain._state.physics.fields["command"], random._state.physics.fields["command"]
         )
     plain.close()
     random.close()
@@ -346,13 +349,15 @@ def test_initial_states_and_commands_are_those_without_randomisation(when: str) 
 
 def test_without_randomisation_nothing_is_expanded() -> None:
     env = make(())
-    assert all(env._physics.batch.expanded(name) is None for name in ("body_mass", "geom_friction"))
+    assert all(
+        env._state.physics.batch.expanded(name) is None for name in ("body_mass", "geom_friction")
+    )
     env.close()
 
 
 def test_frictions_and_gains_need_no_constants_and_expand_nothing_else() -> None:
     env = make([FRICTION, GAIN])
-    assert env._physics.batch.expanded("body_subtreemass") is None
+    assert env._state.physics.batch.expanded("body_subtreemass") is None
     env.close()
 
 

@@ -274,7 +274,7 @@ def test_closing_waits_for_the_picture_that_another_thread_draws(make) -> None:
 
     class Slow:
         def __getattr__(self, name: str) -> Any:
-            return getattr(case.env._physics.batch, name)
+            return getattr(case.env._state.physics.batch, name)
 
         def get_data(self, i: int, data: mujoco.MjData) -> None:
             drawing.set()

@@ -82,9 +82,10 @@ def make_task(name: str, **options: Any) -> MujocoTask:
         )
     task = known[name]
     settable = {field.name for field in fields(task)} - _NO_OPTIONS
-    if unknown := options.keys() - settable:
+    unknown = [option for option in options if option not in settable]
+    if unknown:
         raise ConfigError(
-            f"make_task: {name} has no option {', '.join(sorted(unknown))} (expected some of "
+            f"make_task: {name} has no option {', '.join(unknown)} (expected some of "
             f"{', '.join(sorted(settable))}). Correct the names."
         )
     return replace(task, **options)

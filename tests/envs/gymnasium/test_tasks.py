@@ -326,7 +326,7 @@ def test_initial_states_have_the_distribution_of_gymnasium(name: str) -> None:
             base.reset_model()
             states.append(base.state_vector())
         rng = np.random.default_rng(SEED)
-        start = env._physics.start
+        start = env._state.physics.start
         drawn = [np.concatenate(env.task.initial_state(rng, *start)) for _ in range(ours)]
     # the critical value at the level of 1 in 100,000, for some 50 coordinates
     bound = 2.47 * np.sqrt(1 / ours + 1 / theirs)
@@ -383,7 +383,7 @@ def test_derived_fields_are_those_of_gymnasium_after_a_step() -> None:
             env.step(TensorDict({"action": action}, [1]))
             gym.step(action[0].numpy())
             for field in ("xpos", "cvel"):
-                actual = env._physics.fields[field][0]
+                actual = env._state.physics.fields[field][0]
                 np.testing.assert_array_equal(actual, getattr(gym.unwrapped.data, field))
 
 

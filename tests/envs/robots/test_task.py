@@ -103,7 +103,7 @@ def make(task: RobotTask, **settings: Any) -> MujocoBatchEnv:
 def test_observations_are_the_terms_in_order_and_the_critics_come_after_the_actors() -> None:
     env = make(SeeingCart(), dtype=torch.float64)
     root = env.set_state([[0.1, 0.2]], [[3.0, 4.0]], ids=[1])
-    command = env._physics.fields["command"][1].tolist()
+    command = env._state.physics.fields["command"][1].tolist()
     assert root["observation"][1].tolist() == [0.1, *command]
     assert root["critic_observation"][1].tolist() == [0.1, *command, 3.0, 4.0]
     assert env.observation_spec["critic_observation"].shape == (3, 5)

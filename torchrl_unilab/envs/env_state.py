@@ -1,0 +1,305 @@
+"""A task's simulations with their episodes, generators and rewards: an environment in NumPy.
+
+All that later steps follow from is here, so that a snapshot of it is one of the environment.
+`MujocoBatchEnv` is its face for TorchRL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torchrl import logger as torchrl_logger
+
+from torchrl_unilab.envs.episodes import Episodes
+from torchrl_unilab.envs.randomization import Randomize
+from torchrl_unilab.envs.simulations import Simulations, all_finite
+from torchrl_unilab.envs.task import Array, MujocoTask
+from torchrl_unilab.runtime import available_cores, plan_threads
+
+__all__ = ["EnvState", "simulations_of"]
+
+Ids = NDArray[np.intp]
+
+
+class EnvState:
+    """The state of an environment, one row per simulation.
+
+    Args:
+        task: the task.
+        num_envs: number of simulations.
+        num_threads: physics threads; None for one per CPU but the learner's.
+        max_episode_steps: steps after which an episode is truncated; None as the task says.
+        randomization: how the models differ; None as the task says.
+
+    Attributes:
+        episodes: how far each is.
+        randomizer: holds what differs between the models.
+        dt: seconds of simulated time that a step takes.
+        reward_terms: the parts of the last step's reward, ``(n,)`` each.
+        clears_terms: whether the terms of an episode that starts become 0.
+        info: what else the task told of the last step, ``(n, ...)`` each.
+        num_diverged: simulations that have diverged so far.
+        phase_seconds: seconds so far by phase.
+
+    Raises:
+        ValueError: if a number is not positive.
+    """
+
+    def __init__(
+        self,
+        task: MujocoTask,
+        num_envs: int,
+        num_threads: int | None,
+        max_episode_steps: int | None,
+        randomization: Sequence[Randomize] | None,
+    ) -> None:
+        if num_threads is None:
+            num_threads = plan_threads(available_cores()).physics_threads
+        limit = task.max_episode_steps if max_episode_steps is None else max_episode_steps
+        _check_positive("num_envs", num_envs)
+        _check_positive("num_threads", num_threads)
+        _check_positive("frame_skip", task.frame_skip)
+        _check_positive("max_episode_steps", limit)
+        self.task = task
+        self._physics: Simulations | None = Simulations(task, num_envs, num_threads, randomization)
+        self.randomizer = self._physics.randomizer
+        self.dt = float(self._physics.batch.model.opt.timestep * task.frame_skip)
+        self.episodes = Episodes(num_envs, limit)
+        self.reward_terms: dict[str, NDArray[Any]] = {}
+        self.clears_terms = False
+        self.info: dict[str, NDArray[Any]] = {}
+        self.num_diverged = 0
+        self.phase_seconds = dict.fromkeys(("physics", "reward", "observation", "reset"), 0.0)
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    @property
+    def physics(self) -> Simulations:
+        """The simulations.
+
+        Raises:
+            RuntimeError: if the environment is closed.
+        """
+        if self._physics is None:
+            raise RuntimeError(
+                "MujocoBatchEnv: the environment is closed (expected an open one). "
+                "Create a new one."
+            )
+        return self._physics
+
+    def close(self) -> None:
+        """Free the simulations and their threads. Closing again does nothing."""
+        if self._physics is not None:
+            self._physics.close()
+            self._physics = None
+
+    def seed(self, seed: int | None) -> None:
+        """Seed simulation ``i`` with ``seed + i``; all from the operating system for None."""
+        self._rngs = [
+            np.random.default_rng(None if seed is None else seed + i) for i in range(len(self))
+        ]
+        self.randomizer.seed(self._rngs)
+
+    def control_range(self) -> Array:
+        """Return the least and the greatest controls, ``(2, nu)``.
+
+        Raises:
+            ValueError: if an actuator has no control range.
+        """
+        model = self.physics.batch.model
+        unlimited = np.flatnonzero(model.actuator_ctrllimited == 0)
+        if len(unlimited):
+            names = [model.actuator(int(i)).name for i in unlimited]
+            raise ValueError(
+                f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range "
+                "(expected one, which bounds the action). Give them a ctrlrange."
+            )
+        bounds: Array = model.actuator_ctrlrange.T.copy()
+        return bounds
+
+    def expect_terms(self, dtype: type) -> Sequence[str]:
+        """Have the reward's terms at hand, of 0, before the first step; return their names."""
+        physics, task = self.physics, self.task
+        action: NDArray[Any] = np.zeros((len(self), physics.num_controls), dtype=dtype)
+        terms = task.outcome(physics.fields, task.before(physics.fields), action, self.dt).terms
+        self.reward_terms = dict.fromkeys(terms, np.zeros(len(self)))
+        self.clears_terms = True
+        return list(terms)
+
+    def step(self, action: NDArray[Any], ids: Ids | None) -> NDArray[Any]:
+        """Take a control step in simulations `ids`, sorted; in all for None.
+
+        Args:
+            action: ``(n, nu)``, contiguous.
+            ids: the simulations.
+
+        Returns:
+            Rewards, ``(n,)``, 0 in the others.
+
+        Raises:
+            ValueError: if the action has the wrong shape or is not finite. Nothing has
+                changed then.
+        """
+        task, physics = self.task, self.physics
+        self._check_action(action, (len(self), physics.num_controls))
+        start = time.perf_counter()
+        before = task.before(physics.seen)
+        diverged = physics.step(action, ids)
+        start = self.count("physics", start)
+        outcome = task.outcome(physics.seen, before, action, self.dt)
+        reward, terminated, terms = outcome.reward, outcome.terminated, outcome.terms
+        if diverged is not None:
+            self._report(diverged)
+            # what the task makes of the jump to the default pose means nothing
+            reward = np.where(diverged, 0.0, reward)
+            terminated = terminated | diverged
+            terms = {name: np.where(diverged, 0.0, term) for name, term in terms.items()}
+        self.reward_terms, self.info = terms, outcome.info
+        self.episodes.advance(terminated, ids)
+        if ids is not None:
+            reward = np.where(np.isin(np.arange(len(reward)), ids), reward, 0.0)
+        if task.command_steps is not None:
+            due = self.episodes.elapsed % task.command_steps == 0
+            self._draw_commands(np.flatnonzero(due) if ids is None else ids[due[ids]])
+        self.count("reward", start)
+        return reward
+
+    def start(self, ids: Ids) -> None:
+        """Start episodes of simulations `ids`, sorted, from states that the task draws."""
+        if not len(ids):
+            return
+        start = time.perf_counter()
+        physics = self.physics
+        physics.randomizer.reset(ids)
+        states = [self.task.initial_state(self._rngs[i], *physics.start) for i in ids]
+        self._draw_commands(ids)
+        self._place(ids, *(np.array(part) for part in zip(*states, strict=True)))
+        self.count("reset", start)
+
+    def set_state(self, qpos: ArrayLike, qvel: ArrayLike, ids: ArrayLike | None) -> Ids:
+        """Start new episodes from given states; return the simulations, sorted.
+
+        Raises:
+            ValueError: if an argument has the wrong shape, is not finite, or names
+                no simulation. Nothing has changed then.
+        """
+        fields = self.physics.fields
+        rows = simulations_of("set_state: ids", ids, len(self))
+        order = np.argsort(rows)  # as the batch wants its ids
+        values = []
+        for name, value in (("qpos", qpos), ("qvel", qvel)):
+            value = np.asarray(value, dtype=np.float64)
+            shape = (len(rows), fields[name].shape[1])
+            if value.shape != shape or not np.isfinite(value).all():
+                raise ValueError(
+                    f"set_state: {name} has shape {value.shape} and "
+                    f"{(~np.isfinite(value)).sum()} non-finite values (expected "
+                    f"{shape} and none). Give one row per simulation to set."
+                )
+            values.append(value[order])
+        self._place(rows[order], *values)
+        return rows[order]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all that the next steps follow from."""
+        return {
+            **self.physics.state_dict(),
+            "episodes": self.episodes.state_dict(),
+            "reward_terms": {name: term.copy() for name, term in self.reward_terms.items()},
+            "num_diverged": self.num_diverged,
+            "generators": [rng.bit_generator.state for rng in self._rngs],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned, here or in a state like this one.
+
+        Raises:
+            ValueError: if it is of another task or number. Nothing has changed then.
+        """
+        self.physics.load_state_dict(state)
+        self.episodes.load_state_dict(state["episodes"])
+        self.reward_terms = {name: term.copy() for name, term in state["reward_terms"].items()}
+        self.num_diverged = state["num_diverged"]
+        for rng, generator in zip(self._rngs, state["generators"], strict=True):
+            rng.bit_generator.state = generator
+
+    def count(self, phase: str, start: float) -> float:
+        """Count the time since `start` for a phase; return the present."""
+        now = time.perf_counter()
+        self.phase_seconds[phase] += now - start
+        return now
+
+    @staticmethod
+    def _check_action(action: NDArray[Any], shape: tuple[int, int]) -> None:
+        if action.shape != shape:
+            raise ValueError(
+                f"MujocoBatchEnv.step: action has shape {action.shape} (expected "
+                f"{shape}). Give one row of controls per simulation."
+            )
+        if not all_finite(action):
+            raise ValueError(
+                f"MujocoBatchEnv.step: action has {(~np.isfinite(action)).sum()} "
+                "non-finite values (expected none). Check the policy for NaN."
+            )
+
+    def _place(self, ids: Ids, qpos: Array, qvel: Array) -> None:
+        """Start episodes of simulations `ids`, sorted, from these states."""
+        self.physics.place(ids, qpos, qvel)
+        if self.clears_terms:
+            started = np.isin(np.arange(len(self)), ids)
+            self.reward_terms = {
+                name: np.where(started, 0.0, term) for name, term in self.reward_terms.items()
+            }
+        self.episodes.start(ids)
+
+    def _draw_commands(self, ids: Ids) -> None:
+        """Draw new commands for simulations `ids`, if the task has commands."""
+        if self.task.command_size:
+            command = self.physics.fields["command"]
+            for i in ids:
+                command[i] = self.task.command(self._rngs[i])
+
+    def _report(self, diverged: NDArray[np.bool_]) -> None:
+        """Count simulations that diverged; log the first and whenever they doubled."""
+        known, count = self.num_diverged, int(diverged.sum())
+        self.num_diverged = known + count
+        if self.num_diverged.bit_length() > known.bit_length():
+            torchrl_logger.warning(
+                "MujocoBatchEnv: simulations %s of %s diverged (expected finite states); "
+                "%d have since the start. They were reset. Check the actions, or give the "
+                "model a smaller timestep.",
+                np.flatnonzero(diverged).tolist(),
+                self.task.name,
+                self.num_diverged,
+            )
+
+
+def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
+    """Return the simulations that `ids` names, distinct; all for None.
+
+    Raises:
+        ValueError: they are not integers from 0 to n - 1, or not distinct.
+    """
+    rows = np.arange(n) if ids is None else np.asarray(ids)
+    if (
+        rows.ndim != 1
+        or rows.dtype.kind not in "iu"
+        or len(np.unique(rows)) != len(rows)
+        or ((rows < 0) | (rows >= n)).any()
+    ):
+        raise ValueError(
+            f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Correct ids."
+        )
+    return rows
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(
+            f"MujocoBatchEnv: {name} is {value} (expected at least 1). Give a positive {name}."
+        )
