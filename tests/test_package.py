@@ -44,3 +44,18 @@ def test_importing_the_package_starts_and_prints_nothing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == done.stderr == ""
+
+
+@pytest.mark.parametrize("name", torchrl_unilab.__all__)
+def test_the_root_gives_the_names_of_daily_use(name):
+    value = getattr(torchrl_unilab, name)
+    assert name == "__version__" or value.__name__ == name
+
+
+def test_the_root_lists_its_names():
+    assert set(torchrl_unilab.__all__) <= set(dir(torchrl_unilab))
+
+
+def test_a_name_that_the_root_has_not_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'train_ppo'"):
+        _ = torchrl_unilab.train_ppo

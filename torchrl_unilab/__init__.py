@@ -1,11 +1,57 @@
 """Shared-memory weight sync and asynchronous training for TorchRL.
 
-Public names live in the sub-packages that mirror TorchRL's: `weight_update`, `envs`,
-`modules`, `objectives`, `trainers`. Importing this package starts nothing.
+The names of daily use are here, imported when they are first asked for; all public names live in
+the sub-packages that mirror TorchRL's. Importing this package starts nothing and imports no torch.
+
+Example:
+    >>> import torchrl_unilab
+    >>> torchrl_unilab.APPOConfig.for_task("Hopper-v5").num_steps
+    32
 """
 
-from importlib.metadata import version
+from __future__ import annotations
 
-__all__ = ["__version__"]
+import importlib
+from importlib.metadata import version
+from typing import Any
+
+__all__ = [
+    "APPOCollector",
+    "APPOConfig",
+    "APPOLoss",
+    "APPOTrainer",
+    "DoubleBufferReplayPipeline",
+    "MujocoBatchEnv",
+    "OffPolicyConfig",
+    "OffPolicyTrainer",
+    "PackedReplayStorage",
+    "ReplayCollector",
+    "RolloutRingStorage",
+    "UniLabShmScheme",
+    "UniLabShmTransport",
+    "__version__",
+    "evaluate_run",
+    "make_task",
+    "play_run",
+    "resume_run",
+    "train_appo",
+    "train_off_policy",
+]
 
 __version__ = version("torchrl-unilab")
+
+# Each imports those before it, so that a search imports little that the name does not need.
+_PACKAGES = ("weight_update", "data", "envs", "objectives", "collectors", "trainers")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        for package in _PACKAGES:
+            module = importlib.import_module(f"{__name__}.{package}")
+            if name in module.__all__:
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
