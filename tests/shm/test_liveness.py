@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.processes import DEADLINE, process_with_id, receive, spawned
+from tests.support.tearing import publish_and_die
 from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
@@ -20,10 +21,6 @@ from torchrl_unilab.shm.seqlock import SnapshotCell
 def _tell_who_and_wait(pipe: Connection) -> None:
     pipe.send((os.getpid(), this_process()))
     pipe.recv()
-
-
-def _publish_and_die(pipe: Connection, cell: SnapshotCell) -> None:
-    cell.publish_by(lambda payload: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def _write_and_die(pipe: Connection, ring: RolloutRing) -> None:
@@ -97,7 +94,7 @@ def test_a_process_under_the_id_of_a_dead_one_is_not_taken_for_it():
 def test_a_publish_is_cut_off_though_another_process_has_its_writers_id():
     with (
         SnapshotCell({"w": torch.zeros(3)}) as cell,
-        spawned(_publish_and_die, cell) as (process, _),
+        spawned(publish_and_die, cell) as (process, _),
     ):
         process.join(DEADLINE)
         with process_with_id(process.pid):

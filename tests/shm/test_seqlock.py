@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from multiprocessing.connection import Connection
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import DEADLINE, receive, spawned
-from tests.support.tearing import count_torn, lapped_copy, make_cell, publish_until_told
+from tests.support.tearing import (
+    count_torn,
+    lapped_copy,
+    make_cell,
+    publish_and_die,
+    publish_until_told,
+    read,
+)
 from torchrl_unilab.errors import (
     ConfigError,
     LayoutDigestError,
@@ -21,10 +26,10 @@ from torchrl_unilab.errors import (
     SegmentError,
     SnapshotContendedError,
 )
-from torchrl_unilab.shm import BlockLayout, SeqLock, SharedSegment, SnapshotCell, seqlock
+from torchrl_unilab.shm import BlockLayout, SharedSegment, Snapshot, SnapshotCell, seqlock
+from torchrl_unilab.shm.liveness import this_process
 from torchrl_unilab.shm.segment import named_directory
-
-CHECKSUM = pytest.mark.parametrize("checksum", [False, True])
+from torchrl_unilab.shm.seqlock import ReaderState
 
 
 def _filled(value: int) -> dict[str, torch.Tensor]:
@@ -32,20 +37,12 @@ def _filled(value: int) -> dict[str, torch.Tensor]:
 
 
 def _read_one(pipe: Connection, cell: SnapshotCell) -> None:
-    version, values = cell.read()
-    cell.report_applied(0, version)
+    version, values = read(cell)
     pipe.send((version, {k: v.tolist() for k, v in values.items()}))
 
 
-def _begin_and_die(pipe: Connection, cell: SnapshotCell) -> None:
-    slot = cell._lock.begin()
-    cell._lock.payloads[slot][:] = 255
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _publish_and_die(pipe: Connection, cell: SnapshotCell) -> None:
-    cell.publish(_filled(1))
-    cell.publish_by(lambda payload: os.kill(os.getpid(), signal.SIGKILL))
+def _publish(cell: SnapshotCell, value: int, **kwargs: int) -> int:
+    return cell.publish([*_filled(value).values()], **kwargs)
 
 
 @given(st.integers(2, 5), st.lists(st.integers(0, 9), max_size=30))
@@ -54,28 +51,26 @@ def test_versions_that_skip_numbers_are_read_like_those_that_do_not(slots, versi
         newest = 3
         for least in versions:
             newest = max(newest + 1, least)
-            assert cell.publish_checked([*_filled(newest).values()], version=least) == newest
-            version, values = cell.read()
+            assert _publish(cell, newest, version=least) == newest
+            version, values = read(cell)
             assert (version, values["n"].item()) == (newest, newest)
 
 
-@CHECKSUM
 @given(st.integers(2, 5), st.lists(st.booleans(), max_size=30))
-def test_a_reader_sees_what_a_serial_oracle_holds(checksum, slots, actions):
+def test_a_reader_sees_what_a_serial_oracle_holds(slots, actions):
     published = 0
-    with SnapshotCell(_filled(0), slots=slots, checksum=checksum) as cell:
+    with SnapshotCell(_filled(0), slots=slots) as cell:
         for publish in actions:
             if publish:
                 published += 1
-                assert cell.publish(_filled(published)) == published
-            version, values = cell.read()
+                assert _publish(cell, published) == published
+            version, values = read(cell)
             assert version == cell.version == published
             assert values["n"].item() == published
             assert values["w"].tolist() == [published] * 5
 
 
-@CHECKSUM
-def test_each_dtype_and_shape_arrives_bit_for_bit(checksum):
+def test_each_dtype_and_shape_arrives_bit_for_bit():
     tensors = {
         "f32": torch.randn(3, 2),
         "bf16": torch.randn(4).bfloat16(),
@@ -86,52 +81,80 @@ def test_each_dtype_and_shape_arrives_bit_for_bit(checksum):
         "empty": torch.zeros(0, 3),
         "strided": torch.randn(4, 6).t()[::2],
     }
-    with SnapshotCell(tensors, checksum=checksum) as cell:
-        other = {k: (v * 2 if v.dtype is not torch.bool else ~v) for k, v in tensors.items()}
-        for expected in (tensors, other):
-            if expected is other:
-                cell.publish(other)
-            _, values = cell.read()
-            for key, value in expected.items():
-                assert values[key].dtype is value.dtype
-                assert torch.equal(values[key], value)
+    initial = {key: torch.zeros_like(value) for key, value in tensors.items()}
+    with SnapshotCell(initial) as cell:
+        cell.publish([*tensors.values()])
+
+        _, values = read(cell)
+
+        assert {k: v.dtype for k, v in values.items()} == {k: v.dtype for k, v in tensors.items()}
+        assert all(torch.equal(values[key], tensors[key]) for key in tensors)
 
 
-@pytest.mark.parametrize("kind", ["anonymous", "named"])
-@CHECKSUM
-def test_a_spawned_reader_gets_the_newest_version_and_reports_it(kind, checksum):
-    with SnapshotCell(_filled(0), readers=2, kind=kind, checksum=checksum) as cell:
+def test_the_initial_content_is_the_first_version():
+    with SnapshotCell(_filled(7), first_version=40) as cell:
+        version, values = read(cell)
+
+    assert (version, values["n"].item(), values["w"].tolist()) == (40, 7, [7.0] * 5)
+
+
+@pytest.mark.parametrize("name", [None, f"unilab-test-{os.getpid()}"])
+def test_a_spawned_reader_gets_the_newest_version(name):
+    with SnapshotCell(_filled(0), name=name) as cell:
         for value in (1, 2, 3, 4):
-            cell.publish(_filled(value))
-        assert cell.applied(0) is None
-        with spawned(_read_one, cell) as (process, pipe):
+            _publish(cell, value)
+
+        with spawned(_read_one, cell) as (_, pipe):
             assert receive(pipe) == (4, {"w": [4.0] * 5, "n": 4})
-            assert cell.reader_pid(0) == process.pid
-        assert (cell.applied(0), cell.applied(1)) == (4, None)
+
+
+def test_a_reader_reports_the_version_it_applied_and_its_process():
+    with SnapshotCell(_filled(0), readers=2) as cell:
+        cell.report_applied(0, 0)
+
+        reports = [cell.reader(0), cell.reader(1)]
+
+        assert reports == [ReaderState(0, this_process(), 0), ReaderState(None, 0, 0)]
+
+
+def test_a_reader_reports_that_it_has_no_published_version():
+    with SnapshotCell(_filled(0), readers=1) as cell:
+        cell.report_applied(0, 0)
+
+        cell.report_applied(0, None)
+
+        assert cell.reader(0).applied is None
 
 
 def test_a_refused_publish_leaves_the_published_version_untouched():
     with SnapshotCell(_filled(7)) as cell:
         with pytest.raises(LayoutShapeError):
-            cell.publish({"w": torch.zeros(6), "n": torch.tensor(0)})
-        version, values = cell.read()
+            cell.publish([torch.zeros(6), torch.tensor(0)])
+        version, values = read(cell)
         assert (version, values["n"].item()) == (0, 7)
 
 
 def test_a_writer_killed_in_the_middle_leaves_the_previous_version_whole():
-    with SnapshotCell(_filled(0), slots=2) as cell:
-        cell.publish(_filled(1))
-        with spawned(_begin_and_die, cell) as (process, _):
-            process.join(DEADLINE)
-            assert process.exitcode == -signal.SIGKILL
-        version, values = cell.read()
-        assert (version, values["w"].tolist()) == (1, [1.0] * 5)
-        assert cell.publish(_filled(2)) == 2
-        assert cell.read()[1]["n"].item() == 2
+    with SnapshotCell(_filled(7), slots=2) as cell, spawned(publish_and_die, cell) as (writer, _):
+        writer.join(DEADLINE)
+
+        version, values = read(cell)
+
+        assert (version, values["w"].tolist()) == (0, [7.0] * 5)
+
+
+def test_another_process_takes_the_slot_of_a_writer_killed_in_the_middle():
+    with SnapshotCell(_filled(7), slots=2) as cell, spawned(publish_and_die, cell) as (writer, _):
+        writer.join(DEADLINE)
+
+        _publish(cell, 2)
+
+        version, values = read(cell)
+        assert (version, values["w"].tolist()) == (1, [2.0] * 5)
 
 
 def _publish_and_stay(pipe: Connection, cell: SnapshotCell, value: int) -> None:
-    pipe.send(cell.publish(_filled(value)))
+    pipe.send(_publish(cell, value))
     pipe.recv()
     cell.close()
     pipe.send("closed")
@@ -146,9 +169,9 @@ def test_a_second_living_writer_is_refused_with_the_pid_of_the_first():
         assert receive(pipe) == 1
 
         with pytest.raises(SegmentError, match=rf"process {writer.pid} publishes"):
-            cell.publish(_filled(2))
+            _publish(cell, 2)
 
-        assert cell.read()[1]["n"].item() == 1
+        assert read(cell)[1]["n"].item() == 1
 
 
 def test_another_process_publishes_once_the_writer_has_closed():
@@ -160,7 +183,7 @@ def test_another_process_publishes_once_the_writer_has_closed():
         pipe.send("close")
         assert receive(pipe) == "closed"
 
-        assert cell.publish(_filled(2)) == 2
+        assert _publish(cell, 2) == 2
 
 
 def test_another_process_publishes_once_the_writer_has_died():
@@ -168,7 +191,7 @@ def test_another_process_publishes_once_the_writer_has_died():
         with spawned(_publish_and_stay, cell, 1) as (_, pipe):
             receive(pipe)
 
-        assert cell.publish(_filled(2)) == 2
+        assert _publish(cell, 2) == 2
 
 
 @pytest.mark.parametrize("extra", [-64, 64])
@@ -183,49 +206,50 @@ def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
 
 def test_a_publish_that_its_writer_did_not_survive_is_told_from_one_under_way():
     with SnapshotCell(_filled(0)) as cell:
-        assert not cell.publish_cut_off
-        with spawned(_publish_and_die, cell) as (process, _):
-            process.join(DEADLINE)
-        assert cell.publish_cut_off
-        assert cell.read()[1]["n"].item() == 1
-        cell.publish(_filled(2))
-        assert not cell.publish_cut_off
+        cut_off = [cell.publish_cut_off]
+        with spawned(publish_and_die, cell) as (writer, _):
+            writer.join(DEADLINE)
+        cut_off.append(cell.publish_cut_off)
+
+        _publish(cell, 2)
+
+        assert [*cut_off, cell.publish_cut_off] == [False, True, False]
 
 
 def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
-    buffer = np.zeros(4096, np.uint8)
-    lock = SeqLock(buffer, 0, 64, slots=2, checksum=False)
-    lock._announced[0] = 3 * 2 + 1  # version 3 in slot 1, which still holds an older one
-    with pytest.raises(SnapshotContendedError, match="6 tries, last at version 3"):
-        lock.read(np.empty(64, np.uint8), retries=5)
+    with SnapshotCell(_filled(0), slots=2) as cell:
+        cell._words[seqlock._ANNOUNCED] = 3 * 2 + 1  # version 3 in slot 1, which holds none
 
-
-def test_a_changed_payload_fails_the_checksum():
-    buffer = np.zeros(4096, np.uint8)
-    lock = SeqLock(buffer, 0, 64, slots=2, checksum=True)
-    lock.seal_initial()
-    out = np.empty(64, np.uint8)
-    assert lock.try_read(out) == 0
-    lock.payloads[0][5] ^= 1
-    assert lock.try_read(out) is None
+        with pytest.raises(SnapshotContendedError, match="6 tries, last at version 3"):
+            cell.read(Snapshot(cell.layout), retries=5)
 
 
 @pytest.mark.parametrize("slots", [1, 0, -1])
 def test_fewer_than_two_slots_are_refused(slots):
     with pytest.raises(ConfigError, match="expected at least 2"):
         SnapshotCell(_filled(0), slots=slots)
-    with pytest.raises(ConfigError, match="expected at least 2"):
-        SeqLock(np.zeros(4096, np.uint8), 0, 64, slots=slots, checksum=False)
 
 
-def test_a_closed_cell_refuses_every_use():
-    cell = SnapshotCell(_filled(0))
+@pytest.mark.parametrize(
+    "use",
+    [
+        read,
+        lambda cell: cell.version,
+        lambda cell: _publish(cell, 1),
+        lambda cell: cell.report_applied(0, 0),
+        lambda cell: cell.reader(0),
+        lambda cell: cell.publish_cut_off,
+    ],
+)
+def test_a_closed_cell_refuses_every_use(use):
+    cell = SnapshotCell(_filled(0), readers=1)
     cell.close()
     cell.close()
+
+    with pytest.raises(SegmentClosedError):
+        use(cell)
+
     assert cell.closed
-    for use in (cell.read, lambda: cell.version, lambda: cell.publish(_filled(1))):
-        with pytest.raises(SegmentClosedError):
-            use()
 
 
 def test_a_cell_is_attached_by_name_only_with_its_own_layout():
@@ -233,8 +257,8 @@ def test_a_cell_is_attached_by_name_only_with_its_own_layout():
     layout = BlockLayout.of(_filled(0))
     with SnapshotCell(_filled(3), name=name, slots=4) as cell:
         attached = SnapshotCell.attach(name, layout)
-        cell.publish(_filled(8))
-        assert attached.read()[1]["n"].item() == 8
+        _publish(cell, 8)
+        assert read(attached)[1]["n"].item() == 8
         attached.close()
         with pytest.raises(LayoutDigestError, match="expected"):
             SnapshotCell.attach(name, BlockLayout.of({"w": torch.zeros(1)}))
@@ -257,7 +281,7 @@ def test_threads_of_one_process_publish_one_after_the_other():
                 half, other = (
                     torch.full(f.shape, value, dtype=f.dtype) for f in cell.layout.fields
                 )
-                cell.publish_ordered([half, other])
+                cell.publish([half, other])
 
         threads = [threading.Thread(target=publish, args=(range(i, 2000, 4),)) for i in range(4)]
         for thread in threads:
@@ -267,31 +291,31 @@ def test_threads_of_one_process_publish_one_after_the_other():
         assert cell.version == 2000
 
 
-@pytest.mark.parametrize(("slots", "checksum"), [(2, False), (3, False), (2, True)])
-def test_no_read_is_torn_under_continuous_publishing(slots, checksum):
-    with make_cell(slots=slots, checksum=checksum) as cell:
-        with spawned(publish_until_told, cell) as (_, pipe):
-            receive(pipe)
-            torn, _ = count_torn(cell, 3_000, checked=True)
-            pipe.send("stop")
-            versions = receive(pipe)
+@pytest.mark.parametrize("slots", [2, 3])
+def test_no_read_is_torn_under_continuous_publishing(slots):
+    with make_cell(slots=slots) as cell, spawned(publish_until_told, cell) as (_, pipe):
+        receive(pipe)
+
+        torn, _ = count_torn(cell, 3_000, checked=True)
+
+        pipe.send("stop")
         assert torn == 0
-        assert versions > 100
+        assert receive(pipe) > 100
 
 
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_reader_that_is_lapped_in_mid_copy_is_told_so(slots, monkeypatch):
     with make_cell(slots=slots) as cell, spawned(publish_until_told, cell) as (_, pipe):
         receive(pipe)
-        torn = []
-        copy = lapped_copy(cell, torn)
-        monkeypatch.setattr(seqlock.np, "copyto", copy)
-        out = np.empty_like(cell._lock.payloads[0])
-        tries = [cell._lock.try_read(out) for _ in range(20)]
+        torn: list[bool] = []
+        monkeypatch.setattr(seqlock.np, "copyto", lapped_copy(cell, torn))
+
+        with pytest.raises(SnapshotContendedError):
+            cell.read(Snapshot(cell.layout), retries=19)
+
         monkeypatch.undo()
         pipe.send("stop")
         receive(pipe)
-    assert tries == [None] * 20
     # Without the check these copies would have gone through, each a mix of versions.
     assert torn
     assert all(torn)

@@ -43,10 +43,9 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.modules.squashed import SquashedGaussianActor
 from torchrl_unilab.runtime import WorkerGroup
-from torchrl_unilab.shm import SnapshotCell
+from torchrl_unilab.shm import SnapshotCell, seqlock
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import named_directory
-from torchrl_unilab.shm.seqlock import SeqLock
 from torchrl_unilab.trainers import (
     APPOConfig,
     APPOTrainer,
@@ -100,6 +99,19 @@ def _before(owner: Any, name: str, nth: int, strike: Strike) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, hooked)
+
+
+def _half_a_publish(strike: Strike) -> None:
+    """Have a process hit when it has written its third snapshot and not announced it."""
+    publish = SnapshotCell.publish
+    calls = itertools.count(1)
+
+    def half(cell: SnapshotCell, *args: Any, **kwargs: Any) -> int:
+        if next(calls) == 3:
+            _before(seqlock, "fence", 2, strike)
+        return publish(cell, *args, **kwargs)
+
+    SnapshotCell.publish = half  # type: ignore[method-assign]
 
 
 def _half_a_write(strike: Strike) -> None:
@@ -162,7 +174,7 @@ def install(cell: Cell, strike: Strike, run_dir: Path) -> None:
         ),
         # Weights are written and not announced; or applied, and that not told.
         ("publish", "collector"): partial(_before, SnapshotCell, "report_applied", 3, strike),
-        ("publish", "learner"): partial(_before, SeqLock, "commit", 3, strike),
+        ("publish", "learner"): partial(_half_a_publish, strike),
         # The collector is asked for its state; the learner has written files.
         ("checkpoint", "collector"): partial(_before, RolloutWorker, "state_dict", 1, strike),
         ("checkpoint", "learner"): partial(_second_checkpoint, strike, run_dir),

@@ -5,6 +5,9 @@ Version ``v`` fills every element with ``v``, so a copy with two values is torn.
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -13,18 +16,18 @@ import numpy as np
 import torch
 
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.shm import SnapshotCell
+from torchrl_unilab.shm import Snapshot, SnapshotCell, seqlock
 
 ELEMENTS = 16_384
 
 
-def make_cell(*, slots: int, checksum: bool = False, elements: int = ELEMENTS) -> SnapshotCell:
+def make_cell(*, slots: int, elements: int = ELEMENTS) -> SnapshotCell:
     """A cell of two equal halves in two dtypes, whose version 0 is zero everywhere."""
     initial = {
         "half": torch.zeros(elements // 2),
         "other": torch.zeros(elements // 2, dtype=torch.int32),
     }
-    return SnapshotCell(initial, slots=slots, checksum=checksum)
+    return SnapshotCell(initial, slots=slots)
 
 
 def publish_until_told(pipe: Connection, cell: SnapshotCell) -> None:
@@ -38,8 +41,26 @@ def publish_until_told(pipe: Connection, cell: SnapshotCell) -> None:
             version += 1
             half.fill_(version % 65_536)
             other.fill_(version % 65_536)
-            cell.publish_ordered([half, other])
+            cell.publish([half, other])
     pipe.send(version)
+
+
+def publish_and_die(pipe: Connection, cell: SnapshotCell) -> None:
+    """Publish other bytes, and be killed when they are written and not announced."""
+    fences = itertools.count(1)
+
+    def fence() -> None:
+        if next(fences) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    seqlock.fence = fence  # in this process
+    cell.publish([torch.full(f.shape, 255, dtype=f.dtype) for f in cell.layout.fields])
+
+
+def read(cell: SnapshotCell) -> tuple[int, dict[str, torch.Tensor]]:
+    """The newest version of a cell and its tensors."""
+    snapshot = Snapshot(cell.layout)
+    return cell.read(snapshot), snapshot.tensors
 
 
 def lapped_copy(
@@ -67,17 +88,15 @@ def count_torn(cell: SnapshotCell, reads: int, *, checked: bool) -> tuple[int, i
     With ``checked=False`` the reader skips the sequence check: what it then finds shows
     that the harness can find a tear.
     """
-    lock = cell._lock
-    out = np.empty_like(lock.payloads[0])
-    half, other = cell.layout.views(torch.from_numpy(out))
-    torn = retries = 0
+    snapshot = Snapshot(cell.layout)
+    half, other = snapshot.tensors.values()
+    torn, before = 0, cell.overtaken
     for _ in range(reads):
         if checked:
-            _, overtaken = lock.read(out, retries=1_000_000)
-            retries += overtaken
+            cell.read(snapshot, retries=1_000_000)
         else:
-            np.copyto(out, lock.payloads[lock._announced[0] % cell.slots])
+            np.copyto(snapshot.bytes, cell._payloads[cell._words[seqlock._ANNOUNCED] % cell.slots])
         expected = half[0].item()
         mixed = (half != expected).any() or (other != int(expected)).any()
         torn += bool(mixed)
-    return torn, retries
+    return torn, cell.overtaken - before

@@ -394,7 +394,7 @@ def test_workers_that_were_given_dtypes_of_their_own_keep_them(way):
     scheme.send(learner)
     transport = scheme.create_transport()
     for worker, dtype in ((0, torch.float32), (1, torch.bfloat16)):
-        _, values = transport.cell(worker).read()
+        _, values = transport.newest(worker)
         assert values["weight"].dtype is dtype
         assert values["weight"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
     scheme.shutdown()

@@ -15,7 +15,7 @@ from torchrl.weight_update import SharedMemWeightSyncScheme
 
 from tests.support.acting import StillEnv, actions, make_policy, set_action
 from tests.support.processes import DEADLINE, receive, spawned
-from tests.support.tearing import count_torn, make_cell, publish_until_told
+from tests.support.tearing import count_torn, make_cell, publish_until_told, read
 from torchrl_unilab.errors import WorkersBehindError
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -137,6 +137,6 @@ def test_a_sender_killed_while_publishing_leaves_a_whole_version_behind():
             os.kill(writer.pid, signal.SIGKILL)
             writer.join(DEADLINE)
         assert count_torn(cell, 10, checked=True) == (0, 0)
-        version, values = cell.read()
+        version, values = read(cell)
         assert version == cell.version > 0
         assert values["half"].unique().tolist() == [version % 65_536]

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from torchrl_unilab.shm import BlockLayout
+from torchrl_unilab.shm import BlockLayout, Snapshot
 from torchrl_unilab.weight_update.packing import DevicePacker
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
 def _tensors(device: str) -> dict[str, torch.Tensor]:
@@ -20,44 +19,41 @@ def _tensors(device: str) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_gathering_writes_the_bytes_that_copying_in_place_writes(device):
+@DEVICES
+def test_tensors_of_a_device_come_to_the_host_in_one_transfer(device):
     tensors = _tensors(device)
-    layout = BlockLayout.of(tensors)
-    gathered = np.zeros(layout.nbytes, np.uint8)
-    packer = DevicePacker(layout, torch.device(device))
-    packer._flat.zero_()  # the gaps between fields
-    packer.gather(list(tensors.values()), gathered)
-    expected = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    torch._foreach_copy_(layout.views(expected), list(tensors.values()))
-    assert np.array_equal(gathered, expected.numpy())
+    packer = DevicePacker(BlockLayout.of(tensors), torch.device(device))
+
+    on_host = packer.to_host(list(tensors.values()))
+
+    assert all(copy.device.type == "cpu" for copy in on_host)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(on_host, tensors.values(), strict=True))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_scattering_brings_chosen_fields_back(device):
-    tensors = _tensors(device)
-    layout = BlockLayout.of(tensors)
-    block = np.zeros(layout.nbytes, np.uint8)
-    packer = DevicePacker(layout, torch.device(device))
-    packer.gather(list(tensors.values()), block)
-    for fields in ([0, 1, 2, 3, 4], [2, 0]):
-        originals = [list(tensors.values())[i] for i in fields]
-        targets = [torch.zeros_like(t) for t in originals]
-        packer.scatter(block, targets, fields)
-        assert all(torch.equal(a, b) for a, b in zip(targets, originals, strict=True))
+@DEVICES
+def test_a_snapshot_comes_to_the_device_by_key(device):
+    tensors = _tensors("cpu")
+    snapshot = Snapshot(BlockLayout.of(tensors))
+    torch._foreach_copy_(list(snapshot.tensors.values()), list(tensors.values()))
+    packer = DevicePacker(BlockLayout.of(tensors), torch.device(device))
+
+    on_device = packer.to_device(snapshot)
+
+    assert all(copy.device.type == device for copy in on_device.values())
+    assert all(torch.equal(on_device[key].cpu(), tensors[key]) for key in tensors)
 
 
 @pytest.mark.gpu
-def test_gathering_does_not_synchronise_the_device():
+def test_a_transfer_does_not_synchronise_the_device():
     tensors = _tensors("cuda")
-    layout = BlockLayout.of(tensors)
-    packer = DevicePacker(layout, torch.device("cuda"))
-    out = np.zeros(layout.nbytes, np.uint8)
-    packer.gather(list(tensors.values()), out)
+    packer = DevicePacker(BlockLayout.of(tensors), torch.device("cuda"))
+    packer.to_host(list(tensors.values()))
     other = torch.cuda.Stream()
     busy = torch.cuda.Event()
     with torch.cuda.stream(other):
         torch.cuda._sleep(2_000_000_000)
         busy.record()
-    packer.gather(list(tensors.values()), out)
+
+    packer.to_host(list(tensors.values()))
+
     assert not busy.query()

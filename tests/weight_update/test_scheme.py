@@ -302,7 +302,7 @@ def test_prepare_weights_of_a_subclass_is_called_as_by_the_stock_scheme():
 
     sender.send(TensorDict(weight=torch.ones(1, 1), bias=torch.ones(1)))
 
-    _, published = sender.create_transport().cell(0).read()
+    _, published = sender.create_transport().newest(0)
     assert published["weight"].item() == 0.5
     sender.shutdown()
 

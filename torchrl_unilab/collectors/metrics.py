@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
-from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, cell_nbytes
+from torchrl_unilab.shm.seqlock import Snapshot
 
 __all__ = ["PHASES", "CollectorMetrics", "EpisodeLog", "LatestMetrics", "PhaseClock"]
 
@@ -171,7 +171,7 @@ class LatestMetrics:
     @staticmethod
     def nbytes(workers: int, names: int = 0) -> int:
         """Return the bytes of shared memory, of one segment per worker."""
-        return workers * cell_nbytes(BlockLayout.of(_initial(names)), DEFAULT_SLOTS, 0)
+        return workers * SnapshotCell.nbytes(BlockLayout.of(_initial(names)))
 
     def put(
         self,
@@ -201,7 +201,7 @@ class LatestMetrics:
                 f"cannot put metrics: unknown names {unknown} (expected some of "
                 f"{list(self._names)}). Name them when LatestMetrics is built."
             )
-        self._cells[worker].publish_ordered(
+        self._cells[worker].publish(
             [
                 torch.tensor(frames),
                 torch.tensor(trajectories),
@@ -216,11 +216,11 @@ class LatestMetrics:
 
     def of(self, worker: int) -> dict[str, torch.Tensor]:
         """Return the newest word of worker `worker`, for the one that takes its place."""
-        return self._cells[worker].read()[1]
+        return _newest(self._cells[worker])
 
     def read(self) -> CollectorMetrics:
         """Return the newest word of all workers, summed up."""
-        return _summed([cell.read()[1] for cell in self._cells], self._names)
+        return _summed([_newest(cell) for cell in self._cells], self._names)
 
     def close(self) -> None:
         """Give up the shared memory. Idempotent."""
@@ -237,6 +237,12 @@ def _initial(names: int) -> dict[str, torch.Tensor]:
         "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
         "values": torch.full((names,), torch.nan, dtype=torch.float64),
     }
+
+
+def _newest(cell: SnapshotCell) -> dict[str, torch.Tensor]:
+    snapshot = Snapshot(cell.layout)
+    cell.read(snapshot)
+    return snapshot.tensors
 
 
 def _summed(parts: Sequence[dict[str, torch.Tensor]], names: Sequence[str]) -> CollectorMetrics:

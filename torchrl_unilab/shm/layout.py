@@ -115,36 +115,33 @@ class BlockLayout:
         """Check tensors given in the layout's order, before anything is written.
 
         Raises:
+            LayoutKeyError: There are more or fewer tensors than fields.
             LayoutShapeError: A tensor has another shape.
             LayoutDtypeError: A tensor has another dtype.
         """
         shapes, dtypes = self._shapes_and_dtypes  # compared at once: this is part of each publish
-        if [t.shape for t in tensors] != shapes or [t.dtype for t in tensors] != dtypes:
-            self.check_fields(range(len(self.fields)), tensors)
-
-    @functools.cached_property
-    def _shapes_and_dtypes(self) -> tuple[list[torch.Size], list[torch.dtype]]:
-        return [torch.Size(f.shape) for f in self.fields], [f.dtype for f in self.fields]
-
-    def check_fields(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Check tensors, each against the field of its index.
-
-        Raises:
-            LayoutShapeError: A tensor has another shape.
-            LayoutDtypeError: A tensor has another dtype.
-        """
-        for index, tensor in zip(indices, tensors, strict=True):
-            field = self.fields[index]
+        if [t.shape for t in tensors] == shapes and [t.dtype for t in tensors] == dtypes:
+            return
+        if len(tensors) != len(self.fields):
+            raise LayoutKeyError(
+                f"tensors: {len(tensors)} (expected {len(self.fields)}: {_some(self.keys)}). "
+                "Give one for each key."
+            )
+        for field, tensor in zip(self.fields, tensors, strict=True):
             if tensor.shape != field.shape:
                 raise LayoutShapeError(
                     f"shape of {field.key!r}: {tuple(tensor.shape)} (expected {field.shape}). "
-                    + _REMEDY
+                    "Publish the model the layout was made from, or build a new scheme."
                 )
             if tensor.dtype is not field.dtype:
                 raise LayoutDtypeError(
                     f"dtype of {field.key!r}: {tensor.dtype} (expected {field.dtype}). "
-                    "Cast it. " + _REMEDY
+                    "Cast it, or build a new scheme from the new dtype."
                 )
+
+    @functools.cached_property
+    def _shapes_and_dtypes(self) -> tuple[list[torch.Size], list[torch.dtype]]:
+        return [torch.Size(f.shape) for f in self.fields], [f.dtype for f in self.fields]
 
     def select(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of a mapping in the layout's order, checked.

@@ -208,6 +208,7 @@ class SharedSegment:
         Raises:
             SegmentError: Another process did not leave within `timeout` seconds.
         """
+        _ = self.buffer  # a closed segment is refused
         until = time.monotonic() + timeout
         try:
             try:

@@ -1,172 +1,94 @@
-"""Versioned snapshots in shared memory: one writer, any number of readers, nobody waits.
+"""Versioned snapshots of tensors in shared memory: one writer, any number of readers, no waiting.
 
-`SeqLock` is the protocol over words and slots, `SnapshotCell` a segment that holds a
-tensor layout under it. Version 0 is the initial content; each publish makes the next.
+Versions take the slots in turn. The writer sets the next slot's word to the odd ``2v - 1``, copies
+the payload, sets the word to ``2v``, and then announces ``v`` and its slot in one word. A reader
+takes the announced version, checks that the slot's word is ``2v``, copies the payload out, and
+checks the word again: a changed word means that the writer has reused the slot, and the reader
+retries with the newer version, a bounded number of times. `fence` orders these steps
+(`torchrl_unilab.shm.words`).
 
-Versions take the slots in turn. The writer sets the next slot's word to ``2v - 1``, copies the
-payload, sets the word to ``2v`` and then announces ``v`` and its slot in one word. A reader takes
-the announced version, checks that the slot's word is ``2v``, copies the payload out, and
-checks the word again. A changed word means that the writer has lapped it: it retries with
-the newer version, a bounded number of times. The order of memory this needs is argued in
-`torchrl_unilab.shm.words`.
+`torchrl_unilab.weight_update` publishes weights and statistics in cells, collectors their metrics.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
-import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from torchrl_unilab.errors import ConfigError, SegmentError, SnapshotContendedError
-from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutDigestError,
+    SegmentClosedError,
+    SegmentError,
+    SnapshotContendedError,
+)
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
-from torchrl_unilab.shm.segment import SegmentKind, SharedSegment
-from torchrl_unilab.shm.words import LINE, SharedWords, is_weakly_ordered
+from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.words import SharedWords, fence
 
-__all__ = ["SeqLock", "SnapshotCell", "cell_nbytes"]
+__all__ = ["ReaderState", "Snapshot", "SnapshotCell"]
 
 DEFAULT_SLOTS = 3
 DEFAULT_RETRIES = 1000
 _YIELD_AFTER = 8  # retries without giving the core to a writer that may need it
 
+_MAGIC = 0x554E494C_41420002
+_KIND, _DIGEST, _SLOTS, _READERS, _READY, _WRITER, _ANNOUNCED = range(7)  # words of a cell
+_CELL_WORDS = 7
+_APPLIED, _PROCESS, _OVERTAKEN = range(3)  # words of a reader; the version it applied plus one
+_READER_WORDS = 3
 
-class SeqLock:
-    """The protocol: an announced version and one sequence word and payload per slot.
 
-    Args:
-        buffer: Shared bytes, zero-filled when created, `nbytes` of them from `offset`.
-        offset: First byte, a multiple of 64.
-        payload_nbytes: Bytes of one snapshot, a multiple of 64.
-        slots: How many snapshots rotate, at least 2.
-        checksum: Guard each snapshot by a CRC-32, for weakly ordered machines.
+class _ClosedWords:
+    """The words of a closed cell."""
 
-    Raises:
-        ConfigError: Fewer than two slots.
-    """
-
-    def __init__(
-        self,
-        buffer: npt.NDArray[np.uint8],
-        offset: int,
-        payload_nbytes: int,
-        *,
-        slots: int = DEFAULT_SLOTS,
-        checksum: bool,
-    ) -> None:
-        if slots < 2:
-            raise ConfigError(
-                f"seqlock slots: {slots} (expected at least 2). "
-                "With one slot a reader could find no whole version while it is written."
-            )
-        words = SharedWords.nbytes(1 + 2 * slots)
-        self._slots = slots
-        self._checksum = checksum
-        self._announced = SharedWords(buffer, offset, 1)
-        self._sequence = SharedWords(buffer, offset + LINE, slots)
-        self._crc = SharedWords(buffer, offset + LINE * (1 + slots), slots)
-        start = offset + words
-        self.payloads: list[npt.NDArray[np.uint8]] = [
-            buffer[start + i * payload_nbytes : start + (i + 1) * payload_nbytes]
-            for i in range(slots)
-        ]
-
-    @staticmethod
-    def nbytes(payload_nbytes: int, slots: int) -> int:
-        """Return the bytes that the words and `slots` payloads take."""
-        return SharedWords.nbytes(1 + 2 * slots) + slots * payload_nbytes
-
-    @property
-    def version(self) -> int:
-        """The newest published version: one word."""
-        return self._announced[0] // self._slots
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the next version is open: being written, or left so by a dead writer."""
-        return self._sequence[(self._announced[0] + 1) % self._slots] % 2 == 1
-
-    def seal_initial(self, version: int = 0) -> None:
-        """Declare slot 0's content to be `version`; call before any reader attaches."""
-        if self._checksum:
-            self._crc[0] = _crc(self.payloads[0], version)
-        self._sequence[0] = 2 * version
-        self._announced[0] = version * self._slots
-
-    def begin(self, version: int = 0) -> int:
-        """Open the next version for writing and return its slot.
-
-        If the write fails, or its process dies, readers keep the previous version, and
-        the next `begin` opens the same slot again.
-
-        Args:
-            version: The least its number may be; above the newest in any case.
-        """
-        newest, slot = divmod(self._announced[0], self._slots)
-        self._opened = max(newest + 1, version)
-        slot = (slot + 1) % self._slots
-        self._sequence[slot] = 2 * self._opened - 1
-        return slot
-
-    def commit(self) -> int:
-        """Announce the version that `begin` opened and return it."""
-        version = self._opened
-        slot = (self._announced[0] + 1) % self._slots
-        if self._checksum:
-            self._crc[slot] = _crc(self.payloads[slot], version)
-        self._sequence[slot] = 2 * version
-        self._announced[0] = version * self._slots + slot
-        return version
-
-    def try_read(self, out: npt.NDArray[np.uint8]) -> int | None:
-        """Copy the newest version to `out` and return it, or None if overtaken."""
-        version, slot = divmod(self._announced[0], self._slots)
-        if self._sequence[slot] != 2 * version:
-            return None
-        np.copyto(out, self.payloads[slot])
-        if self._checksum and _crc(out, version) != self._crc[slot]:
-            return None
-        return version if self._sequence[slot] == 2 * version else None
-
-    def read(
-        self, out: npt.NDArray[np.uint8], *, retries: int = DEFAULT_RETRIES
-    ) -> tuple[int, int]:
-        """Copy the newest version to `out`; return it and how many tries were overtaken.
-
-        Raises:
-            SnapshotContendedError: Overtaken on every try. `out` holds no whole version.
-        """
-        for attempt in range(retries + 1):
-            version = self.try_read(out)
-            if version is not None:
-                return version, attempt
-            if attempt >= _YIELD_AFTER:
-                time.sleep(0)
-        raise SnapshotContendedError(
-            f"cannot read a snapshot: overtaken on {retries + 1} tries, last at version "
-            f"{self.version} (expected one whole copy). Publish less often or add slots."
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise SegmentClosedError(
+            "cannot use snapshot cell: it is closed (expected an open one). "
+            "Create or attach it again."
         )
 
+    def __setitem__(self, index: Any, value: int) -> None:
+        self[index]
 
-def _crc(payload: npt.NDArray[np.uint8], version: int) -> int:
-    return zlib.crc32(payload.data, version & 0xFFFFFFFF)
+
+class Snapshot:
+    """Private memory that a reader copies snapshots into.
+
+    Args:
+        layout: What a snapshot holds.
+
+    Attributes:
+        bytes: The whole block, uint8 [layout.nbytes].
+        tensors: Dotted key to its tensor, a view into `bytes`.
+    """
+
+    def __init__(self, layout: BlockLayout) -> None:
+        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        self.bytes = block.numpy()
+        self.tensors = dict(zip(layout.keys, layout.views(block), strict=True))
 
 
-# Words ahead of the seqlock: what a process that attaches by name checks and reads.
-_MAGIC = 0x554E494C_41420001
-# Beside the words of every header.
-_SLOTS, _READERS, _CHECKSUM, _WRITER = 2, 3, 4, 6
-_HEADER_WORDS = 7
-# Words of each reader: the version it applied plus one, its process, its overtaken tries.
-_APPLIED, _PROCESS, _OVERTAKEN = range(3)
-_READER_WORDS = 3
+class ReaderState(NamedTuple):
+    """What a reader last reported.
+
+    Attributes:
+        applied: The version that it acts with, or None.
+        process: The word of its process, 0 before its first report.
+        overtaken: How many of its tries the writer overtook.
+    """
+
+    applied: int | None
+    process: int
+    overtaken: int
 
 
 class SnapshotCell:
@@ -174,27 +96,30 @@ class SnapshotCell:
 
     One process publishes, from any of its threads, from its first publish until it closes the
     cell or ends; another is refused meanwhile. Processes that unpickle or `attach` the cell
-    read. Each of `readers` readers has words of its own for the version that it applied.
+    read. Each of `readers` readers reports the version that it applied.
 
     Args:
         initial: Dotted key to tensor: the layout, and the content of the first version.
         slots: How many snapshots rotate, at least 2.
         readers: How many readers report what they applied.
         name: Name to attach by from an unrelated process; anonymous if not given.
-        kind: Kind of segment; the platform's default if not given.
-        checksum: Guard each snapshot by a CRC-32; by default where the machine's memory
-            order is weak.
         first_version: Number of the first version.
 
+    Attributes:
+        layout: What a snapshot holds.
+        publishes: How many snapshots were published through this attachment.
+        overtaken: How many tries of its reads the writer overtook.
+
     Raises:
+        ConfigError: Fewer than two slots: a reader could find no whole version during a write.
         SegmentSpaceError: It does not fit shared memory; nothing was allocated.
 
     Example:
         >>> cell = SnapshotCell({"w": torch.zeros(3)})
-        >>> cell.publish({"w": torch.ones(3)})
+        >>> cell.publish([torch.ones(3)])
         1
-        >>> version, values = cell.read()
-        >>> version, values["w"].tolist()
+        >>> snapshot = Snapshot(cell.layout)
+        >>> cell.read(snapshot), snapshot.tensors["w"].tolist()
         (1, [1.0, 1.0, 1.0])
         >>> cell.close()
     """
@@ -206,27 +131,29 @@ class SnapshotCell:
         slots: int = DEFAULT_SLOTS,
         readers: int = 0,
         name: str | None = None,
-        kind: SegmentKind | None = None,
-        checksum: bool | None = None,
         first_version: int = 0,
     ) -> None:
         if slots < 2:  # before any memory is taken
             raise ConfigError(f"seqlock slots: {slots} (expected at least 2). Use the default.")
         layout = BlockLayout.of(initial)
-        checksum = is_weakly_ordered() if checksum is None else checksum
-        nbytes = cell_nbytes(layout, slots, readers)
-        self._open(SharedSegment(nbytes, name=name, kind=kind), layout, slots, readers, checksum)
-        header = self._header
-        header[MAGIC] = _MAGIC
-        header[DIGEST] = layout.digest
-        header[_SLOTS] = slots
-        header[_READERS] = readers
-        header[_CHECKSUM] = int(checksum)
+        segment = SharedSegment(self.nbytes(layout, slots, readers), name=name)
+        self._open(segment, layout, slots, readers)
+        words = self._words
+        words[_KIND], words[_DIGEST] = _MAGIC, layout.digest
+        words[_SLOTS], words[_READERS] = slots, readers
         if initial:
             with torch.no_grad():
                 torch._foreach_copy_(self._views[0], list(initial.values()))
-        self._lock.seal_initial(first_version)
-        header[READY] = 1
+        self._sequence[0] = 2 * first_version
+        words[_ANNOUNCED] = first_version * slots
+        fence()
+        words[_READY] = 1
+
+    @staticmethod
+    def nbytes(layout: BlockLayout, slots: int = DEFAULT_SLOTS, readers: int = 0) -> int:
+        """Return the bytes of shared memory that a cell takes."""
+        words = _CELL_WORDS + slots + _READER_WORDS * readers
+        return SharedWords.nbytes(words) + slots * layout.nbytes
 
     @classmethod
     def attach(cls, name: str, layout: BlockLayout) -> SnapshotCell:
@@ -234,45 +161,60 @@ class SnapshotCell:
 
         Raises:
             SegmentError: There is no segment of that name.
-            LayoutDigestError: It is not a snapshot cell, or holds another layout.
+            LayoutDigestError: It is not a whole snapshot cell, or holds another layout.
         """
-        segment = attach_complete(
-            name,
-            "snapshot cell",
-            _MAGIC,
-            layout.digest,
-            _HEADER_WORDS,
-            size=lambda header: cell_nbytes(layout, header[_SLOTS], header[_READERS]),
-        )
-        header = SharedWords(segment.buffer, 0, _HEADER_WORDS)
+        segment = SharedSegment.attach(name)
+        try:
+            slots, readers = cls._checked_header(segment, layout)
+        except LayoutDigestError:
+            segment.close()
+            raise
         cell = cls.__new__(cls)
-        cell._open(segment, layout, header[_SLOTS], header[_READERS], bool(header[_CHECKSUM]))
+        cell._open(segment, layout, slots, readers)
         return cell
 
-    def _open(
-        self, segment: SharedSegment, layout: BlockLayout, slots: int, readers: int, checksum: bool
-    ) -> None:
+    @classmethod
+    def _checked_header(cls, segment: SharedSegment, layout: BlockLayout) -> tuple[int, int]:
+        """Return slots and readers of a complete cell of `layout`."""
+        large_enough = segment.nbytes >= SharedWords.nbytes(_CELL_WORDS)
+        words = SharedWords(segment.buffer, 0, _CELL_WORDS).view if large_enough else None
+        if words is None or words[_KIND] != _MAGIC or not words[_READY]:
+            raise LayoutDigestError(
+                f"cannot attach {segment.name!r}: not a complete snapshot cell (expected one). "
+                "Check the name, and that its creator has started."
+            )
+        if words[_DIGEST] != layout.digest:
+            raise LayoutDigestError(
+                f"cannot attach {segment.name!r}: layout digest {words[_DIGEST]:#x} (expected "
+                f"{layout.digest:#x}). Both sides must name the same keys, shapes and dtypes."
+            )
+        fence()
+        slots, readers = words[_SLOTS], words[_READERS]
+        if segment.nbytes != (expected := cls.nbytes(layout, slots, readers)):
+            raise LayoutDigestError(
+                f"cannot attach {segment.name!r}: {segment.nbytes} bytes (expected {expected}). "
+                "It was cut or written by something else: start its creator again."
+            )
+        return slots, readers
+
+    def _open(self, segment: SharedSegment, layout: BlockLayout, slots: int, readers: int) -> None:
         self._segment = segment
         self.layout = layout
         self.slots = slots
         self.readers = readers
-        self._checksum = checksum
-        self._header = SharedWords(segment.buffer, 0, _HEADER_WORDS)
-        offset = SharedWords.nbytes(_HEADER_WORDS)
-        self._reader_words = SharedWords(segment.buffer, offset, _READER_WORDS * readers)
-        self._lock = SeqLock(
-            segment.buffer,
-            offset + SharedWords.nbytes(_READER_WORDS * readers),
-            layout.nbytes,
-            slots=slots,
-            checksum=checksum,
-        )
-        self._views = [layout.views(torch.from_numpy(p)) for p in self._lock.payloads]
-        self._writer = 0  # this process, once it publishes
+        count = _CELL_WORDS + slots + _READER_WORDS * readers
+        words = SharedWords(segment.buffer, 0, count).view
+        self._words: memoryview | _ClosedWords = words[:_CELL_WORDS]
+        self._sequence = words[_CELL_WORDS : _CELL_WORDS + slots]
+        self._reports: memoryview | _ClosedWords = words[_CELL_WORDS + slots :]
+        payloads = segment.buffer[SharedWords.nbytes(count) :]
+        self._payloads = payloads.reshape(slots, layout.nbytes)
+        self._views = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
+        self._writer_pid = 0  # this process, once it publishes
         # Threads of the one writing process, whichever attachment they publish through.
         self._publishing = _publishing.setdefault(segment.identity, threading.Lock())
-        self._staging: npt.NDArray[np.uint8] | None = None
-        self._staged_views: list[torch.Tensor] = []
+        self.publishes = 0
+        self.overtaken = 0
 
     @property
     def name(self) -> str | None:
@@ -282,142 +224,120 @@ class SnapshotCell:
     @property
     def version(self) -> int:
         """The newest published version; `first_version` is the initial content."""
-        _ = self._segment.buffer  # a closed cell is refused
-        return self._lock.version
+        return self._words[_ANNOUNCED] // self.slots
 
     @property
     def closed(self) -> bool:
         """Whether this process has closed the cell."""
         return self._segment.closed
 
-    def publish(self, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Publish a mapping (dotted key to tensor) and return its version.
+    # Writer
 
-        Raises:
-            LayoutError: Keys, shapes or dtypes differ; the published version is untouched.
-            SegmentError: Another living process publishes here.
-        """
-        return self.publish_checked(self.layout.select(tensors))
+    def publish(self, tensors: Sequence[torch.Tensor], *, version: int = 0) -> int:
+        """Publish tensors of the host, in the layout's order, and return their version.
 
-    def publish_ordered(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Publish tensors given in the layout's order and return their version.
+        If the copy fails, or its process dies, readers keep the previous version, and the next
+        publish takes the same slot.
+
+        Args:
+            tensors: One per field of `layout`.
+            version: The least that the new version may be; above the newest in any case.
 
         Raises:
             LayoutError: Shapes or dtypes differ; the published version is untouched.
+            SegmentError: Another living process publishes here, or the cell is closed.
         """
         self.layout.check(tensors)
-        return self.publish_checked(tensors)
-
-    def publish_checked(self, tensors: Sequence[torch.Tensor], *, version: int = 0) -> int:
-        """Publish tensors that the layout's ``check`` has passed.
-
-        Args:
-            tensors: In the layout's order.
-            version: The least that the new version's number may be.
-        """
+        words, sequence = self._words, self._sequence
         with self._publishing:
-            slot = self._begin(version)
+            if self._writer_pid != os.getpid():  # also in a forked copy
+                self._become_writer()
+            newest, slot = divmod(words[_ANNOUNCED], self.slots)
+            version = max(newest + 1, version)
+            slot = (slot + 1) % self.slots
+            sequence[slot] = 2 * version - 1
+            fence()
             if tensors:
                 with torch.no_grad():
                     torch._foreach_copy_(self._views[slot], tensors)  # type: ignore[arg-type]
-            return self._lock.commit()
+            fence()
+            sequence[slot] = 2 * version
+            words[_ANNOUNCED] = version * self.slots + slot
+            self.publishes += 1
+        return version
 
-    def publish_by(
-        self, write: Callable[[npt.NDArray[np.uint8]], None], *, version: int = 0
-    ) -> int:
-        """Publish what `write` puts into the bytes of the slot it is given.
-
-        If `write` raises, the published version stays as it was.
-        """
-        with self._publishing:
-            write(self._lock.payloads[self._begin(version)])
-            return self._lock.commit()
-
-    def _begin(self, version: int) -> int:
-        _ = self._segment.buffer  # a closed cell is refused
-        if self._writer != this_process():  # of this process, also in a forked copy
-            self._claim()
-        return self._lock.begin(version)
-
-    def _claim(self) -> None:
-        """Become the one process that publishes."""
+    def _become_writer(self) -> None:
         with self._segment.exclusively():
-            writer = self._header[_WRITER]
+            writer = self._words[_WRITER]
             if writer != this_process() and process_is_alive(writer):
                 raise SegmentError(
                     f"cannot publish a snapshot: process {process_id(writer)} publishes here "
                     "(expected one writer). Publish from there, or close it there first."
                 )
-            self._header[_WRITER] = self._writer = this_process()
-
-    def stage(self, *, retries: int = DEFAULT_RETRIES) -> tuple[int, list[torch.Tensor]]:
-        """Copy the newest version into private memory of this cell.
-
-        Returns:
-            The version, and one tensor per field in the layout's order. They are reused
-            by the next call and hold one whole version, or stale bytes after an error.
-
-        Raises:
-            SnapshotContendedError: Overtaken on every try.
-        """
-        _ = self._segment.buffer
-        if self._staging is None:
-            flat = torch.empty(self.layout.nbytes, dtype=torch.uint8)
-            self._staging, self._staged_views = flat.numpy(), self.layout.views(flat)
-        version, self.overtaken = self._lock.read(self._staging, retries=retries)
-        return version, self._staged_views
+            self._words[_WRITER] = this_process()
+        self._writer_pid = os.getpid()
 
     @property
     def publish_cut_off(self) -> bool:
         """Whether the writer died in the middle of a publish; readers keep the version before."""
-        writer = self._header[_WRITER]
-        return self._lock.is_writing and writer != 0 and not process_is_alive(writer)
+        next_slot = (self._words[_ANNOUNCED] + 1) % self.slots
+        is_writing = self._sequence[next_slot] % 2 == 1
+        return is_writing and not process_is_alive(self._words[_WRITER])
 
-    overtaken: int = 0
-    """Tries of the last `stage` that the writer overtook."""
+    # Readers
 
-    @property
-    def staging(self) -> npt.NDArray[np.uint8]:
-        """The bytes behind the last `stage`."""
-        assert self._staging is not None, "stage() comes first"
-        return self._staging
+    def read(self, out: Snapshot, *, retries: int = DEFAULT_RETRIES) -> int:
+        """Copy the newest version to `out` and return it.
 
-    def read(self, *, retries: int = DEFAULT_RETRIES) -> tuple[int, dict[str, torch.Tensor]]:
-        """Return the newest version and its tensors, copied out, by dotted key."""
-        version, views = self.stage(retries=retries)
-        return version, {k: v.clone() for k, v in zip(self.layout.keys, views, strict=True)}
+        Args:
+            out: Holds one whole version afterwards, or a mix after an error.
+            retries: Tries after the first.
+
+        Raises:
+            SnapshotContendedError: Overtaken on every try.
+        """
+        words, sequence = self._words, self._sequence
+        for attempt in range(retries + 1):
+            version, slot = divmod(words[_ANNOUNCED], self.slots)
+            if sequence[slot] == 2 * version:
+                np.copyto(out.bytes, self._payloads[slot])
+                fence()
+                if sequence[slot] == 2 * version:
+                    return version
+            self.overtaken += 1
+            if attempt >= _YIELD_AFTER:
+                time.sleep(0)
+        raise SnapshotContendedError(
+            f"cannot read a snapshot: overtaken on {retries + 1} tries, last at version "
+            f"{version} (expected one whole copy). Publish less often or add slots."
+        )
+
+    def become_reader(self, reader: int) -> None:
+        """Record that this process is reader `reader`, without a version so far."""
+        self._reports[_READER_WORDS * reader + _PROCESS] = this_process()
+        self.report_applied(reader, None)
 
     def report_applied(self, reader: int, version: int | None) -> None:
         """Record that reader `reader`, this process, acts with `version`, or with none."""
         base = _READER_WORDS * reader
-        words = self._reader_words
-        words[base + _PROCESS] = this_process()
-        if version is not None:  # a stage came before
-            words[base + _OVERTAKEN] = words[base + _OVERTAKEN] + self.overtaken
-        words[base + _APPLIED] = 0 if version is None else version + 1
+        self._reports[base + _OVERTAKEN] = self.overtaken
+        self._reports[base + _APPLIED] = 0 if version is None else version + 1
 
-    def applied(self, reader: int) -> int | None:
-        """Return the version that a reader acts with, or None if with none."""
-        value = self._reader_words[_READER_WORDS * reader + _APPLIED]
-        return value - 1 if value else None
+    def reader(self, reader: int) -> ReaderState:
+        """Return what a reader last reported."""
+        base = _READER_WORDS * reader
+        applied, process, overtaken = self._reports[base : base + _READER_WORDS]
+        return ReaderState(applied - 1 if applied else None, process, overtaken)
 
-    def reader_pid(self, reader: int) -> int | None:
-        """Return the process id of a reader, or None before it first applied a version."""
-        return process_id(self._reader_words[_READER_WORDS * reader + _PROCESS]) or None
-
-    def reader_is_alive(self, reader: int) -> bool:
-        """Return whether the process that is a reader lives."""
-        return process_is_alive(self._reader_words[_READER_WORDS * reader + _PROCESS])
-
-    def reader_overtaken(self, reader: int) -> int:
-        """Return how often a reader was overtaken and retried."""
-        return self._reader_words[_READER_WORDS * reader + _OVERTAKEN]
+    # Lifetime
 
     def close(self) -> None:
         """Close the cell; its creator frees it. Idempotent."""
-        if not self.closed and self._writer and self._writer == this_process():
-            self._header[_WRITER] = 0
-            self._writer = 0
+        if self.closed:
+            return
+        if self._writer_pid == os.getpid():
+            self._words[_WRITER] = 0
+        self._words = self._reports = _ClosedWords()
         self._segment.close()
 
     def __enter__(self) -> SnapshotCell:
@@ -427,14 +347,7 @@ class SnapshotCell:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        args = (self._segment, self.layout, self.slots, self.readers, self._checksum)
-        return _attach_pickled, args
-
-
-# By segment, so that two attachments of one process do not publish at once.
-_publishing: weakref.WeakValueDictionary[tuple[int, int], threading.Lock] = (
-    weakref.WeakValueDictionary()
-)
+        return _attach_pickled, (self._segment, self.layout, self.slots, self.readers)
 
 
 def _attach_pickled(*args: Any) -> SnapshotCell:
@@ -443,7 +356,7 @@ def _attach_pickled(*args: Any) -> SnapshotCell:
     return cell
 
 
-def cell_nbytes(layout: BlockLayout, slots: int, readers: int) -> int:
-    """Return the bytes of shared memory that a `SnapshotCell` takes."""
-    words = _HEADER_WORDS + _READER_WORDS * readers
-    return SharedWords.nbytes(words) + SeqLock.nbytes(layout.nbytes, slots)
+# By segment, so that two attachments of one process do not publish at once.
+_publishing: weakref.WeakValueDictionary[tuple[int, int], threading.Lock] = (
+    weakref.WeakValueDictionary()
+)

@@ -20,7 +20,8 @@ one of them:
 - between *loads*: what is loaded before the fence is loaded before what is loaded after it (a
   payload before the word that is checked again).
 
-No protocol needs a store to be visible before a later load is performed.
+No protocol needs a store to be visible before a later load is performed. A load whose address
+depends on what an earlier load returned follows it on every processor that PyTorch runs on.
 
 On x86-64 the processor keeps both orders (TSO; wide stores and ``rep movsb`` finish before a later
 store is visible, and the C library ends streaming copies with a store fence), and `fence` does

@@ -1,4 +1,4 @@
-"""Observation statistics that a learner publishes and collectors look up."""
+"""Observation statistics that a learner publishes and collectors look up, in a snapshot cell."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
+from torchrl_unilab.shm.seqlock import Snapshot
 
 __all__ = ["SharedObsNormStats"]
 
@@ -63,17 +64,18 @@ class SharedObsNormStats:
             LayoutError: A shape differs; the last statistics stay.
         """
         mean, std = (torch.as_tensor(value, dtype=torch.float32) for value in stats)
-        self._cell.publish({"mean": mean, "std": std})
+        self._cell.publish([mean, std])
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the latest (mean, standard deviation), or None if nothing is new here."""
         if self._cell.version == self._seen:
             return None
-        self._seen, values = self._cell.read()
-        return values["mean"], values["std"]
+        snapshot = Snapshot(self._cell.layout)
+        self._seen = self._cell.read(snapshot)
+        return snapshot.tensors["mean"], snapshot.tensors["std"]
 
     def close(self) -> None:
-        """Give up the statistics; their creator frees them. Idempotent."""
+        """Close the statistics; their creator frees them. Idempotent."""
         self._cell.close()
 
     def __getstate__(self) -> dict[str, Any]:

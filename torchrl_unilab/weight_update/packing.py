@@ -1,19 +1,18 @@
-"""Copies between a model on any device and one flat run of host bytes.
+"""Transfers between a model on an accelerator and one flat run of host bytes.
 
-On the host, tensors are copied straight from or to their places. From an accelerator they
-are gathered into one flat buffer there, which leaves in one transfer, on a stream of its
-own where there are streams; and the other way round.
+Tensors are gathered into one flat buffer on the device, which leaves in one transfer, on a separate
+stream where there are streams; and the other way round. Models on the host need none of this. The
+transport keeps one packer per cell and device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from torchrl_unilab.shm import BlockLayout
+from torchrl_unilab.shm.seqlock import Snapshot
 
 __all__ = ["DevicePacker"]
 
@@ -24,50 +23,46 @@ class DevicePacker:
     Args:
         layout: What the flat run of bytes holds.
         device: Where the model is. With CUDA the host buffer is pinned and transfers run
-            on a stream of their own, which waits for the current one by an event; the
+            on a separate stream, which waits for the current one by an event; the
             device as a whole is never synchronised.
     """
 
     def __init__(self, layout: BlockLayout, device: torch.device) -> None:
         on_cuda = device.type == "cuda"
-        self.device = device
+        self._device = device
         self._flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        self._views = layout.views(self._flat)
+        self._on_device = layout.views(self._flat)
         self._host = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=on_cuda)
-        self._host_bytes: npt.NDArray[np.uint8] = self._host.numpy()
+        self._on_host = layout.views(self._host)
+        self._keys = layout.keys
         self._stream = torch.cuda.Stream(device) if on_cuda else None
 
-    def gather(self, tensors: Sequence[torch.Tensor], out: npt.NDArray[np.uint8]) -> None:
-        """Copy tensors in the layout's order to host bytes, through one transfer."""
+    def to_host(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return host copies of tensors in the layout's order; the next transfer reuses them."""
         with torch.no_grad():
-            torch._foreach_copy_(self._views, list(tensors))
+            torch._foreach_copy_(self._on_device, list(tensors))
         if self._stream is None:
             self._host.copy_(self._flat)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(self._stream):
-                self._host.copy_(self._flat, non_blocking=True)
-                done = torch.cuda.Event()
-                done.record()
-            done.synchronize()
-        np.copyto(out, self._host_bytes)
+            return self._on_host
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._host.copy_(self._flat, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+        done.synchronize()
+        return self._on_host
 
-    def scatter(
-        self,
-        block: npt.NDArray[np.uint8],
-        tensors: Sequence[torch.Tensor],
-        fields: Sequence[int],
-    ) -> None:
-        """Copy host bytes to tensors, each from its field's index, through one transfer."""
-        np.copyto(self._host_bytes, block)
+    def to_device(self, snapshot: Snapshot) -> Mapping[str, torch.Tensor]:
+        """Return device copies of a snapshot's tensors; the next transfer reuses them."""
+        self._host.copy_(torch.from_numpy(snapshot.bytes))
         if self._stream is None:
             self._flat.copy_(self._host)
         else:
             # The last copy out of the flat buffer may still be queued on the acting stream.
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._flat.copy_(self._host, non_blocking=True)
             # The host buffer is free again, and the copy seen by the acting stream.
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
             self._stream.synchronize()
-        torch._foreach_copy_(list(tensors), [self._views[i] for i in fields])
+        return dict(zip(self._keys, self._on_device, strict=True))

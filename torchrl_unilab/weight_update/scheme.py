@@ -1,4 +1,9 @@
-"""`UniLabShmScheme`: a TorchRL weight-sync scheme whose sender never waits."""
+"""`UniLabShmScheme`: a TorchRL weight-sync scheme whose sender never waits.
+
+This is TorchRL's surface, and the sender: it finds the model and publishes its weights. After
+``init_on_receiver`` a scheme pulls them through a `WeightReceiver`. TorchRL's collectors call both
+initialisations, each in its process.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +20,12 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, WorkersBehindError
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
-from torchrl_unilab.weight_update.module_tensors import EXTRA_STATE, ModuleTensors
-from torchrl_unilab.weight_update.pull import pull_in_rollouts
+from torchrl_unilab.weight_update import versions
+from torchrl_unilab.weight_update.module_weights import ModuleWeights
+from torchrl_unilab.weight_update.receiver import WeightReceiver, pull_in_rollouts
 from torchrl_unilab.weight_update.transport import (
     UniLabShmTransport,
     Weights,
@@ -32,7 +37,7 @@ __all__ = ["UniLabShmScheme"]
 
 PullAt = Literal["rollout", "step", "manual"]
 _PULL_MOMENTS = ("rollout", "step", "manual")
-_POLL_SECONDS = 0.0005
+_NEEDED = "Either params_map, model_id + context or model/weights + devices must be provided."
 
 
 @register_weight_sync_backend("unilab_shm")
@@ -109,11 +114,9 @@ class UniLabShmScheme(WeightSyncScheme):
     def _clear_local(self) -> None:
         """Forget what holds for one process only."""
         self._given: nn.Module | None = None  # sender: the model, if there is no context
-        self._source: ModuleTensors | None = None  # sender: that model's or the context's tensors
-        self._sent: ModuleTensors | None = None  # sender: the last other model given
-        self._cell: SnapshotCell | None = None  # receiver: where to pull from
-        self._binding: _Binding | None = None  # receiver: where to put it
-        self._applied = -1  # receiver: the version the model has
+        # Sender: of the scheme's model (True), and of the last other module that was sent (False).
+        self._known: dict[bool, ModuleWeights] = {}
+        self._receiver: WeightReceiver | None = None
 
     # Sender
 
@@ -130,7 +133,7 @@ class UniLabShmScheme(WeightSyncScheme):
         num_workers: int | None = None,
         ctx: Any = None,
     ) -> None:
-        """Create the cells, with the initial weights as version 0.
+        """Create the cells, with the initial weights as the first version.
 
         Args:
             model_id: The model's name in the context.
@@ -139,42 +142,44 @@ class UniLabShmScheme(WeightSyncScheme):
             model: The model to publish, instead of a context.
             params_map: Initial weights of each worker, instead of all others.
             devices: One device per worker (counts the workers; each worker copies to the
-                device of its own model).
+                device of its model).
             device_map_fn: Maps (worker index, weights) to that worker's weights.
             num_workers: How many workers, with `device_map_fn`.
             ctx: Unused: cells need no multiprocessing context.
         """
-        given = {
-            "context": context,
-            "weights": weights,
-            "model": model,
-            "devices": devices,
-            "device_map_fn": device_map_fn,
-            "num_workers": num_workers,
-        }
+        others = {"weights": weights, "model": model, "devices": devices}
+        others["device_map_fn"] = device_map_fn
         if params_map is not None:
-            _refuse(given | {"model_id": model_id}, "params_map")
+            others |= {"context": context, "model_id": model_id, "num_workers": num_workers}
+            _refuse(others, "params_map")
             initial = _checked_params_map(params_map)
         elif context is not None:
             if model_id is None:
                 raise ValueError("model_id must be provided if context is provided")
-            del given["context"]
             workers = _num_workers(context)
-            if num_workers == workers:
-                del given["num_workers"]
-            _refuse(given, "context")
+            _refuse(
+                others | {"num_workers": None if num_workers == workers else num_workers}, "context"
+            )
             initial = self._initial_from_context(context, model_id, workers)
         else:
-            initial = self._initial_from_model(model, weights, devices, device_map_fn, num_workers)
-        source = next(iter(initial.values()), None)
+            if (model is None) == (weights is None):
+                raise ValueError(_NEEDED)
+            self._given = None if model is None else _module(model, "model")
+            source = self._given if weights is None else weights
+            if devices is not None:
+                initial = self._initial_for(source, len(devices))
+            elif device_map_fn is not None and num_workers is not None:
+                mapped = TensorDict.from_module(source) if weights is None else weights
+                initial = {i: device_map_fn(i, mapped.data) for i in range(num_workers)}
+            else:
+                raise ValueError(_NEEDED)
+        first = next(iter(initial.values()), None)
         self._transport = UniLabShmTransport(
             initial,
             slots=self.slots,
             first_version=self.first_version,
             casts=params_map is not None or device_map_fn is not None,
-            optional=(
-                ModuleTensors(source).optional if isinstance(source, nn.Module) else frozenset()
-            ),
+            optional=ModuleWeights(first).optional if isinstance(first, nn.Module) else frozenset(),
         )
         self.shared_transport = self._transport
         self._model_id = model_id
@@ -184,7 +189,9 @@ class UniLabShmScheme(WeightSyncScheme):
     def _initial_from_context(
         self, context: Any, model_id: str, workers: int
     ) -> Mapping[int, Weights]:
-        model = _model_of_context(context, model_id)
+        model = _resolve_model(context, model_id)
+        if model is None:
+            model = _fallback_policy(context, model_id)
         if model is None and model_id == "policy":
             factories = context.policy_factory
             if any(factory is not factories[0] for factory in factories):
@@ -193,36 +200,7 @@ class UniLabShmScheme(WeightSyncScheme):
             model = factories[0]()
         return self._initial_for(_module(model, model_id), workers)
 
-    def _initial_from_model(
-        self,
-        model: nn.Module | None,
-        weights: TensorDictBase | None,
-        devices: Sequence[torch.device] | None,
-        device_map_fn: Callable[[int, TensorDictBase], TensorDictBase] | None,
-        num_workers: int | None,
-    ) -> Mapping[int, Weights]:
-        source: Weights
-        if model is not None:
-            if weights is not None:
-                raise ValueError("weights cannot be provided if model is provided")
-            source = self._given = _module(model, "model")
-        elif weights is not None:
-            source = weights
-        else:
-            raise ValueError(
-                "Either params_map, model_id + context or model/weights + devices must be provided."
-            )
-        if devices is not None:
-            return self._initial_for(source, len(devices))
-        if device_map_fn is None or num_workers is None:
-            raise ValueError(
-                "Either params_map, model_id + context or model/weights + devices must be provided."
-            )
-        mapped = TensorDict.from_module(source) if isinstance(source, nn.Module) else source
-        assert isinstance(mapped, TensorDictBase)
-        return {i: device_map_fn(i, mapped.data) for i in range(num_workers)}
-
-    def _initial_for(self, source: Weights, workers: int) -> Mapping[int, Weights]:
+    def _initial_for(self, source: Any, workers: int) -> Mapping[int, Weights]:
         if not self.per_worker_weights:
             return dict.fromkeys(range(workers), source)
         # Equal content, yet a cell each: the transport shares by identity.
@@ -258,33 +236,53 @@ class UniLabShmScheme(WeightSyncScheme):
                 take weights from.
             LayoutError: Keys, shapes or dtypes differ from the initial weights; nothing
                 was published.
+            SegmentError: Another living process publishes for this scheme.
         """
         if not self._initialized_on_sender:
             raise RuntimeError("Must be initialized on sender before sending weights")
         if not self.synchronized_on_sender:
             raise RuntimeError("Must be synchronized on sender before sending weights")
+        transport = self._transport or self._require_transport()
         with span("publish"):
-            self._send(self._require_transport(), weights, worker_ids)
+            own = weights is None
+            weights = self._find(weights)
+            if isinstance(weights, nn.Module):
+                known = self._known.get(own)
+                tensors = None if known is None else known.tensors(weights)
+                if known is None or tensors is None:
+                    known = self._known[own] = ModuleWeights(weights)
+                    tensors = known.tensors(weights) or []
+                if known.is_stateful:
+                    tensors += known.extra_state().values()
+                transport.publish(known.keys, tensors, worker_ids)
+            elif isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
+                self._send_per_worker(transport, weights, worker_ids)
+            else:
+                transport.send_weights(weights, worker_ids)
 
-    def _send(
-        self,
-        transport: UniLabShmTransport,
-        weights: Weights | Mapping[int, Weights] | str | None,
-        worker_ids: int | Sequence[int] | None,
-    ) -> None:
+    def _find(self, weights: Any) -> Any:
+        """Return what is to be published for an argument of `send`.
+
+        The context's model is looked up each time, as the context may have replaced it.
+        """
+        context = None if self._context_ref is None else self._context_ref()
         if type(self).prepare_weights is not WeightSyncScheme.prepare_weights:
-            weights = self.prepare_weights(weights, self._model_id, self._strategy, self.context)
-        elif isinstance(weights, str):
-            weights = _resolve_model(self.context, weights)
-        if weights is None:
-            transport.send_model(self._source_tensors(), transport.select(worker_ids))
-        elif isinstance(weights, nn.Module):
-            self._sent = _tensors_of(weights, self._sent)
-            transport.send_model(self._sent, transport.select(worker_ids))
-        elif isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
-            self._send_per_worker(transport, weights, worker_ids)
-        else:
-            transport.send_weights(weights, worker_ids)
+            return self.prepare_weights(weights, self._model_id, self._strategy, context)
+        if isinstance(weights, str):
+            return _resolve_model(context, weights)
+        if weights is not None:
+            return weights
+        model: Any = self._given
+        if model is None and context is not None and self._model_id is not None:
+            model = _resolve_model(context, self._model_id)
+            if model is None:
+                model = _fallback_policy(context, self._model_id)
+        if model is None:
+            raise ValueError(
+                "cannot publish weights: none given and the sender holds no model "
+                "(expected one of them). Pass the weights, or a policy to the collector."
+            )
+        return model
 
     def _send_per_worker(
         self,
@@ -302,19 +300,6 @@ class UniLabShmScheme(WeightSyncScheme):
             weights = {i: weights[i] for i in ids}
         transport.send_each({transport.cell(i): value for i, value in weights.items()})
 
-    def _source_tensors(self) -> ModuleTensors:
-        """Look up the scheme's own model, which the context may have replaced."""
-        model = self._given
-        if model is None and self.context is not None and self._model_id is not None:
-            model = _model_of_context(self.context, self._model_id)
-        if model is None:
-            raise ValueError(
-                "cannot publish weights: none given and the sender holds no model "
-                "(expected one of them). Pass the weights, or a policy to the collector."
-            )
-        self._source = _tensors_of(_module(model, self._model_id or "model"), self._source)
-        return self._source
-
     def _require_transport(self) -> UniLabShmTransport:
         if self._transport is None:
             raise RuntimeError(
@@ -322,6 +307,8 @@ class UniLabShmScheme(WeightSyncScheme):
                 "init_on_sender). Build a new scheme."
             )
         return self._transport
+
+    # Versions
 
     @property
     def version(self) -> int:
@@ -338,8 +325,7 @@ class UniLabShmScheme(WeightSyncScheme):
         None before it connected, and after it loaded weights that were not published
         (``collector.load_state_dict``), until the next publish.
         """
-        cells = self._require_transport().cells
-        return {worker: cell.applied(worker) for worker, cell in cells.items()}
+        return versions.applied_versions(self._require_transport())
 
     @property
     def lag(self) -> dict[int, int | None]:
@@ -347,20 +333,16 @@ class UniLabShmScheme(WeightSyncScheme):
 
         None before it connected, and while it acts with weights that were not published.
         """
-        cells = self._require_transport().cells
-        return {
-            worker: None if (seen := cell.applied(worker)) is None else cell.version - seen
-            for worker, cell in cells.items()
-        }
+        return versions.lag(self._require_transport())
 
     @property
     def statistics(self) -> dict[str, int]:
         """Totals: ``publishes`` and ``bytes`` written here, ``retries`` of overtaken readers."""
         transport = self._require_transport()
         return {
-            "publishes": transport.publishes,
-            "bytes": transport.published_nbytes,
-            "retries": sum(cell.reader_overtaken(w) for w, cell in transport.cells.items()),
+            "publishes": sum(cell.publishes for cell in transport.unique_cells),
+            "bytes": sum(c.publishes * c.layout.nbytes for c in transport.unique_cells),
+            "retries": sum(cell.reader(w).overtaken for w, cell in transport.cells.items()),
         }
 
     def wait_applied(
@@ -372,7 +354,7 @@ class UniLabShmScheme(WeightSyncScheme):
         """Wait until workers act with what was published to them up to `version`, or newer.
 
         Workers pull when a rollout starts, or when they are asked for their state: an idle
-        worker that nobody asks stays behind.
+        worker that is not asked stays behind.
 
         Args:
             version: The version to wait for; the newest if not given. A worker that it was not
@@ -383,43 +365,7 @@ class UniLabShmScheme(WeightSyncScheme):
         Raises:
             WorkersBehindError: Some are still behind; names them and says which are dead.
         """
-        transport = self._require_transport()
-        ids = (
-            list(transport.cells)
-            if worker_ids is None
-            else [worker_ids]
-            if isinstance(worker_ids, int)
-            else list(worker_ids)
-        )
-        deadline = time.monotonic() + timeout
-        while True:
-            behind = []
-            for worker in ids:
-                cell = transport.cell(worker)
-                newest = cell.version
-                wanted = newest if version is None or newest <= version <= self.version else version
-                applied = cell.applied(worker)
-                if applied is None or applied < wanted:
-                    behind.append(worker)
-            if not behind:
-                return
-            if time.monotonic() >= deadline:
-                states = ", ".join(self._describe(transport.cell(w), w) for w in behind)
-                raise WorkersBehindError(
-                    f"workers behind after {timeout:g} s: {states} (expected version "
-                    f"{self.version if version is None else version}). "
-                    "Check that they are collecting."
-                )
-            time.sleep(_POLL_SECONDS)
-
-    def _describe(self, cell: SnapshotCell, worker: int) -> str:
-        pid = cell.reader_pid(worker)
-        if pid is None:
-            return f"worker {worker} never connected"
-        state = "alive" if cell.reader_is_alive(worker) else "dead"
-        applied = cell.applied(worker)
-        where = "with weights that it loaded itself" if applied is None else f"at version {applied}"
-        return f"worker {worker} (pid {pid}, {state}) {where}"
+        versions.wait_applied(self._require_transport(), version, worker_ids, timeout)
 
     # Receiver
 
@@ -438,7 +384,7 @@ class UniLabShmScheme(WeightSyncScheme):
             if isinstance(context, _GivesModels):
                 model = context.get_model(model_id)
             elif model is None:
-                model = _model_of_context(context, model_id)
+                model = _resolve_model(context, model_id)
             if worker_idx is None:
                 worker_idx = getattr(context, "worker_idx", None)
         self._model_id = model_id
@@ -459,8 +405,15 @@ class UniLabShmScheme(WeightSyncScheme):
                 "or connect). Pass it."
             )
         self.worker_idx = worker_idx
-        self._cell = self._require_transport().cell(worker_idx)
-        self._pull(connecting=True)
+        self._receiver = WeightReceiver(self._require_transport().cell(worker_idx), worker_idx)
+        self._receiver.pull(self._receiving_model())
+        # An inference server has the initial weights in its model, and counts what it is handed
+        # as updates; sub-collectors need the initial ones handed on.
+        if isinstance(self.context, BaseCollector):
+            self._hand_on(self._receiver)
+
+    def _receiving_model(self) -> nn.Module:
+        return _module(self.model, self._model_id or "policy")
 
     @property
     def context(self) -> Any | None:
@@ -472,8 +425,8 @@ class UniLabShmScheme(WeightSyncScheme):
         self._context_ref = None if context is None else weakref.ref(context)
         if self._initialized_on_receiver and isinstance(context, Collector):
             pull_in_rollouts(context, self)
-            if self._binding is not None:  # connected before there was one
-                self._tell_context(self._binding)
+            if self._receiver is not None:  # connected before there was one
+                self._hand_on(self._receiver)
 
     def pull(self) -> bool:
         """Apply the newest version if it is not applied yet; return whether it did.
@@ -483,51 +436,32 @@ class UniLabShmScheme(WeightSyncScheme):
             SnapshotContendedError: The writer overtook every bounded try; the model keeps
                 its previous whole version.
         """
-        return self._pull(connecting=False)
-
-    def _pull(self, *, connecting: bool) -> bool:
-        if (cell := self._cell) is None:
+        receiver = self._receiver
+        if receiver is None or not receiver.pull(self.model):
             return False
-        model = self.model
-        binding = self._binding
-        if binding is None or binding.targets.module is not model:
-            binding = self._binding = _Binding(cell, _module(model, self._model_id or "policy"))
-            self._applied = -1  # this model has none yet, also if the copy below fails
-        elif cell.version == self._applied:
-            return False
-        elif not binding.targets.is_current():
-            binding = self._binding = _Binding(cell, model)
-        with span("pull"):
-            version = binding.apply(self._require_transport())
-        self._applied = version
-        assert self.worker_idx is not None
-        cell.report_applied(self.worker_idx, version)
-        self._tell_context(binding, connecting=connecting)
+        self._hand_on(receiver)
         return True
 
     @property
     def applied_version(self) -> int:
         """The version that this worker's model has; -1 before the first."""
-        return self._applied
+        applied = None if self._receiver is None else self._receiver.applied
+        return -1 if applied is None else applied
 
-    def disown(self) -> None:
-        """Record that the model has weights from elsewhere, until the next publish."""
-        if self._cell is not None and self.worker_idx is not None:
-            self._cell.report_applied(self.worker_idx, None)
+    def invalidate(self) -> None:
+        """Report that the model has weights from elsewhere, until the next publish."""
+        if self._receiver is not None:
+            self._receiver.invalidate()
 
-    def _tell_context(self, binding: _Binding, *, connecting: bool = False) -> None:
-        context = self.context
+    def _hand_on(self, receiver: WeightReceiver) -> None:
+        """Let the context know of applied weights: their version, or the weights themselves."""
+        context = None if self._context_ref is None else self._context_ref()
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             if self._model_id in (None, "policy"):
-                context._set_received_policy_version(self._applied)
-        elif isinstance(context, BaseCollector) or (
-            # An inference server has the initial weights in its model, and counts what it is
-            # handed as updates; sub-collectors need the initial ones handed on too.
-            isinstance(context, _TakesWeights) and not connecting
-        ):
+                context._set_received_policy_version(receiver.applied)
+        elif isinstance(context, _TakesWeights):
             context.update_policy_weights_(
-                model_id=self._model_id or "policy",
-                policy_or_weights=nested(binding.targets.as_dict()),
+                model_id=self._model_id or "policy", policy_or_weights=receiver.weights()
             )
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
@@ -547,9 +481,9 @@ class UniLabShmScheme(WeightSyncScheme):
         while not self.pull():
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(_POLL_SECONDS)
-        assert self._binding is not None, "a pull binds the model"
-        return nested(self._binding.targets.as_dict())
+            time.sleep(versions.POLL_SECONDS)
+        assert self._receiver is not None, "a pull needs one"
+        return self._receiver.weights()
 
     # Both
 
@@ -559,9 +493,11 @@ class UniLabShmScheme(WeightSyncScheme):
 
         The model's if the scheme is shut down.
         """
-        if self._transport is not None and self._transport.unique_cells:
-            return nested((self._cell or self._transport.unique_cells[0]).read()[1])
-        return WeightSyncScheme.weights.fget(self)
+        if self._transport is None or not self._transport.cells:
+            return WeightSyncScheme.weights.fget(self)
+        worker = min(self._transport.cells) if self._receiver is None else self.worker_idx
+        assert worker is not None
+        return nested(self._transport.newest(worker)[1])
 
     def create_transport(self, **kwargs: Any) -> UniLabShmTransport:
         """Return the transport that sender and receivers share."""
@@ -569,11 +505,7 @@ class UniLabShmScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        for name in ("_given", "_source", "_sent", "_cell", "_binding"):
-            state[name] = None
-        state["_applied"] = -1
-        state["_worker_idx"] = None
-        return state
+        return state | {"_given": None, "_known": {}, "_receiver": None, "_worker_idx": None}
 
     def shutdown(self) -> None:
         """Close the shared memory, which its sender creates. Idempotent.
@@ -592,7 +524,7 @@ class UniLabShmScheme(WeightSyncScheme):
 
 @runtime_checkable
 class _TakesWeights(Protocol):
-    """A context that applies weights to what it holds."""
+    """A context that applies weights to what it holds: sub-collectors, an inference server."""
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Apply weights."""
@@ -605,50 +537,6 @@ class _GivesModels(Protocol):
     def get_model(self, model_id: str) -> nn.Module:
         """Return the model of that name."""
         ...
-
-
-class _Binding:
-    """A worker's model, matched with the cell that its weights come from.
-
-    Args:
-        cell: Where weights come from.
-        model: Where they go; gets private tensors.
-
-    Raises:
-        LayoutError: The model's keys, shapes or dtypes are not those of the cell.
-    """
-
-    def __init__(self, cell: SnapshotCell, model: nn.Module) -> None:
-        self.cell = cell
-        self.targets = ModuleTensors(model)
-        index = {key: i for i, key in enumerate(cell.layout.keys)}
-        self._extra = {key: i for key, i in index.items() if EXTRA_STATE in key}
-        if set(self.targets.registered) != index.keys() - self._extra.keys():
-            raise LayoutKeyError(
-                f"cannot apply published weights: the model has keys "
-                f"{sorted(self.targets.registered)} (expected {sorted(index)}). "
-                "Use the same architecture on sender and worker."
-            )
-        self._fields = [index[key] for key in self.targets.registered]
-        layout = cell.layout
-        layout.check_fields(self._fields, self.targets.current_registered())
-        self.targets.make_private()
-
-    def apply(self, transport: UniLabShmTransport) -> int:
-        """Copy the newest version into the model and return it."""
-        version, values = self.cell.stage()
-        targets = self.targets.current_registered()
-        device = targets[0].device if targets else torch.device("cpu")
-        with torch.no_grad():
-            if device.type == "cpu":
-                if targets:
-                    torch._foreach_copy_(targets, [values[i] for i in self._fields])
-            else:
-                packer = transport.packer(self.cell, device)
-                packer.scatter(self.cell.staging, targets, self._fields)
-        if self._extra:
-            self.targets.set_extra_state({key: values[i] for key, i in self._extra.items()})
-        return version
 
 
 def _refuse(given: Mapping[str, Any], reason: str) -> None:
@@ -672,20 +560,9 @@ def _num_workers(context: Any) -> int:
     return len(devices) if isinstance(devices, (list, tuple)) else 1
 
 
-def _model_of_context(context: Any, model_id: str) -> Any:
-    """Return a collector's model by id or attribute path, or None for factories."""
-    model = _resolve_model(context, model_id)
-    if model is None and model_id == "policy":
-        # A policy given beside a factory serves as the source of weights only.
-        model = context.__dict__.get("_fallback_policy")
-    return model
-
-
-def _tensors_of(model: nn.Module, known: ModuleTensors | None) -> ModuleTensors:
-    """Return `known` if it still tells a model's tensors, else look them up."""
-    if known is not None and known.module is model and known.is_current():
-        return known
-    return ModuleTensors(model)
+def _fallback_policy(context: Any, model_id: str) -> Any:
+    """Return the policy given beside a factory, which is the source of weights only."""
+    return context.__dict__.get("_fallback_policy") if model_id == "policy" else None
 
 
 def _module(model: Any, model_id: str) -> nn.Module:

@@ -1,9 +1,13 @@
-"""`UniLabShmTransport`: weights through snapshot cells in shared memory."""
+"""`UniLabShmTransport`: weights through snapshot cells in shared memory.
+
+Workers with equal weights share one cell, so a publish costs the same for any number of them, and
+the transport knows nothing of its readers. Weights are checked before a byte is written. The scheme
+publishes through it; programs without collectors use it directly.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -13,10 +17,10 @@ from torch import nn
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.layout import dotted
-from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
-from torchrl_unilab.weight_update.module_tensors import (
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, Snapshot
+from torchrl_unilab.weight_update.module_weights import (
     EXTRA_STATE,
-    ModuleTensors,
+    ModuleWeights,
     flatten_extra_state,
 )
 from torchrl_unilab.weight_update.packing import DevicePacker
@@ -24,6 +28,7 @@ from torchrl_unilab.weight_update.packing import DevicePacker
 __all__ = ["UniLabShmTransport", "Weights", "named_tensors", "nested"]
 
 Weights: TypeAlias = TensorDictBase | nn.Module | Mapping[str, Any]
+MutableWeights: TypeAlias = TensorDictBase | nn.Module | dict[str, Any]
 
 _TORCHRL_EXTRA_STATE = "__extra_state__"  # as TorchRL's strategies name it
 
@@ -36,7 +41,7 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
         LayoutKeyError: Two entries have the same dotted key.
     """
     if isinstance(weights, nn.Module):
-        return ModuleTensors(weights).as_dict()
+        return ModuleWeights(weights).named()
     if not isinstance(weights, (dict, TensorDictBase)):
         raise ValueError(
             f"cannot publish weights: {type(weights).__name__} (expected a module, a "
@@ -88,12 +93,8 @@ def nested(tensors: Mapping[str, torch.Tensor]) -> TensorDictBase:
 class UniLabShmTransport:
     """Moves weights from one sender to the receivers through shared snapshot cells.
 
-    Receivers with equal weights share one cell, so a publish costs the same for any
-    number of them. Sending writes a cell and returns; it knows nothing of the receivers.
-
-    TorchRL's schemes use `send_weights` and `receive_weights`. A program of one's own, in
-    an unrelated process too, uses `create`, `attach`, `write_weights` and
-    `read_weights_into`.
+    TorchRL's schemes use `send_weights` and `receive_weights`. A program without collectors, in
+    an unrelated process too, uses `create`, `attach`, `write_weights` and `read_weights_into`.
 
     Args:
         initial: For each worker index, its initial weights. Workers that are given the
@@ -101,9 +102,13 @@ class UniLabShmTransport:
         slots: How many snapshots rotate in each cell, at least 2.
         name: Name to attach by, if there is one set of weights; anonymous if not given.
         casts: Convert floating-point weights to the dtypes of a worker's initial weights,
-            for workers that were given dtypes of their own.
+            for workers that were given other dtypes.
         optional: Keys that weights may lack; they keep what was published last.
         first_version: Version of the initial weights.
+
+    Attributes:
+        cells: Worker index to its cell.
+        unique_cells: Each cell once.
 
     Raises:
         SegmentSpaceError: The cells do not fit shared memory.
@@ -127,26 +132,24 @@ class UniLabShmTransport:
         optional: frozenset[str] = frozenset(),
         first_version: int = 0,
     ) -> None:
+        settings: dict[str, Any] = {"slots": slots, "name": name, "first_version": first_version}
         readers = max(initial, default=-1) + 1
         sources = {id(weights): named_tensors(weights) for weights in initial.values()}
         for tensors in sources.values():
             _check_not_meta(tensors)
         cells = {
-            source: SnapshotCell(
-                tensors, slots=slots, readers=readers, name=name, first_version=first_version
-            )
+            source: SnapshotCell(tensors, readers=readers, **settings)
             for source, tensors in sources.items()
         }
-        self.cells = {worker: cells[id(weights)] for worker, weights in initial.items()}
-        self._own(list(cells.values()), casts, optional)
+        workers = {worker: cells[id(weights)] for worker, weights in initial.items()}
+        self._own(workers, casts, optional)
 
-    def _own(self, cells: list[SnapshotCell], casts: bool, optional: frozenset[str]) -> None:
-        self.unique_cells = cells
+    def _own(self, cells: dict[int, SnapshotCell], casts: bool, optional: frozenset[str]) -> None:
+        self.cells = cells
+        self.unique_cells = list({id(cell): cell for cell in cells.values()}.values())
         self._casts = casts
         self._optional = optional
         self._packers: dict[tuple[int, torch.device], DevicePacker] = {}
-        self.publishes = 0  # of this process, as is the next
-        self.published_nbytes = 0
 
     @classmethod
     def create(
@@ -169,7 +172,7 @@ class UniLabShmTransport:
     def from_state_dict(cls, state_dict: Weights, **kwargs: Any) -> UniLabShmTransport:
         """Create one cell that holds `state_dict` as version 1; keywords as for `create`.
 
-        Version 0 is for what holds no weights yet, so readers may wait for ``version > 0``.
+        Version 0 is for a cell without weights yet, so readers may wait for ``version > 0``.
         """
         return cls({0: named_tensors(state_dict)}, first_version=1, **kwargs)
 
@@ -185,8 +188,7 @@ class UniLabShmTransport:
         """
         transport = cls.__new__(cls)
         cell = SnapshotCell.attach(name, BlockLayout.of(_initial(param_shapes)))
-        transport.cells = {0: cell}
-        transport._own([cell], casts=False, optional=frozenset())
+        transport._own({0: cell}, casts=False, optional=frozenset())
         return transport
 
     @property
@@ -196,13 +198,15 @@ class UniLabShmTransport:
 
     @property
     def version(self) -> int:
-        """The newest version of any cell. Cells share one count: a publish to some skips none."""
+        """The newest version of any cell; each publish raises it, whichever cells it is for."""
         return max(cell.version for cell in self.unique_cells)
 
     @property
     def publish_cut_off(self) -> bool:
         """Whether the sender died in the middle of a publish; readers keep the version before."""
         return any(cell.publish_cut_off for cell in self.unique_cells)
+
+    # Sender
 
     def write_weights(self, state_dict: Weights) -> int:
         """Publish `state_dict` to every worker and return the version.
@@ -212,6 +216,77 @@ class UniLabShmTransport:
         """
         self.send_weights(state_dict)
         return self.version
+
+    def send_weights(self, weights: Weights, worker_ids: int | Sequence[int] | None = None) -> None:
+        """Publish `weights` to the cells of `worker_ids` (all if not given).
+
+        Raises:
+            ValueError: A worker is not registered.
+            LayoutError: Keys, shapes or dtypes differ; nothing was written anywhere.
+        """
+        self.send_each(dict.fromkeys(self.select(worker_ids), weights))
+
+    def send_each(self, weights: Mapping[SnapshotCell, Weights]) -> None:
+        """Publish to each cell its weights; all are checked before any is written."""
+        ordered = {cell: self._ordered(cell, named_tensors(w)) for cell, w in weights.items()}
+        version = self.version + 1
+        for cell, tensors in ordered.items():
+            cell.publish(tensors, version=version)
+
+    def publish(
+        self,
+        keys: tuple[str, ...],
+        tensors: Sequence[torch.Tensor],
+        worker_ids: int | Sequence[int] | None = None,
+    ) -> None:
+        """Publish tensors to the cells of `worker_ids`: in place where keys come in their order.
+
+        Raises:
+            ValueError: A worker is not registered.
+            LayoutError: Keys, shapes or dtypes differ; nothing was written anywhere.
+        """
+        cells = self.unique_cells if worker_ids is None else self.select(worker_ids)
+        if self._casts or any(cell.layout.keys != keys for cell in cells):
+            named = {key: tensor.detach() for key, tensor in zip(keys, tensors, strict=True)}
+            self.send_each(dict.fromkeys(cells, named))
+            return
+        if len(cells) > 1:
+            for cell in cells:
+                cell.layout.check(tensors)
+        on_host = not tensors or tensors[0].device.type == "cpu"
+        version = 0 if len(self.unique_cells) == 1 else self.version + 1
+        for cell in cells:
+            cell.publish(tensors if on_host else self._to_host(cell, tensors), version=version)
+
+    def _ordered(
+        self, cell: SnapshotCell, tensors: dict[str, torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Bring named tensors into a cell's order, checked, on the host."""
+        if absent := self._optional - tensors.keys():
+            last = Snapshot(cell.layout)
+            cell.read(last)
+            tensors = tensors | {key: last.tensors[key] for key in absent}
+        if self._casts:
+            for field in cell.layout.fields:
+                tensor = tensors.get(field.key)
+                if tensor is not None and field.dtype.is_floating_point:
+                    tensors[field.key] = tensor.to(field.dtype)
+        return self._to_host(cell, cell.layout.select(tensors))
+
+    def _to_host(
+        self, cell: SnapshotCell, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Return tensors, in a cell's order, in one transfer if they are on an accelerator."""
+        if not tensors or tensors[0].device.type == "cpu":
+            return tensors
+        cell.layout.check(tensors)
+        device = tensors[0].device
+        key = (id(cell), device)
+        if key not in self._packers:
+            self._packers[key] = DevicePacker(cell.layout, device)
+        return self._packers[key].to_host(tensors)
+
+    # Receivers
 
     def read_weights_into(self, state_dict: MutableWeights) -> int:
         """Copy the newest weights into the tensors of `state_dict`, in place.
@@ -223,12 +298,17 @@ class UniLabShmTransport:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             SnapshotContendedError: Overtaken on every bounded try; nothing was written.
         """
-        cell = self.unique_cells[0]
-        targets = cell.layout.select(named_tensors(state_dict))
-        version, values = cell.stage()
+        targets = self.unique_cells[0].layout.select(named_tensors(state_dict))
+        version, weights = self.newest(0)
         with torch.no_grad():
-            torch._foreach_copy_(targets, values)
+            torch._foreach_copy_(targets, list(weights.values()))
         return version
+
+    def newest(self, worker: int) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the newest version of a worker's weights and a copy of them by dotted key."""
+        cell = self.cell(worker)
+        snapshot = Snapshot(cell.layout)
+        return cell.read(snapshot), snapshot.tensors
 
     def cell(self, worker: int) -> SnapshotCell:
         """Return the cell of a worker.
@@ -251,75 +331,14 @@ class UniLabShmTransport:
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         return list({id(cell): cell for cell in map(self.cell, ids)}.values())
 
-    def send_weights(self, weights: Weights, worker_ids: int | Sequence[int] | None = None) -> None:
-        """Publish `weights` to the cells of `worker_ids` (all if not given).
-
-        Raises:
-            ValueError: A worker is not registered.
-            LayoutError: Keys, shapes or dtypes differ; nothing was written anywhere.
-        """
-        self.send_each(dict.fromkeys(self.select(worker_ids), weights))
-
-    def send_each(self, weights: Mapping[SnapshotCell, Weights]) -> None:
-        """Publish to each cell its own weights; all are checked before any is written."""
-        ordered = {cell: self._ordered(cell, named_tensors(w)) for cell, w in weights.items()}
-        self._publish(ordered)
-
-    def send_model(self, source: ModuleTensors, cells: Sequence[SnapshotCell]) -> None:
-        """Publish a model to cells: the short way where it lies in their order."""
-        tensors = source.current()
-        for cell in cells:
-            if cell.layout.keys != source.keys or self._casts:
-                self.send_each(dict.fromkeys(cells, source.as_dict()))
-                return
-            cell.layout.check(tensors)
-        self._publish(dict.fromkeys(cells, tensors))
-
-    def _ordered(self, cell: SnapshotCell, tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Bring named tensors into a cell's order, checked."""
-        if absent := self._optional - tensors.keys():
-            _, last = cell.read()
-            tensors = tensors | {key: last[key] for key in absent}
-        if self._casts:
-            for field in cell.layout.fields:
-                tensor = tensors.get(field.key)
-                if tensor is not None and field.dtype.is_floating_point:
-                    tensors[field.key] = tensor.to(field.dtype)
-        return cell.layout.select(tensors)
-
-    def _publish(self, tensors: Mapping[SnapshotCell, Sequence[torch.Tensor]]) -> None:
-        """Publish checked tensors from wherever they are, to each cell its own."""
-        version = self.version + 1
-        for cell, values in tensors.items():
-            device = values[0].device if values else torch.device("cpu")
-            if device.type == "cpu":
-                cell.publish_checked(values, version=version)
-            else:
-                gather = partial(self.packer(cell, device).gather, values)
-                cell.publish_by(gather, version=version)
-            self.publishes += 1
-            self.published_nbytes += cell.layout.nbytes
-
-    def packer(self, cell: SnapshotCell, device: torch.device) -> DevicePacker:
-        """Return the buffers through which `cell` exchanges bytes with a device."""
-        key = (id(cell), device)
-        if key not in self._packers:
-            self._packers[key] = DevicePacker(cell.layout, device)
-        return self._packers[key]
-
     def setup_connection_and_weights_on_sender(self) -> None:
         """Do nothing: cells travel with the scheme and hold the initial weights."""
 
     def setup_connection_and_weights_on_receiver(
-        self,
-        *,
-        worker_idx: int,
-        weights: Any = None,
-        model: Any = None,
-        strategy: Any = None,
+        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: Any = None
     ) -> TensorDictBase:
         """Return the newest published weights of `worker_idx`, copied out."""
-        return nested(self.cell(worker_idx).read()[1])
+        return nested(self.newest(worker_idx)[1])
 
     def receive_weights(
         self,
@@ -329,20 +348,20 @@ class UniLabShmTransport:
         model: Any = None,
         strategy: Any = None,
     ) -> TensorDictBase:
-        """Return the newest published weights of the first cell, applied to `model` if given."""
-        received = nested(self.unique_cells[0].read()[1])
+        """Return the newest published weights of the first worker, applied to `model` if given."""
+        received = nested(self.newest(min(self.cells))[1])
         if model is not None and strategy is not None:
             strategy.apply_weights(model, received)
         return received
 
+    # Lifetime
+
     def close(self) -> None:
-        """Give up the cells; their creator frees them. Idempotent."""
+        """Close the cells; their creator frees them. Idempotent."""
         for cell in self.unique_cells:
             cell.close()
 
-    def cleanup(self) -> None:
-        """Do as `close` does: the creator's last process frees the memory."""
-        self.close()
+    cleanup = close
 
     def __enter__(self) -> UniLabShmTransport:
         return self
@@ -352,9 +371,6 @@ class UniLabShmTransport:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_packers": {}}
-
-
-MutableWeights: TypeAlias = TensorDictBase | nn.Module | dict[str, Any]
 
 
 def _initial(

@@ -40,7 +40,7 @@ from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.row_store import RowStore
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import default_kind, free_bytes, named_directory
-from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, cell_nbytes
+from torchrl_unilab.shm.seqlock import SnapshotCell
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.weight_update.transport import named_tensors
@@ -197,7 +197,7 @@ def _estimate(name: str, place: Place, nbytes: int, *settings: str) -> MemoryIte
 def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
     """What every run allocates, but for pipes, logs, and what the final evaluation takes."""
     workers = config.num_collectors
-    published = cell_nbytes(sizes.snapshot, DEFAULT_SLOTS, workers)
+    published = SnapshotCell.nbytes(sizes.snapshot, readers=workers)
     metrics, policies = LatestMetrics.nbytes(workers), workers * sizes.snapshot.nbytes
     envs = workers * config.num_envs * ENVIRONMENT_BYTES
     return [

@@ -1,4 +1,8 @@
-"""What a module's weights are, by dotted name, read and written where the module keeps them."""
+"""A module's weights by dotted name: parameters, buffers and extra state, used where they are.
+
+A sender publishes `ModuleWeights.tensors`; a receiver copies snapshots into them. Invariant: a
+tensor is looked up in the module at each use, and never kept.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["EXTRA_STATE", "ModuleTensors", "flatten_extra_state", "nest_extra_state"]
+__all__ = ["EXTRA_STATE", "ModuleWeights", "flatten_extra_state", "nest_extra_state"]
 
 EXTRA_STATE = "_extra_state"
 """Name under which a module's extra state lies, as in its ``state_dict()``."""
@@ -26,14 +30,16 @@ _SCALARS: dict[str, tuple[type, torch.dtype]] = {
     "float": (float, torch.float64),
 }
 
+_Registry = MutableMapping[str, Any]
+"""Where a module keeps its tensors by name; None where a name has no tensor."""
 
-class ModuleTensors:
+
+class ModuleWeights:
     """A module's parameters, buffers and extra state, in a fixed order.
 
-    Looks each tensor up in the module at every call, so a parameter that was replaced
-    (``load_state_dict(assign=True)``, ``module.to(...)``) is seen at once. A submodule that was
-    replaced, or a name that was added or removed, is not: ask `is_current` first. Tied tensors
-    come under each of their names.
+    A parameter that was replaced (``load_state_dict(assign=True)``, ``module.to(...)``) is seen
+    at once; for a submodule that was replaced, or a name that was added or removed, look the
+    module up anew. Tied tensors come under each of their names.
 
     Extra state is what submodules return from ``get_extra_state``: a tensor, a number, or
     (nested) dictionaries of these. Its keys are ``<submodule>._extra_state.<key>``.
@@ -42,7 +48,9 @@ class ModuleTensors:
         module: The module to look into.
 
     Attributes:
-        keys: Dotted names, extra state last.
+        names: Dotted names of parameters and buffers.
+        keys: These, and the keys of extra state.
+        is_stateful: Whether there is extra state.
         optional: The keys that a state dict or ``TensorDict.from_module`` may lack:
             buffers that are not persistent, and extra state.
 
@@ -53,53 +61,69 @@ class ModuleTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.registered: list[str] = []
-        optional: set[str] = set()
-        self._entries: list[tuple[MutableMapping[str, Any], str]] = []
+        self.names: list[str] = []
+        self._places: list[tuple[_Registry, str]] = []
         self._stateful: list[tuple[str, nn.Module]] = []
-        registries: list[MutableMapping[str, Any]] = []
+        optional: set[str] = set()
+        registries: list[_Registry] = []
         submodules = list(module.named_modules(remove_duplicate=False))
         for prefix, submodule in submodules:
             dot = f"{prefix}." if prefix else ""
             for registry in _registries_of(submodule):
                 registries.append(registry)
-                for name in registry:
-                    if registry[name] is None:
-                        continue
-                    if is_lazy(registry[name]):
-                        raise ConfigError(
-                            f"cannot share weights: {dot + name!r} is lazy and has no shape yet "
-                            "(expected an initialised parameter). Run one forward pass first."
-                        )
-                    self.registered.append(dot + name)
-                    self._entries.append((registry, name))
+                self._add(registry, dot)
             optional.update(dot + name for name in submodule._non_persistent_buffers_set)
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
                 self._stateful.append((dot + EXTRA_STATE, submodule))
-        extra = list(self._extra_state())
-        self.keys = (*self.registered, *extra)
+        extra = self.extra_state()
+        self.keys = (*self.names, *extra)
+        self.is_stateful = bool(self._stateful)
         self.optional = frozenset(optional.union(extra))
-        self._structure = _Structure(registries, [m._modules for _, m in submodules])
+        self._remember(registries, [m._modules for _, m in submodules])
 
-    def is_current(self) -> bool:
-        """Return whether the module still has the submodules and names it was built with."""
-        return self._structure.is_unchanged()
+    def _add(self, registry: _Registry, prefix: str) -> None:
+        for name in registry:
+            if registry[name] is None:
+                continue
+            if is_lazy(registry[name]):
+                raise ConfigError(
+                    f"cannot share weights: {prefix + name!r} is lazy and has no shape yet "
+                    "(expected an initialised parameter). Run one forward pass first."
+                )
+            self.names.append(prefix + name)
+            self._places.append((registry, name))
 
-    def current(self) -> list[torch.Tensor]:
-        """Return the tensors as they are now, in the order of `keys`."""
-        tensors = self.current_registered()
-        return tensors + list(self._extra_state().values()) if self._stateful else tensors
+    def _remember(
+        self, registries: Sequence[_Registry], children: Sequence[dict[str, nn.Module | None]]
+    ) -> None:
+        both: list[Mapping[str, Any]] = [*registries, *children]
+        self._filled = [names for names in both if names]
+        self._empty = [names for names in both if not names]
+        self._registered = list(chain.from_iterable(self._filled))
+        self._children = [modules for modules in children if modules]
+        self._submodules = [module for modules in self._children for module in modules.values()]
+        self._slots = [(registry, name) for registry in registries for name in registry]
+        self._absent = [registry[name] is None for registry, name in self._slots]
 
-    def current_registered(self) -> list[torch.Tensor]:
-        """Return parameters and buffers as they are now, in the order of `registered`."""
-        return [registry[name] for registry, name in self._entries]
+    def tensors(self, module: nn.Module) -> list[torch.Tensor] | None:
+        """Return parameters and buffers as they are now, in the order of `names`.
 
-    def as_dict(self) -> dict[str, torch.Tensor]:
-        """Return everything as it is now, by dotted key, detached."""
-        registered = (t.detach() for t in self.current_registered())
-        return dict(zip(self.registered, registered, strict=True)) | self._extra_state()
+        None if it is another module, or has other submodules or names than before. Part of each
+        publish and pull, so in as few steps as it takes.
+        """
+        unchanged = (
+            self.module is module
+            and not any(self._empty)
+            and list(chain.from_iterable(self._filled)) == self._registered
+            and [registry[name] is None for registry, name in self._slots] == self._absent
+            and all(
+                map(is_, chain.from_iterable(map(dict.values, self._children)), self._submodules)
+            )
+        )
+        return [registry[name] for registry, name in self._places] if unchanged else None
 
-    def _extra_state(self) -> dict[str, torch.Tensor]:
+    def extra_state(self) -> dict[str, torch.Tensor]:
+        """Return the extra state as it is now, by dotted key."""
         flat: dict[str, torch.Tensor] = {}
         for prefix, submodule in self._stateful:
             with warnings.catch_warnings():
@@ -107,6 +131,11 @@ class ModuleTensors:
                 warnings.simplefilter("ignore", UserWarning)
                 flat.update(flatten_extra_state(prefix, submodule.get_extra_state()))
         return flat
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return everything as it is now, by dotted key, detached."""
+        registered = (registry[name].detach() for registry, name in self._places)
+        return dict(zip(self.names, registered, strict=True)) | self.extra_state()
 
     def set_extra_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give submodules their extra state, copied, from tensors by dotted key."""
@@ -122,7 +151,7 @@ class ModuleTensors:
         tensors stay; contents of shared tensors are kept.
         """
         replaced: dict[int, torch.Tensor] = {}
-        for registry, name in self._entries:
+        for registry, name in self._places:
             old = registry[name]
             if id(old) not in replaced:
                 if old.is_meta:
@@ -135,40 +164,6 @@ class ModuleTensors:
                     data = nn.Parameter(data, requires_grad=old.requires_grad)
                 replaced[id(old)] = data
             registry[name] = replaced[id(old)]
-
-
-class _Structure:
-    """What a module had registered: compared at each publish, so in as few steps as it takes.
-
-    Args:
-        registries: Where tensors are, by name; None where there is none.
-        children: Where submodules are, by name.
-    """
-
-    def __init__(
-        self,
-        registries: Sequence[MutableMapping[str, Any]],
-        children: Sequence[dict[str, nn.Module | None]],
-    ) -> None:
-        self._children = [registry for registry in children if registry]
-        both: list[Mapping[str, Any]] = [*registries, *children]
-        self._filled = [registry for registry in both if registry]
-        self._empty = [registry for registry in both if not registry]
-        self._names = list(chain.from_iterable(self._filled))
-        self._submodules = [module for modules in self._children for module in modules.values()]
-        self._places = [(registry, name) for registry in registries for name in registry]
-        self._absent = [registry[name] is None for registry, name in self._places]
-
-    def is_unchanged(self) -> bool:
-        """Return whether names, submodules and absent tensors are those of construction."""
-        return (
-            not any(self._empty)
-            and list(chain.from_iterable(self._filled)) == self._names
-            and [registry[name] is None for registry, name in self._places] == self._absent
-            and all(
-                map(is_, chain.from_iterable(map(dict.values, self._children)), self._submodules)
-            )
-        )
 
 
 class _ParamsRegistry(MutableMapping[str, Any]):
@@ -198,7 +193,7 @@ class _ParamsRegistry(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
-def _registries_of(module: nn.Module) -> Sequence[MutableMapping[str, Any]]:
+def _registries_of(module: nn.Module) -> Sequence[_Registry]:
     """Where a module itself, without its children, keeps its tensors."""
     if isinstance(module, TensorDictParams):
         return (_ParamsRegistry(module),)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.weight_update.module_tensors import ModuleTensors
+from torchrl_unilab.weight_update.module_weights import ModuleWeights
 
 
 def _tied() -> nn.Module:
@@ -16,14 +16,14 @@ def _tied() -> nn.Module:
 
 def test_parameters_and_buffers_come_under_their_dotted_names():
     net = _tied()
-    assert set(ModuleTensors(net).keys) == set(net.state_dict())
+    assert set(ModuleWeights(net).keys) == set(net.state_dict())
 
 
 def test_a_replaced_parameter_is_seen():
     net = _tied()
-    tensors = ModuleTensors(net)
+    tensors = ModuleWeights(net)
     net[0].bias = nn.Parameter(torch.full((3,), 9.0))
-    assert tensors.as_dict()["0.bias"].tolist() == [9.0] * 3
+    assert tensors.named()["0.bias"].tolist() == [9.0] * 3
 
 
 def test_private_tensors_leave_shared_memory_and_keep_value_kind_and_ties():
@@ -31,7 +31,7 @@ def test_private_tensors_leave_shared_memory_and_keep_value_kind_and_ties():
     net[0].bias.requires_grad_(False)
     shared = {k: v.clone() for k, v in net.state_dict().items()}
     kinds = {k: (type(v), v.requires_grad) for k, v in net.named_parameters()}
-    ModuleTensors(net).make_private()
+    ModuleWeights(net).make_private()
     assert not any(t.is_shared() for t in net.state_dict().values())
     assert net[2].weight is net[0].weight
     assert {k: (type(v), v.requires_grad) for k, v in net.named_parameters()} == kinds
@@ -41,10 +41,10 @@ def test_private_tensors_leave_shared_memory_and_keep_value_kind_and_ties():
 
 def test_meta_tensors_get_memory():
     net = _tied().to("meta")
-    ModuleTensors(net).make_private()
+    ModuleWeights(net).make_private()
     assert {t.device.type for t in net.state_dict().values()} == {"cpu"}
 
 
 def test_a_lazy_module_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"'0.weight' is lazy"):
-        ModuleTensors(nn.Sequential(nn.LazyLinear(2)))
+        ModuleWeights(nn.Sequential(nn.LazyLinear(2)))

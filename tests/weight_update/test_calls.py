@@ -1,0 +1,72 @@
+"""How many of our functions one publish and one rollout call, from the sender to the policy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+import torch
+from torchrl.collectors import Collector
+
+import torchrl_unilab
+from tests.support.acting import StillEnv, make_policy
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+ROOT = str(Path(torchrl_unilab.__file__).parent)
+NOT_COUNTED = {"span", "_no_fence", "version", "_wrapped_policy"}
+"""A context that is off, a fence that is none, an attribute, and what each step looks up."""
+
+
+class Context:
+    """What a sender needs of a collector."""
+
+    def __init__(self) -> None:
+        self.policy = make_policy(0.25)
+        self.policy_device = [torch.device("cpu")]
+
+
+def _is_counted(code: CodeType) -> bool:
+    ours = code.co_filename.startswith(ROOT)
+    return ours and code.co_name not in NOT_COUNTED and not code.co_name.startswith("<")
+
+
+def _calls(action: Callable[[], Any]) -> list[str]:
+    """The names of our functions that `action` calls, in order."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and _is_counted(frame.f_code):
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@pytest.mark.filterwarnings("ignore:The env passed to Collector is missing:FutureWarning")
+def test_from_send_to_the_policy_there_are_thirteen_calls():
+    context, sender, receiver = Context(), UniLabShmScheme(), UniLabShmScheme()
+    sender.init_on_sender(model_id="policy", context=context)
+    sender.connect()
+    collector = Collector(StillEnv, make_policy(), frames_per_batch=1, total_frames=-1)
+    collector.worker_idx = 0
+    receiver.__setstate__(sender.__getstate__())
+    collector.register_scheme_receiver({"policy": receiver})
+    sender.send()
+    collector.rollout()
+
+    calls = _calls(sender.send) + _calls(collector.rollout)
+
+    assert calls == [
+        *("send", "_find", "tensors", "publish", "publish", "check"),
+        *("rollout", "pull", "pull", "read", "tensors", "report_applied", "_hand_on"),
+    ]
+    collector.shutdown()
+    sender.shutdown()
