@@ -15,11 +15,11 @@ from tests.support.processes import DEADLINE, receive, spawned
 from tests.support.tearing import count_torn, lapped_copy, make_cell, publish_until_told
 from torchrl_unilab.errors import (
     ConfigError,
-    LayoutDigestError,
+    ContentionError,
+    LayoutError,
     LayoutShapeError,
     SegmentClosedError,
     SegmentError,
-    SnapshotContendedError,
 )
 from torchrl_unilab.shm import BlockLayout, SeqLock, SharedSegment, SnapshotCell, seqlock
 from torchrl_unilab.shm.segment import named_directory
@@ -176,7 +176,7 @@ def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
     with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
         path = named_directory() / cell.name
         os.truncate(path, path.stat().st_size + extra)
-        with pytest.raises(LayoutDigestError, match=r"\d+ bytes \(expected \d+"):
+        with pytest.raises(LayoutError, match=r"\d+ bytes \(expected \d+"):
             SnapshotCell.attach(cell.name, cell.layout)
         os.truncate(path, path.stat().st_size - extra)
 
@@ -196,7 +196,7 @@ def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
     buffer = np.zeros(4096, np.uint8)
     lock = SeqLock(buffer, 0, 64, slots=2, checksum=False)
     lock._announced[0] = 3 * 2 + 1  # version 3 in slot 1, which still holds an older one
-    with pytest.raises(SnapshotContendedError, match="6 tries, last at version 3"):
+    with pytest.raises(ContentionError, match="6 tries, last at version 3"):
         lock.read(np.empty(64, np.uint8), retries=5)
 
 
@@ -236,7 +236,7 @@ def test_a_cell_is_attached_by_name_only_with_its_own_layout():
         cell.publish(_filled(8))
         assert attached.read()[1]["n"].item() == 8
         attached.close()
-        with pytest.raises(LayoutDigestError, match="expected"):
+        with pytest.raises(LayoutError, match="expected"):
             SnapshotCell.attach(name, BlockLayout.of({"w": torch.zeros(1)}))
 
 
@@ -244,7 +244,7 @@ def test_a_foreign_segment_is_not_taken_for_a_cell():
     name = f"unilab-test-{os.getpid()}"
     with (
         SharedSegment(1024, name=name),
-        pytest.raises(LayoutDigestError, match="not a complete snapshot cell"),
+        pytest.raises(LayoutError, match="not a complete snapshot cell"),
     ):
         SnapshotCell.attach(name, BlockLayout.of(_filled(0)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchrl_unilab.errors import LayoutDigestError
+from torchrl_unilab.errors import LayoutError
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import SharedWords
 
@@ -34,7 +34,7 @@ def attach_complete(
 
     Raises:
         SegmentError: There is no segment of that name.
-        LayoutDigestError: It is something else, or not complete, or has another layout or
+        LayoutError: It is something else, or not complete, or has another layout or
             another size.
     """
     segment = SharedSegment.attach(name)
@@ -42,21 +42,21 @@ def attach_complete(
     header = SharedWords(segment.buffer, 0, words) if large_enough else None
     if header is None or header[MAGIC] != magic or not header[READY]:
         segment.close()
-        raise LayoutDigestError(
+        raise LayoutError(
             f"cannot attach {name!r}: not a complete {what} (expected one). "
             "Check the name, and that its creator has started."
         )
     found = header[DIGEST]
     if found != digest:
         segment.close()
-        raise LayoutDigestError(
+        raise LayoutError(
             f"cannot attach {name!r}: layout digest {found:#x} (expected {digest:#x}). "
             "Both sides must name the same keys, shapes and dtypes."
         )
     if segment.nbytes != (expected := size(header)):
         found = segment.nbytes
         segment.close()
-        raise LayoutDigestError(
+        raise LayoutError(
             f"cannot attach {name!r}: {found} bytes (expected {expected}, of its {what}). "
             "It was cut or written by something else: start its creator again."
         )

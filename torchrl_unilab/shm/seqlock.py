@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrl_unilab.errors import ConfigError, SegmentError, SnapshotContendedError
+from torchrl_unilab.errors import ConfigError, ContentionError, SegmentError
 from torchrl_unilab.shm.header import DIGEST, MAGIC, READY, attach_complete
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
@@ -141,7 +141,7 @@ class SeqLock:
         """Copy the newest version to `out`; return it and how many tries were overtaken.
 
         Raises:
-            SnapshotContendedError: Overtaken on every try. `out` holds no whole version.
+            ContentionError: Overtaken on every try. `out` holds no whole version.
         """
         for attempt in range(retries + 1):
             version = self.try_read(out)
@@ -149,7 +149,7 @@ class SeqLock:
                 return version, attempt
             if attempt >= _YIELD_AFTER:
                 time.sleep(0)
-        raise SnapshotContendedError(
+        raise ContentionError(
             f"cannot read a snapshot: overtaken on {retries + 1} tries, last at version "
             f"{self.version} (expected one whole copy). Publish less often or add slots."
         )
@@ -234,7 +234,7 @@ class SnapshotCell:
 
         Raises:
             SegmentError: There is no segment of that name.
-            LayoutDigestError: It is not a snapshot cell, or holds another layout.
+            LayoutError: It is not a snapshot cell, or holds another layout.
         """
         segment = attach_complete(
             name,
@@ -358,7 +358,7 @@ class SnapshotCell:
             by the next call and hold one whole version, or stale bytes after an error.
 
         Raises:
-            SnapshotContendedError: Overtaken on every try.
+            ContentionError: Overtaken on every try.
         """
         _ = self._segment.buffer
         if self._staging is None:

@@ -15,7 +15,7 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, WorkersBehindError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
@@ -381,7 +381,7 @@ class UniLabShmScheme(WeightSyncScheme):
             timeout: Seconds to wait.
 
         Raises:
-            WorkersBehindError: Some are still behind; names them and says which are dead.
+            WaitTimeoutError: Some are still behind; names them and says which are dead.
         """
         transport = self._require_transport()
         ids = (
@@ -405,7 +405,7 @@ class UniLabShmScheme(WeightSyncScheme):
                 return
             if time.monotonic() >= deadline:
                 states = ", ".join(self._describe(transport.cell(w), w) for w in behind)
-                raise WorkersBehindError(
+                raise WaitTimeoutError(
                     f"workers behind after {timeout:g} s: {states} (expected version "
                     f"{self.version if version is None else version}). "
                     "Check that they are collecting."
@@ -480,7 +480,7 @@ class UniLabShmScheme(WeightSyncScheme):
 
         Raises:
             LayoutError: The model does not match the published layout.
-            SnapshotContendedError: The writer overtook every bounded try; the model keeps
+            ContentionError: The writer overtook every bounded try; the model keeps
                 its previous whole version.
         """
         return self._pull(connecting=False)
