@@ -28,7 +28,7 @@ from torchrl_unilab.collectors.rollout_worker import (
     own_randomness,
 )
 from torchrl_unilab.data import RolloutLease, RolloutRingStorage
-from torchrl_unilab.errors import ConfigError, RingTimeoutError, WorkerError
+from torchrl_unilab.errors import ConfigError, WaitTimeoutError, WorkerError
 from torchrl_unilab.runtime import WorkerGroup, trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.ring import Overflow
@@ -205,7 +205,7 @@ class APPOCollector(WorkerCollector):
 
         Raises:
             WorkerError: A worker failed.
-            RingTimeoutError: No rollout came within `timeout` seconds.
+            WaitTimeoutError: No rollout came within `timeout` seconds.
         """
         self._check_open()
         if not self.lockstep:
@@ -261,7 +261,7 @@ class APPOCollector(WorkerCollector):
                 self._replace(lost)
                 continue
             if not arrived:
-                raise RingTimeoutError(
+                raise WaitTimeoutError(
                     f"no rollout within {self.timeout:g} s (expected one). Raise the timeout, "
                     "or look at what the workers do."
                 )
