@@ -114,7 +114,7 @@ class Sampler:
 def count(collector: WorkerCollector) -> dict[str, int]:
     """Return where the frames of a collector are, once its workers have paused."""
     if isinstance(collector, APPOCollector):
-        collector._collect(0)
+        collector._team.run_ahead(False)
         collector.state_dict()  # answered between rollouts
         each, ring = collector.frames_per_batch, collector.storage
         return {

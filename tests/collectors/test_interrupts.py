@@ -43,17 +43,19 @@ def _appo() -> APPOCollector:
 
 
 class _Interrupt:
-    """Has Ctrl-C fall once around a call of the second worker's, or for nobody's, of a group.
+    """Has Ctrl-C fall once around a call for the second worker of a group.
 
     Args:
         group: Of workers.
-        call: Before which it falls.
+        call: The call.
         after: The newest request then.
+        late: Whether Ctrl-C falls after the call, whose result is lost.
     """
 
-    def __init__(self, group: WorkerGroup, call: str, after: str) -> None:
+    def __init__(self, group: WorkerGroup, call: str, after: str, late: bool) -> None:
         self.newest, self.call, self.after, self.fallen, self.count = "", call, after, False, 0
-        self.real = {name: getattr(group, name) for name in ("send", "receive", "wait")}
+        self.late = late
+        self.real = {name: getattr(group, name) for name in ("send", "receive", "ask")}
         for name in self.real:
             setattr(group, name, lambda *args, name=name, **kw: self._called(name, *args, **kw))
 
@@ -62,8 +64,10 @@ class _Interrupt:
             self.count += 1
             if self.count == 2:
                 self.fallen = True
+                if self.late:
+                    self.real[name](*args, **kw)
                 raise KeyboardInterrupt
-        if name == "send":
+        if name in ("send", "ask"):
             self.newest = args[1]
         return self.real[name](*args, **kw)
 
@@ -79,14 +83,17 @@ def _batches(collector: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("call", "after"),
-    [("send", "collect"), ("receive", "collect"), ("receive", "write"), ("receive", "state")],
+    [("send", "collect"), ("receive", "collect"), ("ask", "state")],
 )
-def test_a_replay_collector_goes_on_as_one_that_was_not_interrupted(call: str, after: str) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_a_replay_collector_continues_as_one_that_was_not_interrupted(
+    call: str, after: str, late: bool
+) -> None:
     rows = []
     for interrupted in (False, True):
         with _replay() as collector:
             if interrupted:
-                fault = _Interrupt(collector._running(), call, after)
+                fault = _Interrupt(collector._team.group, call, after, late)
             for tick, _ in enumerate(_batches(collector)):
                 if tick == 2:
                     with contextlib.suppress(KeyboardInterrupt):
@@ -100,13 +107,16 @@ def test_a_replay_collector_goes_on_as_one_that_was_not_interrupted(call: str, a
     assert not live_children()
 
 
-@pytest.mark.parametrize(("call", "after"), [("send", "collect"), ("wait", "collect")])
-def test_rounds_in_lockstep_are_whole_though_one_was_interrupted(call: str, after: str) -> None:
+@pytest.mark.parametrize(("call", "after"), [("send", "collect"), ("receive", "collect")])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_rounds_in_lockstep_are_whole_though_one_was_interrupted(
+    call: str, after: str, late: bool
+) -> None:
     rollouts = []
     for interrupted in (False, True):
         with _appo() as collector:
             if interrupted:
-                fault = _Interrupt(collector._running(), call, after)
+                fault = _Interrupt(collector._team.group, call, after, late)
             batches = []
             for i, rollout in enumerate(_batches(collector)):
                 batches.append(rollout)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import DEADLINE, receive, spawned
-from torchrl_unilab.collectors.metrics import PHASES, WINDOW, EpisodeLog, LatestMetrics, PhaseClock
+from torchrl_unilab.collectors.metrics import PHASES, WINDOW, EpisodeLog, PhaseClock, SharedMetrics
 from torchrl_unilab.errors import LayoutKeyError
 
 
@@ -78,8 +78,8 @@ def _clock(*seconds: float) -> PhaseClock:
 
 
 def test_before_the_first_episode_there_is_no_mean():
-    latest = LatestMetrics(2)
-    read = latest.read()
+    latest = SharedMetrics(2)
+    read = latest.total()
     assert (read.frames, read.episodes) == (0, 0)
     assert math.isnan(read.episode_return)
     assert math.isnan(read.timeout_rate)
@@ -89,11 +89,11 @@ def test_before_the_first_episode_there_is_no_mean():
 
 
 def test_what_workers_told_is_summed_up_and_the_last_word_counts():
-    latest = LatestMetrics(2)
-    latest.put(0, 10, 0, _log([9.0], terminated=False), _clock(1, 1, 1, 1))
-    latest.put(0, 40, 0, _log([1.0, 2.0], terminated=False), _clock(2, 1, 0.5, 0))
-    latest.put(1, 60, 0, _log([6.0], terminated=True), _clock(3, 1, 0.5, 0))
-    read = latest.read()
+    latest = SharedMetrics(2)
+    latest.publish(0, 10, 0, _log([9.0], terminated=False), _clock(1, 1, 1, 1))
+    latest.publish(0, 40, 0, _log([1.0, 2.0], terminated=False), _clock(2, 1, 0.5, 0))
+    latest.publish(1, 60, 0, _log([6.0], terminated=True), _clock(3, 1, 0.5, 0))
+    read = latest.total()
     assert (read.frames, read.episodes) == (100, 3)
     assert (read.episode_return, read.episode_length) == (3.0, 1.0)
     assert read.timeout_rate == pytest.approx(2 / 3)
@@ -104,33 +104,33 @@ def test_what_workers_told_is_summed_up_and_the_last_word_counts():
 
 
 def test_other_metrics_of_workers_are_read_by_name_as_means():
-    latest = LatestMetrics(3, names=["reward/forward", "reward/alive"])
+    latest = SharedMetrics(3, names=["reward/forward", "reward/alive"])
     told = EpisodeLog(1), PhaseClock()
-    latest.put(0, 0, 0, *told, {"reward/forward": 1.0, "reward/alive": 4.0})
-    latest.put(1, 0, 0, *told, {"reward/forward": 2.0})
+    latest.publish(0, 0, 0, *told, values={"reward/forward": 1.0, "reward/alive": 4.0})
+    latest.publish(1, 0, 0, *told, values={"reward/forward": 2.0})
 
-    values = latest.read().values
+    values = latest.total().values
 
     assert values == {"reward/forward": 1.5, "reward/alive": 4.0}
     latest.close()
 
 
 def test_a_metric_that_was_not_named_is_refused():
-    latest = LatestMetrics(1, names=["reward/forward"])
+    latest = SharedMetrics(1, names=["reward/forward"])
 
     with pytest.raises(LayoutKeyError, match=r"unknown names \['reward/alive'\]"):
-        latest.put(0, 1, 0, EpisodeLog(1), PhaseClock(), {"reward/alive": 1.0})
+        latest.publish(0, 1, 0, EpisodeLog(1), PhaseClock(), values={"reward/alive": 1.0})
 
-    assert latest.read().frames == 0
+    assert latest.total().frames == 0
     latest.close()
 
 
 def test_the_means_are_over_the_last_64_episodes_of_all_workers_in_equal_shares():
-    latest = LatestMetrics(2)
+    latest = SharedMetrics(2)
     early, late = [100.0] * 200, [float(i) for i in range(32)]
-    latest.put(0, 0, 0, _log([*early, *late], terminated=False), _clock(0, 0, 0, 0))
-    latest.put(1, 0, 0, _log([*early, *[5.0] * 32], terminated=True), _clock(0, 0, 0, 0))
-    read = latest.read()
+    latest.publish(0, 0, 0, _log([*early, *late], terminated=False), _clock(0, 0, 0, 0))
+    latest.publish(1, 0, 0, _log([*early, *[5.0] * 32], terminated=True), _clock(0, 0, 0, 0))
+    read = latest.total()
     assert read.episodes == 464
     assert read.episode_return == pytest.approx((sum(late) + 160.0) / 64)
     assert read.timeout_rate == 0.5
@@ -148,7 +148,7 @@ def test_time_between_phases_is_counted_once():
     assert clock.seconds["write"] == clock.seconds["wait"] == 0.0
 
 
-def _put_for_ever(pipe: Connection, latest: LatestMetrics) -> None:
+def _put_for_ever(pipe: Connection, latest: SharedMetrics) -> None:
     """Put words whose parts agree with each other."""
     log, clock = EpisodeLog(1), PhaseClock()
     pipe.send("ready")
@@ -158,18 +158,18 @@ def _put_for_ever(pipe: Connection, latest: LatestMetrics) -> None:
         log.episodes = count
         log.last[:] = count
         clock.seconds = dict.fromkeys(PHASES, float(count))
-        latest.put(0, count, 0, log, clock)
+        latest.publish(0, count, 0, log, clock)
     pipe.send(count)
 
 
 def test_a_reader_sees_whole_words_of_a_worker_that_waits_for_nobody():
-    latest = LatestMetrics(1)
+    latest = SharedMetrics(1)
     with spawned(_put_for_ever, latest) as (_, pipe):
         receive(pipe)
         until, seen = time.monotonic() + DEADLINE, set()
         while len(seen) < 200:
             assert time.monotonic() < until, "the worker does not go on"
-            read = latest.read()
+            read = latest.total()
             if read.frames:
                 assert set(read.seconds.values()) == {float(read.frames)}
                 assert (read.episodes, read.episode_return) == (read.frames, read.frames)

@@ -129,7 +129,7 @@ def test_first_frames_are_random_within_bounds_and_then_the_policy_acts():
 
 def test_exploration_noise_of_each_environment_survives_weight_updates():
     collector = _collector(inline=True, explore=add_noise)
-    noise = collector._inline.policy[1]
+    noise = collector._team.service.rollouts.policy[1]
     _ticks(collector, 1)
     before = noise.std.clone()
     set_action(collector.policy, 0.25)

@@ -106,72 +106,15 @@ def test_a_free_running_collector_goes_on_with_a_worker_in_place_of_one_it_lost(
 
 
 @pytest.mark.parametrize("fault", MOSTLY)
-def test_in_lockstep_a_round_is_whole_though_a_worker_was_lost_in_it(fault, opened, tmp_path):
-    collector = _appo(opened, _hit(tmp_path, fault), lockstep=True, total_frames=FRAMES * 12)
-    seen = []
-    for rollout in collector:
-        seen.append(rollout)
-        set_action(collector.policy, float(len(seen) // 2))
-        collector.update_policy_weights_()
-    assert len(seen) == 12
-    assert collector.restarts == 1
-    assert collector.storage.written == (6, 6)
-    assert collector.metrics().frames == FRAMES * 12
-    # All act with the weights of their round, also who came in its midst.
-    actions = [float(rollout["action"].unique()) for rollout in seen]
-    assert actions == [float(i // 2) for i in range(12)]
-
-
-def test_a_worker_lost_after_its_rollout_of_a_round_is_not_asked_for_another(
-    opened, tmp_path, monkeypatch
-):
-    gate = tmp_path / "gate"
-    os.mkfifo(gate)
-    factories = [partial(GatedEnv, gate, STEPS + 2), CountingEnv]
-    collector = _appo(opened, factories, lockstep=True)
-    batches = iter(collector)
-    for _ in range(2):
-        next(batches)
-    group = collector._running()
-    collect, send, sent = collector._collect, group.send, []
-
-    def collect_and_lose(*how: Any) -> None:
-        collect(*how)
-        wait_for(lambda: collector.storage.written[1] == 2)
-        _end(collector, 1)
-        gate.write_bytes(b"")
-
-    def noted(worker: int, *request: Any) -> None:
-        sent.append((worker, request[0]))
-        send(worker, *request)
-
-    monkeypatch.setattr(group, "send", noted)
-    with monkeypatch.context() as patch:
-        patch.setattr(collector, "_collect", collect_and_lose)
-        next(batches)
-    next(batches)
-    assert sent == [(0, "collect"), (1, "collect"), (1, "seed"), (1, "succeed")]
-    assert collector.restarts == 1
-    for _ in range(2):
-        collector.update_policy_weights_()
-        versions = [int(next(batches)[VERSION][0, 0]) for _ in range(2)]
-        assert versions == [collector.scheme.version] * 2
-    assert collector.storage.written == (4, 4)
-
-
-@pytest.mark.parametrize("lockstep", [False, True], ids=["free", "lockstep"])
-@pytest.mark.parametrize("fault", MOSTLY)
-def test_a_replay_gets_all_rows_of_each_tick_though_a_worker_was_lost(
-    fault, lockstep, opened, tmp_path
-):
-    collector = _replay(opened, _hit(tmp_path, fault), lockstep=lockstep)
+def test_a_replay_gets_all_rows_of_each_tick_though_a_worker_was_lost(fault, opened, tmp_path):
+    collector = _replay(opened, _hit(tmp_path, fault))
     ticks = 6
     for _ in zip(range(ticks), collector, strict=False):
         pass
     assert collector.restarts == 1
     collector._settle()
     rows = collector.storage.get(torch.arange(collector.storage.size))
-    frames = 2 * FRAMES * (ticks if lockstep else ticks + 1)
+    frames = 2 * FRAMES * (ticks + 1)
     assert len(rows) == collector.metrics().frames == frames
     # Each row is whole, and the next of its own observation.
     now, then = rows["observation"], rows["next", "observation"]
@@ -180,45 +123,24 @@ def test_a_replay_gets_all_rows_of_each_tick_though_a_worker_was_lost(
     assert torch.equal(now[:, 2] - 1, then[:, 2])
 
 
-def test_rows_in_turn_are_collected_again_if_their_worker_is_lost_before_it_writes(
-    opened, monkeypatch
-):
-    collector = _replay(opened, [CountingEnv] * 2, lockstep=True)
-    batches = iter(collector)
-    next(batches)
-    group = collector._running()
-    send, asked = group.send, []
-
-    def send_and_lose(worker: int, *request: Any) -> None:
-        if request == ("write",):
-            asked.append(worker)
-            if asked == [0]:
-                _end(collector, 1)
-        send(worker, *request)
-
-    monkeypatch.setattr(group, "send", send_and_lose)
-    next(batches)
-    assert collector.restarts == 1
-    assert collector.storage.size == collector.metrics().frames == 4 * FRAMES
-    next(batches)
-    assert collector.storage.size == 6 * FRAMES
-
-
 def test_an_idle_worker_that_is_lost_is_replaced_when_it_is_asked(opened):
-    collector = _replay(opened, [CountingEnv] * 2, lockstep=True, restart_workers=3)
+    collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
     batches = iter(collector)
     next(batches)
+    collector._settle()
     _end(collector, 0)
     states = collector.state_dict()["workers"]
-    assert [state["frames"] for state in states] == [FRAMES, FRAMES]
+    assert [state["frames"] for state in states] == [2 * FRAMES] * 2
     _end(collector, 1)
     next(batches)
-    assert collector.storage.size == 4 * FRAMES
+    collector._settle()
+    assert collector.storage.size == 6 * FRAMES
     _end(collector, 0)
     collector.set_seed(7)
     next(batches)
+    collector._settle()
     assert collector.restarts == 3
-    assert collector.metrics().frames == 6 * FRAMES
+    assert collector.metrics().frames == 8 * FRAMES
 
 
 @pytest.mark.parametrize("fault", MOSTLY)
@@ -241,43 +163,19 @@ def test_a_tick_that_was_done_and_not_heard_of_is_not_taken_again(opened, tmp_pa
     collector = _replay(opened, [partial(GatedEnv, gate, STEPS + 2), CountingEnv])
     batches = iter(collector)
     next(batches)
-    wait_for(lambda: collector._frames_of(1) == 2 * FRAMES)
+    wait_for(lambda: int(collector._metrics.snapshot(1)["frames"]) == 2 * FRAMES)
     _end(collector, 1)
-    replace = collector._replace
+    renew = collector._team._renew
 
-    def replace_and_go_on(lost: WorkerError) -> set[int]:
-        replaced = replace(lost)
+    def renew_and_open(worker: int) -> None:
+        renew(worker)
         gate.write_bytes(b"")
-        return replaced
 
-    monkeypatch.setattr(collector, "_replace", replace_and_go_on)
+    monkeypatch.setattr(collector._team, "_renew", renew_and_open)
     next(batches)
     collector._settle()
     assert collector.restarts == 1
     assert collector.storage.ptr == collector.metrics().frames == 3 * 2 * FRAMES
-
-
-def test_in_lockstep_a_rollout_that_went_with_one_worker_is_not_charged_to_another(
-    opened, tmp_path, monkeypatch
-):
-    hit = partial(HitEnv, tmp_path / "mark", STEPS + 2, "put")
-    collector = _appo(opened, [CountingEnv, hit], lockstep=True, restart_workers=4)
-    batches = iter(collector)
-    writers = [int(next(batches)[IDS].flatten()[0]) % 2 for _ in range(2)]
-    collect, process = collector._collect, psutil.Process(collector.pids[1])
-
-    def collect_and_lose(*how: Any) -> None:
-        collect(*how)
-        process.wait(DEADLINE)  # its rollout is counted and lost
-        wait_for(lambda: collector.storage.written == (2, 2))
-        _end(collector, 0)  # its is there
-
-    with monkeypatch.context() as patch:
-        patch.setattr(collector, "_collect", collect_and_lose)
-        writers.append(int(next(batches)[IDS].flatten()[0]) % 2)
-    writers += [int(next(batches)[IDS].flatten()[0]) % 2 for _ in range(3)]
-    assert writers == [0, 1] * 3
-    assert collector.restarts == 2
 
 
 def test_two_workers_lost_at_once_are_two_losses(opened):
@@ -315,7 +213,7 @@ def test_an_error_of_starting_a_worker_is_the_one_that_surfaces_and_all_end(open
     def none_left(index: int) -> None:
         raise OSError("Too many open files")
 
-    monkeypatch.setattr(collector._running(), "_start", none_left)
+    monkeypatch.setattr(collector._team.group, "_start", none_left)
     _end(collector, 0)
     with pytest.raises(OSError, match="Too many open files"):
         deque(batches, maxlen=0)
@@ -328,11 +226,11 @@ def test_an_interrupt_while_a_worker_is_replaced_leaves_a_collector_that_goes_on
     collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
     batches = iter(collector)
     next(batches)
-    group = collector._running()
+    group = collector._team.group
     ask = group.ask
 
     def interrupted(worker: int, *request: Any, **kwargs: Any) -> Any:
-        if request[0] == "succeed":
+        if request[0] == "resume":
             raise KeyboardInterrupt
         return ask(worker, *request, **kwargs)
 
@@ -403,11 +301,12 @@ def test_a_fault_of_the_policy_itself_ends_the_run_after_so_many_restarts(opened
 
 
 def test_a_replacement_goes_on_after_random_actions_and_does_not_repeat_them(opened):
-    collector = _replay(opened, [CountingEnv], lockstep=True, init_random_frames=2 * FRAMES)
+    collector = _replay(opened, [CountingEnv], init_random_frames=2 * FRAMES)
     batches = iter(collector)
-    for _ in range(2):
-        next(batches)
+    next(batches)
+    collector._settle()
     _end(collector, 0)
+    next(batches)
     next(batches)
     actions = collector.storage.get(torch.arange(3 * FRAMES))["action"]
     assert (actions[: 2 * FRAMES] != 0.0).all()
@@ -423,5 +322,13 @@ def test_a_collector_is_shut_down_at_the_end_of_its_block_however_that_is_left()
 
 
 def test_less_than_no_restarts_are_refused():
-    with pytest.raises(ConfigError, match=r"restart_workers: -1 \(expected at least 0\)"):
+    with pytest.raises(ConfigError, match=r"restart_workers: -1 \(expected at least 0, "):
         APPOCollector(CountingEnv, make_policy(), frames_per_batch=FRAMES, restart_workers=-1)
+
+
+@pytest.mark.parametrize("settings", [{"lockstep": True}, {"inline": True}])
+def test_restarts_in_lockstep_are_refused(settings):
+    with pytest.raises(ConfigError, match=r"restart_workers: 1 \(.*0 in lock-step"):
+        APPOCollector(
+            CountingEnv, make_policy(), frames_per_batch=FRAMES, restart_workers=1, **settings
+        )

@@ -36,7 +36,7 @@ from torchrl.envs import EnvBase, Transform, TransformedEnv
 
 from tests.support.bounds import DEADLINE, PROMPT
 from tests.support.processes import receive, spawned
-from torchrl_unilab.collectors.rollout_worker import RolloutWorker
+from torchrl_unilab.collectors.worker import RolloutWorker
 from torchrl_unilab.data import DoubleBufferReplayPipeline, RolloutRingStorage
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError

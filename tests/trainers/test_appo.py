@@ -14,7 +14,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.support.collecting import SIZE, state_env
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.collectors.rollout_worker import RolloutWorker, example_rollout
+from torchrl_unilab.collectors.worker import RolloutWorker, example_rollout
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss

@@ -237,12 +237,12 @@ def test_the_policy_moves_once_in_policy_frequency_updates_and_the_critics_each_
 
 def test_what_is_learnt_reaches_the_collector():
     trainer = _trainer(ticks=8)  # in the last of which the first updates are taken
-    worker = trainer.collector._inline.policy
+    worker = trainer.collector._team.service.rollouts.policy
     before = {key: value.clone() for key, value in worker.state_dict().items()}
     trainer.train()
     assert _equal(dict(worker.state_dict()), before)
     trainer = _trainer(ticks=9)
-    worker = trainer.collector._inline.policy
+    worker = trainer.collector._team.service.rollouts.policy
     trainer.train()
     assert not _equal(dict(worker.state_dict()), before)
 

@@ -1,242 +1,244 @@
-"""What all collectors with worker processes have in common."""
+"""The base of collectors: TorchRL's surface on a team of workers that fill shared memory.
+
+`APPOCollector` and `ReplayCollector` choose the sink of the workers, and iterate.
+"""
 
 from __future__ import annotations
 
+import abc
 import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import cloudpickle
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torchrl import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 
-from torchrl_unilab.collectors.metrics import CollectorMetrics, LatestMetrics
-from torchrl_unilab.collectors.rollout_worker import RolloutWorker, own_randomness
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
-from torchrl_unilab.runtime import WorkerGroup
-from torchrl_unilab.runtime.workers import START_SECONDS
+from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
+from torchrl_unilab.collectors.service import (
+    Sink,
+    WorkerSetup,
+    build_service,
+    run_worker,
+)
+from torchrl_unilab.collectors.team import WorkerTeam
+from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.runtime import WorkerGroup, trace
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CreateEnv", "WorkerCollector", "env_factories", "policy_scheme"]
+__all__ = ["CreateEnv", "Explore", "WorkerCollector", "WorkerSettings"]
 
 CreateEnv = Callable[[], EnvBase]
+Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]
 
 
-class WorkerCollector(BaseCollector):
+class WorkerSettings(TypedDict, total=False):
+    """Keyword arguments of `WorkerCollector`."""
+
+    total_frames: int
+    num_collectors: int | None
+    weight_sync_schemes: Mapping[str, WeightSyncScheme] | None
+    lockstep: bool
+    inline: bool
+    num_threads: int
+    exploration_type: ExplorationType
+    seed: int | None
+    timeout: float | None
+    restart_workers: int
+
+
+class WorkerCollector(BaseCollector, abc.ABC):
     """Workers that act with published weights, in processes or (`inline`) in this one.
 
-    A collector derived from it sets `_memory` to what its workers fill, and `_group` or
-    `_inline` to those who fill it, and then calls `_connect`.
-
     Args:
-        policy: Acts in the workers, which get copies.
-        workers: How many there are.
-        scheme: Publishes the policy's weights.
+        create_env_fn: Makes a worker's environment, of any TorchRL kind, or one such
+            function per worker; cloudpickled. One environment is made here for its specs.
+        policy: Acts in the workers, which get copies; needs parameters or buffers.
         total_frames: Frames to yield, -1 for no end.
+        num_collectors: Workers, if `create_env_fn` is one function.
+        weight_sync_schemes: ``{"policy": UniLabShmScheme(...)}``, the default.
+        lockstep: Collect when asked to, not ahead: with what was published before, so that
+            runs are repeatable bit for bit.
+        inline: As `lockstep`, with one worker, in this process: the serial oracle.
+        num_threads: Torch threads of each worker.
+        exploration_type: How the policy acts.
+        seed: Seeds environments and noise; from the operating system if None.
         timeout: Seconds to wait for data; None waits as long as all workers live.
-        restart_workers: How many lost workers are replaced before the loss of one is an error.
+        restart_workers: How many workers that are lost (killed, stopped, or failed) are replaced
+            in the run before the loss of one is an error; 0 in lock-step. A new one acts with
+            the newest weights, starts new episodes from further seeds and counts on. Such a run
+            is not repeatable.
 
     Attributes:
         restarts: Workers replaced so far.
+
+    Raises:
+        ConfigError: A setting cannot work.
+        SegmentSpaceError: What the workers fill does not fit shared memory; says what would.
+        WorkerError: A worker failed, while it started or while data was waited for: carries
+            its traceback or signal.
     """
 
     num_envs: int
+    frames_per_batch: int
+    init_random_frames = 0
 
     def __init__(
         self,
+        create_env_fn: CreateEnv | Sequence[CreateEnv],
         policy: TensorDictModuleBase,
-        workers: int,
-        scheme: UniLabShmScheme,
         *,
-        total_frames: int,
-        timeout: float | None,
-        restart_workers: int,
+        total_frames: int = -1,
+        num_collectors: int | None = None,
+        weight_sync_schemes: Mapping[str, WeightSyncScheme] | None = None,
+        lockstep: bool = False,
+        inline: bool = False,
+        num_threads: int = 1,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        seed: int | None = None,
+        timeout: float | None = None,
+        restart_workers: int = 0,
     ) -> None:
-        if restart_workers < 0:
+        self._factories = _env_factories(create_env_fn, num_collectors)
+        workers = len(self._factories)
+        if inline and workers > 1:
+            raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
+        if restart_workers < 0 or (restart_workers and (lockstep or inline)):
             raise ConfigError(
-                f"restart_workers: {restart_workers} (expected at least 0). Use 0 for none."
+                f"restart_workers: {restart_workers} (expected at least 0, and 0 in lock-step: a "
+                "run with a replaced worker is not repeatable). Use 0."
             )
         super().__init__()
+        self.scheme = _policy_scheme(weight_sync_schemes)
+        self._weight_sync_schemes = {"policy": self.scheme}
         self.policy = policy
         self.policy_factory = [None] * workers
         self.policy_device = [torch.device("cpu")] * workers
         self.num_workers = workers
         self.total_frames = total_frames
+        self.lockstep = lockstep or inline
         self.timeout = timeout
-        self.scheme = scheme
-        self._weight_sync_schemes = {"policy": scheme}
         self.restart_workers = restart_workers
-        self.restarts = 0
+        self._inline, self._num_threads, self._exploration = inline, num_threads, exploration_type
+        self._first_seed = seed
         self._frames = 0
-        self._seed = 0
-        self._task: tuple[Any, ...] = ()  # what workers were last asked to collect
-        self._unasked: set[int] = set()  # those who were not yet, and only if Ctrl-C came between
-        self._owing: set[int] = set()  # those who have not done it yet
         self._closing = threading.RLock()
-        self._memory: Any = None
-        self._latest: LatestMetrics | None = None
-        self._group: WorkerGroup | None = None
-        self._inline: RolloutWorker | None = None
+        self._sink: Sink | None = None
+        self._metrics: SharedMetrics | None = None
+        self._team: WorkerTeam | None = None
 
-    def _share_policy(self) -> None:
-        """Allocate what the policy is published through, before any worker starts."""
-        self._latest = LatestMetrics(self.num_workers)
-        self.scheme.init_on_sender(model_id="policy", context=self)
+    @abc.abstractmethod
+    def _make_sink(self, env: EnvBase, num_steps: int) -> Sink:
+        """Return what the workers store rollouts of `num_steps` in."""
 
-    def _inline_policy(self) -> tuple[TensorDictModuleBase, UniLabShmScheme]:
-        """Return a copy of the policy as a worker would have it, and its end of the scheme."""
-        policy = copy.deepcopy(self.policy)
-        scheme = copy.copy(self.scheme)  # of the same shared memory, as a receiver
-        scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=0)
-        scheme.connect(worker_idx=0)
-        self._random = [torch.get_rng_state()]
-        return policy, scheme
+    def _launch(
+        self, frames_per_batch: int, share: int = 1, explore: Explore | None = None
+    ) -> None:
+        """Allocate shared memory, start the workers, and seed them.
 
-    def _connect(self, seed: int | None) -> None:
-        """Make the workers known to the scheme, and seed them."""
-        self.scheme.connect()
-        self.set_seed(seed)
-
-    def _collect(self, *how: Any) -> None:
-        """Have all workers collect, which each owes from then on."""
-        self._task, self._owing = ("collect", *how), set()
-        self._unasked = set(range(self.num_workers))
-        self._ask_the_rest()
-
-    def _ask_the_rest(self) -> None:
-        """Go on with asking the workers to collect, where that was interrupted."""
-        while self._unasked:
-            worker = min(self._unasked)
-            self._persist(partial(self._running().send, worker, *self._task))
-            self._owing.add(worker)
-            self._unasked.discard(worker)
-
-    def _ask(self, *requests: tuple[Any, ...]) -> list[Any]:
-        """Ask each worker its own request; return the answers."""
-        answers = []
-        for worker, request in enumerate(requests):
-            answer = None
-            while answer is None:
-                self._persist(partial(self._running().send, worker, *request))
-                answer = self._answer(worker, START_SECONDS)
-            answers.append(answer[0])
-        return answers
-
-    def _answer(self, worker: int, timeout: float | None) -> tuple[Any] | None:
-        """Return what a worker answers; None if it was lost, and another is in its place."""
-        while True:
-            try:
-                return (self._running().receive(worker, timeout),)
-            except WorkerError as lost:
-                if worker in self._replace(lost):
-                    return None
-
-    def _persist(self, call: Callable[[], None]) -> None:
-        """Call something until no worker is found to be lost.
-
-        Raises:
-            WorkerError: A worker was lost, and may not be replaced.
+        Args:
+            frames_per_batch: Frames of a batch.
+            share: Workers that collect a batch together.
+            explore: Makes of the policy what acts in a worker.
         """
-        while True:
-            try:
-                return call()
-            except WorkerError as lost:
-                self._replace(lost)
-
-    def _replace(self, lost: WorkerError) -> set[int]:
-        """Put a new worker in the place of one that was lost, if one is allowed.
-
-        Returns:
-            Those that were replaced: while one is, another may be lost.
-        """
-        losses, replaced = [lost], set()
-        while losses:
-            lost = losses.pop()
-            if lost.worker is None or self.restarts >= self.restart_workers:
-                raise lost
-            self.restarts += 1
-            torchrl_logger.warning(
-                "Worker %d is replaced (%d of %d times). %s",
-                lost.worker,
-                self.restarts,
-                self.restart_workers,
-                lost,
+        env = self._factories[0]()
+        try:
+            self.num_envs = env.batch_size.numel()
+            together = self.num_envs * share
+            if frames_per_batch < 1 or frames_per_batch % together:
+                raise ConfigError(
+                    f"frames_per_batch: {frames_per_batch} (expected a multiple of {together}, "
+                    f"{share} worker(s) with {self.num_envs} environment(s) each). Choose another."
+                )
+            self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
+            num_steps = frames_per_batch // together
+            self._sink = sink = self._make_sink(env, num_steps)
+            self._metrics = metrics = SharedMetrics(self.num_workers)
+            self.scheme.init_on_sender(model_id="policy", context=self)
+            factories = [] if self._inline else self._factories
+            payload = cloudpickle.dumps((factories, self.policy, explore))
+            random_frames = -(-self.init_random_frames // self.num_workers)
+            setup = WorkerSetup(
+                payload, num_steps, self._exploration, random_frames, trace.settings()
             )
-            try:
-                self._renew(lost.worker)
-                replaced.add(lost.worker)
-            except WorkerError as another:
-                losses += [another] if another.worker == lost.worker else [lost, another]
-            except BaseException:  # as Ctrl-C: one that is half in its place is lost as well
-                if self._group is not None:
-                    self._group.end(lost.worker)
-                raise
-        return replaced
+            self._team = WorkerTeam(
+                build_service(setup, copy.copy(self.scheme), sink, metrics, env=env)
+                if self._inline
+                else self._spawn(setup, self.scheme, sink, metrics),
+                sink,
+                metrics,
+                timeout=self.timeout,
+                restart_workers=self.restart_workers,
+                in_turn=self.lockstep and share > 1,
+            )
+            self.scheme.connect()
+            self.set_seed(self._first_seed)
+        except BaseException:
+            self.shutdown()
+            raise
+        finally:
+            if self._team is None or self._team.service is None:
+                env.close()
 
-    def _renew(self, worker: int) -> None:
-        """Start a worker anew: it takes what the lost one held and counted, and what it owes."""
-        group = self._running()
-        group.end(worker)
-        self._recover(worker)
-        group.restart(worker)
-        seeds = np.random.SeedSequence((self._seed, worker, self.restarts)).generate_state(2)
-        # Environments count on from theirs, which is to stay a seed for NumPy.
-        group.ask(worker, "seed", int(seeds[0]) >> 1, int(seeds[1]))
-        group.ask(worker, "succeed", cloudpickle.dumps(self._open_metrics().of(worker)))
-        if worker in self._owing:
-            group.send(worker, *self._task)
-
-    def _recover(self, worker: int) -> None:
-        """Take from a worker that has ended what it held of the memory."""
-        self._memory.recover(worker)
-
-    def _running(self) -> WorkerGroup:
-        if self._group is None:
-            raise self._shut_down()
-        return self._group
-
-    def _settle(self) -> None:
-        """Wait for what workers still owe an answer to."""
-
-    def _check_open(self) -> None:
-        if self._memory is None:
-            raise self._shut_down()
-
-    @staticmethod
-    def _shut_down() -> SegmentClosedError:
-        return SegmentClosedError(
-            "cannot use the collector: it is shut down (expected a running one). Build a new one."
+    def _spawn(self, *shared: Any) -> WorkerGroup:
+        return WorkerGroup(
+            run_worker,
+            [(*shared, worker, self.num_workers) for worker in range(self.num_workers)],
+            name="collector",
+            num_threads=self._num_threads,
         )
 
-    # What there is to know
+    def _open_sink(self) -> Any:
+        if self._sink is None:
+            raise _shut_down()
+        return self._sink
+
+    def _open_team(self) -> WorkerTeam:
+        if self._sink is None or self._team is None or self._team.stopped:
+            raise _shut_down()
+        return self._team
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
-        return [] if self._group is None else self._group.pids
+        return [] if self._team is None else self._team.pids
+
+    @property
+    def restarts(self) -> int:
+        """Workers replaced so far."""
+        return 0 if self._team is None else self._team.restarts
+
+    @property
+    def _ticks(self) -> int:
+        """Ticks that all workers have completed."""
+        return 0 if self._team is None else self._team.ticks
 
     def metrics(self) -> CollectorMetrics:
-        """Return what the workers last told about their work. Waits for nobody."""
-        self._check_open()
-        return self._open_metrics().read()
+        """Return the newest metrics of the workers. Does not block."""
+        if self._metrics is None:
+            raise _shut_down()
+        return self._metrics.total()
 
     def status(self) -> dict[str, float]:
-        """Return what there is to log of the memory that the workers fill, and of them."""
+        """Return what there is to log of the shared memory, and of the workers."""
         return {"restarts": self.restarts}
 
     # BaseCollector
+
+    def _wants_more(self) -> bool:
+        return self.total_frames < 0 or self._frames < self.total_frames
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Yield batches until `total_frames`.
@@ -248,7 +250,8 @@ class WorkerCollector(BaseCollector):
         try:
             yield from self.iterator()
         except Exception:
-            self._end_workers()
+            if self._team is not None:
+                self._team.stop()
             raise
 
     def set_seed(self, seed: int | None, static_seed: bool = False) -> int:
@@ -265,31 +268,28 @@ class WorkerCollector(BaseCollector):
         Returns:
             The first seed that is not used yet.
         """
-        self._check_open()
         self._settle()
+        team = self._open_team()
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
-        self._seed = seed
+        team.seed = seed
         requests = []
         for worker in range(self.num_workers):
             noise = np.random.SeedSequence((seed, worker)).generate_state(1, np.uint64)[0]
             own = seed if static_seed else seed + worker * self.num_envs
             requests.append(("seed", own, int(noise)))
-        if self._inline is not None:
-            with own_randomness(self._random):
-                self._inline.seed(*requests[0][1:])
-        else:
-            self._ask(*requests)
+        team.ask(requests)
         return seed + self.num_workers * self.num_envs
 
     def reset(self) -> None:
         """Start new episodes with what the workers collect next."""
-        self._check_open()
         self._settle()
-        if self._inline is not None:
-            self._inline.reset()
-        else:
-            self._ask(*[("reset",)] * self.num_workers)
+        self._open_team().ask_all("reset")
+
+    def _settle(self) -> None:
+        """Wait for what workers were asked to collect."""
+        with span("wait"):
+            self._open_team().settle()
 
     def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
         """Return the workers' states and the count of frames. Safe while iterating.
@@ -300,84 +300,52 @@ class WorkerCollector(BaseCollector):
         Raises:
             WorkerError: A worker failed.
         """
-        self._check_open()
+        self._open_sink()
         if not workers:
             return OrderedDict(workers=None, frames=self._frames)
         self._settle()
-        if self._inline is not None:
-            with own_randomness(self._random):
-                states = [self._inline.state_dict()]
-        else:
-            answers = self._ask(*[("state",)] * self.num_workers)
-            states = [cloudpickle.loads(answer) for answer in answers]
-        return OrderedDict(workers=states, frames=self._frames)
+        return OrderedDict(workers=self._open_team().ask_all("state"), frames=self._frames)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
         """Restore the workers' states, or new episodes if there are none in it.
 
-        With `MujocoBatchEnv` the workers go on in the midst of their episodes, with other
-        environments they start new ones.
+        With `MujocoBatchEnv` the workers continue their episodes, with other environments they
+        start new ones.
 
         Raises:
             ConfigError: The state is of another number of workers.
         """
-        self._check_open()
         self._settle()
-        states = state_dict["workers"]
+        team = self._open_team()
+        states, frames = state_dict["workers"], state_dict["frames"]
         if states is None:
-            self._count_from(state_dict["frames"])
-            return
-        if len(states) != self.num_workers:
+            team.ask_all("frames", frames // self.num_workers)
+        elif len(states) != self.num_workers:
             raise ConfigError(
                 f"state of {len(states)} workers (expected {self.num_workers}). "
                 "Use as many workers as when it was saved."
             )
-        if self._inline is not None:
-            with own_randomness(self._random):
-                self._inline.load_state_dict(states[0])
-            self._inline.tell(self._open_metrics(), 0)
         else:
-            self._ask(*(("load", cloudpickle.dumps(state)) for state in states))
-        self._frames = state_dict["frames"]
-
-    def _count_from(self, frames: int) -> None:
-        """Count on from so many frames, shared evenly by the workers."""
-        share = frames // self.num_workers
-        if self._inline is not None:
-            self._inline.frames = share
-        else:
-            self._ask(*[("frames", share)] * self.num_workers)
+            team.ask([("load", state) for state in states])
         self._frames = frames
-
-    def _open_metrics(self) -> LatestMetrics:
-        assert self._latest is not None, "there are metrics until the collector is shut down"
-        return self._latest
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, **_: Any) -> None:
         """End the workers and free the memory they filled. Idempotent.
 
         Threads may call it at once: all return when it is done. In a forked copy of the process
-        it lets go of all, and ends nobody.
+        it closes what the copy has, and ends no worker.
         """
         with self._closing:
-            self._end_workers(timeout)
-            if self._inline is not None and close_env:
-                self._inline.close()
-            if self._memory is not None:
-                self._give_up_memory()
-                self._memory = None
-            if self._latest is not None:
-                self._latest.close()
-                self._latest = None
-
-    def _end_workers(self, timeout: float | None = None) -> None:
-        if self._group is not None:
-            self._group.stop() if timeout is None else self._group.stop(timeout)
-            self._group = None
-
-    def _give_up_memory(self) -> None:
-        """Free `_memory`."""
-        self._memory.close()
+            if self._team is not None:
+                self._team.stop(timeout)
+                if self._team.service is not None and close_env:
+                    self._team.service.rollouts.close()
+            if self._sink is not None:
+                self._sink.close()
+                self._sink = None
+            if self._metrics is not None:
+                self._metrics.close()
+                self._metrics = None
 
     def __enter__(self) -> Self:
         return self
@@ -386,11 +354,23 @@ class WorkerCollector(BaseCollector):
         self.shutdown()
 
     def __del__(self) -> None:
-        if "_group" in self.__dict__:  # absent if the arguments were refused
+        if "_team" in self.__dict__:  # absent if the arguments were refused
             self.shutdown()
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.num_workers} workers, {self.frames_per_batch} frames "
+            f"a batch, lockstep={self.lockstep})"
+        )
 
-def env_factories(
+
+def _shut_down() -> SegmentClosedError:
+    return SegmentClosedError(
+        "cannot use the collector: it is shut down (expected a running one). Build a new one."
+    )
+
+
+def _env_factories(
     create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
 ) -> list[CreateEnv]:
     """Return one environment function per worker.
@@ -412,7 +392,7 @@ def env_factories(
     return factories
 
 
-def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:
+def _policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:
     """Return the one scheme of ``{"policy": UniLabShmScheme()}``, or a new one.
 
     Raises:

@@ -1,8 +1,9 @@
-"""What workers tell about their work: the latest word wins, and nobody waits for it.
+"""Collector metrics in shared memory: one seqlock snapshot per worker.
 
-Each worker puts its totals and its last episodes into a snapshot of its own after each
-rollout; whoever is interested reads the newest. A worker never blocks on a reader, a slow
-reader only misses what is outdated, and a reader sees each snapshot whole.
+A worker publishes its counters and its last 64 episodes after each rollout; the learner reads
+the newest snapshots when it logs. Neither side blocks, and a snapshot is never torn.
+
+The service of a worker publishes; `WorkerCollector.metrics` reads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.seqlock import Snapshot
 
-__all__ = ["PHASES", "CollectorMetrics", "EpisodeLog", "LatestMetrics", "PhaseClock"]
+__all__ = ["PHASES", "CollectorMetrics", "EpisodeLog", "PhaseClock", "SharedMetrics"]
 
 PHASES = ("physics", "policy", "write", "wait")
 """Where a worker's time goes: environment, policy, filling the slot, waiting for one."""
@@ -146,84 +147,87 @@ class EpisodeLog:
         self._lengths += reward.shape[1] - counted
 
 
-class LatestMetrics:
-    """One snapshot per worker, put by the worker and read by whoever has this object.
+class SharedMetrics:
+    """The newest metrics of each worker.
+
+    Pickle it to the workers: they publish to the same shared memory.
 
     Args:
-        workers: How many.
-        names: Other metrics that workers put, a reward's terms for instance.
+        num_workers: Number of workers.
+        names: Further metrics that workers publish, a reward's terms for instance.
 
     Example:
-        >>> latest = LatestMetrics(2, names=["reward/forward"])
+        >>> metrics = SharedMetrics(2, names=["reward/forward"])
         >>> for worker, forward in enumerate((1.0, 2.0)):
         ...     values = {"reward/forward": forward}
-        ...     latest.put(worker, 10, 0, EpisodeLog(1), PhaseClock(), values)
-        >>> latest.read().values
+        ...     metrics.publish(worker, 10, 0, EpisodeLog(1), PhaseClock(), values=values)
+        >>> metrics.total().values
         {'reward/forward': 1.5}
-        >>> latest.close()
+        >>> metrics.close()
     """
 
-    def __init__(self, workers: int, *, names: Sequence[str] = ()) -> None:
+    def __init__(self, num_workers: int, *, names: Sequence[str] = ()) -> None:
         self._names = tuple(names)
         initial = _initial(len(self._names))
-        self._cells = [SnapshotCell(initial) for _ in range(workers)]
+        self._cells = [SnapshotCell(initial) for _ in range(num_workers)]
 
     @staticmethod
-    def nbytes(workers: int, names: int = 0) -> int:
+    def nbytes(num_workers: int, names: int = 0) -> int:
         """Return the bytes of shared memory, of one segment per worker."""
-        return workers * SnapshotCell.nbytes(BlockLayout.of(_initial(names)))
+        return num_workers * SnapshotCell.nbytes(BlockLayout.of(_initial(names)))
 
-    def put(
+    def publish(
         self,
         worker: int,
         frames: int,
         trajectories: int,
         log: EpisodeLog,
         clock: PhaseClock,
+        *,
+        ticks: int = 0,
         values: Mapping[str, float] | None = None,
     ) -> None:
-        """Replace what worker `worker` said before. Never waits.
+        """Replace the snapshot of `worker`. Does not block.
 
         Args:
-            worker: Its number.
-            frames: Frames that it collected.
-            trajectories: Number of its next trajectory.
-            log: Its episodes.
-            clock: Its seconds per phase.
-            values: Its other metrics by name; NaN for a name left out.
+            worker: Number of the worker.
+            frames: Frames collected.
+            trajectories: Id of the next trajectory.
+            log: Episodes.
+            clock: Seconds per phase.
+            ticks: The last tick completed.
+            values: Further metrics by name; NaN for a name left out.
 
         Raises:
-            LayoutKeyError: A name that was not given at construction; nothing was put.
+            LayoutKeyError: A name was not given at construction; nothing was published.
         """
         values = {} if values is None else values
         if unknown := sorted(values.keys() - set(self._names)):
             raise LayoutKeyError(
-                f"cannot put metrics: unknown names {unknown} (expected some of "
-                f"{list(self._names)}). Name them when LatestMetrics is built."
+                f"cannot publish metrics: unknown names {unknown} (expected some of "
+                f"{list(self._names)}). Name them when SharedMetrics is built."
             )
+        counts = (frames, trajectories, ticks, log.episodes)
+        further = [values.get(name, math.nan) for name in self._names]
         self._cells[worker].publish(
             [
-                torch.tensor(frames),
-                torch.tensor(trajectories),
-                torch.tensor(log.episodes),
+                *(torch.tensor(count) for count in counts),
                 torch.tensor(list(clock.seconds.values()), dtype=torch.float64),
                 torch.from_numpy(log.last),
-                torch.tensor(
-                    [values.get(name, math.nan) for name in self._names], dtype=torch.float64
-                ),
+                torch.tensor(further, dtype=torch.float64),
             ]
         )
 
-    def of(self, worker: int) -> dict[str, torch.Tensor]:
-        """Return the newest word of worker `worker`, for the one that takes its place."""
+    def snapshot(self, worker: int) -> dict[str, torch.Tensor]:
+        """Return the newest snapshot of `worker`; its replacement resumes from it."""
         return _newest(self._cells[worker])
 
-    def read(self) -> CollectorMetrics:
-        """Return the newest word of all workers, summed up."""
-        return _summed([_newest(cell) for cell in self._cells], self._names)
+    def total(self) -> CollectorMetrics:
+        """Return sums over all workers, and means over their last episodes."""
+        return _total([_newest(cell) for cell in self._cells], self._names)
 
     def close(self) -> None:
-        """Give up the shared memory. Idempotent."""
+        """Close the shared memory. Idempotent."""
         for cell in self._cells:
             cell.close()
 
@@ -232,6 +236,7 @@ def _initial(names: int) -> dict[str, torch.Tensor]:
     return {
         "frames": torch.zeros((), dtype=torch.int64),
         "trajectories": torch.zeros((), dtype=torch.int64),
+        "ticks": torch.zeros((), dtype=torch.int64),
         "episodes": torch.zeros((), dtype=torch.int64),
         "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
         "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
@@ -245,7 +250,7 @@ def _newest(cell: SnapshotCell) -> dict[str, torch.Tensor]:
     return snapshot.tensors
 
 
-def _summed(parts: Sequence[dict[str, torch.Tensor]], names: Sequence[str]) -> CollectorMetrics:
+def _total(parts: Sequence[dict[str, torch.Tensor]], names: Sequence[str]) -> CollectorMetrics:
     share = max(1, WINDOW // len(parts))  # of the window, per worker
     rows = []
     for part in parts:

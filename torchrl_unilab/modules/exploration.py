@@ -86,15 +86,16 @@ class PerEnvNoise(TensorDictModuleBase):
 
     @property
     def std(self) -> torch.Tensor | None:
-        """Each environment's standard deviation now, [*B, 1]; None before the first action.
-
-        May be set, to go on from a checkpoint.
-        """
+        """Each environment's standard deviation now, [*B, 1]; None before the first action."""
         return self._std
 
-    @std.setter
-    def std(self, std: torch.Tensor | None) -> None:
-        self._std = std
+    def snapshot(self) -> torch.Tensor | None:
+        """Return a copy of `std`, for a checkpoint of who acts."""
+        return None if self._std is None else self._std.clone()
+
+    def restore(self, snapshot: torch.Tensor | None) -> None:
+        """Continue with the deviations that `snapshot` returned."""
+        self._std = snapshot
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -100,6 +100,13 @@ def test_a_rollout_has_a_frame_for_each_minibatch():
         APPOConfig(num_envs=2, num_steps=2, minibatches=5)
 
 
+def test_collectors_are_not_replaced_in_lockstep():
+    with pytest.raises(ConfigError, match="restart_workers: 1 with lockstep"):
+        APPOConfig(restart_workers=1, lockstep=True)
+    with pytest.raises(ConfigError, match="restart_workers: 2 with sync_collection"):
+        OffPolicyConfig("sac", restart_workers=2, sync_collection=True)
+
+
 def test_lockstep_needs_a_slot_for_each_collector():
     APPOConfig(lockstep=True, num_collectors=2, slots=2)
     with pytest.raises(ConfigError, match=r"slots: 1 in lock-step"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchrl_unilab.data.rollouts.pool import MAX_ROLLOUTS
+from torchrl_unilab.data.rollout_pool import MAX_ROLLOUTS
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.ring import Overflow
 from torchrl_unilab.trainers.configs.settings import (
@@ -111,6 +111,11 @@ class APPOConfig(Settings):
     def __post_init__(self) -> None:
         """Check each setting, then those that depend on each other."""
         super().__post_init__()
+        if self.restart_workers and self.lockstep:
+            raise ConfigError(
+                f"restart_workers: {self.restart_workers} with lockstep (expected one of "
+                "them: a run with a replaced collector is not repeatable). Leave one out."
+            )
         if self.minibatches > self.frames_per_rollout:  # the first pool has one rollout
             raise ConfigError(
                 f"minibatches: {self.minibatches} (expected at most the {self.frames_per_rollout} "

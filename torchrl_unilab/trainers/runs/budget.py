@@ -19,9 +19,9 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.objectives import LossModule
 
-from torchrl_unilab.collectors.metrics import LatestMetrics
+from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.replay import transition_keys
-from torchrl_unilab.collectors.rollout_worker import example_rollout
+from torchrl_unilab.collectors.worker import example_rollout
 from torchrl_unilab.data.packed_form import RowForm
 from torchrl_unilab.data.packed_sampling import RowGatherer
 from torchrl_unilab.data.pipeline.pipeline import SLOTS
@@ -198,7 +198,7 @@ def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
     """What every run allocates, but for pipes, logs, and what the final evaluation takes."""
     workers = config.num_collectors
     published = SnapshotCell.nbytes(sizes.snapshot, readers=workers)
-    metrics, policies = LatestMetrics.nbytes(workers), workers * sizes.snapshot.nbytes
+    metrics, policies = SharedMetrics.nbytes(workers), workers * sizes.snapshot.nbytes
     envs = workers * config.num_envs * ENVIRONMENT_BYTES
     return [
         MemoryItem("weight snapshots", "shared", published, ("hidden",)),

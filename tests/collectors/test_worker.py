@@ -18,12 +18,12 @@ from tests.support.collecting import (
     state_env,
     transformed_env,
 )
-from torchrl_unilab.collectors.rollout_worker import (
+from torchrl_unilab.collectors.service import own_randomness
+from torchrl_unilab.collectors.worker import (
     POLICY_VERSION,
     TRAJECTORIES,
     RolloutWorker,
     example_rollout,
-    own_randomness,
 )
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import PerEnvNoise

@@ -28,8 +28,8 @@ from tests.support.collecting import (
 )
 from tests.support.processes import wait_for
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.collectors import appo as appo_module
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError, WorkerError
+from torchrl_unilab.collectors import base as base_module
+from torchrl_unilab.errors import ConfigError, RingTimeoutError, SegmentClosedError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 ENVS, STEPS = 2, 4
@@ -53,7 +53,7 @@ class Kept:
         self._collector: APPOCollector | None = None
 
     def get(self) -> APPOCollector:
-        if self._collector is None or self._collector._group is None:
+        if self._collector is None or self._collector._team.stopped:
             self._collector = _collector(make_policy(0.0), **self.settings)
         return self._collector
 
@@ -151,7 +151,7 @@ def test_rollouts_come_in_torchrls_form_until_the_frames_are_there(inline):
     assert together["observation"][0, :, 1].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert list(inline) == []
     assert (inline.dropped, inline.stale, inline.pids) == (0, 0, [])
-    assert "1 workers, 8 frames each, lockstep=True" in repr(inline)
+    assert "1 workers, 8 frames a batch, lockstep=True" in repr(inline)
 
 
 def test_metrics_follow_the_rollouts(inline):
@@ -222,7 +222,7 @@ def test_a_collector_without_a_seed_takes_another_one_each_time():
 
 
 BAD = {
-    "frames": ({"frames_per_batch": 7}, "a multiple of the environment's batch size, 2"),
+    "frames": ({"frames_per_batch": 7}, r"a multiple of 2, 1 worker\(s\) with 2 env"),
     "no frames": ({"frames_per_batch": 0}, "frames_per_batch: 0"),
     "no workers": ({"num_collectors": 0}, "expected at least 1"),
     "no functions": ({"create_env": []}, "0 environment functions"),
@@ -240,7 +240,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_settings_are_refused_before_any_process_starts(case, monkeypatch):
     settings, match = BAD[case]
-    monkeypatch.setattr(appo_module, "WorkerGroup", pytest.fail)
+    monkeypatch.setattr(base_module, "WorkerGroup", pytest.fail)
     with pytest.raises(ConfigError, match=match):
         _collector(make_policy(), **settings)
 
@@ -448,7 +448,7 @@ def test_no_rollout_in_time_is_an_error_that_says_so(tmp_path):
     os.mkfifo(gate)  # which nobody opens: the first rollout does not end
     with (
         _collector(make_policy(), partial(GatedEnv, gate, 2), timeout=0.2) as collector,
-        pytest.raises(WaitTimeoutError, match=r"no rollout within 0\.2 s"),
+        pytest.raises(RingTimeoutError, match=r"no rollout within 0\.2 s"),
     ):
         next(iter(collector))
 

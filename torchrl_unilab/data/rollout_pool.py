@@ -1,8 +1,4 @@
-"""The newest rollouts on the learner's device, each learnt from several times.
-
-A rollout is copied in once, over the oldest; all memory is taken with the first one. A rollout
-of other keys or another size is refused before anything is copied. `APPOTrainer` calls it.
-"""
+"""The last rollouts, kept on the learner's device and used again."""
 
 from __future__ import annotations
 

@@ -1,0 +1,307 @@
+"""`APPOCollector`: workers fill a ring of rollouts, and the learner takes them as they come.
+
+A worker owns the slot that it fills; the learner leases committed slots, oldest first, and the
+collector copies or lends them. In lock-step a round is one rollout of each worker.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import EnvBase
+
+from torchrl_unilab.collectors.base import CreateEnv, WorkerCollector, WorkerSettings
+from torchrl_unilab.collectors.worker import POLICY_VERSION, RolloutWorker, example_rollout
+from torchrl_unilab.data import RolloutLease, RolloutRingStorage
+from torchrl_unilab.errors import ConfigError, RingTimeoutError
+from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.shm.ring import Overflow
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["APPOCollector", "RingSink"]
+
+
+@dataclass
+class RingSink:
+    """Stores rollouts in the slots of a ring, where the worker collects them in place.
+
+    Attributes:
+        storage: The ring.
+    """
+
+    storage: RolloutRingStorage
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RingSink, (self.storage.without_buffers(),)
+
+    def open(self, rollouts: RolloutWorker, worker: int) -> None:
+        """Become writer `worker` of the ring."""
+        self.storage.use_writer(worker)
+
+    def collect(
+        self, rollouts: RolloutWorker, publish: Callable[[], None], timeout: float | None
+    ) -> bool:
+        """Collect one rollout into a slot; return False if no slot was free in time.
+
+        The metrics count a rollout before the learner has it.
+        """
+        rollouts.clock.start()
+        slot = self.storage.claim(timeout)
+        rollouts.clock.to("wait")
+        if slot is None:
+            return False
+        try:
+            with span("rollout"):
+                rollouts.rollout(slot)
+        except BaseException:
+            self.storage.abandon()
+            raise
+        publish()
+        self.storage.commit()
+        return True
+
+    def recover(self, worker: int) -> None:
+        """Free the slots that a dead worker held."""
+        self.storage.recover(worker)
+
+    def close(self) -> None:
+        """Close the ring in this process."""
+        self.storage.close()
+
+
+class APPOCollector(WorkerCollector):
+    """Collects whole rollouts in worker processes, through a ring in shared memory.
+
+    Each worker steps its environment and writes rollouts into slots of the ring; iterating
+    yields them one by one, oldest first, as ``TensorDict`` [*env batch, T] with TorchRL's
+    keys, the true next observations under ``next``, ``("next", "policy_version")`` and
+    ``("collector", "traj_ids")``. Publishing weights never waits, and workers wait for the
+    learner only where no slot is free.
+
+    Workers run ahead as long as there are free slots (``overflow="block"``) or always
+    (``"overwrite"``: the oldest unread rollout is dropped and counted). With `lockstep` a
+    worker collects its next rollout only when the collector is asked for it.
+
+    Args:
+        create_env_fn: As in `WorkerCollector`.
+        policy: As in `WorkerCollector`.
+        frames_per_batch: Frames of one rollout of one worker, a multiple of the batch size
+            of its environment.
+        slots: Slots of the ring, shared out evenly among the workers and rounded up. By default
+            one per worker, so that a worker starts its next rollout when its last was taken, with
+            the newest weights there are.
+        overflow: ``"block"`` or ``"overwrite"``.
+        max_policy_lag: Rollouts that started more published versions ago than this are
+            dropped and counted in `stale`; None takes all.
+        use_buffers: Yield borrowed memory, valid until the next rollout is asked for,
+            instead of a copy.
+        **workers: Further arguments of `WorkerCollector`.
+
+    Raises:
+        ConfigError: A setting cannot work.
+        SegmentSpaceError: The ring does not fit shared memory; says what would.
+        WorkerError: A worker failed, while it started or while a rollout was waited for:
+            carries its traceback or signal.
+
+    Attributes:
+        stale: Rollouts dropped because of `max_policy_lag`.
+
+    Example:
+        >>> collector = APPOCollector(  # doctest: +SKIP
+        ...     partial(MujocoBatchEnv, "Hopper-v5", num_envs=64, num_threads=1),
+        ...     actor,
+        ...     frames_per_batch=64 * 32,
+        ...     total_frames=1_000_000,
+        ... )
+        >>> for rollout in collector:  # doctest: +SKIP
+        ...     improve(actor, rollout)
+        ...     collector.update_policy_weights_()
+    """
+
+    def __init__(
+        self,
+        create_env_fn: CreateEnv | Sequence[CreateEnv],
+        policy: TensorDictModuleBase,
+        *,
+        frames_per_batch: int,
+        slots: int | None = None,
+        overflow: Overflow = "block",
+        max_policy_lag: int | None = None,
+        use_buffers: bool = False,
+        **workers: Unpack[WorkerSettings],
+    ) -> None:
+        super().__init__(create_env_fn, policy, **workers)
+        if max_policy_lag is not None and max_policy_lag < 0:
+            raise ConfigError(
+                f"max_policy_lag: {max_policy_lag} (expected at least 0). Use None for no bound."
+            )
+        self._slots = self.num_workers if slots is None else slots
+        if self.lockstep and self._slots < self.num_workers:
+            raise ConfigError(
+                f"lockstep: {slots} slots (expected at least {self.num_workers}, one per worker). "
+                "Leave slots out."
+            )
+        self._overflow: Overflow = "block" if self.lockstep else overflow
+        self.max_policy_lag = max_policy_lag
+        self.use_buffers = use_buffers
+        self.stale = 0
+        self._lease: RolloutLease | None = None  # lent out
+        self._waiting: list[RolloutLease] = []  # of this round of lock-step, not yet yielded
+        self._restored: list[TensorDictBase] = []  # of such a round, from a checkpoint
+        self._launch(frames_per_batch)
+
+    def _make_sink(self, env: EnvBase, num_steps: int) -> RingSink:
+        return RingSink(
+            RolloutRingStorage(
+                -(-self._slots // self.num_workers),
+                example=example_rollout(env, self.policy, num_steps),
+                writers=self.num_workers,
+                overflow=self._overflow,
+            )
+        )
+
+    def iterator(self) -> Iterator[TensorDictBase]:
+        """Yield rollouts until `total_frames`; what workers fill meanwhile stays in the ring.
+
+        Raises:
+            WorkerError: A worker failed.
+            RingTimeoutError: No rollout came within `timeout` seconds.
+        """
+        if not self.lockstep:
+            self._open_team().run_ahead(True)
+        while self._wants_more():
+            self._give_back()
+            if self._restored:
+                rollout = self._restored.pop(0)
+                self._frames += rollout.numel()
+                yield rollout
+                continue
+            with span("sample"):
+                lease = self._next_of_round() if self.lockstep else self._next_fresh()
+            self._frames += lease.rollout.numel()
+            if self.use_buffers:
+                self._lease = lease
+                yield lease.rollout
+            else:
+                rollout = lease.rollout.clone()
+                self.storage.release(lease)
+                yield rollout
+        self._give_back()
+        if not self.lockstep:
+            self._open_team().run_ahead(False)
+
+    def _next_fresh(self) -> RolloutLease:
+        """Return the oldest rollout that is not too far behind."""
+        while True:
+            lease = self._take()
+            if self.max_policy_lag is None:
+                return lease
+            started = int(lease.rollout.get(POLICY_VERSION).reshape(-1)[0])
+            if self.scheme.version - started <= self.max_policy_lag:
+                return lease
+            self.stale += 1
+            self.storage.release(lease)
+
+    def _take(self) -> RolloutLease:
+        storage, team = self.storage, self._open_team()
+        team.check()  # a lost worker shows also while the others go on
+        for held in storage.leases:
+            if held is not self._lease:
+                return held  # an interrupt kept it from this collector
+        while (lease := storage.acquire()) is None:
+            with span("wait"):
+                arrived = team.wait(storage.filenos(), self.timeout)
+            if not arrived:
+                raise RingTimeoutError(
+                    f"no rollout within {self.timeout:g} s (expected one). Raise the timeout, "
+                    "or look at what the workers do."
+                )
+        return lease
+
+    def _next_of_round(self) -> RolloutLease:
+        """Return the next rollout of a round: all workers collect at once, one each.
+
+        What is there of a round that was interrupted stays, and the rest is waited for.
+        """
+        self._settle()
+        if not self._waiting:
+            self._open_team().start_tick()
+            self._settle()
+        return self._waiting.pop(0)
+
+    def _settle(self) -> None:
+        super()._settle()
+        if self.lockstep:  # then what is in the ring, or leased and not lent, is of one round
+            while self.storage.acquire() is not None:
+                pass
+            waiting = [lease for lease in self.storage.leases if lease is not self._lease]
+            self._waiting = sorted(waiting, key=lambda lease: lease.writer)
+
+    def _give_back(self) -> None:
+        """Release the rollout that was lent out."""
+        if self._lease is not None and self._sink is not None:
+            if self._lease in self.storage.leases:  # an interrupt may have come after the release
+                self.storage.release(self._lease)
+            self._lease = None
+
+    # Checkpoints
+
+    def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
+        """Return what `WorkerCollector.state_dict` does, and what waits of a lock-step round.
+
+        What workers that run ahead have left in the ring is not part of it.
+        """
+        state = super().state_dict(workers=workers)
+        waiting = [*self._restored, *(lease.rollout for lease in self._waiting)]
+        state["waiting"] = [(tuple(r.batch_size), r.clone().to_dict()) for r in waiting]
+        state["version"] = self.scheme.version
+        state["stale"] = self.stale
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            ConfigError: The state is of another number of workers.
+        """
+        super().load_state_dict(state_dict)
+        for lease in self._waiting:
+            self.storage.release(lease)
+        self._waiting = []
+        self.stale = state_dict["stale"]
+        self._restored = [TensorDict(entries, size) for size, entries in state_dict["waiting"]]
+        for rollout in self._restored:
+            # As far behind as it was: what is loaded is published next.
+            rollout.get(POLICY_VERSION).add_(self.scheme.version + 1 - state_dict["version"])
+
+    @property
+    def storage(self) -> RolloutRingStorage:
+        """The ring."""
+        storage: RolloutRingStorage = self._open_sink().storage
+        return storage
+
+    @property
+    def dropped(self) -> int:
+        """Rollouts that were overwritten before they were read."""
+        return sum(self.storage.dropped)
+
+    def status(self) -> dict[str, float]:
+        """Return how full the ring is, and how many rollouts were lost, and why."""
+        return {
+            "ring_occupancy": len(self.storage) / self.storage.max_size,
+            "dropped": self.dropped,
+            "stale": self.stale,
+            **super().status(),
+        }
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, **_: Any) -> None:
+        """End the workers and free the ring. Idempotent; see `WorkerCollector.shutdown`."""
+        super().shutdown(timeout, close_env)
+        self._lease, self._waiting, self._restored = None, [], []

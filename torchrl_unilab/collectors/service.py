@@ -1,0 +1,260 @@
+"""What serves a collector's requests: a rollout worker, its sink, and their loop in a process.
+
+`WorkerService` runs in a worker process (`run_worker`) or, inline, in the collector's own, and
+does the same in both, so that the inline collector is the serial oracle of the others. A tick
+that a service has completed is not collected again, however often it is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import cloudpickle
+import torch
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
+
+from torchrl_unilab.collectors.metrics import SharedMetrics
+from torchrl_unilab.collectors.worker import RolloutWorker
+from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.runtime import Link, trace
+from torchrl_unilab.runtime.trace import TraceSettings, span
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = ["Sink", "WorkerService", "WorkerSetup", "build_service", "own_randomness", "run_worker"]
+
+_CLAIM_SECONDS = 0.1  # between two looks at the collector's requests
+
+
+class Sink(Protocol):
+    """Stores rollouts in memory that the collector shares with its workers.
+
+    The collector pickles its sink to the workers.
+    """
+
+    def open(self, rollouts: RolloutWorker, worker: int) -> None:
+        """Become writer `worker`, in the process that stores its rollouts."""
+        ...
+
+    def collect(
+        self, rollouts: RolloutWorker, publish: Callable[[], None], timeout: float | None
+    ) -> bool:
+        """Collect one rollout and store it; return False if there was no room in time.
+
+        Args:
+            rollouts: Collects.
+            publish: Publishes the worker's metrics.
+            timeout: Seconds to wait for room.
+        """
+        ...
+
+    def recover(self, worker: int) -> None:
+        """Free what a dead writer held, in the collector's process."""
+        ...
+
+    def close(self) -> None:
+        """Close the memory in this process. Idempotent."""
+        ...
+
+
+class WorkerService:
+    """Answers the requests of a collector with one worker.
+
+    Args:
+        rollouts: Collects.
+        sink: Stores, as writer `worker`.
+        metrics: Where the worker publishes its metrics.
+        worker: Number of the worker.
+
+    Attributes:
+        running: Whether to collect without being asked for ticks.
+        ticks: The last tick completed.
+    """
+
+    def __init__(
+        self, rollouts: RolloutWorker, sink: Sink, metrics: SharedMetrics, worker: int = 0
+    ) -> None:
+        self.rollouts = rollouts
+        self.sink = sink
+        self.metrics = metrics
+        self.worker = worker
+        self.running = False
+        self.ticks = 0
+        sink.open(rollouts, worker)
+
+    def serve(self, kind: str, *arguments: Any) -> Any:
+        """Serve a request; return the answer.
+
+        Args:
+            kind: ``"collect"`` (the number of a tick), ``"run"`` (whether to), ``"seed"``
+                (of the environment, of torch), ``"reset"``, ``"frames"`` (a count),
+                ``"state"``, ``"load"`` (a state) or ``"resume"`` (a snapshot of metrics).
+            *arguments: As in brackets.
+        """
+        answer: Any = self._requests[kind](self, *arguments)
+        return answer
+
+    def collect(self, timeout: float | None = None) -> bool:
+        """Store one rollout; return False if there was no room in time."""
+        return self.sink.collect(self.rollouts, self.publish, timeout)
+
+    def publish(self) -> None:
+        """Publish the worker's metrics."""
+        own = self.rollouts
+        self.metrics.publish(
+            self.worker, own.frames, own.next_trajectory, own.log, own.clock, ticks=self.ticks
+        )
+
+    def wait(self, link: Link) -> tuple[Any, ...] | None:
+        """Wait for the next request."""
+        self.rollouts.clock.start()
+        with span("wait"):
+            request = link.request(block=True)
+        self.rollouts.clock.to("wait")
+        return request
+
+    def _tick(self, tick: int) -> None:
+        if tick <= self.ticks:
+            return
+        before, self.ticks = self.ticks, tick
+        try:
+            self.collect()
+        except BaseException:
+            self.ticks = before
+            raise
+
+    def _run(self, running: bool) -> None:
+        self.running = running
+
+    def _seed(self, env_seed: int, torch_seed: int) -> None:
+        self.rollouts.seed(env_seed, torch_seed)
+
+    def _reset(self) -> None:
+        self.rollouts.reset()
+
+    def _set_frames(self, frames: int) -> None:
+        self.rollouts.frames = frames
+        self.publish()
+
+    def _state(self) -> dict[str, Any]:
+        return self.rollouts.state_dict()
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.rollouts.load_state_dict(state)
+        self.publish()
+
+    def _resume(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        self.ticks = int(snapshot["ticks"])
+        self.rollouts.resume_from(snapshot)
+
+    _requests: Mapping[str, Callable[..., Any]] = {
+        "collect": _tick,
+        "run": _run,
+        "seed": _seed,
+        "reset": _reset,
+        "frames": _set_frames,
+        "state": _state,
+        "load": _load,
+        "resume": _resume,
+    }
+
+    def close(self) -> None:
+        """Close environment and memory. Idempotent."""
+        self.rollouts.close()
+        self.sink.close()
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker needs beside the memory it shares: picklable, equal for all workers.
+
+    Attributes:
+        payload: Pickled (environment factories, policy, what makes it explore or None), by
+            value, so that pickling moves none of the learner's tensors into shared memory.
+        num_steps: Steps of each environment in a rollout.
+        exploration_type: How the policy acts.
+        random_frames: Frames of each worker at first with random actions.
+        trace: The trace that the worker's events go to, if one is recorded.
+    """
+
+    payload: bytes
+    num_steps: int
+    exploration_type: ExplorationType
+    random_frames: int
+    trace: TraceSettings | None
+
+
+def build_service(
+    setup: WorkerSetup,
+    scheme: UniLabShmScheme,
+    sink: Sink,
+    metrics: SharedMetrics,
+    worker: int = 0,
+    workers: int = 1,
+    env: EnvBase | None = None,
+) -> WorkerService:
+    """Return the service of a worker, in the process that steps its environment.
+
+    Args:
+        setup: What to step and how.
+        scheme: Where the policy's weights come from.
+        sink: Where rollouts go.
+        metrics: Where to publish metrics.
+        worker: Number of this worker.
+        workers: How many there are.
+        env: The environment; by default a new one.
+    """
+    factories, policy, explore = cloudpickle.loads(setup.payload)
+    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
+    scheme.connect(worker_idx=worker)
+    rollouts = RolloutWorker(
+        factories[worker]() if env is None else env,
+        policy if explore is None else explore(policy),
+        setup.num_steps,
+        worker=worker,
+        workers=workers,
+        scheme=scheme,
+        exploration_type=setup.exploration_type,
+        random_frames=setup.random_frames,
+    )
+    return WorkerService(rollouts, sink, metrics, worker)
+
+
+def run_worker(link: Link, setup: WorkerSetup, *shared: Any) -> None:
+    """A worker process: serve the collector; while it runs ahead, collect between requests.
+
+    Args:
+        link: To the collector.
+        setup: What to step and how.
+        *shared: Further arguments of `build_service`; the number of the worker is the fourth.
+    """
+    with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
+        trace.join(setup.trace, f"collector {shared[3]}")
+    service = build_service(setup, *shared)
+    link.ready()
+    try:
+        while True:
+            request = link.request(block=False) if service.running else service.wait(link)
+            if request is not None:
+                link.answer(service.serve(*request))
+            else:
+                service.collect(_CLAIM_SECONDS)
+    except PeerGoneError:
+        pass  # the learner has ended
+    finally:
+        service.close()
+
+
+@contextlib.contextmanager
+def own_randomness(state: list[torch.Tensor]) -> Iterator[None]:
+    """Run with the random state in `state[0]` instead of the process's; keep what becomes of it."""
+    before = torch.get_rng_state()
+    torch.set_rng_state(state[0])
+    try:
+        yield
+    finally:
+        state[0] = torch.get_rng_state()
+        torch.set_rng_state(before)

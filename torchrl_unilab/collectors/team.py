@@ -1,0 +1,236 @@
+"""The workers of one collector, in processes or inline: ticks, requests, replacement of the lost.
+
+A tick is *outstanding* at a worker from the request to the answer. Workers do not collect a tick
+twice, so that a request may be repeated at any point: Ctrl-C, and the loss of a worker, leave a
+team that continues where it was. `WorkerCollector` owns the team.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl import logger as torchrl_logger
+
+from torchrl_unilab.collectors.metrics import SharedMetrics
+from torchrl_unilab.collectors.service import Sink, WorkerService, own_randomness
+from torchrl_unilab.errors import WorkerError
+from torchrl_unilab.runtime import WorkerGroup
+
+__all__ = ["WorkerTeam"]
+
+
+class WorkerTeam:
+    """Workers that store rollouts in one sink.
+
+    Args:
+        workers: Their processes, or the service of the one worker in this process.
+        sink: The collector's end of the sink.
+        metrics: Where the workers publish.
+        timeout: Seconds to wait for a tick; None waits as long as all workers live.
+        restart_workers: How many lost workers are replaced before the loss of one is an error.
+        in_turn: Whether workers collect a tick one after another, in their order.
+
+    Attributes:
+        count: Number of workers.
+        stopped: Whether the worker processes were ended.
+        restarts: Workers replaced so far.
+        seed: First seed of the run, from which those of replacements follow.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerGroup | WorkerService,
+        sink: Sink,
+        metrics: SharedMetrics,
+        *,
+        timeout: float | None,
+        restart_workers: int,
+        in_turn: bool = False,
+    ) -> None:
+        self.service = workers if isinstance(workers, WorkerService) else None
+        self.group = None if isinstance(workers, WorkerService) else workers
+        self.count = 1 if self.group is None else len(self.group)
+        self.stopped = False
+        self.restarts, self.seed = 0, 0
+        self._sink, self._metrics = sink, metrics
+        self._in_turn = in_turn
+        self._timeout, self._restart_workers = timeout, restart_workers
+        self._random = [torch.get_rng_state()] if self.service is not None else []
+        self._ahead = False
+        self._tick = 0  # the last tick that workers were asked for
+        self._outstanding: set[int] = set()  # workers that have not answered to it
+        self._unasked: set[int] = set()  # those of them that may not have been asked
+
+    @property
+    def ticks(self) -> int:
+        """Ticks that all workers have completed."""
+        return self._tick - bool(self._outstanding)
+
+    def start_tick(self) -> None:
+        """Ask all workers for the next tick."""
+        self._unasked = set(range(self.count))
+        self._outstanding = set(self._unasked)
+        self._tick += 1
+        self._ask_the_rest()
+
+    def _ask_the_rest(self) -> None:
+        while self._unasked:
+            worker = min(self._unasked)
+            if self._in_turn and worker != min(self._outstanding):
+                return  # until the one before has answered
+            if self.service is not None:
+                self._serve("collect", self._tick)
+                self._outstanding.discard(worker)
+            else:
+                self.persist(partial(self._group.send, worker, "collect", self._tick))
+            self._unasked.discard(worker)
+
+    def settle(self) -> None:
+        """Wait for the tick that is outstanding, if one is.
+
+        Raises:
+            WorkerError: A worker failed, or did not answer in time.
+        """
+        try:
+            while self._outstanding:
+                self._ask_the_rest()
+                for worker in sorted(self._outstanding)[:1]:
+                    if self._answered(worker):
+                        self._outstanding.discard(worker)
+        except BaseException:
+            self._unasked = set(self._outstanding)  # an answer may have been lost with Ctrl-C
+            raise
+
+    def _answered(self, worker: int) -> bool:
+        """Wait for a worker's answer; return False if a worker was replaced meanwhile."""
+        try:
+            self._group.receive(worker, self._timeout)
+        except WorkerError as lost:
+            self._replace(lost)
+            return False
+        return True
+
+    def run_ahead(self, ahead: bool) -> None:
+        """Let workers collect without being asked for ticks, or pause them."""
+        self._ahead = ahead
+        self.ask_all("run", ahead)
+
+    def ask(self, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Ask each worker its own request; return the answers.
+
+        Raises:
+            WorkerError: A worker failed.
+        """
+        if self.service is not None:
+            return [self._serve(*requests[0])]
+        answers: list[Any] = []
+        for worker, request in enumerate(requests):
+            self.persist(lambda: answers.append(self._group.ask(worker, *request)))  # noqa: B023
+        return answers
+
+    def ask_all(self, *request: Any) -> list[Any]:
+        """Ask all workers the same request; return the answers."""
+        return self.ask([request] * self.count)
+
+    def _serve(self, *request: Any) -> Any:
+        assert self.service is not None, "the worker is in this process"
+        with own_randomness(self._random):
+            return self.service.serve(*request)
+
+    @property
+    def _group(self) -> WorkerGroup:
+        assert self.group is not None, "the workers have processes"
+        return self.group
+
+    # Lost workers
+
+    def wait(self, descriptors: Sequence[int], timeout: float | None) -> bool:
+        """Wait until one of `descriptors` is readable; return whether one is.
+
+        Returns also, with True, after a lost worker was replaced.
+
+        Raises:
+            WorkerError: A worker failed, and may not be replaced.
+        """
+        try:
+            return self._group.wait(descriptors, timeout)
+        except WorkerError as lost:
+            self._replace(lost)
+            return True
+
+    def check(self) -> None:
+        """Replace workers that were lost.
+
+        Raises:
+            WorkerError: One may not be replaced.
+        """
+        if self.group is not None:
+            self.persist(self.group.check)
+
+    def persist(self, call: Callable[[], object]) -> None:
+        """Call until no worker is found to be lost.
+
+        Raises:
+            WorkerError: A worker was lost, and may not be replaced.
+        """
+        while True:
+            try:
+                call()
+                return
+            except WorkerError as lost:
+                self._replace(lost)
+
+    def _replace(self, lost: WorkerError) -> None:
+        """Put a new worker in the place of one that was lost, if one is allowed.
+
+        While one is replaced, another may be lost.
+        """
+        losses = [lost]
+        while losses:
+            lost = losses.pop()
+            if lost.worker is None or self.restarts >= self._restart_workers:
+                raise lost
+            self.restarts += 1
+            torchrl_logger.warning(
+                "Worker %d is replaced (%d of %d times). %s",
+                lost.worker,
+                self.restarts,
+                self._restart_workers,
+                lost,
+            )
+            try:
+                self._renew(lost.worker)
+            except WorkerError as another:
+                losses += [another] if another.worker == lost.worker else [lost, another]
+            except BaseException:  # as Ctrl-C: one that is half in its place is lost as well
+                self._group.end(lost.worker)
+                raise
+
+    def _renew(self, worker: int) -> None:
+        """Start a worker anew: its counts are those of the lost one, and so is its tick."""
+        group = self._group
+        group.end(worker)
+        self._sink.recover(worker)
+        group.restart(worker)
+        seeds = np.random.SeedSequence((self.seed, worker, self.restarts)).generate_state(2)
+        # Environments count on from theirs, which has to stay a seed for NumPy.
+        group.ask(worker, "seed", int(seeds[0]) >> 1, int(seeds[1]))
+        group.ask(worker, "resume", self._metrics.snapshot(worker))
+        group.ask(worker, "run", self._ahead)
+        if worker in self._outstanding:
+            self._unasked.add(worker)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [] if self.group is None else self.group.pids
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End the worker processes. Idempotent."""
+        if self.group is not None:
+            self.stopped = True
+            self.group.stop() if timeout is None else self.group.stop(timeout)

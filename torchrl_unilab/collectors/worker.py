@@ -1,0 +1,256 @@
+"""`RolloutWorker`: steps one environment with one policy and writes whole rollouts.
+
+Its state is all that the next rollouts follow from, but the weights, which it pulls from a
+scheme. `WorkerService` drives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, PhaseClock
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = [
+    "ADDED",
+    "POLICY_VERSION",
+    "TRAJECTORIES",
+    "RolloutWorker",
+    "example_rollout",
+]
+
+POLICY_VERSION = ("next", "policy_version")
+TRAJECTORIES = ("collector", "traj_ids")
+ADDED = (POLICY_VERSION, TRAJECTORIES)
+
+
+def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) -> TensorDictBase:
+    """Return a rollout of `num_steps` in shape and dtypes, its content meaningless.
+
+    Args:
+        env: Is reset and stepped once.
+        policy: Acts once.
+        num_steps: Steps of each environment.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        step, _ = env.step_and_maybe_reset(policy(env.reset()))
+    step = step.detach().clone()
+    for key in ADDED:
+        step.set(key, torch.zeros(env.batch_size, dtype=torch.int64))
+    time_dim = len(env.batch_size)
+    return step.unsqueeze(time_dim).expand(*env.batch_size, num_steps)
+
+
+@runtime_checkable
+class Snapshotting(Protocol):
+    """An environment or a module with state that weights and ``state_dict`` do not hold."""
+
+    def snapshot(self) -> Any:
+        """Return the state."""
+        ...
+
+    def restore(self, snapshot: Any) -> None:
+        """Resume from a state."""
+        ...
+
+
+def _snapshotting(part: object) -> list[Snapshotting]:
+    """Return `part` if its class has snapshots: to ask an instance starts a lazy ParallelEnv."""
+    return [cast(Snapshotting, part)] if issubclass(type(part), Snapshotting) else []
+
+
+class RolloutWorker:
+    """Steps one environment with one policy and writes whole rollouts.
+
+    Args:
+        env: The environment, of any batch size [...]. Closed with the worker.
+        policy: Acts on it, on the CPU.
+        num_steps: Steps of each environment in a rollout.
+        worker: Number of the worker: trajectory ids of workers do not overlap.
+        workers: How many workers there are.
+        scheme: Where the policy's weights come from, connected; None leaves them alone.
+        exploration_type: How the policy acts.
+        random_frames: Frames at first with random actions.
+
+    Attributes:
+        frames: Frames collected.
+        next_trajectory: Id of the next trajectory.
+        log: Episodes.
+        clock: Seconds per phase.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: TensorDictModuleBase,
+        num_steps: int,
+        *,
+        worker: int = 0,
+        workers: int = 1,
+        scheme: UniLabShmScheme | None = None,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        random_frames: int = 0,
+    ) -> None:
+        self.env = env
+        self.policy = policy
+        self.num_steps = num_steps
+        self.scheme = scheme
+        self.exploration_type = exploration_type
+        self.random_frames = random_frames
+        self.frames = 0
+        self.clock = PhaseClock()
+        self.num_envs = env.batch_size.numel()
+        self.next_trajectory = worker
+        self.log = EpisodeLog(self.num_envs)
+        self._stride = workers
+        self._carrier: TensorDictBase | None = None
+        base = env
+        while isinstance(base, TransformedEnv):
+            base = base.base_env
+        self._simulation = next(iter(_snapshotting(base)), None)
+        self._modules = [found for part in policy.modules() for found in _snapshotting(part)]
+
+    def seed(self, env_seed: int, torch_seed: int) -> None:
+        """Seed environment and policy noise; the next rollout starts new episodes."""
+        self.env.set_seed(env_seed)
+        torch.manual_seed(torch_seed)
+        self._carrier = None
+
+    def reset(self) -> None:
+        """Start new episodes with the next rollout."""
+        self._carrier = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next rollouts follow from, but the weights.
+
+        The state of the environment and its transforms, the step that comes next, episodes
+        that have not ended, the random state, what modules of the policy keep, and all counts.
+        """
+        simulation, carrier = self._simulation, self._carrier
+        resumable = simulation is not None and carrier is not None
+        return {
+            "env": None if self.env is simulation else self.env.state_dict(),
+            "simulation": None if simulation is None else simulation.snapshot(),
+            "carrier": carrier.to_dict() if resumable else None,  # type: ignore[union-attr]
+            "trajectories": self._trajectories if resumable else None,
+            "next_trajectory": self.next_trajectory,
+            "random": torch.get_rng_state(),
+            "modules": [module.snapshot() for module in self._modules],
+            "log": self.log.state_dict(),
+            "seconds": dict(self.clock.seconds),
+            "frames": self.frames,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state.
+
+        With an environment that has snapshots, transformed or not, the next rollout continues
+        its episodes, bit for bit; other environments start new ones.
+
+        Raises:
+            ValueError: The state is of another environment.
+        """
+        if self._simulation is not None and state["simulation"] is not None:
+            self._simulation.restore(state["simulation"])
+        if state["env"] is not None:
+            self.env.load_state_dict(state["env"])
+        torch.set_rng_state(state["random"])
+        for module, snapshot in zip(self._modules, state["modules"], strict=True):
+            module.restore(snapshot)
+        self.log.load_state_dict(state["log"])
+        self.clock.seconds.update(state["seconds"])
+        self.frames = state["frames"]
+        self.next_trajectory = state["next_trajectory"]
+        self._carrier = None
+        if state["carrier"] is not None:
+            batch = {"batch_size": self.env.batch_size, "device": self.env.device}
+            self._carrier = TensorDict(state["carrier"], **batch)
+            self._trajectories = state["trajectories"]
+
+    def resume_from(self, snapshot: Mapping[str, torch.Tensor]) -> None:
+        """Count on from the last metrics of the worker that this one replaces."""
+        self.frames = int(snapshot["frames"])
+        self.log.episodes = int(snapshot["episodes"])
+        self.log.last[...] = snapshot["last"].numpy()
+        self.clock.seconds.update(zip(PHASES, snapshot["seconds"].tolist(), strict=True))
+        # In the last rollout, which the metrics do not count, each frame may have started one.
+        uncounted = self.num_envs * (self.num_steps + 1)
+        first = max(self.next_trajectory, int(snapshot["trajectories"]))
+        self.next_trajectory = first + uncounted * self._stride
+
+    def _start(self) -> TensorDictBase:
+        self.log.restart()
+        self._trajectories = self._new_trajectories(
+            torch.ones(self.env.batch_size, dtype=torch.bool)
+        )
+        return self.env.reset()
+
+    def _new_trajectories(self, where: torch.Tensor) -> torch.Tensor:
+        ids = torch.zeros(where.shape, dtype=torch.int64)
+        if self._carrier is not None:
+            ids.copy_(self._trajectories)
+        first = self.next_trajectory
+        self.next_trajectory += int(where.sum()) * self._stride
+        ids[where] = torch.arange(first, self.next_trajectory, self._stride)
+        return ids
+
+    @torch.no_grad()
+    def rollout(self, slot: TensorDictBase) -> None:
+        """Collect one rollout into `slot`, a TensorDict [..., num_steps] as `example_rollout`'s.
+
+        Its time is counted as physics, policy and writing.
+        """
+        clock, scheme, env = self.clock, self.scheme, self.env
+        policy = env.rand_action if self.frames < self.random_frames else self.policy
+        every_step = scheme is not None and scheme.pull_at == "step"
+        if scheme is not None and scheme.pull_at != "manual":
+            scheme.pull()
+        clock.start()
+        carrier = self._carrier
+        if carrier is None:
+            carrier = self._start()
+            clock.to("physics")
+        keys = [key for key in slot.keys(True, True) if key not in ADDED]
+        columns: list[list[torch.Tensor]] = [[] for _ in keys]
+        trajectories, versions = [], []
+        with set_exploration_type(self.exploration_type):
+            for _ in range(self.num_steps):
+                if every_step:
+                    scheme.pull()  # type: ignore[union-attr]
+                versions.append(0 if scheme is None else scheme.applied_version)
+                carrier = policy(carrier)
+                clock.to("policy")
+                step, carrier = env.step_and_maybe_reset(carrier)
+                clock.to("physics")
+                for column, key in zip(columns, keys, strict=True):
+                    column.append(step.get(key))
+                trajectories.append(self._trajectories)
+                self._carrier = carrier
+                done = step.get(("next", "done"))
+                if done.any():
+                    self._trajectories = self._new_trajectories(done.reshape(env.batch_size))
+                clock.to("write")
+        time_dim = len(env.batch_size)
+        for column, key in zip(columns, keys, strict=True):
+            torch.stack(column, time_dim, out=slot.get(key))
+        slot.get(POLICY_VERSION).copy_(torch.tensor(versions))
+        torch.stack(trajectories, time_dim, out=slot.get(TRAJECTORIES))
+        after = slot.get("next")
+        shape = (self.num_envs, self.num_steps)
+        self.log.add(
+            *(after.get(key).reshape(shape).numpy() for key in ("reward", "done", "terminated"))
+        )
+        self.frames += slot.numel()
+        clock.to("write")
+
+    def close(self) -> None:
+        """Close the environment. Idempotent."""
+        if not self.env.is_closed:
+            self.env.close()
