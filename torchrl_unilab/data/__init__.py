@@ -8,7 +8,6 @@ from torchrl_unilab.data.pipeline.pipeline import (
     ReplayTickMetadata,
 )
 from torchrl_unilab.data.pipeline.source import ReplaySnapshot, ReplaySource
-from torchrl_unilab.data.rollout_pool import RolloutPool
 from torchrl_unilab.data.rollouts import (
     RolloutLease,
     RolloutReplayBuffer,
@@ -17,6 +16,7 @@ from torchrl_unilab.data.rollouts import (
     RolloutRingStorage,
     RolloutRingWriter,
 )
+from torchrl_unilab.data.rollouts.pool import RolloutPool
 
 __all__ = [
     "DoubleBufferReplayPipeline",

@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from tests.support.processes import DEADLINE, spawned
 from torchrl_unilab.data import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.trainers.runs import checkpoint as module
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchrl_unilab.data.rollout_pool import MAX_ROLLOUTS
+from torchrl_unilab.data.rollouts.pool import MAX_ROLLOUTS
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.ring import Overflow
 from torchrl_unilab.trainers.configs.settings import (

@@ -1,4 +1,8 @@
-"""The last rollouts, kept on the learner's device and used again."""
+"""The newest rollouts on the learner's device, each learnt from several times.
+
+A rollout is copied in once, over the oldest; all memory is taken with the first one. A rollout
+of other keys or another size is refused before anything is copied. `APPOTrainer` calls it.
+"""
 
 from __future__ import annotations
 

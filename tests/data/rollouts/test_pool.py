@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_unilab.data.rollout_pool import RolloutPool
+from torchrl_unilab.data.rollouts.pool import RolloutPool
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
 
 N, T = 2, 3
