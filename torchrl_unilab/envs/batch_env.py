@@ -168,7 +168,7 @@ class MujocoBatchEnv(EnvBase):
 
     @property
     def info(self) -> dict[str, NDArray[Any]]:
-        """What else the task told of the last step, ``(n, ...)`` each."""
+        """Further quantities of the last step, by name, ``(n, ...)`` each."""
         return self._state.info
 
     def _make_specs(self) -> None:

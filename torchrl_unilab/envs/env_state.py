@@ -41,7 +41,7 @@ class EnvState:
         dt: seconds of simulated time that a step takes.
         reward_terms: the parts of the last step's reward, ``(n,)`` each.
         clears_terms: whether the terms of an episode that starts become 0.
-        info: what else the task told of the last step, ``(n, ...)`` each.
+        info: further quantities of the last step, ``(n, ...)`` each.
         num_diverged: simulations that have diverged so far.
         phase_seconds: seconds so far by phase.
 

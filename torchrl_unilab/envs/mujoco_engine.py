@@ -100,7 +100,7 @@ def stop_physics_clock() -> None:
     """Have MuJoCo not time the stages of its steps, in all of this process.
 
     MuJoCo reads a clock some twenty times in a substep to fill ``MjData.timer``, which a
-    batch shows nobody. Its callback for the time may be null, and then it reads none; Python's
+    batch does not expose. Its callback for the time may be null, and then it reads none; Python's
     ``mujoco.set_mjcb_time`` can set any function but not null, so this writes the variable of
     MuJoCo's C interface. ``mujoco.set_mjcb_time(None)`` starts the clock again. A clock of the
     caller's own stays, and where the variable cannot be found so does MuJoCo's.
@@ -123,6 +123,6 @@ def stop_physics_clock() -> None:
         library = ctypes.CDLL(mujoco._callbacks.__file__)
         callback = ctypes.c_void_p.in_dll(library, "mjcb_time")
     except (OSError, ValueError) as error:
-        torchrl_logger.debug("MuJoCo's clock goes on: %s", error)
+        torchrl_logger.debug("MuJoCo's clock keeps running: %s", error)
         return
     callback.value = None

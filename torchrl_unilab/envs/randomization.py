@@ -223,7 +223,7 @@ class ModelRandomizer:
             self._set(np.arange(self._batch.nsim))
 
     def close(self) -> None:
-        """Let go of the simulations, which views of their models keep alive."""
+        """Drop the views of the models, which keep the simulations alive."""
         self._batch = None
         self._at_reset = False
         self._values = {}

@@ -55,7 +55,7 @@ def make_task(name: str, **options: Any) -> MujocoTask:
 
     Args:
         name: one of `TASKS`, such as ``"HalfCheetah-v5"``; one of `EXAMPLES`; or where a
-            task of one's own is found, ``"module:Name"``, of a module that can be
+            user's own task is found, ``"module:Name"``, of a module that can be
             imported. There ``Name`` is a task, or makes one from the options, as the
             class of a task does.
         **options: fields of the task: of Gymnasium's the options of its constructor, but

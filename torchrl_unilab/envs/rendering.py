@@ -186,7 +186,7 @@ class Pixels:
 def find_backend(asked: str) -> str:
     """Find a backend of MuJoCo's for OpenGL that can draw on this machine.
 
-    Each is tried in a process of its own, for a backend that fails can leave
+    Each is tried in a separate process, for a backend that fails can leave
     PyOpenGL unusable. The answer is kept.
 
     Args:

@@ -175,7 +175,7 @@ class Simulations:
             self.fields["command"][...] = state["command"]
 
     def close(self) -> None:
-        """Let go of all. The views keep the simulations alive, so they go too."""
+        """Drop the simulations, and all views of them, which keep them alive."""
         self.randomizer.close()
         self._held.close()
         self.fields = {}
@@ -188,7 +188,7 @@ class HeldFields:
 
     A simulation is its state, from which the physics derives the rest: after a step, what
     holds one substep before the state. From the state alone it cannot be had again, and the
-    batch lets nobody write it.
+    batch refuses to write it.
 
     Args:
         fields: name to live ``(nsim, ...)`` array, all that the task reads.
@@ -225,7 +225,7 @@ class HeldFields:
             held[rows] = self._live[name][rows]
 
     def close(self) -> None:
-        """Let go of the views, which keep the simulations alive."""
+        """Drop the views, which keep the simulations alive."""
         self._live, self._held = {}, {}
 
 

@@ -70,7 +70,7 @@ class MujocoTask(ABC):
         command_steps: control steps for which a command holds; None for a whole
             episode.
         randomization: how the models of its simulations differ, unless the
-            environment is told otherwise.
+            environment has another setting.
     """
 
     name: str
@@ -177,7 +177,7 @@ class MujocoTask(ABC):
         """Observe the state for each who asks: parts by key, as in `observation`.
 
         By default one group, ``"observation"``. A task whose critic may see what
-        no actor can know adds a group of its own, such as
+        no actor can know adds a further group, such as
         ``"critic_observation"``.
         """
         return {"observation": self.observation(fields)}

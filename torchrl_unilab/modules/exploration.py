@@ -1,4 +1,4 @@
-"""Exploration noise of a strength of its own in each environment."""
+"""Exploration noise whose strength differs between environments."""
 
 from __future__ import annotations
 

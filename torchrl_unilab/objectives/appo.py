@@ -195,7 +195,7 @@ class APPOLoss(LossModule):
         self.steps = state["steps"]
 
     def _forward_value_estimator_keys(self, **_: NestedKey) -> None:
-        """Do nothing: V-trace is part of this loss, not a module of its own."""
+        """Do nothing: V-trace is part of this loss, not a separate module."""
 
     @torch.no_grad()
     def estimate(self, rollouts: TensorDictBase) -> TensorDictBase:

@@ -62,7 +62,7 @@ class Runner(NoisyStart):
         return fields["qpos"][:, first:], fields["qvel"]
 
     def progress(self, fields: Fields, before: Array, dt: float) -> tuple[Array, dict[str, Array]]:
-        """The reward for speed, and what is told of position and velocity."""
+        """The reward for speed, and the info on position and velocity."""
         velocity = self.place(fields) - before
         velocity /= dt
         position = fields["qpos"][:, : self.axes].copy()

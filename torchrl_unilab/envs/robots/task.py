@@ -1,4 +1,4 @@
-"""A task for a robot of one's own, put together from named terms."""
+"""A task for the user's own robot, put together from named terms."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class RobotTask(MujocoTask):
         return [_columns(term) for term in self.actor(fields).values()]
 
     def observations(self, fields: Fields) -> dict[str, Sequence[NDArray[Any]]]:
-        """The actor's group, and the critic's if it has terms of its own."""
+        """The actor's group, and the critic's if it has further terms."""
         seen = self.observation(fields)
         more = [_columns(term) for term in self.critic(fields).values()]
         return {"observation": seen} | ({"critic_observation": [*seen, *more]} if more else {})

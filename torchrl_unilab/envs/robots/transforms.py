@@ -3,7 +3,7 @@
 For the rest there are TorchRL's own transforms, which work with `MujocoBatchEnv`:
 ``ActionScaling`` lets the policy act in ``[-1, 1]``. For control at a lower rate give the
 task a larger ``frame_skip``; ``FrameSkipTransform`` is for environments whose episodes all
-end at once, since it goes on with a simulation that has ended, and it must come first, since
+end at once, since it continues a simulation that has ended, and it must come first, since
 it would apply the transforms before it to the action again.
 """
 
