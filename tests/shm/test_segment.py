@@ -13,9 +13,9 @@ import pytest
 from tests.support.processes import DEADLINE, receive, spawned
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.shm import segment as segment_module
-from torchrl_unilab.shm.segment import SharedSegment, default_kind, named_directory
+from torchrl_unilab.shm.segment import SharedSegment, named_directory
 
-KINDS = ["anonymous", "named"]
+NAMES = pytest.mark.parametrize("name", [None, f"unilab-test-{os.getpid()}"])
 
 
 def _add_one(pipe: Connection, segment: SharedSegment) -> None:
@@ -25,22 +25,22 @@ def _add_one(pipe: Connection, segment: SharedSegment) -> None:
 
 
 def _create_and_wait(pipe: Connection) -> None:
-    segment = SharedSegment(4096, kind="anonymous")
+    segment = SharedSegment(4096)
     pipe.send(segment.nbytes)
     threading.Event().wait()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_new_segment_is_zero_filled_and_owned(kind):
-    with SharedSegment(1000, kind=kind) as segment:
+@NAMES
+def test_a_new_segment_is_zero_filled_and_owned(name):
+    with SharedSegment(1000, name=name) as segment:
         assert segment.buffer.nbytes == segment.nbytes == 1000
         assert not segment.buffer.any()
         assert segment.is_owner
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_spawned_process_shares_the_bytes_but_does_not_own_them(kind):
-    with SharedSegment(64, kind=kind) as segment:
+@NAMES
+def test_a_spawned_process_shares_the_bytes_but_does_not_own_them(name):
+    with SharedSegment(64, name=name) as segment:
         with spawned(_add_one, segment) as (_, pipe):
             assert receive(pipe) == (False, 64)
         assert segment.buffer.tolist() == [1] * 64
@@ -117,7 +117,7 @@ def test_the_room_of_an_anonymous_segment_is_what_the_control_group_leaves(monke
     monkeypatch.setattr("torchrl_unilab.shm.memory.cgroup_headroom", lambda: 1000)
     assert segment_module.free_bytes("anonymous") == 1000
     with pytest.raises(SegmentSpaceError, match="at most 1000"):
-        SharedSegment(1001, kind="anonymous")
+        SharedSegment(1001)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x"])
@@ -126,9 +126,9 @@ def test_a_name_with_separators_is_refused(name):
         SharedSegment.attach(name)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_use_after_close_is_an_error_and_a_borrowed_view_stays_readable(kind):
-    segment = SharedSegment(64, kind=kind)
+@NAMES
+def test_use_after_close_is_an_error_and_a_borrowed_view_stays_readable(name):
+    segment = SharedSegment(64, name=name)
     view = segment.buffer
     view[0] = 5
     segment.close()
@@ -145,13 +145,13 @@ def test_a_size_below_one_is_refused(nbytes):
         SharedSegment(nbytes)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_segment_that_does_not_fit_is_refused_before_allocation(kind, monkeypatch):
+@NAMES
+def test_a_segment_that_does_not_fit_is_refused_before_allocation(name, monkeypatch):
     monkeypatch.setattr(segment_module, "free_bytes", lambda kind: 1023)
     monkeypatch.setattr(segment_module, "_create_named", pytest.fail)
     monkeypatch.setattr(segment_module, "_create_anonymous", pytest.fail)
     with pytest.raises(SegmentSpaceError, match=r"1024 bytes do not fit .*at most 1023"):
-        SharedSegment(1024, kind=kind)
+        SharedSegment(1024, name=name)
 
 
 def test_the_room_of_a_named_segment_is_that_of_its_mount(monkeypatch, tmp_path):
@@ -169,7 +169,7 @@ def test_a_mount_that_fills_up_meanwhile_leaves_nothing(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(SegmentSpaceError):
-        SharedSegment(1024, kind="named")
+        SharedSegment(1024, name="unilab-test")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -183,33 +183,29 @@ def test_a_killed_creator_leaves_no_segment():
     assert set(os.listdir(named_directory())) <= before
 
 
-@pytest.mark.parametrize(
-    ("platform", "setting", "kind"),
-    [
-        ("linux", None, "anonymous"),
-        ("darwin", None, "named"),
-        ("win32", None, "named"),
-        ("linux", "named", "named"),
-        ("darwin", "anonymous", "anonymous"),
-    ],
-)
-def test_the_kind_is_chosen_by_platform_unless_set(platform, setting, kind, monkeypatch):
-    monkeypatch.setattr(sys, "platform", platform)
+def test_a_segment_without_a_name_is_anonymous(monkeypatch):
     monkeypatch.delenv("TORCHRL_UNILAB_SEGMENT", raising=False)
-    if setting:
-        monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", setting)
-    assert default_kind() == kind
+
+    with SharedSegment(64) as segment:
+        assert segment.name is None
+
+
+def test_the_environment_gives_each_segment_a_name(monkeypatch):
+    monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", "named")
+
+    with SharedSegment(64) as segment:
+        assert (named_directory() / segment.name).exists()
 
 
 def test_an_unknown_kind_setting_is_refused(monkeypatch):
     monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", "posix")
     with pytest.raises(ConfigError, match="'posix'"):
-        default_kind()
+        SharedSegment(64)
 
 
 def test_an_unlinked_file_serves_as_anonymous_segment_off_linux(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "darwin")
-    with SharedSegment(64, kind="anonymous") as segment:
+    with SharedSegment(64) as segment:
         segment.buffer[0] = 1
         assert list(tmp_path.iterdir()) == []

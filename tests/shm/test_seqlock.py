@@ -110,6 +110,7 @@ def test_a_spawned_reader_gets_the_newest_version(name):
 
 def test_a_reader_reports_the_version_it_applied_and_its_process():
     with SnapshotCell(_filled(0), readers=2) as cell:
+        cell.become_reader(0)
         cell.report_applied(0, 0)
 
         reports = [cell.reader(0), cell.reader(1)]

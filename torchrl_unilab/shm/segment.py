@@ -1,13 +1,10 @@
 """A segment of shared memory: created by one owner, attached by others.
 
-Anonymous segments (the default where descriptors can be passed to a spawned process)
-have no name, so the kernel frees them with the last process that maps them, however
-that process ends. Named segments are files on the shared-memory mount, for platforms
-without descriptor passing and for unrelated processes that attach by name; their
-creator unlinks them.
+A segment without a name is anonymous: its descriptor is passed to spawned processes, and the kernel
+frees it with the last process that maps it, however that process ends. A segment that is given a
+name is a file on the shared-memory mount, which unrelated processes attach and its creator unlinks.
 
-The kind is chosen in one place, `default_kind`; the environment variable
-``TORCHRL_UNILAB_SEGMENT`` (``anonymous`` or ``named``) overrides it, and
+The environment variable ``TORCHRL_UNILAB_SEGMENT=named`` gives each segment a generated name, and
 ``TORCHRL_UNILAB_SHM_DIR`` moves the named segments to another directory.
 """
 
@@ -47,14 +44,14 @@ __all__ = ["SegmentKind", "SharedSegment", "default_kind", "free_bytes", "named_
 
 
 def default_kind() -> SegmentKind:
-    """Return the kind of segment this platform (or the environment) asks for."""
+    """Return the kind of a segment without a name: anonymous unless the environment says else."""
     kind = os.environ.get("TORCHRL_UNILAB_SEGMENT")
     if kind is None:
-        return "anonymous" if sys.platform == "linux" else "named"
+        return "anonymous"
     if kind not in ("anonymous", "named"):
         raise ConfigError(
             f"TORCHRL_UNILAB_SEGMENT: {kind!r} (expected 'anonymous' or 'named'). "
-            "Unset it to use this platform's default."
+            "Unset it for anonymous segments."
         )
     return kind  # type: ignore[return-value]
 
@@ -82,17 +79,16 @@ class SharedSegment:
     """Zero-filled shared bytes, created by one process and attached by others.
 
     Pickling a segment to a spawned process (as an argument of the process) attaches it
-    there. Whoever created the segment unlinks it; whoever attached only closes. Memory
+    there. The creator unlinks the segment; other processes only close it. Memory
     stays mapped while arrays borrowed from `buffer` are alive, so a late access reads
     stale bytes and never crashes.
 
     Args:
         nbytes: Size in bytes, at least 1.
-        kind: ``"anonymous"`` or ``"named"``; `default_kind` if not given.
-        name: Name of a named segment (implies ``kind="named"``); generated if not given.
+        name: Name to attach by from an unrelated process; anonymous if not given.
 
     Raises:
-        ConfigError: `nbytes` is not positive, or an anonymous segment is given a name.
+        ConfigError: `nbytes` is not positive, or `name` is no plain file name.
         SegmentSpaceError: It does not fit the memory that is free. Nothing was allocated.
         SegmentError: The name is taken.
 
@@ -103,21 +99,13 @@ class SharedSegment:
         28
     """
 
-    def __init__(
-        self, nbytes: int, *, kind: SegmentKind | None = None, name: str | None = None
-    ) -> None:
+    def __init__(self, nbytes: int, *, name: str | None = None) -> None:
         if nbytes < 1:
             raise ConfigError(
                 f"cannot create a shared segment: {nbytes} bytes (expected at least 1). "
                 "Check the sizes it was computed from."
             )
-        if kind is None:
-            kind = "named" if name is not None else default_kind()
-        if kind == "anonymous" and name is not None:
-            raise ConfigError(
-                f"cannot create a shared segment: name {name!r} for an anonymous segment "
-                "(expected none). Use kind='named'."
-            )
+        kind = default_kind() if name is None else "named"
         free = free_bytes(kind)
         if nbytes > free:
             raise SegmentSpaceError(_no_room(nbytes, free, kind))
@@ -255,10 +243,6 @@ def _attach_pickled(descriptor: Any, nbytes: int) -> SharedSegment:
     return SharedSegment._attach_descriptor(descriptor.detach(), nbytes, None)
 
 
-# Windows keeps an open file in being; with O_TEMPORARY it goes with its last handle.
-_OPEN_FLAGS: int = getattr(os, "O_TEMPORARY", 0) | getattr(os, "O_BINARY", 0)
-
-
 def _create_anonymous() -> int:
     if sys.platform == "linux":
         return os.memfd_create("unilab")
@@ -269,7 +253,7 @@ def _create_anonymous() -> int:
 
 def _create_named(name: str) -> int:
     try:
-        return os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS, 0o600)
+        return os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         raise SegmentError(
             f"cannot create segment: name {name!r} is taken in {named_directory()} "
@@ -278,7 +262,7 @@ def _create_named(name: str) -> int:
 
 
 def _open_named(name: str) -> int:
-    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | _OPEN_FLAGS
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(_path(name), flags)
     except FileNotFoundError:
