@@ -32,9 +32,9 @@ def parts(tmp_path, monkeypatch) -> Path:
     return directory
 
 
-def _record(path: Path, **options: Any) -> Tracer:
+def _record(path: Path) -> Tracer:
     tracer = Tracer()
-    tracer.start(path, **options)
+    tracer.start(path)
     return tracer
 
 
@@ -87,21 +87,6 @@ def test_off_nothing_is_recorded_and_no_file_is_made(tmp_path, parts):
     assert [event["ph"] for event in load_events(tmp_path / "trace.json")] == ["M"]
 
 
-def test_a_span_tells_how_long_its_thread_worked_of_how_long_it_took(tmp_path):
-    tracer = _record(tmp_path / "trace.json")
-    with tracer.span("asleep"):
-        time.sleep(0.02)
-    with tracer.span("at work"):
-        until = time.thread_time() + 0.005
-        while time.thread_time() < until:
-            pass
-    tracer.stop()
-    asleep, at_work = spans(load_events(tmp_path / "trace.json"))
-    assert asleep["tdur"] < 10_000 < 20_000 <= asleep["dur"]
-    assert 5_000 <= at_work["tdur"] <= at_work["dur"] + 1_000
-    assert asleep["tts"] + asleep["tdur"] <= at_work["tts"]
-
-
 def test_what_fails_in_a_span_is_recorded_and_raised(tmp_path):
     tracer = _record(tmp_path / "trace.json")
     with pytest.raises(LookupError), tracer.span("update"):
@@ -132,8 +117,6 @@ def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, parts):
     tracer = Tracer()
     with pytest.raises(ConfigError, match="expected a file"):
         tracer.start(tmp_path)
-    with pytest.raises(ConfigError, match="0 events"):
-        tracer.start(tmp_path / "trace.json", max_events=0)
     assert list(parts.iterdir()) == []
     tracer.start(tmp_path / "trace.json")
     with pytest.raises(RuntimeError, match="Stop it first"):
@@ -204,8 +187,9 @@ def test_threads_record_at_the_same_time_and_lose_nothing(tmp_path):
         assert sorted(by_thread[f"t{i}"]) == ["inner"] * count + [f"work {i}"] * count
 
 
-def test_a_process_that_has_too_much_to_tell_is_cut_off_and_says_so(tmp_path):
-    tracer = _record(tmp_path / "trace.json", max_events=3)
+def test_a_process_that_has_too_much_to_tell_is_cut_off_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "MAX_EVENTS", 3)
+    tracer = _record(tmp_path / "trace.json")
     for i in range(10):
         tracer.counter("size", i)
     tracer.stop()
@@ -235,7 +219,6 @@ def test_of_spans_that_begin_together_the_outer_one_comes_first(tmp_path):
     with (Path(settings.directory) / f"{os.getpid()}.jsonl").open("a") as part:
         for name, dur in [("inner", 1.5), ("outer", 2.5)]:
             span = {"ph": "X", "name": name, "pid": ids[0], "tid": ids[1], "ts": 9.0, "dur": dur}
-            span |= {"tts": 0.0, "tdur": 0.0}
             part.write(json.dumps(span) + "\n")
     tracer.stop()
     found = [event["name"] for event in spans(load_events(tmp_path / "trace.json"))]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-_KEYS = {"M": {"args"}, "X": {"dur", "tts", "tdur"}, "C": {"args"}}
+_KEYS = {"M": {"args"}, "X": {"dur"}, "C": {"args"}}
 
 
 def load_events(path: Path) -> list[Event]:

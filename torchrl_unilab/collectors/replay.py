@@ -45,6 +45,8 @@ class ReplaySink:
     def open(self, rollouts: RolloutWorker, worker: int) -> None:
         """Become writer `worker` of the replay, with private memory for a rollout."""
         self.storage.use_writer(worker)
+        if self.storage.links is not None:
+            rollouts.kept["links"] = self.storage.links
         self._slot = self.schema.empty()
         self._rows = self._slot.select(*transition_keys(rollouts.env))
 

@@ -83,6 +83,16 @@ class WorkerService:
         self.worker = worker
         self.running = False
         self.ticks = 0
+        self._requests: Mapping[str, Callable[..., Any]] = {
+            "collect": self._tick,
+            "run": self._run,
+            "seed": rollouts.seed,
+            "reset": rollouts.reset,
+            "frames": self._set_frames,
+            "state": rollouts.state_dict,
+            "load": self._load,
+            "resume": self._resume,
+        }
         sink.open(rollouts, worker)
 
     def serve(self, kind: str, *arguments: Any) -> Any:
@@ -94,8 +104,7 @@ class WorkerService:
                 ``"state"``, ``"load"`` (a state) or ``"resume"`` (a snapshot of metrics).
             *arguments: As in brackets.
         """
-        answer: Any = self._requests[kind](self, *arguments)
-        return answer
+        return self._requests[kind](*arguments)
 
     def collect(self, timeout: float | None = None) -> bool:
         """Store one rollout; return False if there was no room in time."""
@@ -129,18 +138,9 @@ class WorkerService:
     def _run(self, running: bool) -> None:
         self.running = running
 
-    def _seed(self, env_seed: int, torch_seed: int) -> None:
-        self.rollouts.seed(env_seed, torch_seed)
-
-    def _reset(self) -> None:
-        self.rollouts.reset()
-
     def _set_frames(self, frames: int) -> None:
         self.rollouts.frames = frames
         self.publish()
-
-    def _state(self) -> dict[str, Any]:
-        return self.rollouts.state_dict()
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.rollouts.load_state_dict(state)
@@ -149,17 +149,6 @@ class WorkerService:
     def _resume(self, snapshot: Mapping[str, torch.Tensor]) -> None:
         self.ticks = int(snapshot["ticks"])
         self.rollouts.resume_from(snapshot)
-
-    _requests: Mapping[str, Callable[..., Any]] = {
-        "collect": _tick,
-        "run": _run,
-        "seed": _seed,
-        "reset": _reset,
-        "frames": _set_frames,
-        "state": _state,
-        "load": _load,
-        "resume": _resume,
-    }
 
     def close(self) -> None:
         """Close environment and memory. Idempotent."""

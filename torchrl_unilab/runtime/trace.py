@@ -9,9 +9,6 @@ All times are ``time.monotonic_ns``, which on Linux is CLOCK_MONOTONIC: one cloc
 processes of a machine. So a span of the learner and one of a worker compare to the
 microsecond, with no synchronisation.
 
-A span has its thread's processor time beside its duration: what differs is waiting, or the
-work of other threads, or a device's.
-
 An event is written when it is complete, by one system call: a process that is killed leaves
 all of its events but the spans that it was in. No event is kept in memory meanwhile, and no
 file grows beyond `MAX_EVENTS` events.
@@ -63,12 +60,10 @@ class TraceSettings:
     Attributes:
         directory: Where the files of all processes lie until they are merged.
         origin: Time 0 of the trace, by ``time.monotonic_ns``, ns.
-        max_events: Events that each process writes at most.
     """
 
     directory: str
     origin: int
-    max_events: int
 
 
 class Tracer:
@@ -115,33 +110,24 @@ class Tracer:
         """Return what a worker needs to join the trace; None if none is recorded."""
         return self._settings
 
-    def start(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        process: str = "learner",
-        max_events: int = MAX_EVENTS,
-    ) -> None:
+    def start(self, path: str | os.PathLike[str]) -> None:
         """Record from now on. Writes nothing at `path` before `stop`.
 
         Args:
             path: File to write in the end, usually ending in ``.json``.
-            process: What to call this process.
-            max_events: Events that each process writes at most.
 
         Raises:
-            ConfigError: `path` is a directory, or `max_events` is not positive.
+            ConfigError: `path` is a directory.
             RuntimeError: This process records already.
         """
         path = Path(path)
-        if path.is_dir() or max_events < 1:
+        if path.is_dir():
             raise ConfigError(
-                f"trace to {path}: {max_events} events (expected a file, and at least 1 event). "
-                "Name a file that may be replaced."
+                f"trace to {path}: a directory (expected a file). Name one that may be replaced."
             )
         self._check_off()
         directory = tempfile.mkdtemp(prefix="unilab-trace-")
-        self.join(TraceSettings(directory, time.monotonic_ns(), max_events), process)
+        self.join(TraceSettings(directory, time.monotonic_ns()), "learner")
         self._path = path.absolute()
 
     def join(self, settings: TraceSettings | None, process: str) -> None:
@@ -210,7 +196,7 @@ class _Part:
     def __init__(self, settings: TraceSettings, process: str) -> None:
         self._pid = os.getpid()
         self._origin = settings.origin
-        self._left = settings.max_events
+        self._left = MAX_EVENTS
         self._thread = threading.local()
         self._lock = threading.Lock()
         path = Path(settings.directory) / f"{self._pid}.jsonl"
@@ -218,11 +204,10 @@ class _Part:
         self._file: int | None = os.open(path, flags, 0o600)
         self._write(self._named("process_name", 0, "name", process))
 
-    def span(self, name: str, begin: int, end: int, worked: int, total: int) -> None:
-        """Record a span: two times of ``time.monotonic_ns``, two of ``time.thread_time_ns``."""
+    def span(self, name: str, begin: int, end: int) -> None:
+        """Record a span between two times of ``time.monotonic_ns``."""
         since, duration = (begin - self._origin) / 1e3, (end - begin) / 1e3
-        of_thread = f'"tts":{worked / 1e3:.3f},"tdur":{(total - worked) / 1e3:.3f}'
-        self._event("X", name, f'"ts":{since:.3f},"dur":{duration:.3f},{of_thread}')
+        self._event("X", name, f'"ts":{since:.3f},"dur":{duration:.3f}')
 
     def counter(self, name: str, value: float) -> None:
         """Record a finite value, now."""
@@ -286,14 +271,13 @@ def _thread_name() -> str:
 class _Span:
     """Records the time between entering and leaving it."""
 
-    __slots__ = ("_begin", "_name", "_part", "_worked")
+    __slots__ = ("_begin", "_name", "_part")
 
     def __init__(self, part: _Part, name: str) -> None:
         self._part = part
         self._name = name
 
     def __enter__(self) -> None:
-        self._worked = time.thread_time_ns()
         self._begin = time.monotonic_ns()
 
     def __exit__(
@@ -302,8 +286,7 @@ class _Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        end = time.monotonic_ns()
-        self._part.span(self._name, self._begin, end, self._worked, time.thread_time_ns())
+        self._part.span(self._name, self._begin, time.monotonic_ns())
 
 
 def _merge(directory: Path, path: Path) -> None:
