@@ -31,7 +31,7 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake tutorials tests
 
 test-all: install
-	$(BIN)/python -m pytest --nbmake -m "not gpu and not faults" tests tutorials
+	$(BIN)/python -m pytest --nbmake --hypothesis-profile thorough -m "not gpu and not faults" tests tutorials
 
 test-faults: install
 	$(BIN)/python -m pytest -n 2 -m "not gpu" tests/faults

@@ -23,10 +23,14 @@ start_from_a_server()
 # A shell ignores Ctrl-C for what it starts in the background, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# How long an example takes is no claim of any test.
-hypothesis.settings.register_profile(
-    "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
+# How long an example takes is no claim of any test. `make test-all` tries more of them.
+for _profile, _examples in {"tests": 50, "thorough": 200}.items():
+    hypothesis.settings.register_profile(
+        _profile,
+        max_examples=_examples,
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
 hypothesis.settings.load_profile("tests")
 
 

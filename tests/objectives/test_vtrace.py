@@ -91,8 +91,9 @@ def test_it_equals_torchrls_estimate_without_decay(seed, gamma, rho_bar):
         column["terminated_t"],
         rho_thresh=torch.tensor(rho_bar, dtype=torch.float64),
     )
-    torch.testing.assert_close(targets, expected_targets.squeeze(-1))
-    torch.testing.assert_close(advantages, expected_advantages.squeeze(-1))
+    rounding = {"rtol": 1e-5, "atol": 1e-6}  # TorchRL's estimate is not in double precision only
+    torch.testing.assert_close(targets, expected_targets.squeeze(-1), **rounding)
+    torch.testing.assert_close(advantages, expected_advantages.squeeze(-1), **rounding)
 
 
 @given(st.integers(0, 1000), st.floats(0.5, 1.0), st.floats(0.0, 1.0))

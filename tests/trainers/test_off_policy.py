@@ -39,6 +39,9 @@ QUICK = {
     "hidden": (8,),
 }
 BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
+MOSTLY_SAC = pytest.mark.parametrize(
+    "algorithm", ["sac", pytest.param("td3", marks=pytest.mark.slow)]
+)
 
 create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
 
@@ -352,7 +355,7 @@ def test_a_run_leaves_what_an_appo_run_leaves_and_can_be_evaluated(tmp_path, alg
     assert result["mean"] == pytest.approx(summary["eval_return"])
 
 
-@BOTH
+@MOSTLY_SAC
 def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, algorithm):
     config = OffPolicyConfig(
         algorithm,
@@ -378,7 +381,7 @@ def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, al
     assert 0.0 < summary["final_return"] < 8.0
 
 
-@BOTH
+@MOSTLY_SAC
 @pytest.mark.learning
 def test_the_pendulum_is_learnt(tmp_path, algorithm):
     config = OffPolicyConfig.for_task(
