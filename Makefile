@@ -11,7 +11,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install train robot test test-all test-faults test-gpu soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update curves clean
+.PHONY: install check train robot test test-all test-faults test-gpu soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update curves clean
 
 install: $(STAMP)
 
@@ -29,6 +29,12 @@ robot: install
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake tutorials tests
+
+# The inner loop: what takes no other process to test.
+FAST := tests/test_errors.py tests/test_migration.py tests/modules tests/objectives tests/shm tests/weight_update/test_module_tensors.py
+
+check: lint type
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(FAST)
 
 test-all: install
 	$(BIN)/python -m pytest --nbmake --hypothesis-profile thorough -m "not gpu and not faults" tests tutorials

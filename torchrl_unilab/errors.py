@@ -1,21 +1,20 @@
-"""Every error this package raises, as one tree.
+"""Exceptions, grouped by what the caller can do.
 
 ```text
 UniLabError
-├── SegmentError                 shared memory itself
-│   ├── SegmentSpaceError        (MemoryError)  not enough room; refused before allocation
-│   └── SegmentClosedError       (RuntimeError) used after ``close()``
-├── LayoutError                  tensors do not match the shared layout; nothing was written
-│   ├── LayoutKeyError           (KeyError)     a field is missing or unknown
-│   ├── LayoutShapeError         (ValueError)   a field has another shape
-│   ├── LayoutDtypeError         (TypeError)    a field has another dtype
-│   └── LayoutDigestError        (ValueError)   a segment was made for another layout
-├── SnapshotContendedError       (RuntimeError) a reader was overtaken on every bounded retry
-├── WorkersBehindError           (TimeoutError) workers have not applied a version in time
-├── RingTimeoutError             (TimeoutError) no rollout was ready, or no slot free, in time
-├── PeerGoneError                (RuntimeError) the process at the other end has ended
-│   └── WorkerError              a worker failed; carries its traceback or its signal
-└── ConfigError                  (ValueError)   a setting that cannot work
+├── SegmentError                              shared memory cannot be used
+│   ├── SegmentSpaceError   (MemoryError)     lower the sizes; nothing was allocated
+│   └── SegmentClosedError  (RuntimeError)    use it before `close()`
+├── LayoutError                               fix the tensors; nothing was written
+│   ├── LayoutKeyError      (KeyError)        a field is missing or unknown
+│   ├── LayoutShapeError    (ValueError)      a field has another shape
+│   └── LayoutDtypeError    (TypeError)       a field has another dtype
+├── ContentionError         (RuntimeError)    overtaken on every retry: publish less, add slots
+├── WaitTimeoutError        (TimeoutError)    a bounded wait ended: see what it waited for
+├── CheckpointError         (ValueError)      load another checkpoint
+├── PeerGoneError           (RuntimeError)    the other process has ended
+│   └── WorkerError                           read its traceback
+└── ConfigError             (ValueError)      change the setting
 ```
 
 Each class also derives from the builtin that TorchRL raises for the same misuse, so
@@ -26,21 +25,20 @@ Messages read ``<what failed>: <observed> (expected <x>). <remedy>``.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
-    "LayoutDigestError",
+    "ContentionError",
     "LayoutDtypeError",
     "LayoutError",
     "LayoutKeyError",
     "LayoutShapeError",
     "PeerGoneError",
-    "RingTimeoutError",
     "SegmentClosedError",
     "SegmentError",
     "SegmentSpaceError",
-    "SnapshotContendedError",
     "UniLabError",
+    "WaitTimeoutError",
     "WorkerError",
-    "WorkersBehindError",
 ]
 
 
@@ -61,7 +59,7 @@ class SegmentClosedError(SegmentError, RuntimeError):
 
 
 class LayoutError(UniLabError):
-    """Tensors do not match a layout; nothing was written."""
+    """Tensors, or a segment, do not match a layout; nothing was written."""
 
 
 class LayoutKeyError(LayoutError, KeyError):
@@ -80,20 +78,16 @@ class LayoutDtypeError(LayoutError, TypeError):
     """A field has another dtype than the layout."""
 
 
-class LayoutDigestError(LayoutError, ValueError):
-    """A segment was created for another layout."""
+class ContentionError(UniLabError, RuntimeError):
+    """A reader was overtaken by writers on each of its bounded retries."""
 
 
-class SnapshotContendedError(UniLabError, RuntimeError):
-    """A reader was overtaken by the writer on each of its bounded retries."""
+class WaitTimeoutError(UniLabError, TimeoutError):
+    """A bounded wait ended without what it waited for; the message names it."""
 
 
-class WorkersBehindError(UniLabError, TimeoutError):
-    """Workers have not applied a published version, or not written enough rows, in time."""
-
-
-class RingTimeoutError(UniLabError, TimeoutError):
-    """No rollout was ready, or no slot was free, in time."""
+class CheckpointError(UniLabError, ValueError):
+    """A checkpoint is damaged, or is one of something else; nothing was changed."""
 
 
 class PeerGoneError(UniLabError, RuntimeError):

@@ -29,7 +29,7 @@ from tests.support.collecting import (
 from tests.support.processes import wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.collectors import base as base_module
-from torchrl_unilab.errors import ConfigError, RingTimeoutError, SegmentClosedError, WorkerError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 ENVS, STEPS = 2, 4
@@ -448,7 +448,7 @@ def test_no_rollout_in_time_is_an_error_that_says_so(tmp_path):
     os.mkfifo(gate)  # which nobody opens: the first rollout does not end
     with (
         _collector(make_policy(), partial(GatedEnv, gate, 2), timeout=0.2) as collector,
-        pytest.raises(RingTimeoutError, match=r"no rollout within 0\.2 s"),
+        pytest.raises(WaitTimeoutError, match=r"no rollout within 0\.2 s"),
     ):
         next(iter(collector))
 

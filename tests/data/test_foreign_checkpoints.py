@@ -11,7 +11,7 @@ from torchrl.data import LazyMemmapStorage
 
 from tests.support.checkpoints import LeavesAMark, plant_code
 from torchrl_unilab.data import PackedReplayStorage, RolloutRingStorage
-from torchrl_unilab.errors import LayoutDigestError
+from torchrl_unilab.errors import CheckpointError
 
 
 def _rows() -> TensorDict:
@@ -23,7 +23,7 @@ def test_the_checkpoint_of_a_stock_storage_runs_no_code(tmp_path):
     stock.set(range(4), _rows())
     stock.dumps(tmp_path / "stock")
     plant_code(tmp_path / "stock", tmp_path / "mark")
-    with pytest.raises(LayoutDigestError, match="more than tensors"):
+    with pytest.raises(CheckpointError, match="more than tensors"):
         PackedReplayStorage(8).loads(tmp_path / "stock")
     assert not (tmp_path / "mark").exists()
 

@@ -30,15 +30,15 @@ from tests.support.transitions import flags, stamped, transitions
 from torchrl_unilab.data.packed_replay import PackedReplayStorage, ReplaySnapshot
 from torchrl_unilab.data.packed_writer import PackedReplayWriter
 from torchrl_unilab.errors import (
+    CheckpointError,
     ConfigError,
-    LayoutDigestError,
+    ContentionError,
     LayoutDtypeError,
     LayoutError,
     LayoutKeyError,
     LayoutShapeError,
     SegmentClosedError,
     SegmentSpaceError,
-    SnapshotContendedError,
 )
 from torchrl_unilab.shm.segment import SharedSegment
 
@@ -530,7 +530,7 @@ def test_rows_of_a_snapshot_that_are_gone_are_drawn_from_those_that_are_left():
         assert same(again[kept], first[kept])
         assert (again["index"] >= 60).all()
         storage.append(transitions(40, 1))
-        with pytest.raises(SnapshotContendedError, match="overwritten"):
+        with pytest.raises(ContentionError, match="overwritten"):
             storage.sample(50, seed=7, snapshot=snapshot)
 
 
@@ -617,11 +617,11 @@ def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
     with PackedReplayStorage(20) as one, PackedReplayStorage(21) as two:
         one.append(transitions(7))
         one.dumps(tmp_path)
-        with pytest.raises(LayoutDigestError, match="max_size"):
+        with pytest.raises(CheckpointError, match="max_size"):
             two.loads(tmp_path)
         with PackedReplayStorage(20) as three:
             three.append(stamped(torch.arange(3)))
-            with pytest.raises(LayoutDigestError):
+            with pytest.raises(CheckpointError):
                 three.loads(tmp_path)
             assert three.ptr == 3
 
@@ -633,7 +633,7 @@ def test_a_checkpoint_that_ends_too_early_is_refused_and_leaves_no_rows(tmp_path
         one.dumps(tmp_path)
         whole = (tmp_path / "rows.bin").read_bytes()
         (tmp_path / "rows.bin").write_bytes(whole[:-10])
-        with pytest.raises(LayoutDigestError, match="too early"):
+        with pytest.raises(CheckpointError, match="too early"):
             two.loads(tmp_path)
         assert (two.ptr, two.size) == (0, 0)
         two.append(transitions(3))

@@ -24,7 +24,7 @@ from tests.support.transitions import (
 )
 from torchrl_unilab.data.packed_replay import PackedReplayStorage
 from torchrl_unilab.data.packed_writer import PackedReplayWriter
-from torchrl_unilab.errors import SnapshotContendedError
+from torchrl_unilab.errors import WaitTimeoutError
 
 SAMPLE = 4096
 EXAMPLE = stamped(torch.zeros(1))[0].contiguous()
@@ -208,7 +208,7 @@ def test_a_stopped_writer_is_waited_for_and_named_where_its_rows_are_asked_for()
             # Other rows can be read, also newer ones; its own cannot.
             assert mixed(storage.get(torch.arange(8, 64))) == 0
             for use in (lambda: storage.get(3), lambda: storage.append(stamped(torch.arange(40)))):
-                with pytest.raises(SnapshotContendedError, match=rf"writer 1 \(process {pid}\)"):
+                with pytest.raises(WaitTimeoutError, match=rf"writer 1 \(process {pid}\)"):
                     use()
             with pytest.raises(RuntimeError, match="alive"):
                 storage.recover(1)
@@ -226,7 +226,7 @@ def test_when_all_rows_are_in_flight_sampling_waits_and_then_names_the_writer():
             assert storage.size == 0
             buffer = ReplayBuffer(storage=storage, batch_size=4)
             for use in (lambda: storage.sample(4), buffer.sample):
-                with pytest.raises(SnapshotContendedError, match="writer 1"):
+                with pytest.raises(WaitTimeoutError, match="writer 1"):
                     use()
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_unilab.errors import ConfigError, SegmentSpaceError, SnapshotContendedError
+from torchrl_unilab.errors import ConfigError, SegmentSpaceError, WaitTimeoutError
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_layout import RowLayout
@@ -236,7 +236,7 @@ def test_a_reservation_waits_for_rows_of_another_writer_in_its_way_and_names_it(
     with first.reserve(2) as (start, _):
         second._writer, second._writer_pid = 1, os.getpid()
         put(second, 6)  # up to the rows in flight, not over them
-        with pytest.raises(SnapshotContendedError, match=rf"writer 0 \(process {os.getpid()}\)"):
+        with pytest.raises(WaitTimeoutError, match=rf"writer 0 \(process {os.getpid()}\)"):
             put(second, 1)
         first.write(start, numbered(start, 2))
     assert put(second, 1) == 14
@@ -247,7 +247,7 @@ def test_explicit_reading_of_a_row_in_flight_waits_and_then_names_the_writer():
     put(rows, 8)
     with rows.reserve(2):
         assert read_positions(rows, [2, 7]) == [2, 7]
-        with pytest.raises(SnapshotContendedError, match="writer 0"):
+        with pytest.raises(WaitTimeoutError, match="writer 0"):
             read_positions(rows, [1])
 
 
@@ -439,7 +439,7 @@ def test_a_named_place_goes_with_its_creator(tmp_path, monkeypatch):
 
 def test_the_lock_is_of_one_holder_and_says_so_after_its_timeout():
     place = SharedPlace(timeout=0.05)
-    with place.lock, pytest.raises(SnapshotContendedError, match="held"), place.lock:
+    with place.lock, pytest.raises(WaitTimeoutError, match="held"), place.lock:
         pass
     with place.lock:
         pass

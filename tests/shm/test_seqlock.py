@@ -20,11 +20,11 @@ from tests.support.tearing import (
 )
 from torchrl_unilab.errors import (
     ConfigError,
-    LayoutDigestError,
+    ContentionError,
+    LayoutError,
     LayoutShapeError,
     SegmentClosedError,
     SegmentError,
-    SnapshotContendedError,
 )
 from torchrl_unilab.shm import BlockLayout, SharedSegment, Snapshot, SnapshotCell, seqlock
 from torchrl_unilab.shm.liveness import this_process
@@ -200,7 +200,7 @@ def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
     with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
         path = named_directory() / cell.name
         os.truncate(path, path.stat().st_size + extra)
-        with pytest.raises(LayoutDigestError, match=r"\d+ bytes \(expected \d+"):
+        with pytest.raises(LayoutError, match=r"\d+ bytes \(expected \d+"):
             SnapshotCell.attach(cell.name, cell.layout)
         os.truncate(path, path.stat().st_size - extra)
 
@@ -221,7 +221,7 @@ def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
     with SnapshotCell(_filled(0), slots=2) as cell:
         cell._words[seqlock._ANNOUNCED] = 3 * 2 + 1  # version 3 in slot 1, which holds none
 
-        with pytest.raises(SnapshotContendedError, match="6 tries, last at version 3"):
+        with pytest.raises(ContentionError, match="6 tries, last at version 3"):
             cell.read(Snapshot(cell.layout), retries=5)
 
 
@@ -261,7 +261,7 @@ def test_a_cell_is_attached_by_name_only_with_its_own_layout():
         _publish(cell, 8)
         assert read(attached)[1]["n"].item() == 8
         attached.close()
-        with pytest.raises(LayoutDigestError, match="expected"):
+        with pytest.raises(LayoutError, match="expected"):
             SnapshotCell.attach(name, BlockLayout.of({"w": torch.zeros(1)}))
 
 
@@ -269,7 +269,7 @@ def test_a_foreign_segment_is_not_taken_for_a_cell():
     name = f"unilab-test-{os.getpid()}"
     with (
         SharedSegment(1024, name=name),
-        pytest.raises(LayoutDigestError, match="not a complete snapshot cell"),
+        pytest.raises(LayoutError, match="not a complete snapshot cell"),
     ):
         SnapshotCell.attach(name, BlockLayout.of(_filled(0)))
 
@@ -311,7 +311,7 @@ def test_a_reader_that_is_lapped_in_mid_copy_is_told_so(slots, monkeypatch):
         torn: list[bool] = []
         monkeypatch.setattr(seqlock.np, "copyto", lapped_copy(cell, torn))
 
-        with pytest.raises(SnapshotContendedError):
+        with pytest.raises(ContentionError):
             cell.read(Snapshot(cell.layout), retries=19)
 
         monkeypatch.undo()

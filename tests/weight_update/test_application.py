@@ -14,7 +14,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.support.acting import StillEnv, actions, make_policy, set_action
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.errors import SnapshotContendedError, WorkersBehindError
+from torchrl_unilab.errors import ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -173,7 +173,7 @@ def test_a_state_that_was_loaded_acts_until_the_next_publish_and_is_not_called_p
         collector.load_state_dict(state)
         assert actions(next(batches)) == {0.25}
         assert scheme.applied_versions == {0: None}
-        with pytest.raises(WorkersBehindError, match="weights that it loaded itself"):
+        with pytest.raises(WaitTimeoutError, match="weights that it loaded itself"):
             scheme.wait_applied(timeout=0.01)
         _publish(collector, policy, 0.75)
         assert actions(next(batches)) == {0.75}
@@ -221,11 +221,11 @@ def test_a_replaced_model_is_filled_even_if_its_first_pull_was_overtaken(monkeyp
     receiver.model = moved = make_policy(-1.0)
 
     def overtaken(*_, **__):
-        raise SnapshotContendedError("overtaken")
+        raise ContentionError("overtaken")
 
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotCell, "read", overtaken)
-        with pytest.raises(SnapshotContendedError):
+        with pytest.raises(ContentionError):
             receiver.pull()
     assert receiver.pull()
     assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25

@@ -16,7 +16,7 @@ from torchrl.weight_update import SharedMemWeightSyncScheme
 from tests.support.acting import StillEnv, actions, make_policy, set_action
 from tests.support.processes import DEADLINE, receive, spawned
 from tests.support.tearing import count_torn, make_cell, publish_until_told, read
-from torchrl_unilab.errors import WorkersBehindError
+from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm import SnapshotCell
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -67,7 +67,7 @@ def test_publishing_goes_on_without_a_lost_worker_which_is_named(fault, state):
         assert _within(DEADLINE, publish)
         assert scheme.version == 100
         expected = rf"worker 1 \(pid {lost.pid}, {state}\) at version 0"
-        with pytest.raises(WorkersBehindError, match=expected):
+        with pytest.raises(WaitTimeoutError, match=expected):
             scheme.wait_applied(100, worker_ids=1, timeout=0.1)
         assert scheme.lag == {0: 100, 1: 100}
     finally:

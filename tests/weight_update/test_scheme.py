@@ -20,7 +20,7 @@ from torchrl_unilab.errors import (
     LayoutDtypeError,
     LayoutKeyError,
     LayoutShapeError,
-    WorkersBehindError,
+    WaitTimeoutError,
 )
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -174,7 +174,7 @@ def test_publishing_waits_for_nobody():
         scheme.send()
     assert scheme.version == 1000
     assert scheme.applied_versions == {0: None, 1: None, 2: None}
-    with pytest.raises(WorkersBehindError, match="worker 0 never connected"):
+    with pytest.raises(WaitTimeoutError, match="worker 0 never connected"):
         scheme.wait_applied(timeout=0.01)
     scheme.shutdown()
 
@@ -350,14 +350,14 @@ def test_versions_go_on_from_the_first_on_both_sides():
             {0: 1},
         )
         with pytest.raises(
-            WorkersBehindError, match=rf"at version {version - 1} \(expected .*{version}\)"
+            WaitTimeoutError, match=rf"at version {version - 1} \(expected .*{version}\)"
         ):
             sender.wait_applied(timeout=0)
         assert receiver.pull()
         sender.wait_applied(version, timeout=0)
         assert receiver.applied_version == version
     assert sender.statistics["publishes"] == 4
-    with pytest.raises(WorkersBehindError):
+    with pytest.raises(WaitTimeoutError):
         sender.wait_applied(45, timeout=0)
     sender.shutdown()
 

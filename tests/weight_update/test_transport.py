@@ -9,8 +9,8 @@ import torch
 
 from tests.support.processes import receive, spawned
 from torchrl_unilab.errors import (
-    LayoutDigestError,
     LayoutDtypeError,
+    LayoutError,
     LayoutKeyError,
     LayoutShapeError,
     SegmentClosedError,
@@ -87,7 +87,7 @@ def test_what_does_not_match_is_refused_in_both_directions_and_nothing_is_writte
 
 def test_attaching_with_another_layout_or_to_nothing_is_refused():
     transport = UniLabShmTransport.create(SHAPES, name=_name())
-    with pytest.raises(LayoutDigestError, match="the same keys, shapes and dtypes"):
+    with pytest.raises(LayoutError, match="the same keys, shapes and dtypes"):
         UniLabShmTransport.attach(transport.name, {"w": (3, 2), "b": (3,)})
     transport.close()
     with pytest.raises(SegmentError, match="no segment"):

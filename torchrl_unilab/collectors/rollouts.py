@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 from torchrl_unilab.collectors.base import CreateEnv, WorkerCollector, WorkerSettings
 from torchrl_unilab.collectors.worker import POLICY_VERSION, RolloutWorker, example_rollout
 from torchrl_unilab.data import RolloutLease, RolloutRingStorage
-from torchrl_unilab.errors import ConfigError, RingTimeoutError
+from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.ring import Overflow
 
@@ -172,7 +172,7 @@ class APPOCollector(WorkerCollector):
 
         Raises:
             WorkerError: A worker failed.
-            RingTimeoutError: No rollout came within `timeout` seconds.
+            WaitTimeoutError: No rollout came within `timeout` seconds.
         """
         if not self.lockstep:
             self._open_team().run_ahead(True)
@@ -219,7 +219,7 @@ class APPOCollector(WorkerCollector):
             with span("wait"):
                 arrived = team.wait(storage.filenos(), self.timeout)
             if not arrived:
-                raise RingTimeoutError(
+                raise WaitTimeoutError(
                     f"no rollout within {self.timeout:g} s (expected one). Raise the timeout, "
                     "or look at what the workers do."
                 )

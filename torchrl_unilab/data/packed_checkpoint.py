@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
 from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump
-from torchrl_unilab.errors import LayoutDigestError
+from torchrl_unilab.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torchrl_unilab.data.packed_replay import PackedReplayStorage
@@ -45,7 +45,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
         """Load what `dumps` of this class or of a stock storage saved, in place of what there is.
 
         Raises:
-            LayoutDigestError: The storage holds other rows, or the file is not whole.
+            CheckpointError: The storage holds other rows, or the file is not whole.
         """
         path = Path(path)
         if is_stock_dump(path) and not (path / "rows.bin").exists():
@@ -56,7 +56,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
             with storage.restored(head) as parts:
                 for part in parts:
                     if file.readinto(part.data) != part.nbytes:
-                        raise LayoutDigestError(
+                        raise CheckpointError(
                             f"cannot load rows: {path} ends too early (expected "
                             f"{part.nbytes} bytes more). Load another checkpoint."
                         )

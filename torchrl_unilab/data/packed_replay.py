@@ -28,11 +28,11 @@ from torchrl_unilab.data.positions import check_range, flat_positions, is_single
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import StockArguments, check_stock_arguments, rows_of_state_dict
 from torchrl_unilab.errors import (
+    CheckpointError,
     ConfigError,
-    LayoutDigestError,
+    ContentionError,
     LayoutKeyError,
     LayoutShapeError,
-    SnapshotContendedError,
 )
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.place import SharedPlace
@@ -474,7 +474,7 @@ class PackedReplayStorage(SharedStorage):
         Raises:
             IndexError: There is no such row, or it was given up (see `final_observations`).
             RuntimeError: Nothing is known of the rows yet.
-            SnapshotContendedError: A row was not complete in time; names the writer.
+            WaitTimeoutError: A row was not complete in time; names the writer.
         """
         rows = self.rows
         if is_single(index):
@@ -548,7 +548,7 @@ class PackedReplayStorage(SharedStorage):
 
         Raises:
             RuntimeError: There are no rows.
-            SnapshotContendedError: None of the snapshot's rows is left, or no row was complete
+            ContentionError: None of the snapshot's rows is left, or no row was complete
                 in time.
             ConfigError: `count` is not positive, or `out` was not made for as many rows.
         """
@@ -581,7 +581,7 @@ class PackedReplayStorage(SharedStorage):
             now = rows.wait_readable()
             first, end = max(low, now.floor), now.end if snapshot is None else high
             if first >= end:
-                raise SnapshotContendedError(
+                raise ContentionError(
                     f"cannot sample {count} rows: all of the snapshot's {high - low} have been "
                     "overwritten (expected some left). Sample sooner, or make the storage larger."
                 )
@@ -607,7 +607,7 @@ class PackedReplayStorage(SharedStorage):
 
         Raises:
             RuntimeError: Nothing is known of the rows yet.
-            SnapshotContendedError: Rows were not complete in time; names the writer.
+            WaitTimeoutError: Rows were not complete in time; names the writer.
         """
         rows = self.rows
         assert self._form is not None
@@ -628,7 +628,7 @@ class PackedReplayStorage(SharedStorage):
             head: What described the rows.
 
         Raises:
-            LayoutDigestError: The storage holds other rows, or as many of other ones.
+            CheckpointError: The storage holds other rows, or as many of other ones.
         """
         form = RowForm.from_json(head["form"])
         mine = {"max_size": self.max_size, "final_observations": self.final_observations}
@@ -639,7 +639,7 @@ class PackedReplayStorage(SharedStorage):
             mine["form"] = self._form and self._form.to_json()
         other = {key: head[key] for key in mine if head[key] != mine[key]}
         if other or "form" not in mine:
-            raise LayoutDigestError(
+            raise CheckpointError(
                 f"cannot load rows: {other} (expected { {key: mine[key] for key in other} }). "
                 "Load into a storage made like the one that was saved."
             )
@@ -654,11 +654,11 @@ class PackedReplayStorage(SharedStorage):
         """Let rows [n], such as those of a stock checkpoint, be all there is, from position 0.
 
         Raises:
-            LayoutDigestError: They are more than fit.
+            CheckpointError: They are more than fit.
             LayoutError: Keys, shapes or dtypes differ.
         """
         if len(rows) > self.max_size:
-            raise LayoutDigestError(
+            raise CheckpointError(
                 f"cannot load {len(rows)} rows: the storage takes {self.max_size} (expected at "
                 f"most as many). Load into a storage of max_size={len(rows)}."
             )
@@ -679,7 +679,7 @@ class PackedReplayStorage(SharedStorage):
         """Load a `state_dict`, of this class or of a stock storage, in place of what there is.
 
         Raises:
-            LayoutDigestError: The storage holds other rows.
+            CheckpointError: The storage holds other rows.
         """
         if "head" not in state_dict:
             self.load_rows(rows_of_state_dict(state_dict))

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.errors import ConfigError, LayoutDigestError
+from torchrl_unilab.errors import CheckpointError, ConfigError
 
 __all__ = [
     "StockArguments",
@@ -88,7 +88,7 @@ def rows_of_dump(path: Path) -> TensorDictBase:
     """Return the rows [n] that a stock storage's ``dumps`` saved, memory-mapped.
 
     Raises:
-        LayoutDigestError: They are no tensors in a TensorDict.
+        CheckpointError: They are no tensors in a TensorDict.
     """
     saved = json.loads((path / "storage_metadata.json").read_text())
     if saved["is_pytree"]:
@@ -104,7 +104,7 @@ def rows_of_state_dict(state_dict: Mapping[str, Any]) -> TensorDictBase:
     """Return the rows [n] of a stock storage's ``state_dict``.
 
     Raises:
-        LayoutDigestError: They are no tensors in a TensorDict, or it is of another class.
+        CheckpointError: They are no tensors in a TensorDict, or it is of another class.
     """
     if "_storage" not in state_dict:
         raise _no_rows("state dict", f"{sorted(state_dict)}")
@@ -118,8 +118,8 @@ def rows_of_state_dict(state_dict: Mapping[str, Any]) -> TensorDictBase:
     return rows[: state_dict["_len"]]
 
 
-def _no_rows(what: str, found: str) -> LayoutDigestError:
-    return LayoutDigestError(
+def _no_rows(what: str, found: str) -> CheckpointError:
+    return CheckpointError(
         f"cannot load rows from {what}: {found} (expected tensors of a PackedReplayStorage, or of "
         "a stock storage of TensorDicts). Load it where it was saved, and extend this storage "
         "by what you read there."

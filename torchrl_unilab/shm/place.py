@@ -19,7 +19,7 @@ from typing import Any
 from torchrl_unilab.errors import (
     SegmentClosedError,
     SegmentSpaceError,
-    SnapshotContendedError,
+    WaitTimeoutError,
 )
 from torchrl_unilab.shm.segment import (
     SegmentKind,
@@ -79,8 +79,8 @@ class ProcessLock:
             return False
         return True
 
-    def _contended(self) -> SnapshotContendedError:
-        return SnapshotContendedError(
+    def _contended(self) -> WaitTimeoutError:
+        return WaitTimeoutError(
             f"lock of shared memory: held by another process or thread for {self._timeout:g} s "
             "(expected some microseconds). See whether a process is stopped."
         )

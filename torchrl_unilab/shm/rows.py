@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchrl_unilab.errors import ConfigError, SegmentSpaceError, SnapshotContendedError
+from torchrl_unilab.errors import ConfigError, ContentionError, SegmentSpaceError, WaitTimeoutError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.place import SharedPlace
 from torchrl_unilab.shm.row_layout import WORD
@@ -195,7 +195,7 @@ class SharedRows:
             redraw: Draws so many other rows.
 
         Raises:
-            SnapshotContendedError: Rows are being rewritten, or overwritten faster than they are
+            ContentionError: Rows are being rewritten, or overwritten faster than they are
                 read, and not done in time.
         """
         until = time.monotonic() + self.timeout
@@ -227,7 +227,7 @@ class SharedRows:
                     rows[todo] = chosen
             todo = bad if todo is None else todo[bad]
             if time.monotonic() > until:
-                raise SnapshotContendedError(
+                raise ContentionError(
                     f"cannot read rows: {len(todo)} were overwritten on each try for "
                     f"{self.timeout:g} s (expected time to gather them). Make room for more rows."
                 )
@@ -240,7 +240,7 @@ class SharedRows:
             gather: As for `read_rows`.
 
         Raises:
-            SnapshotContendedError: A row was not complete in time; names the writer.
+            WaitTimeoutError: A row was not complete in time; names the writer.
             IndexError: A row was given up, since the side table was full.
         """
         until = time.monotonic() + self.timeout
@@ -262,7 +262,7 @@ class SharedRows:
                 return
             todo = bad if todo is None else todo[bad]
             if time.monotonic() > until:
-                raise SnapshotContendedError(
+                raise ContentionError(
                     f"cannot read rows: {len(todo)} were overwritten on each try for "
                     f"{self.timeout:g} s (expected time to gather them). Make room for more rows."
                 )
@@ -294,7 +294,7 @@ class SharedRows:
         """Return the version once it is even."""
         while (version := self._header[VERSION]) % 2:
             if time.monotonic() > until:
-                raise SnapshotContendedError(
+                raise WaitTimeoutError(
                     f"cannot read rows: they are being rewritten for {self.timeout:g} s (expected "
                     "some microseconds). See whether a process is stopped."
                 )
@@ -306,7 +306,7 @@ class SharedRows:
         """Return a window that is not empty, once the rows in flight are complete.
 
         Raises:
-            SnapshotContendedError: They were not in time; names the writer.
+            WaitTimeoutError: They were not in time; names the writer.
         """
         until = time.monotonic() + self.timeout
         while True:
@@ -326,7 +326,7 @@ class SharedRows:
         """Wait a little for a writer's rows; recover them if it is dead.
 
         Raises:
-            SnapshotContendedError: It is past `until`.
+            ContentionError: It is past `until`.
         """
         pid = self._words[writer * WRITER_WORDS + _PID]
         now = time.monotonic()
@@ -336,7 +336,7 @@ class SharedRows:
                 self._mend(writer)
                 return
             if overdue:
-                raise SnapshotContendedError(
+                raise WaitTimeoutError(
                     f"rows of writer {writer} (process {process_id(pid)}): not complete for "
                     f"{self.timeout:g} s (expected some microseconds). See whether it is stopped."
                 )
@@ -414,7 +414,7 @@ class SharedRows:
 
         Raises:
             ConfigError: There are not as many slots in all.
-            SnapshotContendedError: Rows of another writer, not complete, lie where these would.
+            ContentionError: Rows of another writer, not complete, lie where these would.
             RuntimeError: The next row has another position than `at`.
         """
         if slots > self.side_slots:
@@ -586,7 +586,7 @@ class SharedRows:
             words: int32 of shape [n, words]. Links stay as they are.
 
         Raises:
-            SnapshotContendedError: A row was not complete in time; names the writer.
+            WaitTimeoutError: A row was not complete in time; names the writer.
         """
         until = time.monotonic() + self.timeout
         columns = self.layout.words if self.layout.link is None else self.layout.link
@@ -613,7 +613,7 @@ class SharedRows:
             clear: Start without rows; should this process die meanwhile, there are none.
 
         Raises:
-            SnapshotContendedError: Rows were not complete in time; names the writer.
+            WaitTimeoutError: Rows were not complete in time; names the writer.
         """
         until = time.monotonic() + self.timeout
         while True:

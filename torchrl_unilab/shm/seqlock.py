@@ -24,10 +24,10 @@ import torch
 
 from torchrl_unilab.errors import (
     ConfigError,
-    LayoutDigestError,
+    ContentionError,
+    LayoutError,
     SegmentClosedError,
     SegmentError,
-    SnapshotContendedError,
 )
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
@@ -161,12 +161,12 @@ class SnapshotCell:
 
         Raises:
             SegmentError: There is no segment of that name.
-            LayoutDigestError: It is not a whole snapshot cell, or holds another layout.
+            LayoutError: It is not a whole snapshot cell, or holds another layout.
         """
         segment = SharedSegment.attach(name)
         try:
             slots, readers = cls._checked_header(segment, layout)
-        except LayoutDigestError:
+        except LayoutError:
             segment.close()
             raise
         cell = cls.__new__(cls)
@@ -179,19 +179,19 @@ class SnapshotCell:
         large_enough = segment.nbytes >= SharedWords.nbytes(_CELL_WORDS)
         words = SharedWords(segment.buffer, 0, _CELL_WORDS).view if large_enough else None
         if words is None or words[_KIND] != _MAGIC or not words[_READY]:
-            raise LayoutDigestError(
+            raise LayoutError(
                 f"cannot attach {segment.name!r}: not a complete snapshot cell (expected one). "
                 "Check the name, and that its creator has started."
             )
         if words[_DIGEST] != layout.digest:
-            raise LayoutDigestError(
+            raise LayoutError(
                 f"cannot attach {segment.name!r}: layout digest {words[_DIGEST]:#x} (expected "
                 f"{layout.digest:#x}). Both sides must name the same keys, shapes and dtypes."
             )
         fence()
         slots, readers = words[_SLOTS], words[_READERS]
         if segment.nbytes != (expected := cls.nbytes(layout, slots, readers)):
-            raise LayoutDigestError(
+            raise LayoutError(
                 f"cannot attach {segment.name!r}: {segment.nbytes} bytes (expected {expected}). "
                 "It was cut or written by something else: start its creator again."
             )
@@ -294,7 +294,7 @@ class SnapshotCell:
             retries: Tries after the first.
 
         Raises:
-            SnapshotContendedError: Overtaken on every try.
+            ContentionError: Overtaken on every try.
         """
         words, sequence = self._words, self._sequence
         for attempt in range(retries + 1):
@@ -307,7 +307,7 @@ class SnapshotCell:
             self.overtaken += 1
             if attempt >= _YIELD_AFTER:
                 time.sleep(0)
-        raise SnapshotContendedError(
+        raise ContentionError(
             f"cannot read a snapshot: overtaken on {retries + 1} tries, last at version "
             f"{version} (expected one whole copy). Publish less often or add slots."
         )

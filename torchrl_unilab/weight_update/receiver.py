@@ -53,7 +53,7 @@ class WeightReceiver:
 
         Raises:
             LayoutError: The model's keys, shapes or dtypes are not those of the cell.
-            SnapshotContendedError: The writer overtook every bounded try; the model keeps
+            ContentionError: The writer overtook every bounded try; the model keeps
                 its previous whole version.
         """
         weights = self._weights

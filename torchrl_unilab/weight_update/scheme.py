@@ -363,7 +363,7 @@ class UniLabShmScheme(WeightSyncScheme):
             timeout: Seconds to wait.
 
         Raises:
-            WorkersBehindError: Some are still behind; names them and says which are dead.
+            WaitTimeoutError: Some are still behind; names them and says which are dead.
         """
         versions.wait_applied(self._require_transport(), version, worker_ids, timeout)
 
@@ -433,7 +433,7 @@ class UniLabShmScheme(WeightSyncScheme):
 
         Raises:
             LayoutError: The model does not match the published layout.
-            SnapshotContendedError: The writer overtook every bounded try; the model keeps
+            ContentionError: The writer overtook every bounded try; the model keeps
                 its previous whole version.
         """
         receiver = self._receiver

@@ -184,7 +184,7 @@ class UniLabShmTransport:
 
         Raises:
             SegmentError: There is no segment of that name.
-            LayoutDigestError: It holds other keys, shapes or dtypes.
+            LayoutError: It holds other keys, shapes or dtypes.
         """
         transport = cls.__new__(cls)
         cell = SnapshotCell.attach(name, BlockLayout.of(_initial(param_shapes)))
@@ -296,7 +296,7 @@ class UniLabShmTransport:
 
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
-            SnapshotContendedError: Overtaken on every bounded try; nothing was written.
+            ContentionError: Overtaken on every bounded try; nothing was written.
         """
         targets = self.unique_cells[0].layout.select(named_tensors(state_dict))
         version, weights = self.newest(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from torchrl_unilab.errors import WorkersBehindError
+from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive
 from torchrl_unilab.weight_update.transport import UniLabShmTransport
 
@@ -47,7 +47,7 @@ def wait_applied(
         timeout: Seconds to wait.
 
     Raises:
-        WorkersBehindError: Some are still behind; names them and says which are dead.
+        WaitTimeoutError: Some are still behind; names them and says which are dead.
     """
     ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
     workers = list(transport.cells if ids is None else ids)
@@ -55,7 +55,7 @@ def wait_applied(
     while behind := [w for w in workers if _is_behind(transport, w, version)]:
         if time.monotonic() >= deadline:
             states = ", ".join(_describe(transport, worker) for worker in behind)
-            raise WorkersBehindError(
+            raise WaitTimeoutError(
                 f"workers behind after {timeout:g} s: {states} (expected version "
                 f"{transport.version if version is None else version}). "
                 "Check that they are collecting."

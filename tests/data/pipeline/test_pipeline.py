@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.bounds import DEADLINE
 from tests.support.tables import COUNT, Table, drawn, rows_of
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkersBehindError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
 
 make = partial(DoubleBufferReplayPipeline, sample_count=COUNT)
 
@@ -317,7 +317,7 @@ def test_a_batch_waits_for_the_rows_it_has_to_be_drawn_from(packer):
 def test_rows_that_do_not_come_are_named_with_those_that_did(packer):
     table = Table(100)
     with make(table, packer=packer, timeout=0.05) as pipeline:
-        with pytest.raises(WorkersBehindError, match=r"100 rows .*0\.05 s \(expected 101\)"):
+        with pytest.raises(WaitTimeoutError, match=r"100 rows .*0\.05 s \(expected 101\)"):
             wait_for(pipeline, min_ptr=101)
         assert pipeline.batch_ready(0, COUNT) is False
         assert pipeline.start_prepare(0, COUNT, min_snapshot_ptr=100) is True  # it can go on

@@ -47,9 +47,9 @@ from torchrl_unilab.errors import (
     LayoutDtypeError,
     LayoutKeyError,
     LayoutShapeError,
-    RingTimeoutError,
     SegmentClosedError,
     SegmentError,
+    WaitTimeoutError,
 )
 
 SLOTS = 4
@@ -475,7 +475,7 @@ def test_block_waits_and_says_what_to_do():
     buffer.extend(make_rollout(1))
     assert not storage.write(make_rollout(2), timeout=0.0)
     assert storage.claim(timeout=0.0) is None
-    with pytest.raises(RingTimeoutError, match=r"no slot was free for 0\.01 s"):
+    with pytest.raises(WaitTimeoutError, match=r"no slot was free for 0\.01 s"):
         buffer.extend(make_rollout(2))
     assert values(buffer.sample()) == [1]
     buffer.extend(make_rollout(3))
@@ -551,10 +551,10 @@ def test_a_sample_takes_rollouts_out_and_the_older_ones_with_them(take):
 def test_too_large_a_sample_takes_nothing():
     with RolloutRingStorage(SLOTS, example=make_rollout()) as storage:
         buffer = RolloutReplayBuffer(storage=storage, batch_size=3)
-        with pytest.raises(RingTimeoutError, match="cannot sample 3 rollouts: 0 are unread"):
+        with pytest.raises(WaitTimeoutError, match="cannot sample 3 rollouts: 0 are unread"):
             buffer.sample()
         buffer.extend(stack(1, 2))
-        with pytest.raises(RingTimeoutError, match="cannot sample 3 rollouts: 2 are unread"):
+        with pytest.raises(WaitTimeoutError, match="cannot sample 3 rollouts: 2 are unread"):
             buffer.sample()
         assert (len(buffer), storage.read_count) == (2, 0)
         buffer.extend(stack(3))

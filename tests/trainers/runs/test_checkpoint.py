@@ -175,7 +175,9 @@ def test_damage_of_any_byte_of_any_file_is_found_and_the_older_one_offered(two, 
     cut = data.draw(st.booleans())
     path.write_bytes(whole[:at] + (b"" if cut else bytes([whole[at] ^ 1]) + whole[at + 1 :]))
     try:
-        with pytest.raises(ConfigError, match="remove frames-000000000200 to resume from there"):
+        with pytest.raises(
+            CheckpointError, match="remove frames-000000000200 to resume from there"
+        ):
             RunCheckpoints(two).newest()
     finally:
         path.write_bytes(whole)
@@ -186,11 +188,11 @@ def test_a_missing_file_and_one_too_many_are_found(two):
     path = next((two / "frames-000000000200" / "components").rglob("*.json"))
     whole = path.read_bytes()
     path.unlink()
-    with pytest.raises(ConfigError, match=f"{path.name}.* are not as they were written"):
+    with pytest.raises(CheckpointError, match=f"{path.name}.* are not as they were written"):
         RunCheckpoints(two).newest()
     path.write_bytes(whole)
     (path.parent / "more.json").write_text("?")
-    with pytest.raises(ConfigError, match=r"more.* are not as they were written"):
+    with pytest.raises(CheckpointError, match=r"more.* are not as they were written"):
         RunCheckpoints(two).newest()
     (path.parent / "more.json").unlink()
 
@@ -200,7 +202,7 @@ def test_a_missing_file_and_one_too_many_are_found(two):
 def test_where_all_are_damaged_no_older_one_is_offered(tmp_path, name, text):
     for frames in (100, 200):
         (save(tmp_path, frames) / name).write_text(text)
-    with pytest.raises(ConfigError, match="None of the older ones is whole either"):
+    with pytest.raises(CheckpointError, match="None of the older ones is whole either"):
         RunCheckpoints(tmp_path).newest()
 
 
@@ -209,7 +211,7 @@ def test_what_is_not_needed_may_be_damaged(tmp_path):
     file = next(path.glob("components/*-part/**/*.memmap"))
     file.write_bytes(b"")
     assert RunCheckpoints(tmp_path).newest(["policy"]).frames == 100
-    with pytest.raises(ConfigError, match="not as they were written"):
+    with pytest.raises(CheckpointError, match="not as they were written"):
         RunCheckpoints(tmp_path).newest(["part"])
 
 
@@ -223,12 +225,12 @@ def test_another_format_is_refused(tmp_path, monkeypatch):
 
 def test_a_checkpoint_without_what_is_needed_of_it_is_refused(tmp_path):
     save(tmp_path, 100)
-    with pytest.raises(ConfigError, match=r"it has no \['policy'\] \(expected a whole one"):
+    with pytest.raises(CheckpointError, match=r"it has no \['policy'\] \(expected a whole one"):
         RunCheckpoints(tmp_path).newest(("part", "policy"))
 
 
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no checkpoint in"):
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
         RunCheckpoints(tmp_path / "nowhere").newest()
     assert not (tmp_path / "nowhere").exists()
 

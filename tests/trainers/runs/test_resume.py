@@ -20,7 +20,7 @@ from tensordict import save as save_tensordict
 from tests.support.checkpoints import contents, differences, plant_code
 from tests.support.processes import DEADLINE, live_children
 from torchrl_unilab.cli import main
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import CheckpointError, ConfigError, WorkerError
 from torchrl_unilab.trainers import (
     APPOConfig,
     OffPolicyConfig,
@@ -297,7 +297,7 @@ def test_a_run_directory_with_a_pickle_is_refused_and_runs_no_code(
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
     shutil.copytree(free, run_dir)
     plant(run_dir, component, mark)
-    with pytest.raises(ConfigError, match=r"it holds \['.*state/evil/other.pickle'\]"):
+    with pytest.raises(CheckpointError, match=r"it holds \['.*state/evil/other.pickle'\]"):
         LOADERS[loader](run_dir)
     assert not mark.exists()
 
@@ -313,7 +313,7 @@ def test_files_behind_a_symbolic_link_are_refused(free, tmp_path):
 def refused(run_dir: Path, reason: str, **settings: Any) -> None:
     """Resuming is refused for a reason, and nothing of the run is touched."""
     before = tree(run_dir)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises((CheckpointError, ConfigError), match=reason):
         resume_run(run_dir, **{**QUIET, **settings})
     assert tree(run_dir) == before
     assert not live_children()
@@ -332,7 +332,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(free, tmp_path)
     for purpose, use in {"evaluate": evaluate_run, "play": play_run}.items():
         before = tree(run_dir)
         arguments = (run_dir, tmp_path / "film.mp4") if use is play_run else (run_dir,)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(CheckpointError) as caught:
             use(*arguments, episodes=1)
         message = str(caught.value)
         assert message.startswith(f"cannot {purpose} {run_dir}: checkpoint {newest}: its manifest")

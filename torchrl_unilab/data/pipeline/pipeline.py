@@ -26,7 +26,7 @@ from tensordict import TensorDictBase
 
 from torchrl_unilab.data.pipeline.source import ReplaySnapshot, ReplaySource
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkersBehindError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 
 __all__ = ["SLOTS", "DoubleBufferReplayPipeline", "ReplayPipeline", "ReplayTickMetadata"]
@@ -375,7 +375,7 @@ class DoubleBufferReplayPipeline:
         until = time.monotonic() + self._timeout
         while (snapshot := self._source.snapshot()).ptr < min_ptr:
             if time.monotonic() >= until:
-                raise WorkersBehindError(
+                raise WaitTimeoutError(
                     f"replay batch: {snapshot.ptr} rows written within {self._timeout:g} s "
                     f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."
                 )

@@ -122,7 +122,7 @@ class RolloutRingSampler(RolloutSampler):
 
         Raises:
             ConfigError: There are not as many slots, or `storage` is another one.
-            RingTimeoutError: There are not as many unread rollouts; none was taken.
+            WaitTimeoutError: There are not as many unread rollouts; none was taken.
         """
         if not isinstance(storage, RolloutRingStorage):
             raise ConfigError(

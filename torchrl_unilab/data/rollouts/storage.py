@@ -27,7 +27,7 @@ from torchrl_unilab.data.positions import check_range, flat_positions, is_single
 from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage, SharedStorageCheckpointer
 from torchrl_unilab.data.stock import is_stock_dump
-from torchrl_unilab.errors import ConfigError, LayoutShapeError, RingTimeoutError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import COUNTERS, Lease, Overflow, RolloutRing, check_ring
@@ -317,7 +317,7 @@ class RolloutRingStorage(SharedStorage):
 
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
-            RingTimeoutError: No slot was free in time.
+            WaitTimeoutError: No slot was free in time.
             RuntimeError: There is no rollout in `data`.
         """
         self._check_open()
@@ -332,7 +332,7 @@ class RolloutRingStorage(SharedStorage):
             )
         for written, source in enumerate(self._sources(rollouts)):
             if not self._write(source):
-                raise RingTimeoutError(
+                raise WaitTimeoutError(
                     f"cannot write rollout {written} of {len(rollouts)}: no slot was free for "
                     f"{self.timeout} s (expected the reader to release one). Read faster, use "
                     "more slots, or overflow='overwrite'."
@@ -477,7 +477,7 @@ class RolloutRingStorage(SharedStorage):
 
         Raises:
             ConfigError: There are not as many slots.
-            RingTimeoutError: There are not as many unread rollouts in time.
+            WaitTimeoutError: There are not as many unread rollouts in time.
         """
         if not 1 <= count <= self.max_size:
             raise ConfigError(
@@ -489,7 +489,7 @@ class RolloutRingStorage(SharedStorage):
         while held < count:
             left = max(0.0, until - time.monotonic())
             if not left or self.ring.acquire(left) is None:
-                raise RingTimeoutError(
+                raise WaitTimeoutError(
                     f"cannot sample {count} rollouts: {len(self)} are unread (expected at least "
                     f"{count}). Write first, wait for them, or give the sampler a timeout."
                 )

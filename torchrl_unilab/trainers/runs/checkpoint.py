@@ -38,16 +38,18 @@ from typing import Any
 from torchrl.checkpoint import (
     Checkpoint,
     CheckpointAdapter,
-    CheckpointError,
     CheckpointOptions,
     CheckpointRotation,
     GlobalRNGState,
     StateDictCheckpointAdapter,
 )
+from torchrl.checkpoint import (
+    CheckpointError as TorchRLCheckpointError,
+)
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.trainers.configs.settings import integer
 
 __all__ = [
@@ -247,12 +249,12 @@ class RunCheckpoints(CheckpointRotation):
             components: What is needed of it; all if not given.
 
         Raises:
-            ConfigError: There is none, or it is damaged or of another format; names an
+            CheckpointError: There is none, or it is damaged or of another format; names an
                 older one that is whole, if there is one.
         """
         paths = self.paths()
         if not paths:
-            raise ConfigError(
+            raise CheckpointError(
                 f"no checkpoint in {self.directory} (expected one). Train from the start."
             )
         damage = _damage(paths[0], components)
@@ -263,7 +265,7 @@ class RunCheckpoints(CheckpointRotation):
                 if older is None
                 else f"{older.name} is: remove {paths[0].name} to resume from there."
             )
-            raise ConfigError(
+            raise CheckpointError(
                 f"checkpoint {paths[0]}: {damage} (expected a whole one, of format {FORMAT}). "
                 f"{remedy}"
             )
@@ -293,7 +295,7 @@ def _damage(path: Path, components: Collection[str] | None) -> str | None:
         if expected.get(MANIFEST) != _digest(path / MANIFEST):
             return f"its {MANIFEST} is not as it was written"
         manifest = Checkpoint.manifest(path)
-    except (CheckpointError, OSError, TypeError, ValueError) as error:
+    except (TorchRLCheckpointError, OSError, TypeError, ValueError) as error:
         return f"it cannot be read, {error}"
     if manifest["metadata"].get("unilab_format") != FORMAT:
         return f"it is of format {manifest['metadata'].get('unilab_format')}"
@@ -374,15 +376,15 @@ def load_trainer(trainer: Trainer, saved: SavedRun) -> None:
     """Put a trainer and its workers where they were.
 
     Raises:
-        ConfigError: The checkpoint does not fit.
+        CheckpointError: The checkpoint does not fit.
     """
     first = {"replay"} & set(trainer.checkpoint.components)  # its writers refer to its rows
     try:
         if first:
             trainer.checkpoint.load(saved.path, components=first)
         trainer.checkpoint.load(saved.path, components=set(trainer.checkpoint.components) - first)
-    except CheckpointError as error:
-        raise ConfigError(
+    except TorchRLCheckpointError as error:
+        raise CheckpointError(
             f"cannot resume from {saved.path}: {error} (expected a checkpoint of this run's "
             "networks and environments). Resume with the versions that wrote it."
         ) from error

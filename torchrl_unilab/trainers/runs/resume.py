@@ -49,7 +49,8 @@ def resume_run(
         The summary; ``resumed`` has the frames at which the run was resumed.
 
     Raises:
-        ConfigError: There is no whole checkpoint, or it is of another run than the directory
+        CheckpointError: There is no whole checkpoint.
+        ConfigError: It is of another run than the directory
             or `settings` say, or nothing is left to collect. The directory is as it was.
         ValueError: Unknown task (lists what exists).
     """

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from tensordict.nn import TensorDictModuleBase
-from torchrl.checkpoint import Checkpoint, CheckpointError
+from torchrl.checkpoint import Checkpoint
+from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.runtime import available_cores
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
@@ -73,7 +74,7 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
         **env_options: Of `MujocoBatchEnv`.
 
     Raises:
-        ConfigError: There is no run with a whole checkpoint in `run_dir`; names an older one
+        CheckpointError: There is no run with a whole checkpoint in `run_dir`; names an older one
             that is whole, if there is one.
         ValueError: The environment refuses the options.
     """
@@ -94,15 +95,15 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
         ) from error
     try:
         saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
-    except ConfigError as error:
-        raise ConfigError(f"cannot {purpose} {run_dir}: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot {purpose} {run_dir}: {error}") from error
     env = MujocoBatchEnv(task, **env_options)
     try:
         actor = build_learner(env, config).actor
         Checkpoint(policy=actor).load(saved.path)
-    except (CheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
+    except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
         env.close()
-        raise ConfigError(
+        raise CheckpointError(
             f"cannot {purpose} {run_dir}: {saved.path.name} does not load, {error} (expected one "
             f"that fits {CONFIG}). Restore both, or train again."
         ) from error
@@ -118,7 +119,7 @@ def evaluate_run(
         ``env``, ``episodes``, and mean, minimum and maximum of the returns.
 
     Raises:
-        ConfigError: There is no run with a checkpoint in `run_dir`.
+        CheckpointError: There is no run with a checkpoint in `run_dir`.
     """
     run = load_run(run_dir, "evaluate", num_envs=episodes, num_threads=available_cores())
     run.env.set_seed(seed)

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+
+from torchrl_unilab import errors
+
+LINE = re.compile(r"^([│├└─ ]*)(\w+Error)(?: +\((\w+)\))?", re.MULTILINE)
+
+
+def _walk(error: type[errors.UniLabError], depth: int = 0) -> Iterator[tuple[str, int, str]]:
+    """Each class below `error`, with its depth and the builtin that it derives from."""
+    builtin = [base.__name__ for base in error.__bases__ if base.__module__ == "builtins"]
+    yield error.__name__, depth, "".join(builtin) if depth else ""
+    for child in error.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from _walk(child, depth + 1)
+
+
+def test_the_docstring_shows_the_class_hierarchy():
+    assert errors.__doc__ is not None
+    shown = [
+        (name, len(indent) // 4, builtin) for indent, name, builtin in LINE.findall(errors.__doc__)
+    ]
+    assert sorted(shown) == sorted(_walk(errors.UniLabError))
+
+
+def test_all_names_each_error():
+    classes = [name for name, value in vars(errors).items() if inspect.isclass(value)]
+    assert errors.__all__ == sorted(classes)
