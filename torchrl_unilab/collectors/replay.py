@@ -328,8 +328,6 @@ class _RowWorker:
     ) -> None:
         self.storage = storage
         self.steps = steps
-        if storage.links is not None:
-            steps.kept["links"] = storage.links
         self._slot = slot
         self._rows = slot.select(*transition_keys(steps.env))
         self._random_frames = random_frames

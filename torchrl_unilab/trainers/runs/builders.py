@@ -254,7 +254,6 @@ def replay_collector(
         restart_workers=config.restart_workers,
         n_step=config.n_step,
         gamma=config.gamma,
-        next_observation=config.next_observation,
     )
 
 
