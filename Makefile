@@ -15,7 +15,7 @@ ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt torchrl_unilab/shm/_rows.c
+$(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'

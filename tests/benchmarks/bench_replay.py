@@ -9,9 +9,9 @@ round to round, and the median over the rounds is printed. One thread.
 **Sample.** Uniform, with replacement, other rows in each call. *stock* is a `ReplayBuffer`
 over `LazyTensorStorage` with a `RandomSampler`, *memmap* over `LazyMemmapStorage`; *packed* is
 the same buffer over `PackedReplayStorage`, *native* its own `sample`, *reused* the same into
-one batch (`out`), *derived* the buffer with ``next_observation="derived"``. *gather* is the
-limit: `torch.index_select` of as many rows from one float32 tensor of the row's size, at
-positions drawn beforehand.
+one batch (`out`). *gather* is the limit: `torch.index_select` of as many rows from one float32
+tensor of the row's size, at positions drawn beforehand. *Slices* are of 16 rows, found by the
+ends of episodes.
 
 **Extend.** 1024 rows a call, of 64 blocks made beforehand, or always the same block, which the
 caches then hold. *storage* is `set` of the stock storages and `add`, `append` and `set` of ours;
@@ -33,11 +33,11 @@ import torch
 from tensordict import TensorDict
 from torchrl._utils import logger as torchrl_logger
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Storage
+from torchrl.data.replay_buffers import SliceSampler
 
 from tests.support.processes import receive, spawned
 from tests.support.transitions import append_until_told, mixed, stamped
-from torchrl_unilab.data.packed_replay import PackedReplayStorage
-from torchrl_unilab.data.packed_writer import PackedReplayWriter
+from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 
 CAPACITY = 262_144
 BLOCK = 1024
@@ -107,27 +107,21 @@ class Contenders:
         self.blocks = make_blocks(*SIZES[size])
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         self.packed = stack.enter_context(PackedReplayStorage(CAPACITY, writers=1))
-        self.derived = stack.enter_context(
-            PackedReplayStorage(CAPACITY, writers=1, next_observation="derived")
-        )
         self.storages = {
             "stock": LazyTensorStorage(CAPACITY),
             "memmap": LazyMemmapStorage(CAPACITY, scratch_dir=scratch),
             "packed": self.packed,
-            "derived": self.derived,
         }
         self.buffers = {
             name: ReplayBuffer(
                 storage=storage,
-                writer=PackedReplayWriter() if name in ("packed", "derived") else None,
+                writer=PackedReplayWriter() if name == "packed" else None,
             )
             for name, storage in self.storages.items()
         }
         for i in range(CAPACITY // BLOCK):
-            block = self.blocks[i % BLOCKS]
-            self.derived.add(block)
-            for name in ("stock", "memmap", "packed"):
-                self.buffers[name].extend(block)
+            for buffer in self.buffers.values():
+                buffer.extend(self.blocks[i % BLOCKS])
         self.turn = 0
 
     def block(self, blocks: int = BLOCKS) -> TensorDict:
@@ -138,9 +132,7 @@ class Contenders:
     def sampling(self, count: int) -> dict[str, Call]:
         """A call that samples `count` rows, by contender."""
         out = self.packed.empty_batch(count)
-        words = self.packed.rows.layout.words
-        plain = self.packed.rows.block.clone().view(torch.float32)
-        assert plain.shape == (CAPACITY, words)
+        plain = torch.rand(CAPACITY, sum(self.packed.rows.widths))
         positions = [torch.randint(0, CAPACITY, (count,)) for _ in range(32)]
 
         def gather() -> torch.Tensor:
@@ -154,9 +146,20 @@ class Contenders:
         return calls | {
             "native": lambda: self.packed.sample(count),
             "reused": lambda: self.packed.sample(count, out=out),
-            "derived native": lambda: self.derived.sample(count),
             "gather": gather,
         }
+
+    def slicing(self, count: int) -> dict[str, Call]:
+        """A call that samples slices of 16 rows by their trajectory, by contender."""
+        buffers = {
+            name: ReplayBuffer(
+                storage=self.storages[name],
+                sampler=SliceSampler(slice_len=16, end_key=("next", "done"), strict_length=False),
+                batch_size=count,
+            )
+            for name in ("stock", "packed")
+        }
+        return {name: buffer.sample for name, buffer in buffers.items()}
 
     def extending(self) -> dict[str, Call]:
         """A call that extends a buffer by a block, by contender."""
@@ -171,8 +174,8 @@ class Contenders:
         set_only = self._stack.enter_context(PackedReplayStorage(CAPACITY, writers=1))
         for i in range(CAPACITY // BLOCK):
             set_only.append(self.blocks[i % BLOCKS])
-        source = torch.zeros(BLOCK, self.packed.rows.layout.words)
-        target = torch.zeros(CAPACITY, self.packed.rows.layout.words)
+        source = torch.zeros(BLOCK, sum(self.packed.rows.widths))
+        target = torch.zeros(CAPACITY, sum(self.packed.rows.widths))
 
         def positions(name: str) -> torch.Tensor:
             start = at[name]
@@ -191,7 +194,6 @@ class Contenders:
             "add": lambda: self.packed.add(self.block(blocks)),
             "append": lambda: self.packed.append(self.block(blocks)),
             "set": set_("set", set_only),
-            "derived add": lambda: self.derived.add(self.block(blocks)),
             "copy": copy,
         }
 
@@ -232,6 +234,7 @@ def main() -> None:
             contenders = Contenders(size, stack)
             for title, cases, limit in (
                 ("Sample", {f"{n:,}": contenders.sampling(n) for n in SAMPLES}, "gather"),
+                ("Slices", {"256": contenders.slicing(256)}, "stock"),
                 ("Extend a buffer", {"1,024": contenders.extending()}, "stock"),
                 (
                     "Write to a storage",
@@ -245,15 +248,9 @@ def main() -> None:
                 print("|---:|" + "---:|" * len(names) + "---|")
                 for case, calls in cases.items():
                     print_row(case, race(calls, options.rounds, options.calls), limit)
-            nbytes = {
-                name: s.nbytes / CAPACITY
-                for name, s in (("packed", contenders.packed), ("derived", contenders.derived))
-            }
             row = sum(leaf.nbytes for leaf in contenders.blocks[0].values(True, True)) / BLOCK
-            print(
-                f"\nBytes of a row, all told: stock {row:.1f}, packed {nbytes['packed']:.1f}, "
-                f"derived {nbytes['derived']:.1f} ({nbytes['derived'] / row:.3f} of stock)"
-            )
+            packed = contenders.packed.nbytes / CAPACITY
+            print(f"\nBytes of a row, all told: stock {row:.1f}, packed {packed:.1f}")
     if options.torn:
         bad, written, seconds = torn(options.torn)
         print(

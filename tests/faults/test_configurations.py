@@ -90,7 +90,6 @@ SAC: list[dict[str, Any]] = [
     {"policy_frequency": 0},
     {"env_steps_per_sync": 0},
     {"n_step": 0},
-    {"next_observation": "guessed"},
     {"gamma": -0.1},
     {"tau": 1.1},
     {"lr_actor": 0.0},

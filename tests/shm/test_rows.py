@@ -1,446 +1,551 @@
-"""Rows in shared memory: their layout, their cursors, and what writers and readers may do."""
+"""Shared rows: what is readable, who may write, and what interrupts, stops and kills leave."""
 
 from __future__ import annotations
 
-import math
+import contextlib
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchrl_unilab.errors import ConfigError, SegmentSpaceError, WaitTimeoutError
-from torchrl_unilab.shm import segment as segment_module
-from torchrl_unilab.shm.place import SharedPlace
-from torchrl_unilab.shm.row_layout import RowLayout
-from torchrl_unilab.shm.row_store import FREED, TAKEN, RowStore
-from torchrl_unilab.shm.rows import SharedRows
+from tests.support.striking import forked, interrupt_each_line, kill_self, stop_self, strike_at
+from torchrl_unilab.errors import ConfigError, ContentionError
+from torchrl_unilab.shm import lock as lock_module
+from torchrl_unilab.shm import row_reader as reader_module
+from torchrl_unilab.shm import rows as rows_module
+from torchrl_unilab.shm import shards as shards_module
+from torchrl_unilab.shm.rows import SharedRows, Window
+from torchrl_unilab.shm.segment import SharedSegment
 
-DEAD = 2**22 + 1  # beyond any process id of Linux
-DTYPES = [torch.bool, torch.uint8, torch.float16, torch.float32, torch.int64, torch.float64]
-PLAIN = RowLayout.of([], [("x", (2,), torch.int32)])
-
-
-def make_rows(
-    layout: RowLayout = PLAIN,
-    capacity: int = 8,
-    *,
-    writers: int = 2,
-    side_slots: int = 0,
-    timeout: float = 0.2,
-) -> SharedRows:
-    place = SharedPlace(timeout=timeout)
-    store = RowStore(layout, capacity, writers, side_slots, 2)
-    with place.lock:
-        segment = store.build(place, b"{}")
-    return SharedRows(store, place, segment, timeout)
+WIDTHS = (3, 1)
+WORDS = sum(WIDTHS)
+PROTOCOL = [lock_module, reader_module, rows_module, shards_module]
+both_shapes = pytest.mark.parametrize("shards", [1, 3])
 
 
-def numbered(first: int, count: int, words: int = 2) -> torch.Tensor:
-    return torch.arange(first, first + count, dtype=torch.int32).unsqueeze(1).expand(count, words)
+@contextlib.contextmanager
+def make_rows(shard_rows: int = 8, shards: int = 1, timeout: float = 10.0) -> Iterator[SharedRows]:
+    with SharedSegment(SharedRows.nbytes(WIDTHS, shards, shard_rows)) as segment:
+        yield SharedRows(segment, WIDTHS, shards, shard_rows, timeout)
 
 
-def put(rows: SharedRows, count: int, layout_words: int = 2) -> int:
-    with rows.reserve(count) as (start, _):
-        first = max(start, start + count - rows.capacity)
-        rows.write(first, numbered(first, start + count - first, layout_words))
-    return start
+def again(rows: SharedRows, timeout: float = 10.0) -> SharedRows:
+    """The same rows as another process or thread has them."""
+    return SharedRows(rows.segment, rows.widths, rows.shards, rows.shard_rows, timeout)
 
 
-def read_positions(rows: SharedRows, positions: list[int]) -> list[int]:
-    at = torch.tensor(positions)
-    out = torch.empty(len(at), rows.layout.words, dtype=torch.int32)
-
-    def gather(places: torch.Tensor | None, where: torch.Tensor) -> None:
-        found = rows.block.index_select(0, where)
-        out.copy_(found) if places is None else out.index_copy_(0, places, found)
-
-    rows.read_at(at, gather)
-    assert (out[:, :1] == out).all()
-    return out[:, 0].tolist()
+def numbered(first: int, count: int) -> torch.Tensor:
+    return torch.arange(first, first + count, dtype=torch.int32).unsqueeze(1).repeat(1, WORDS)
 
 
-# Layout
-
-fields = st.lists(
-    st.tuples(st.lists(st.integers(1, 4), max_size=2).map(tuple), st.sampled_from(DTYPES)),
-    min_size=1,
-    max_size=6,
-)
+def put(rows: SharedRows, count: int, shard: int = 0) -> int:
+    """Append rows whose words are their numbers."""
+    rows._shard, rows._shard_pid = shard, os.getpid()
+    words = numbered(0, count)
+    return rows.append(words.split(WIDTHS, 1), lambda _, head: words.add_(head))
 
 
-@given(fields, fields, st.booleans(), st.sampled_from([0, 1000]))
-@settings(max_examples=60, deadline=None)
-def test_fields_of_a_row_do_not_overlap_and_hold_what_is_written(linked, rest, repeat, codes):
-    first = [(f"a{i}", shape, dtype) for i, (shape, dtype) in enumerate(linked)]
-    again = [(f"n{i}", shape, dtype) for i, (shape, dtype) in enumerate(linked)] if repeat else []
-    other = [(f"b{i}", shape, dtype) for i, (shape, dtype) in enumerate(rest)]
-    layout = RowLayout.of(first, other, repeated=again, link_codes=codes)
-    block = torch.zeros(3, layout.words, dtype=torch.int32)
-    views = layout.views(block)
-    values = {key: torch.randint(0, 2, view.shape).to(view.dtype) for key, view in views.items()}
-    for key, view in views.items():
-        view.copy_(values[key])
-    if codes:
-        block[:, layout.link] = 999
-    assert set(views) == {key for key, _, _ in (*first, *again, *other)}
-    for key, view in views.items():
-        assert torch.equal(view, values[key]), key
+class Batch:
+    """Where rows are gathered to."""
+
+    def __init__(self, rows: SharedRows, count: int) -> None:
+        self.blocks, self.words = rows.blocks, torch.full((count, WORDS), -1, dtype=torch.int32)
+        self.calls: list[list[int]] = []
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def __call__(
+        self, places: torch.Tensor | None, positions: torch.Tensor, heads: tuple[int, ...]
+    ) -> None:
+        at = slice(None) if places is None else places
+        found = [block.index_select(0, positions) for block in self.blocks]
+        self.words[at] = torch.cat(found, 1)
+        self.calls.append(positions.tolist())
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the rows, which are whole."""
+        assert (self.words == self.words[:, :1]).all(), self.words
+        return self.words[:, 0].tolist()
 
 
-@given(fields)
-@settings(max_examples=30, deadline=None)
-def test_equal_observations_and_next_observations_are_equal_words(linked):
-    first = [(f"a{i}", shape, dtype) for i, (shape, dtype) in enumerate(linked)]
-    again = [(f"n{i}", shape, dtype) for i, (shape, dtype) in enumerate(linked)]
-    layout = RowLayout.of(first, [("b", (1,), torch.bool)], repeated=again, link_codes=5)
-    block = torch.zeros(2, layout.words, dtype=torch.int32)
-    views = layout.views(block)
-    for (key, _, _), (follower, _, _) in zip(first, again, strict=True):
-        views[key].copy_(torch.randint(0, 2, views[key].shape).to(views[key].dtype))
-        views[follower].copy_(views[key])
-    n = layout.linked_words
-    assert torch.equal(block[:, :n], block[:, n : 2 * n])
+def read_at(rows: SharedRows, positions: list[int]) -> list[int]:
+    batch = Batch(rows, len(positions))
+    rows.read_at(torch.tensor(positions), batch)
+    return batch.numbers
 
 
-def test_a_row_of_170_bytes_takes_172():
-    floats = [("o", (17,)), ("a", (6,)), ("r", (1,)), ("n", (17,))]
-    layout = RowLayout.of(
-        [],
-        [(key, shape, torch.float32) for key, shape in floats]
-        + [(f"f{i}", (1,), torch.bool) for i in range(6)],
-    )
-    assert layout.words * 4 == 172
+def read_all(rows: SharedRows) -> list[list[int]]:
+    """Numbers of all readable rows of each shard; all are whole and the ones they should be."""
+    window, found = rows.window(), []
+    for shard, (floor, head) in enumerate(zip(*window, strict=True)):
+        number = torch.arange(floor, head)
+        batch = Batch(rows, len(number))
+        at = shard if rows.shards == 1 else torch.full_like(number, shard)
+        rows.read(window, at, number, batch, pytest.fail)
+        assert batch.numbers == number.tolist() or rows.revision >> 48
+        found.append(batch.numbers)
+    return found
 
 
-def test_flags_are_bits_beside_the_link():
-    bools = [(f"f{i}", (2,), torch.bool) for i in range(3)]
-    layout = RowLayout.of([("o", (2,), torch.float32)], bools, link_codes=1 << 20, pack_flags=True)
-    assert (layout.words, layout.flag_bits, layout.link) == (3, 6, 2)
-    flags = torch.tensor([[1, 0, 0, 1, 1, 0], [0, 0, 0, 0, 0, 1]]).bool()
-    links = torch.tensor([1_000_000, 3])
-    words = layout.pack(links, flags)
-    assert words.tolist() == [64_000_000 + 25, 3 * 64 + 32]
-    back, unpacked = layout.unpack(words)
-    assert torch.equal(back.long(), links)
-    assert torch.equal(unpacked, flags)
-    assert layout.flag_views(flags)["f1"].tolist() == [[False, True], [False, False]]
-
-
-def test_flags_that_do_not_fit_beside_the_link_stay_bytes():
-    layout = RowLayout.of(
-        [("o", (1,), torch.float32)],
-        [("f", (10,), torch.bool)],
-        link_codes=1 << 25,
-        pack_flags=True,
-    )
-    assert (layout.flag_bits, layout.words) == (0, 1 + 3 + 1)
-
-
-def test_more_links_than_a_word_holds_are_refused():
-    with pytest.raises(ConfigError, match="links"):
-        RowLayout.of([("o", (1,), torch.float32)], [], link_codes=(1 << 31) + 1)
-
-
-# Cursors
+# What is readable, and where it lies
 
 
 @given(
-    st.integers(1, 9),
-    st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 5)), min_size=1, max_size=8),
 )
 @settings(max_examples=60, deadline=None)
-def test_rows_lie_as_a_serial_ring_has_them(capacity, counts):
-    rows, serial, written = make_rows(capacity=capacity), {}, 0
-    for count in counts:
-        assert put(rows, count) == written
-        for row in range(written, written + count):
-            serial[row % capacity] = row
-        written += count
-        assert rows.window() == (max(0, written - capacity), written, written)
-    positions = sorted(serial)
-    assert read_positions(rows, positions) == [serial[at] for at in positions]
-    rows.segment.close()
+def test_positions_have_no_gap_whatever_the_shards_have(shards, shard_rows, writes):
+    with make_rows(shard_rows, shards) as rows:
+        heads, serial = [0] * shards, {}
+        for shard, count in writes:
+            shard, count = shard % shards, min(count, shard_rows)
+            assert put(rows, count, shard) == heads[shard]
+            for row in range(heads[shard], heads[shard] + count):
+                serial[row % shard_rows * shards + shard] = row
+            heads[shard] += count
+        without_gap = 0
+        while without_gap in serial:
+            without_gap += 1
+
+        window = rows.window()
+
+        assert rows.extent(window) == (without_gap, False)
+        assert window.heads == tuple(heads)
+        assert window.size == len(serial)
+        assert rows.written == sum(heads)
+        if without_gap:
+            assert read_at(rows, [*range(without_gap)]) == [serial[p] for p in range(without_gap)]
 
 
-def test_rows_being_written_are_not_in_the_window_and_neither_are_those_below_them():
-    rows = make_rows()
-    put(rows, 6)
-    with rows.reserve(4) as (start, _):
-        assert start == 6
-        assert rows.window() == (2, 6, 10)
-        rows.write(start, numbered(6, 4))
-        assert rows.window() == (2, 6, 10)
-    assert rows.window() == (2, 10, 10)
+def test_rows_being_written_are_not_readable_and_neither_are_those_below_them():
+    with make_rows() as rows:
+        put(rows, 6)
+        seen: list[Window] = []
+        fill = rows.fill
+
+        def look(*arguments) -> None:
+            seen.append(rows.window())
+            fill(*arguments)
+
+        rows.fill = look  # type: ignore[method-assign]
+        put(rows, 4)
+
+        assert seen == [Window((2,), (6,))]
+        assert rows.window() == Window((2,), (10,))
 
 
-def test_a_row_overwritten_while_it_is_gathered_is_gathered_again():
-    rows = make_rows()
-    put(rows, 8)
-    gathered = []
+@both_shapes
+def test_drawn_rows_are_uniform_over_all_shards(shards):
+    with make_rows(8, shards) as rows:
+        for shard in range(shards):
+            put(rows, 2 + 2 * shard, shard)
+        window = rows.window()
 
-    def gather(places, at):
-        found = rows.block.index_select(0, at)
-        gathered.append(at.tolist())
-        if places is None:
-            out.copy_(found)
-            put(rows, 3)  # rows 8, 9, 10 take the place of 0, 1, 2
+        shard, number = rows.draw(window.size * 1000, window, torch.Generator().manual_seed(0))
+
+        counts = torch.bincount(rows.positions(shard, number), minlength=8 * shards)
+        readable = counts[counts > 0]
+        assert len(readable) == window.size
+        assert 840 < readable.min() <= readable.max() < 1160  # five standard deviations
+
+
+def test_only_rows_overwritten_while_they_are_read_are_drawn_again():
+    with make_rows() as rows:
+        put(rows, 8)
+        batch, drawn = Batch(rows, 3), []
+        batch.meanwhile = lambda: put(rows, 3)
+
+        def redraw(count: int) -> tuple[int, torch.Tensor]:
+            drawn.append(count)
+            return 0, torch.tensor([5, 9])
+
+        rows.read(rows.window(), 0, torch.tensor([1, 6, 2]), batch, redraw)
+
+        assert (batch.numbers, drawn, batch.calls[1:]) == ([5, 6, 9], [2], [[5, 1]])
+
+
+def test_a_row_overwritten_while_its_position_is_read_is_read_again():
+    with make_rows() as rows:
+        put(rows, 8)
+        batch = Batch(rows, 3)
+        batch.meanwhile = lambda: put(rows, 3)
+
+        rows.read_at(torch.tensor([1, 6, 2]), batch)
+
+        assert (batch.numbers, batch.calls[1:]) == ([9, 6, 10], [[1, 2]])
+
+
+@pytest.mark.parametrize("at", [False, True])
+def test_rows_rewritten_while_they_are_read_are_all_read_again(at):
+    with make_rows() as rows:
+        put(rows, 8)
+        batch = Batch(rows, 2)
+        batch.meanwhile = lambda: rows.rewrite(torch.tensor([6]), numbered(66, 1).split(WIDTHS, 1))
+
+        if at:
+            rows.read_at(torch.tensor([1, 6]), batch)
         else:
-            out.index_copy_(0, places, found)
+            rows.read(rows.window(), 0, torch.tensor([1, 6]), batch, pytest.fail)
 
-    out = torch.empty(3, 2, dtype=torch.int32)
-    rows.read_at(torch.tensor([1, 6, 2]), gather)
-    assert out[:, 0].tolist() == [9, 6, 10]
-    assert gathered == [[1, 6, 2], [1, 2]]
+        assert (batch.numbers, batch.calls) == ([1, 66], [[1, 6], [1, 6]])
 
 
-def test_rows_that_are_gone_are_drawn_again_and_no_others():
-    rows = make_rows()
-    put(rows, 8)
+def test_rows_overwritten_faster_than_they_are_read_are_an_error():
+    with make_rows(timeout=0.02) as rows:
+        put(rows, 8)
 
-    def gather(places, at):
-        found = rows.block.index_select(0, at)
-        if places is None:
-            out.copy_(found)
-            put(rows, 3)
-        else:
-            out.index_copy_(0, places, found)
+        def gather(places, positions, heads) -> None:
+            put(rows, 8)
 
-    out = torch.empty(3, 2, dtype=torch.int32)
-    numbers = torch.tensor([1, 6, 2])
-    drawn = iter([torch.tensor([5, 7])])
-    rows.read_rows(numbers, 0, gather, lambda count: next(drawn))
-    assert numbers.tolist() == out[:, 0].tolist() == [5, 6, 7]
-
-
-def test_a_version_that_changes_makes_a_reader_gather_all_again():
-    rows = make_rows()
-    put(rows, 8)
-    seen = []
-
-    def gather(places, at):
-        seen.append(at.tolist())
-        if len(seen) == 1:
-            rows.rewrite(torch.tensor([6]), numbered(66, 1))
-
-    rows.read_at(torch.tensor([1, 6]), gather)
-    assert seen == [[1, 6], [1, 6]]
+        window = rows.window()
+        with pytest.raises(ContentionError, match=r"on each try for 0\.02 s"):
+            rows.read_at(torch.tensor([1]), gather)
+        with pytest.raises(ContentionError, match=r"on each try for 0\.02 s"):
+            rows.read(
+                window,
+                0,
+                torch.tensor([1]),
+                gather,
+                lambda count: rows.draw(count, rows.window(), None),
+            )
 
 
-def test_a_reservation_waits_for_rows_of_another_writer_in_its_way_and_names_it():
-    first = make_rows(writers=2)
-    second = SharedRows(first.store, first._place, first.segment, 0.05)
-    first.use_writer(0)
-    put(first, 6)
-    with first.reserve(2) as (start, _):
-        second._writer, second._writer_pid = 1, os.getpid()
-        put(second, 6)  # up to the rows in flight, not over them
-        with pytest.raises(WaitTimeoutError, match=rf"writer 0 \(process {os.getpid()}\)"):
-            put(second, 1)
-        first.write(start, numbered(start, 2))
-    assert put(second, 1) == 14
+def test_positions_that_are_not_written_are_refused():
+    with make_rows() as rows:
+        put(rows, 3)
+        with pytest.raises(IndexError, match="no row 3: 3 are written"):
+            read_at(rows, [0, 3])
 
 
-def test_explicit_reading_of_a_row_in_flight_waits_and_then_names_the_writer():
-    rows = make_rows(timeout=0.05)
-    put(rows, 8)
-    with rows.reserve(2):
-        assert read_positions(rows, [2, 7]) == [2, 7]
-        with pytest.raises(WaitTimeoutError, match="writer 0"):
-            read_positions(rows, [1])
+@both_shapes
+def test_cleared_rows_count_from_position_zero_and_reads_of_old_ones_are_drawn_again(shards):
+    with make_rows(4, shards) as rows:
+        for shard in range(shards):
+            put(rows, 3, shard)
+        window, revision = rows.window(), rows.revision
+        batch = Batch(rows, 1)
+
+        def clear() -> None:
+            rows.clear()
+            put(rows, 1, 0)
+
+        batch.meanwhile = clear
+        shard, number = rows.draw(1, window, None)
+        rows.read(window, shard, number, batch, lambda n: rows.draw(n, rows.window(), None))
+
+        assert batch.numbers == [4]
+        assert rows.extent(rows.window()) == (1, False)
+        assert rows.written == 1
+        assert rows.revision > revision
 
 
-def test_an_error_while_rows_are_written_leaves_complete_ones():
-    rows = make_rows()
-    put(rows, 8)
-    with pytest.raises(ZeroDivisionError), rows.reserve(3) as (start, _):
-        _fail(rows.write(start, torch.full((1, 2), -7, dtype=torch.int32)))
-    assert rows.window() == (3, 11, 11)
-    assert read_positions(rows, list(range(8))) == [5, 6, 7, 3, 4, 5, 6, 7]
+# Writers
 
 
-def _fail(_: object) -> None:
-    raise ZeroDivisionError
+@both_shapes
+def test_processes_claim_free_shards_first_and_share_them_then(shards):
+    with make_rows(8, shards) as rows, contextlib.ExitStack() as stack:
+        taken = [rows.shard]
+        reads, writes = os.pipe()
+        for _ in range(shards):
+
+            def claim() -> None:
+                os.write(writes, bytes([rows.shard]))
+                signal.pause()
+
+            stack.enter_context(forked(claim))
+            taken.append(os.read(reads, 1)[0])
+        os.close(reads)
+        os.close(writes)
+
+        assert taken[:shards] == [*range(shards)]
+        assert 0 <= taken[shards] < shards
 
 
-def test_an_error_in_the_first_rows_leaves_none():
-    rows = make_rows()
-    with pytest.raises(ZeroDivisionError), rows.reserve(3):
-        _fail(None)
-    assert rows.window() == (3, 3, 3)
+def test_the_shard_of_a_living_process_is_refused_by_its_id_and_that_of_a_dead_one_is_not():
+    with make_rows(8, 2) as rows:
+        reads, writes = os.pipe()
+
+        def claim() -> None:
+            rows.claim(1)
+            os.write(writes, b"1")
+            signal.pause()
+
+        with forked(claim) as child:
+            os.read(reads, 1)
+            with pytest.raises(ConfigError, match=f"process {child} is alive"):
+                rows.claim(1)
+        os.close(reads)
+        os.close(writes)
+
+        assert rows.claim(1) == 1
 
 
-def test_rows_noted_by_a_writer_that_died_before_the_head_moved_are_the_next_ones():
-    rows = make_rows(writers=2)
-    put(rows, 6)
-    # Its process, the number of its first row plus one, and how many: the head comes last.
-    rows._words[4], rows._words[6], rows._words[5] = DEAD, 2, 6 + 1
-    assert rows.window() == (0, 6, 6)
-    with rows.reserve(2) as (start, _):
-        assert start == 6
-        rows.write(start, numbered(start, 2))
-    assert rows.window() == (0, 8, 8)
-    assert not rows.recover(1)
-    assert read_positions(rows, list(range(8))) == list(range(8))
+@pytest.mark.parametrize("shard", [-1, 2])
+def test_a_shard_that_does_not_exist_is_refused(shard):
+    with make_rows(8, 2) as rows, pytest.raises(ConfigError, match=f"{shard} .expected 0 to 1"):
+        rows.claim(shard)
 
 
-def test_rows_can_be_cleared_and_counted_from_zero_again():
-    rows = make_rows()
-    put(rows, 13)
-    version = rows.version
-    with rows.frozen(clear=True):
-        pass
-    assert rows.window() == (0, 0, 0)
-    assert rows.version == version + 2
-    assert put(rows, 2) == 0
+def test_threads_and_processes_that_share_a_shard_write_one_after_the_other():
+    with make_rows(4096) as rows:
+
+        def write() -> None:
+            own = again(rows)
+            for _ in range(50):
+                put(own, 8)
+
+        threads = [threading.Thread(target=write) for _ in range(2)]
+        with forked(write) as one, forked(write) as two:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for child in (one, two):
+                os.waitpid(child, 0)
+
+        assert read_all(rows) == [[*range(4 * 50 * 8)]]
 
 
-# Slots of the side table
-
-LINKED = RowLayout.of([("o", (1,), torch.float32)], [], link_codes=8 + 1 + 3)
+# Interrupts, stops, kills
 
 
-def put_with_slots(rows: SharedRows, count: int, slots: int) -> list[int]:
-    """Rows of which the last `slots` have a slot; returns these."""
-    with rows.reserve(count, slots) as (start, taken):
-        codes = torch.zeros(count, dtype=torch.int64)
-        codes[count - slots :] = rows.slot_code(taken)
-        words = torch.zeros(count, 2, dtype=torch.int32)
-        words[:, 1] = rows.layout.pack(codes, None)
-        numbers = torch.arange(start + count - slots, start + count)
-        rows.write_side(taken, numbers, numbered(start, slots, 1))
-        rows.write(start, words)
-    return taken.tolist()
+ACTIONS: dict[str, Callable[[SharedRows], object]] = {
+    "append": lambda rows: put(rows, 3),
+    "claim": lambda rows: rows.claim(0),
+    "rewrite": lambda rows: rows.rewrite(
+        torch.tensor([2, 0]), numbered(900, 1).repeat(2, 1).split(WIDTHS, 1)
+    ),
+    "clear": lambda rows: rows.clear(),
+    "replace": lambda rows: rows.replace(
+        Window((0,) * rows.shards, (5,) * rows.shards),
+        lambda shard, first, count: numbered(800, count).split(WIDTHS, 1),
+    ),
+}
 
 
-def test_slots_are_free_again_when_their_rows_are_overwritten():
-    rows = make_rows(LINKED, side_slots=3)
-    assert put_with_slots(rows, 4, 2) == [0, 1]
-    assert put_with_slots(rows, 4, 1) == [2]
-    assert rows.window().floor == 0
-    assert put_with_slots(rows, 4, 2) == [0, 1]  # in the place of rows 0 to 3
-    assert rows.window().floor == 4
+def check_whole_and_writable(rows: SharedRows) -> None:
+    """All readable rows are whole, and each shard can be written to at once."""
+    read_all(rows)
+    for shard in range(rows.shards):
+        put(rows, 3, shard)
+    for numbers, head in zip(read_all(rows), rows.window().heads, strict=True):
+        assert numbers[-3:] == [*range(head - 3, head)]
+    length, _ = rows.extent(rows.window())
+    batch = Batch(rows, length)
+    rows.read_at(torch.arange(length), batch)
+    assert batch.numbers
 
 
-def test_the_oldest_rows_are_given_up_for_slots_and_no_more_than_needed():
-    rows = make_rows(LINKED, side_slots=3)
-    put_with_slots(rows, 2, 1)  # slot of row 1
-    put_with_slots(rows, 2, 2)  # slots of rows 2, 3
-    assert put_with_slots(rows, 1, 1) == [0]
-    assert rows.window() == (2, 5, 5)
-    with pytest.raises(IndexError, match="given up"):
-        rows.read_at(torch.tensor([1]), lambda places, at: None)
-    rows.read_at(torch.tensor([2]), lambda places, at: None)
+@both_shapes
+@pytest.mark.parametrize("name", ACTIONS)
+def test_an_interrupt_at_any_line_leaves_rows_that_others_write_and_read(name, shards):
+    with make_rows(8, shards, timeout=0.5) as rows:
+        for shard in range(shards):
+            [put(rows, 5, shard) for _ in range(2)]
+        (ask, asked), (answer, answered) = os.pipe(), os.pipe()
+        other = again(rows, 0.5)
+
+        def serve() -> None:
+            while os.read(ask, 1):
+                check_whole_and_writable(other)
+                os.write(answered, b"1")
+
+        lines = 0
+        with forked(serve):
+            os.close(answered)
+            for where in interrupt_each_line(lambda: ACTIONS[name](rows), PROTOCOL):
+                lines += 1
+                os.write(asked, b"1")
+                assert os.read(answer, 1), f"another process cannot go on after {where}"
+                check_whole_and_writable(rows)
+        for descriptor in (ask, asked, answer):
+            os.close(descriptor)
+        assert lines > 10
 
 
-def test_more_slots_than_there_are_in_all_are_refused_before_anything_is_reserved():
-    rows = make_rows(LINKED, side_slots=3)
-    with pytest.raises(ConfigError, match="expected at most 3"), rows.reserve(4, 4):
-        pass
-    assert rows.window() == (0, 0, 0)
+def steps_of(name: str, shards: int) -> int:
+    with make_rows(8, shards) as rows:
+        for shard in range(shards):
+            put(rows, 5, shard)
+        count = strike_at(rows, 0, kill_self)
+        ACTIONS[name](rows)
+        return count()
 
 
-def test_a_linked_row_gives_its_slot_back_unless_it_is_gone():
-    rows = make_rows(LINKED, side_slots=3)
-    slots = put_with_slots(rows, 2, 2)
-    put_with_slots(rows, 2, 0)
-    numbers, successors_ = torch.tensor([0, 1]), torch.tensor([2, 3])
-    rows.relink(numbers, successors_, torch.tensor(slots), rows.version)
-    links, _ = rows.layout.unpack(rows.block[:2, 1])
-    assert links.tolist() == [3, 4]
-    assert put_with_slots(rows, 3, 3) == [2, 0, 1]
-    before = rows.block.clone()
-    put(rows, 8)
-    now = rows.block.clone()
-    rows.relink(numbers, successors_, torch.tensor(slots), rows.version)  # overwritten meanwhile
-    assert torch.equal(rows.block, now)
-    assert not torch.equal(before, now)
+@both_shapes
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another writer"])
+@pytest.mark.parametrize("name", ["append", "rewrite", "clear", "replace"])
+def test_a_process_killed_at_any_step_leaves_whole_rows_and_nobody_waits(name, beside, shards):
+    with make_rows(8, shards, timeout=2.0) as rows:
+        for shard in range(shards):
+            [put(rows, 5, shard) for _ in range(2)]
+        steps = steps_of(name, shards)
+
+        def write_on() -> None:
+            own = again(rows, 2.0)
+            while True:
+                put(own, 3, shards - 1)
+
+        with forked(write_on) if beside else contextlib.nullcontext():
+            for nth in range(1, steps + 1):
+
+                def die(nth: int = nth) -> None:
+                    own = again(rows, 2.0)
+                    strike_at(own, nth, kill_self)
+                    ACTIONS[name](own)
+
+                with forked(die) as child:
+                    _, status = os.waitpid(child, 0)
+                    assert os.WTERMSIG(status) == signal.SIGKILL
+                if not beside:
+                    check_whole_and_writable(rows)
+                else:
+                    batch, window = Batch(rows, 16), rows.readable()
+                    if window.size:
+                        shard, number = rows.draw(16, window, None)
+                        redraw = lambda n: rows.draw(n, rows.readable(), None)  # noqa: E731
+                        rows.read(window, shard, number, batch, redraw)
+                        assert batch.numbers
+        check_whole_and_writable(rows)
 
 
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=40))
-@settings(max_examples=60, deadline=None)
-def test_no_slot_is_ever_lost_or_given_twice(writes):
-    rows = make_rows(LINKED, side_slots=3)
-    for count, slots in writes:
-        slots = min(slots, count)
-        put_with_slots(rows, count, slots)
-        floor, end, _ = rows.window()
-        live = torch.arange(floor, end).remainder(8)
-        links, _ = rows.layout.unpack(rows.block[live, 1])
-        used = (links[links > 8] - 9).tolist()
-        assert len(used) == len(set(used))
-        assert rows._slots_free() == 3 - len(used)
-        assert all(rows.owners[s] == live[links == s + 9].item() for s in used)
-    rows.segment.close()
+def test_the_unfinished_rows_of_a_killed_writer_are_replaced_by_the_oldest_until_written_again():
+    with make_rows() as rows:
+        [put(rows, 5) for _ in range(2)]  # rows 2 to 9 are readable
+
+        def die() -> None:
+            own = again(rows)
+            strike_at(own, 3, kill_self)
+            put(own, 2)
+
+        with forked(die) as child:
+            os.waitpid(child, 0)
+
+        assert rows.window() == Window((4,), (10,))
+        assert read_at(rows, [2, 3, 4]) == [4, 4, 4]
+        put(rows, 2)
+        assert read_at(rows, [2, 3, 4]) == [10, 11, 4]
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.booleans()), min_size=1),
-    st.data(),
-)
-@settings(max_examples=60, deadline=None)
-def test_slots_that_the_dead_took_for_no_row_are_free_again(writes, data):
-    rows = make_rows(LINKED, side_slots=3)
-    for count, slots, dies in writes:
-        slots = min(slots, count)
-        if not dies:
-            put_with_slots(rows, count, slots)
-            continue
-        with rows._lock:
-            rows._take_slots(data.draw(st.integers(0, max(0, rows._slots_free()))))
-        rows._words[4] = DEAD
-        assert not rows.recover(1)
-        floor, end, _ = rows.window()
-        live = torch.arange(floor, end).remainder(8)
-        links, _ = rows.layout.unpack(rows.block[live, 1])
-        used = (links[links > 8] - 9).tolist()
-        first = rows._header[TAKEN]
-        free = [int(rows._free[i % 3]) for i in range(first, rows._header[FREED])]
-        assert sorted(used + free) == [0, 1, 2]
-    rows.segment.close()
+@pytest.mark.parametrize("name", ["append", "rewrite", "replace"])
+def test_a_process_stopped_at_any_step_is_waited_for_within_bounds_and_named(name):
+    for nth in range(1, steps_of(name, 1) + 1):
+        with make_rows(timeout=0.1) as rows:
+            [put(rows, 5) for _ in range(2)]
+
+            def stop(nth: int = nth, rows: SharedRows = rows) -> None:
+                own = again(rows)
+                strike_at(own, nth, stop_self)
+                ACTIONS[name](own)
+
+            with forked(stop) as child:
+                os.waitpid(child, os.WUNTRACED)
+                with pytest.raises(ContentionError, match=f"process ({child}|{os.getpid()})"):
+                    put(rows, 3)
+                os.kill(child, signal.SIGCONT)
+                os.waitpid(child, 0)
+            check_whole_and_writable(rows)
 
 
-# Memory
+def test_rows_in_other_places_are_read_while_a_writer_is_stopped():
+    with make_rows(timeout=0.1) as rows:
+        [put(rows, 5) for _ in range(2)]
+
+        def stop() -> None:
+            own = again(rows)
+            strike_at(own, 3, stop_self)
+            put(own, 2)
+
+        with forked(stop) as child:
+            os.waitpid(child, os.WUNTRACED)
+            assert read_at(rows, [4, 5, 6, 7, 0, 1]) == [4, 5, 6, 7, 8, 9]
+            with pytest.raises(ContentionError, match=f"process {child}"):
+                read_at(rows, [4, 2])
 
 
-def test_capacity_that_does_not_fit_is_refused_with_what_would(monkeypatch):
-    monkeypatch.setattr("torchrl_unilab.shm.row_store.free_bytes", lambda kind: 100_000)
-    place = SharedPlace()
-    store = RowStore(PLAIN, 1_000_000, 1, 0, 2)
-    with pytest.raises(SegmentSpaceError, match="rows would") as caught:
-        store.build(place, b"{}")
-    assert place.find() is None
-    fits = int(str(caught.value).split("About ")[1].split()[0])
-    assert 10_000 < fits <= 100_000 // 8
+def test_a_killed_process_that_replaces_rows_leaves_all_of_them_or_none():
+    for shards in (1, 3):
+        for nth in range(1, steps_of("replace", shards) + 1):
+            with make_rows(8, shards) as rows:
+                for shard in range(shards):
+                    put(rows, 4, shard)
+
+                def die(nth: int = nth, rows: SharedRows = rows) -> None:
+                    own = again(rows)
+                    strike_at(own, nth, kill_self)
+                    ACTIONS["replace"](own)
+
+                with forked(die) as child:
+                    os.waitpid(child, 0)
+                rows.wait(0)
+                assert rows.extent(rows.window())[0] in (0, 4 * shards, 5 * shards)
 
 
-def test_a_place_has_no_memory_until_it_is_built_and_then_for_all_who_hold_it():
-    place = SharedPlace()
-    assert place.find() is None
-    with place.lock:
-        place.build(128).buffer[:] = 3
-    found = place.find()
-    assert found is not None
-    assert int(found.buffer.sum()) == 384
-    place.close()
+# Copies of whole shards
 
 
-def test_a_named_place_goes_with_its_creator(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
-    place = SharedPlace("named")
-    with place.lock:
-        place.build(64)
-    assert math.prod(path.stat().st_size for path in tmp_path.iterdir()) == 64
-    place.close()
-    assert not list(tmp_path.iterdir())
-    assert segment_module.named_directory() == tmp_path
+@both_shapes
+def test_copies_of_a_window_are_its_rows_newest_first(shards, monkeypatch):
+    monkeypatch.setattr(reader_module, "NOTES", 3)
+    with make_rows(8, shards) as rows:
+        for shard in range(shards):
+            [put(rows, 5, shard) for _ in range(3)]
+
+        for shard in range(shards):
+            found: list[int] = []
+            for first, parts in rows.copies(shard, rows.window()):
+                words = torch.cat([*parts], 1)
+                assert (words[:, 0].tolist(), words[:, -1].tolist()) == 2 * (
+                    [*range(first, first + len(words))],
+                )
+                found = words[:, 0].tolist() + found
+            assert found == [*range(7, 15)]
 
 
-def test_the_lock_is_of_one_holder_and_says_so_after_its_timeout():
-    place = SharedPlace(timeout=0.05)
-    with place.lock, pytest.raises(WaitTimeoutError, match="held"), place.lock:
-        pass
-    with place.lock:
-        pass
-    place.close()
+def test_copies_end_where_rows_are_overwritten_meanwhile(monkeypatch):
+    monkeypatch.setattr(reader_module, "NOTES", 3)
+    with make_rows() as rows:
+        [put(rows, 5) for _ in range(3)]
+        found: list[int] = []
+        for _, parts in rows.copies(0, rows.window()):
+            found = parts[1][:, 0].tolist() + found
+            put(rows, 2)
+
+        assert found == [*range(found[0], 15)]
+        assert len(found) < 8
+
+
+@both_shapes
+def test_replaced_rows_lie_at_their_positions_and_writing_continues_there(shards):
+    with make_rows(8, shards) as rows:
+        [put(rows, 3, shard) for shard in range(shards)]
+        window = Window((3,) * shards, (9,) * shards)
+
+        rows.replace(window, lambda shard, first, count: numbered(first, count).split(WIDTHS, 1))
+
+        assert rows.written == 9 * shards
+        assert rows.extent(rows.window()) == (8 * shards, True)
+        assert read_at(rows, [shards * place for place in (0, 3, 7)]) == [8, 3, 7]
+        first = put(rows, 1)
+        assert read_at(rows, [shards]) == [first]
+
+
+def test_a_replacement_that_fails_leaves_no_rows():
+    with make_rows() as rows:
+        put(rows, 5)
+
+        with pytest.raises(ZeroDivisionError):
+            rows.replace(Window((0,), (3,)), lambda *_: 1 // 0)
+
+        assert rows.extent(rows.window()) == (0, False)
+        check_whole_and_writable(rows)

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import psutil
-import torch
 from torchrl.envs import EnvBase, Transform, TransformedEnv
 
 from tests.support.bounds import DEADLINE, PROMPT
@@ -44,7 +43,7 @@ from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.modules.squashed import SquashedGaussianActor
 from torchrl_unilab.runtime import WorkerGroup
 from torchrl_unilab.shm import SnapshotCell, seqlock
-from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.rows import Parts, SharedRows
 from torchrl_unilab.shm.segment import named_directory
 from torchrl_unilab.trainers import (
     APPOConfig,
@@ -116,16 +115,16 @@ def _half_a_publish(strike: Strike) -> None:
 
 def _half_a_write(strike: Strike) -> None:
     """Have a process hit when it has written half of its rows, the fifth time."""
-    write = SharedRows.write
+    fill = SharedRows.fill
     calls = itertools.count(1)
 
-    def half(rows: SharedRows, start: int, words: torch.Tensor) -> None:
+    def half(rows: SharedRows, shard: int, number: int, parts: Parts) -> None:
         if next(calls) == 5:
-            write(rows, start, words[: len(words) // 2])
+            fill(rows, shard, number, [words[: len(words) // 2] for words in parts])
             strike()
-        write(rows, start, words)
+        fill(rows, shard, number, parts)
 
-    setattr(SharedRows, "write", half)  # noqa: B010
+    setattr(SharedRows, "fill", half)  # noqa: B010
 
 
 def _second_checkpoint(strike: Strike, run_dir: Path) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 
-from torchrl_unilab.data.packed_form import leaves
-from torchrl_unilab.data.packed_replay import PackedReplayStorage
-from torchrl_unilab.shm.row_copy import FoundRows, RowCopy
-from torchrl_unilab.shm.row_store import REWRITING, VERSION
+from tests.support.striking import strike_at
+from torchrl_unilab.data import PackedReplayStorage
 
 OBSERVATIONS = 17
 ACTIONS = 6
@@ -113,17 +109,24 @@ def mixed(batch: TensorDictBase) -> int:
 
 
 def append_until_told(
-    pipe: Connection, storage: PackedReplayStorage, writer: int, count: int
+    pipe: Connection, storage: PackedReplayStorage, writer: int | None, count: int
 ) -> None:
     """Append stamped rows, `count` at a time, until the other end says something.
 
-    Every other block lies as it is copied natively.
+    Args:
+        pipe: To the other end.
+        storage: Where to.
+        writer: Shard to write to; None for one that the storage chooses.
+        count: Rows of an append.
     """
     torch.set_num_threads(1)
-    storage.use_writer(writer)
+    if writer is not None:
+        storage.use_writer(writer)
     pipe.send("ready")
-    written, blocks = 0, [stamped(torch.arange(i, i + count) * 8 + writer) for i in range(64)]
-    blocks[::2] = [block.contiguous() for block in blocks[::2]]
+    written, blocks = (
+        0,
+        [stamped(torch.arange(i, i + count) * 8 + (writer or 0)) for i in range(64)],
+    )
     while not pipe.poll():
         for block in blocks:
             storage.append(block)
@@ -146,40 +149,30 @@ def add_chain_until_told(
 
 
 def chained(writer: int, envs: int, t: int, episode: int) -> TensorDict:
-    """Step `t` of environments whose observation is (writer, environment, step, ...)."""
+    """Step `t` of environments, each observed as (writer, environment, step); rewards are 1."""
     seen = torch.tensor([[writer, env, t] for env in range(envs)], dtype=torch.float32)
-    seen = seen.repeat(1, 4)
-    final = (t + 1) % episode == 0
-    ahead = seen + torch.tensor([0.0, 0.0, 1.0]).repeat(4)
-    if final:
-        ahead = ahead + torch.tensor([0.0, 0.0, 0.5]).repeat(4)
-    done = torch.full((envs, 1), final)
+    done = torch.full((envs, 1), (t + 1) % episode == 0)
+    ahead = seen + torch.tensor([0.0, 0.0, 1.0]) + 0.5 * done
     return TensorDict(
         {
             "observation": seen,
-            "action": seen[:, :2].contiguous(),
-            "next": {
-                "observation": ahead,
-                "reward": seen[:, 2:3].contiguous(),
-                "done": done,
-                "terminated": done,
-                "truncated": torch.zeros_like(done),
-            },
+            "next": {"observation": ahead, "reward": torch.ones(envs, 1), "done": done},
         },
         [envs],
     )
 
 
-def wrong_chain(batch: TensorDictBase, episode: int) -> int:
-    """How many rows of chained steps are not what was added."""
+def wrong_chain(batch: TensorDictBase, episode: int, n: int) -> int:
+    """How many n-step returns of chained steps are none, but for those at a shard's end."""
     seen, ahead = batch["observation"], batch["next", "observation"]
-    t = seen[:, 2]
-    final = (t + 1) % episode == 0
-    expected = seen + torch.tensor([0.0, 0.0, 1.0]).repeat(4)
-    expected = expected + final.unsqueeze(1) * torch.tensor([0.0, 0.0, 0.5]).repeat(4)
-    bad = (ahead != expected).any(1) | (seen != seen[:, :3].repeat(1, 4)).any(1)
-    bad |= batch["next", "done"][:, 0] != final
-    return int((bad | (batch["next", "reward"][:, 0] != t)).sum())
+    taken, t = batch["steps_to_next_obs"], seen[:, 2]
+    left = episode - t % episode  # steps to the episode's end
+    bad = (batch["next", "reward"][:, 0] != taken) | (taken > left.clamp(max=n)) | (taken < 1)
+    done = batch["next", "done"][:, 0]
+    bad |= done != (taken == left)
+    expected = seen + taken.unsqueeze(1) * torch.tensor([0.0, 0.0, 1.0])
+    bad |= (ahead != expected + 0.5 * done.unsqueeze(1)).any(1)
+    return int(bad.sum())
 
 
 def extend_and_tell(pipe: Connection, buffer: ReplayBuffer, first: int, count: int) -> None:
@@ -194,44 +187,19 @@ def extend_and_tell(pipe: Connection, buffer: ReplayBuffer, first: int, count: i
     pipe.recv()
 
 
-def stop_half_way(
+def strike_half_way(
     pipe: Connection, storage: PackedReplayStorage, writer: int, count: int, signal_: int
 ) -> None:
-    """Write half of `count` rows of garbage, then get a signal, in mid-write."""
+    """Append `count` rows, and get a signal when half of each row is written."""
     torch.set_num_threads(1)
     storage.use_writer(writer)
-    rows = stamped(torch.arange(count)).contiguous()
-    some = [torch.full_like(leaf[: max(1, count // 2)], 7) for leaf in leaves(rows).values()]
-    put, put_found = RowCopy.put, RowCopy.put_found
 
-    def put_half(copy: RowCopy, at: int) -> None:
-        put(copy, some, at)
+    def strike() -> None:
         pipe.send(os.getpid())
         os.kill(os.getpid(), signal_)
 
-    def half(copy: RowCopy, tensors: Sequence[torch.Tensor], at: int) -> None:
-        put_half(copy, at)
-        put(copy, tensors, at)
-
-    def half_found(copy: RowCopy, found: FoundRows, number: int, at: int) -> None:
-        put_half(copy, at)
-        put_found(copy, found, number, at)
-
-    RowCopy.put, RowCopy.put_found = half, half_found  # type: ignore[method-assign]
-    storage.append(rows)
-    RowCopy.put, RowCopy.put_found = put, put_found  # type: ignore[method-assign]
+    full = storage.rows.window().heads[writer] + count > storage.rows.shard_rows
+    strike_at(storage.rows, 3 if full else 2, strike)
     storage.append(stamped(torch.arange(count)))
     pipe.send("went on")
     pipe.recv()
-
-
-def die_in_rewrite(pipe: Connection, storage: PackedReplayStorage) -> None:
-    """Die with rows 1, 5 and 3 noted as being rewritten, and the first of them garbage."""
-    rows = storage.rows
-    with rows._lock:
-        rows._rewritten[:3] = torch.tensor([1, 5, 3])
-        rows._header[REWRITING] = 3
-        rows._header[VERSION] += 1
-        rows.block[1] = -7
-        pipe.send("half")
-        os.kill(os.getpid(), signal.SIGKILL)

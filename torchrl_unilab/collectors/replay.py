@@ -45,8 +45,6 @@ class ReplaySink:
     def open(self, rollouts: RolloutWorker, worker: int) -> None:
         """Become writer `worker` of the replay, with private memory for a rollout."""
         self.storage.use_writer(worker)
-        if self.storage.links is not None:
-            rollouts.kept["links"] = self.storage.links
         self._slot = self.schema.empty()
         self._rows = self._slot.select(*transition_keys(rollouts.env))
 
@@ -63,8 +61,7 @@ class ReplaySink:
         return True
 
     def recover(self, worker: int) -> None:
-        """Free what a dead worker held of the replay."""
-        self.storage.recover(worker)
+        """Do nothing: rows that a dead worker had not completed are below no `head`."""
 
     def close(self) -> None:
         """Close the replay in this process."""

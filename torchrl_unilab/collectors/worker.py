@@ -84,7 +84,6 @@ class RolloutWorker:
         next_trajectory: Id of the next trajectory.
         log: Episodes.
         clock: Seconds per phase.
-        kept: What else is saved with the worker's state, by name.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class RolloutWorker:
         base = env
         while isinstance(base, TransformedEnv):
             base = base.base_env
-        self.kept: dict[str, Any] = {}
         self._simulation = next(iter(_snapshotting(base)), None)
         self._modules = [found for part in policy.modules() for found in _snapshotting(part)]
 
@@ -148,7 +146,6 @@ class RolloutWorker:
             "log": self.log.state_dict(),
             "seconds": dict(self.clock.seconds),
             "frames": self.frames,
-            "kept": {name: part.state_dict() for name, part in self.kept.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -167,8 +164,6 @@ class RolloutWorker:
         torch.set_rng_state(state["random"])
         for module, snapshot in zip(self._modules, state["modules"], strict=True):
             module.restore(snapshot)
-        for name, part in self.kept.items():
-            part.load_state_dict(state["kept"][name])
         self.log.load_state_dict(state["log"])
         self.clock.seconds.update(state["seconds"])
         self.frames = state["frames"]

@@ -1,13 +1,12 @@
 """Experience between processes in shared memory, as parts of TorchRL's replay buffers."""
 
-from torchrl_unilab.data.packed_replay import PackedReplayStorage
-from torchrl_unilab.data.packed_writer import PackedReplayWriter
 from torchrl_unilab.data.pipeline.pipeline import (
     DoubleBufferReplayPipeline,
     ReplayPipeline,
     ReplayTickMetadata,
 )
-from torchrl_unilab.data.pipeline.source import ReplaySnapshot, ReplaySource
+from torchrl_unilab.data.pipeline.source import ReplaySource
+from torchrl_unilab.data.replay import PackedReplayStorage, PackedReplayWriter, ReplaySnapshot
 from torchrl_unilab.data.rollouts import (
     RolloutLease,
     RolloutReplayBuffer,

@@ -159,8 +159,9 @@ class TensorSchema:
                     "Pass items like the first one, or make a new storage."
                 )
             found = {path: found[path] for path in self._paths}
+        batch = tuple(batch_size)
         for tensor, (path, shape, dtype) in zip(found.values(), self.fields, strict=True):
-            if tensor.shape != (*batch_size, *shape):
+            if tensor.shape != batch + shape:
                 raise LayoutShapeError(
                     f"shape of {dotted(path)!r}: {tuple(tensor.shape)} (expected "
                     f"{(*batch_size, *shape)}). Pass items like the first one, or make a new "

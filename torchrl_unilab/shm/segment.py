@@ -64,13 +64,13 @@ def named_directory() -> Path:
     return mount if mount.is_dir() else Path(tempfile.gettempdir())
 
 
-def free_bytes(kind: SegmentKind) -> int:
-    """Return how many bytes a new segment of `kind` may take now.
+def free_bytes(kind: SegmentKind | None = None) -> int:
+    """Return how many bytes a new segment of `kind`, or of the default kind, may take now.
 
     A named segment is bounded by its mount. An anonymous one lies on a mount of the
     kernel's own, which has no size limit but memory: the machine's and the control groups'.
     """
-    if kind == "named":
+    if (kind or default_kind()) == "named":
         return shutil.disk_usage(named_directory()).free
     return available_memory()
 
@@ -172,6 +172,12 @@ class SharedSegment:
                 "Create or attach it again."
             )
         return self._buffer
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the segment's file, which can carry locks."""
+        _ = self.buffer  # refuse a closed segment
+        return self._descriptor
 
     @property
     def closed(self) -> bool:

@@ -86,7 +86,11 @@ class _LearnerState:
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        progress = {"updates": trainer.updates, "tick": trainer._tick, "counted": trainer._counted}
+        progress = {
+            "updates": trainer.updates,
+            "tick": trainer._tick,
+            "counted": [*trainer._counted],
+        }
         return {**{name: part.state_dict() for name, part in self._parts.items()}, **progress}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -161,7 +165,7 @@ class OffPolicyTrainer(Trainer):
         keep_newest_values(self)
         self.updates = 0
         self._tick = 0
-        self._counted = 0  # rows that the normalisers know
+        self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
         self.pipeline = pipeline or DoubleBufferReplayPipeline(
             self.storage,
             device=next(loss_module.parameters()).device,
@@ -222,13 +226,10 @@ class OffPolicyTrainer(Trainer):
         """Let the normalisers learn from the rows that are new, each once."""
         if not self.normalizers:
             return
-        end = self.storage.ptr
-        begin = max(self._counted, end - self.storage.max_size)
-        if end > begin:
-            rows = self.storage.get(torch.arange(begin, end) % self.storage.max_size)
+        rows, self._counted = self.storage.read_since(self._counted)
+        if len(rows):
             for key, normalizer in self.normalizers.items():
                 normalizer.update(rows.get(key))
-        self._counted = end
 
     def close(self) -> None:
         """Close the pipeline. Idempotent."""

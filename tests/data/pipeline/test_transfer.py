@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch.overrides import TorchFunctionMode
 
+from torchrl_unilab.data import ReplaySnapshot
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline
-from torchrl_unilab.data.pipeline.source import ReplaySnapshot
 from torchrl_unilab.data.pipeline.transfer import (
     CUDATransfer,
     HostTransfer,

@@ -34,7 +34,6 @@ RUNS = {
     ),
     "sac": ("HalfCheetah-v5", OffPolicyConfig(**OFF_POLICY, obs_normalization=True)),
     "td3-two": ("Hopper-v5", OffPolicyConfig("td3", num_collectors=2, **OFF_POLICY)),
-    "derived": ("Hopper-v5", OffPolicyConfig(**OFF_POLICY, next_observation="derived")),
     "n-step": ("Hopper-v5", OffPolicyConfig(**OFF_POLICY, n_step=3, env_steps_per_sync=2)),
 }
 

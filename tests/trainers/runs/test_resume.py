@@ -80,8 +80,8 @@ RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
         )
         for name, settings in {
             "n-step": {"n_step": 3},
-            "derived": {"next_observation": "derived", "env_steps_per_sync": 2},
-            "both": {"n_step": 3, "next_observation": "derived", "num_collectors": 2},
+            "several-steps": {"env_steps_per_sync": 2},
+            "shards": {"n_step": 3, "num_collectors": 2},
         }.items()
     },
 }

@@ -24,8 +24,9 @@ from typing import Any, Literal, Protocol
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_unilab.data.pipeline.source import ReplaySnapshot, ReplaySource
+from torchrl_unilab.data.pipeline.source import ReplaySource
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
+from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 
@@ -369,7 +370,7 @@ class DoubleBufferReplayPipeline:
         with span("replay submit"):
             self._transfer.submit(slot)
         copied = None if self._transfer.submitter == "none" else slot
-        return ReplayTickMetadata(tick_id, *snapshot, seed, count, slot, copied)
+        return ReplayTickMetadata(tick_id, snapshot.ptr, snapshot.size, seed, count, slot, copied)
 
     def _wait_for_rows(self, min_ptr: int) -> ReplaySnapshot:
         until = time.monotonic() + self._timeout

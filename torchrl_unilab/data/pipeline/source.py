@@ -6,23 +6,13 @@ The same draw of the same rows gives the same batch. `PackedReplayStorage` is on
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from tensordict import TensorDictBase
 
-__all__ = ["ReplaySnapshot", "ReplaySource"]
+from torchrl_unilab.data.replay.gather import ReplaySnapshot
 
-
-class ReplaySnapshot(NamedTuple):
-    """What there is to sample from.
-
-    Attributes:
-        ptr: Rows ever written, since the storage was last emptied.
-        size: Rows that can be sampled, the last ones of these.
-    """
-
-    ptr: int
-    size: int
+__all__ = ["ReplaySource"]
 
 
 class ReplaySource(Protocol):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchrl_unilab.data.packed_replay import NextObservation
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.configs.settings import (
     Settings,
@@ -101,11 +100,6 @@ class OffPolicyConfig(Settings):
         False, "normalise observations by running statistics; each row counts once", flag()
     )
     n_step: int = setting(1, "rewards that are summed before a value is looked up", integer())
-    next_observation: NextObservation = setting(
-        "stored",
-        "stored with each row, or derived from the row that follows, for half the memory",
-        choice(NextObservation),
-    )
     observation: str = setting("observation", "key that the actor reads", text())
     critic_observation: str = setting("observation", "key that the critics read", text())
     hidden: tuple[int, ...] = setting((256, 256), "widths of actor's and critics' layers", widths())

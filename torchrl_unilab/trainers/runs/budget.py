@@ -8,10 +8,9 @@ not fit; `plan_run` shows it.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -22,10 +21,10 @@ from torchrl.objectives import LossModule
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.collectors.worker import example_rollout
-from torchrl_unilab.data.packed_form import RowForm
-from torchrl_unilab.data.packed_sampling import RowGatherer
 from torchrl_unilab.data.pipeline.pipeline import SLOTS
-from torchrl_unilab.data.schema import leaves
+from torchrl_unilab.data.replay.form import RowForm
+from torchrl_unilab.data.replay.gather import BatchLayout
+from torchrl_unilab.data.schema import TensorSchema, leaves
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
 from torchrl_unilab.runtime.budget import (
@@ -37,7 +36,6 @@ from torchrl_unilab.runtime.budget import (
 from torchrl_unilab.shm.layout import BlockLayout, dotted
 from torchrl_unilab.shm.memory import available_memory
 from torchrl_unilab.shm.ring import RolloutRing
-from torchrl_unilab.shm.row_store import RowStore
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import default_kind, free_bytes, named_directory
 from torchrl_unilab.shm.seqlock import SnapshotCell
@@ -240,28 +238,20 @@ def ring_items(config: APPOConfig, sizes: RunSizes) -> list[MemoryItem]:
 
 def replay_items(config: OffPolicyConfig, sizes: RunSizes) -> list[MemoryItem]:
     """Return what SAC and TD3 allocate beside what every run does."""
-    store, row_form = _row_store(config, sizes)
-    # A gatherer's sizes depend on the layout alone, which the store has too.
-    gatherer = RowGatherer(cast(SharedRows, store), row_form, config.n_step, config.gamma)
-    batch = gatherer.nbytes(config.batch_size * config.updates_per_step)
+    form, shards = (
+        RowForm.of(TensorSchema.of(sizes.transition), config.n_step),
+        config.num_collectors,
+    )
+    replay = SharedRows.nbytes(form.layout.widths, shards, config.capacity // shards)
+    batch = BatchLayout(form).nbytes(config.batch_size * config.updates_per_step)
     steps = 2 * config.frames_per_tick * sizes.frame_bytes
     by = ("batch_size", "updates_per_step")
     on_device = sizes.learner == "device"
     slots = "batch slots, page-locked" if on_device else "batch slots"
     return [
-        MemoryItem("packed replay", "shared", store.nbytes, ("replay_buffer_n", "num_envs")),
+        MemoryItem("packed replay", "shared", replay, ("replay_buffer_n", "num_envs")),
         MemoryItem(slots, "private", SLOTS * batch, by),
         *([MemoryItem("batch slots", "device", SLOTS * batch, by)] if on_device else []),
         _estimate("learner's working copies", sizes.learner, 2 * batch, *by),
         _estimate("collectors' steps", "private", steps, "env_steps_per_sync", "num_envs"),
     ]
-
-
-def _row_store(config: OffPolicyConfig, sizes: RunSizes) -> tuple[RowStore, RowForm]:
-    """The replay's parts, as `PackedReplayStorage` has them by the collector's settings."""
-    derived = config.next_observation == "derived"
-    row_form = RowForm.of(sizes.transition, links=derived or config.n_step > 1, derived=derived)
-    finals = min(config.capacity, config.capacity // 64 + 256) if derived else 0
-    meta = len(json.dumps(row_form.to_json()).encode())
-    layout = row_form.layout(config.capacity + 1 + finals)
-    return RowStore(layout, config.capacity, config.num_collectors, finals, meta), row_form

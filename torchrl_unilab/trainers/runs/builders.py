@@ -252,11 +252,7 @@ def replay_collector(
         num_threads=1,
         seed=seed,
         restart_workers=config.restart_workers,
-        replay={
-            "n_step": config.n_step,
-            "gamma": config.gamma,
-            "next_observation": config.next_observation,
-        },
+        replay={"n_step": config.n_step, "gamma": config.gamma},
     )
 
 

@@ -1,4 +1,4 @@
-"""TorchRL's writer of packed rows, without a cursor or a lock of its own."""
+"""TorchRL's writer of packed rows, without a cursor or a lock: the shared rows have both."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.storages import Storage
 
-from torchrl_unilab.data.packed_form import as_rows
-from torchrl_unilab.data.packed_replay import PackedReplayStorage
+from torchrl_unilab.data.replay.append import as_rows
+from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError
 
@@ -17,10 +17,10 @@ __all__ = ["PackedReplayWriter"]
 
 
 class PackedReplayWriter(SharedStorageWriter):
-    """Appends rows to a `PackedReplayStorage`, whose cursor all processes share.
+    """Appends rows to a `PackedReplayStorage`, in any number of processes.
 
-    TorchRL's round-robin writers work too, but keep a cursor of their own: their processes
-    have to write one after the other, as they do in a buffer that is shared.
+    TorchRL's round-robin writers keep a cursor: their processes write under the lock of a
+    buffer that is shared, to a storage of one shard.
 
     Example:
         >>> storage = PackedReplayStorage(4)
@@ -48,7 +48,7 @@ class PackedReplayWriter(SharedStorageWriter):
 
     def add(self, data: TensorDictBase) -> int:
         """Append one row []; return its position. Raises as `PackedReplayStorage.append`."""
-        return int(self.extend(data.unsqueeze(0))[0])
+        return int(self.extend(as_rows(data).unsqueeze(0))[0])
 
     def extend(self, data: TensorDictBase | Sequence[TensorDictBase]) -> torch.Tensor:
         """Append rows [n], or a list of rows; return their positions, int64 [n].

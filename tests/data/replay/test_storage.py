@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -27,10 +25,8 @@ from torchrl.data.replay_buffers import (
 from torchrl.envs.transforms import RewardScaling
 
 from tests.support.transitions import flags, stamped, transitions
-from torchrl_unilab.data.packed_replay import PackedReplayStorage, ReplaySnapshot
-from torchrl_unilab.data.packed_writer import PackedReplayWriter
+from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import (
-    CheckpointError,
     ConfigError,
     ContentionError,
     LayoutDtypeError,
@@ -40,7 +36,6 @@ from torchrl_unilab.errors import (
     SegmentClosedError,
     SegmentSpaceError,
 )
-from torchrl_unilab.shm.segment import SharedSegment
 
 
 def same(a: TensorDict, b: TensorDict) -> bool:
@@ -166,7 +161,7 @@ def test_slices_equal_the_stock_storages(key):
 
 def test_transforms_and_prefetch_see_the_same_batches():
     batches = []
-    for storage in (LazyTensorStorage(100), PackedReplayStorage(100, reuse=4)):
+    for storage in (LazyTensorStorage(100), PackedReplayStorage(100)):
         buffer = TensorDictReplayBuffer(
             storage=storage,
             batch_size=16,
@@ -369,11 +364,10 @@ def test_what_cannot_be_a_row_is_refused():
         {"max_size": 0},
         {"writers": 0},
         {"n_step": 0},
-        {"reuse": -1},
         {"gamma": 1.5},
-        {"next_observation": "both"},
+        {"timeout": 0.0},
         {"non_finite": "drop"},
-        {"final_observations": 0},
+        {"max_size": 2, "writers": 3},
     ],
     ids=str,
 )
@@ -383,7 +377,7 @@ def test_settings_that_cannot_work_are_refused(settings):
 
 
 def test_rows_that_do_not_fit_are_refused_with_what_would_before_anything_is_made(monkeypatch):
-    monkeypatch.setattr("torchrl_unilab.shm.row_store.free_bytes", lambda kind: 1 << 20)
+    monkeypatch.setattr("torchrl_unilab.data.replay.shared.free_bytes", lambda: 1 << 20)
     with PackedReplayStorage(1 << 20) as storage:
         with pytest.raises(SegmentSpaceError, match="rows would"):
             storage.append(transitions(2))
@@ -408,7 +402,7 @@ def test_of_more_rows_than_fit_the_last_ones_stay():
         assert index.tolist() == [(3 + i) % 10 for i in range(25)]
         at = torch.arange(18, 28).remainder(10)
         assert same(storage.get(at), stamped_like(25)[15:])
-        assert storage.snapshot() == ReplaySnapshot(28, 10)
+        assert storage.snapshot()[:2] == (28, 10)
 
 
 def stamped_like(count: int) -> TensorDict:
@@ -440,8 +434,7 @@ def test_done_is_terminated_or_truncated_and_both_is_terminated():
 
 @pytest.mark.parametrize("form", ["rows", "masked", "tensordict"])
 @pytest.mark.parametrize("steps_", [1, 3])
-@pytest.mark.parametrize("derived", ["stored", "derived"])
-def test_the_true_final_observation_takes_the_place_of_the_reset_one(form, steps_, derived):
+def test_the_true_final_observation_takes_the_place_of_the_reset_one(form, steps_):
     rows = transitions(4 * steps_).reshape(4, steps_)
     finals = torch.rand(4, steps_, 17)
     mask = torch.rand(4, steps_) < 0.5
@@ -455,7 +448,7 @@ def test_the_true_final_observation_takes_the_place_of_the_reset_one(form, steps
     if steps_ == 1:
         rows, mask, expected = rows[:, 0], mask[:, 0], expected[:, 0]
         given = finals[:, 0] if form == "rows" else given
-    with PackedReplayStorage(20, next_observation=derived) as storage:
+    with PackedReplayStorage(20) as storage:
         storage.add(rows, terminal_mask=mask, terminal_next_obs=given)
         got = storage[:]["next", "observation"]
     assert torch.equal(got, expected.reshape(4, steps_, 17).transpose(0, 1).reshape(-1, 17))
@@ -509,7 +502,7 @@ def test_the_same_seed_and_snapshot_give_the_same_batch_while_its_rows_are_there
     with PackedReplayStorage(100) as storage:
         storage.append(transitions(60))
         snapshot = storage.snapshot()
-        assert snapshot == (60, 60)
+        assert snapshot[:2] == (60, 60)
         first = storage.sample(50, seed=7, snapshot=snapshot).clone()
         storage.append(transitions(40, 1))
         assert same(storage.sample(50, seed=7, snapshot=snapshot), first)
@@ -545,7 +538,7 @@ def test_sampling_before_any_row_says_so():
     with PackedReplayStorage(10, example=transitions(1)[0]) as storage:
         with pytest.raises(RuntimeError, match=r"0 of 0 can be sampled \(expected at least 1"):
             storage.sample(4)
-        assert storage.snapshot() == (0, 0)
+        assert storage.snapshot()[:2] == (0, 0)
         with pytest.raises(ConfigError, match="at least 1"):
             storage.sample(0)
     with PackedReplayStorage(10) as storage, pytest.raises(RuntimeError, match="0 of 10 rows"):
@@ -568,76 +561,14 @@ def test_a_batch_to_sample_into_is_filled_in_place():
             storage.sample(20, out=transitions(20))
 
 
-def test_batches_are_valid_for_as_many_samples_as_are_reused():
-    with PackedReplayStorage(50, reuse=2) as storage:
-        storage.append(transitions(50))
-        first = storage.sample(20)
-        kept = first.clone()
-        second = storage.sample(20)
-        assert same(first, kept)
-        third = storage.sample(20)
-        assert third["action"].data_ptr() == first["action"].data_ptr()
-        assert second["action"].data_ptr() != third["action"].data_ptr()
+def test_each_sample_has_memory_apart():
     with PackedReplayStorage(50) as storage:
         storage.append(transitions(50))
         batches = [storage.sample(20) for _ in range(3)]
         assert len({batch["action"].data_ptr() for batch in batches}) == 3
 
 
-# Saved and ended
-
-
-@pytest.mark.parametrize("derived", ["stored", "derived"])
-@pytest.mark.parametrize("count", [7, 33])
-@pytest.mark.parametrize("known", [False, True])
-def test_a_checkpoint_brings_everything_back(tmp_path, derived, count, known):
-    settings = {"next_observation": derived}
-    example = transitions(1)[0] if known else None
-    one = TensorDictReplayBuffer(storage=PackedReplayStorage(20, **settings), batch_size=4)
-    one.extend(transitions(count))
-    one.dumps(tmp_path / "saved")
-    two = TensorDictReplayBuffer(
-        storage=PackedReplayStorage(20, example=None if example is None else one[0], **settings),
-        batch_size=4,
-    )
-    two.loads(tmp_path / "saved")
-    state = TensorDictReplayBuffer(storage=PackedReplayStorage(20, **settings), batch_size=4)
-    state.load_state_dict(one.state_dict())
-    assert not list((tmp_path / "saved" / "storage").glob("*.part"))
-    for other in (two, state):
-        assert same(other[:], one[:])
-        assert other.storage.snapshot() == one.storage.snapshot()
-        assert other.extend(transitions(5, 9)).tolist() == [(count + i) % 20 for i in range(5)]
-    one.extend(transitions(5, 9))
-    assert same(two[:], one[:])
-    assert same(two.storage.sample(9, seed=1), one.storage.sample(9, seed=1))
-
-
-def test_a_checkpoint_of_other_rows_is_refused(tmp_path):
-    with PackedReplayStorage(20) as one, PackedReplayStorage(21) as two:
-        one.append(transitions(7))
-        one.dumps(tmp_path)
-        with pytest.raises(CheckpointError, match="max_size"):
-            two.loads(tmp_path)
-        with PackedReplayStorage(20) as three:
-            three.append(stamped(torch.arange(3)))
-            with pytest.raises(CheckpointError):
-                three.loads(tmp_path)
-            assert three.ptr == 3
-
-
-def test_a_checkpoint_that_ends_too_early_is_refused_and_leaves_no_rows(tmp_path):
-    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as two:
-        one.append(transitions(7))
-        two.append(transitions(9))
-        one.dumps(tmp_path)
-        whole = (tmp_path / "rows.bin").read_bytes()
-        (tmp_path / "rows.bin").write_bytes(whole[:-10])
-        with pytest.raises(CheckpointError, match="too early"):
-            two.loads(tmp_path)
-        assert (two.ptr, two.size) == (0, 0)
-        two.append(transitions(3))
-        assert same(two[:], transitions(3))
+# End
 
 
 def test_after_close_everything_is_a_python_error():
@@ -670,7 +601,7 @@ def test_rows_that_cannot_be_copied_leave_nothing_behind():
         storage.append(rows(0, 3))
         with pytest.raises((RuntimeError, NotImplementedError)):
             storage.append(rows(0, 2).to("meta"))
-        assert storage.snapshot() == (3, 3)
+        assert storage.snapshot()[:2] == (3, 3)
         assert storage.append(rows(3, 5)).tolist() == [3, 4]
         assert storage[:]["x"].tolist() == [0, 1, 2, 3, 4]
 
@@ -683,30 +614,3 @@ def test_rows_first_seen_in_inference_mode_are_written_in_any():
         storage.append(stamped(torch.arange(4, 6)))
         storage.add(stamped(torch.arange(6, 8)))
         assert storage[:]["count"][:, 0].tolist() == list(range(8))
-
-
-def test_rows_reserved_by_a_write_that_was_interrupted_are_mended_by_the_next():
-    with PackedReplayStorage(8, example=stamped(torch.zeros(1))[0].contiguous()) as storage:
-        storage.append(stamped(torch.arange(2)))
-        storage.rows._reserve(2, 0, None)  # and never published
-        assert storage.snapshot() == (2, 2)
-        storage.append(stamped(torch.arange(2, 4)))
-        assert storage.snapshot() == (6, 6)
-        assert storage[:]["count"][:, 0].tolist() == [0, 1, 0, 1, 2, 3]
-
-
-def test_threads_that_find_the_rows_at_once_share_them(monkeypatch):
-    with PackedReplayStorage(8) as storage:
-        storage.append(stamped(torch.arange(2)))
-        storage._start_process()  # as it comes out of a pickle
-        both, find = threading.Barrier(2), storage._place.find
-
-        def find_together() -> SharedSegment | None:
-            found = find()
-            both.wait(30.0)
-            return found
-
-        monkeypatch.setattr(storage._place, "find", find_together)
-        with ThreadPoolExecutor(2) as executor:
-            one, other = executor.map(lambda _: storage.rows, range(2))
-        assert one is other

@@ -1,0 +1,247 @@
+"""Checkpoints of a replay: consistent beside writers, whole or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tracemalloc
+
+import psutil
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import TensorDictReplayBuffer
+
+from tests.support.processes import receive, spawned
+from tests.support.striking import forked, kill_self, strike_at
+from tests.support.transitions import append_until_told, mixed, stamped, steps, transitions
+from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.errors import CheckpointError
+
+
+def same(a: TensorDict, b: TensorDict) -> bool:
+    keys = set(a.keys(True, True))
+    return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
+
+
+def by_file(one: PackedReplayStorage, other: PackedReplayStorage, path) -> None:
+    one.dumps(path)
+    other.loads(path)
+
+
+def by_state(one: PackedReplayStorage, other: PackedReplayStorage, path) -> None:
+    other.load_state_dict(one.state_dict())
+
+
+both_ways = pytest.mark.parametrize("load", [by_file, by_state])
+
+
+@both_ways
+@pytest.mark.parametrize("count", [0, 7, 33])
+@pytest.mark.parametrize("writers", [1, 2])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_checkpoint_brings_back_rows_counts_and_samples(tmp_path, load, count, writers, known):
+    example = transitions(1)[0]
+    with (
+        PackedReplayStorage(20, example=example, writers=writers) as one,
+        PackedReplayStorage(20, example=example if known else None, writers=writers) as other,
+    ):
+        for shard in range(writers):
+            if count:
+                one.use_writer(shard)
+                one.append(transitions(count, shard))
+        load(one, other, tmp_path)
+
+        assert other.snapshot()[:2] == one.snapshot()[:2]
+        assert len(other) == len(one)
+        assert same(other[:], one[:])
+        if count:
+            assert same(other.sample(9, seed=1), one.sample(9, seed=1))
+
+
+@both_ways
+@pytest.mark.parametrize("count", [7, 33])
+def test_writing_continues_at_the_same_positions_after_a_checkpoint(tmp_path, load, count):
+    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
+        one.append(transitions(count))
+        load(one, other, tmp_path)
+
+        assert torch.equal(one.append(transitions(5, 9)), other.append(transitions(5, 9)))
+        assert same(other[:], one[:])
+
+
+def test_a_buffer_of_torchrl_saves_and_loads_its_storage(tmp_path):
+    one, other = (
+        TensorDictReplayBuffer(storage=PackedReplayStorage(20), batch_size=4) for _ in range(2)
+    )
+    one.extend(transitions(33))
+    one.dumps(tmp_path)
+
+    other.loads(tmp_path)
+
+    assert same(other[:], one[:])
+    for buffer in (one, other):
+        buffer.extend(transitions(5, 9))
+    assert same(other[:], one[:])
+
+
+def test_a_draft_is_not_left_beside_a_checkpoint(tmp_path):
+    with PackedReplayStorage(20) as storage:
+        storage.append(transitions(7))
+        storage.dumps(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.bin"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"max_size": 21}, {"writers": 2}, {"n_step": 2}, {"example": stamped(torch.zeros(1))[0]}],
+    ids=["size", "shards", "steps", "keys"],
+)
+@both_ways
+def test_a_checkpoint_of_other_rows_is_refused_and_the_rows_stay(tmp_path, load, settings):
+    with PackedReplayStorage(20) as one:
+        one.append(transitions(7))
+        kind = {"max_size": 20, "example": transitions(1)[0], **settings}
+        with PackedReplayStorage(**kind) as other:
+            if "example" not in settings:
+                other.append(transitions(3))
+            with pytest.raises(CheckpointError, match=r"\(expected"):
+                load(one, other, tmp_path)
+            assert other.ptr == (0 if "example" in settings else 3)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 300, -1])
+def test_a_file_that_is_not_whole_is_refused_and_the_rows_stay(tmp_path, kept):
+    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
+        one.append(transitions(7))
+        other.append(transitions(9))
+        one.dumps(tmp_path)
+        whole = (tmp_path / "rows.bin").read_bytes()
+        (tmp_path / "rows.bin").write_bytes(whole[:kept])
+
+        with pytest.raises(CheckpointError, match="whole file"):
+            other.loads(tmp_path)
+
+        assert same(other[:], transitions(9))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("floors", [-3]), ("heads", [10**9]), ("starts", [5]), ("bases", [])]
+)
+def test_a_header_that_lies_is_refused_and_the_rows_stay(tmp_path, key, value):
+    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
+        one.append(transitions(7))
+        other.append(transitions(9))
+        one.dumps(tmp_path)
+        raw = (tmp_path / "rows.bin").read_bytes()
+        length = int.from_bytes(raw[-8:], "little")
+        header = json.loads(raw[-8 - length : -8]) | {key: value}
+        text = json.dumps(header).encode()
+        (tmp_path / "rows.bin").write_bytes(
+            raw[: -8 - length] + text + len(text).to_bytes(8, "little")
+        )
+
+        with pytest.raises(CheckpointError):
+            other.loads(tmp_path)
+
+        assert same(other[:], transitions(9))
+
+
+@pytest.mark.parametrize("load", [by_file, by_state])
+def test_what_is_saved_beside_writers_is_whole_and_without_a_gap(tmp_path, load):
+    example = stamped(torch.zeros(1))[0].contiguous()
+    with (
+        PackedReplayStorage(60_000, example=example, writers=2) as one,
+        PackedReplayStorage(60_000, writers=2) as other,
+        spawned(append_until_told, one, 1, 300) as (_, pipe),
+    ):
+        receive(pipe)
+        while one.size < 30_000:
+            pass
+        before = one.ptr
+        load(one, other, tmp_path)
+        pipe.send("stop")
+        receive(pipe)
+
+        assert one.ptr > before, "nobody wrote"
+        (_, floor), (_, head) = other.rows.window()
+        rows = other.get(torch.arange(floor, head) % 30_000 * 2 + 1)
+        assert len(rows) > 100
+        assert mixed(rows) == 0
+        stamps = rows["count"][:, 0]
+        assert ((stamps[1:] - stamps[:-1] == 8) | (stamps[1:] % 8 == 1)).all()
+
+
+def test_writers_do_not_wait_while_a_replay_is_saved(tmp_path, monkeypatch):
+    """Each chunk's write to disk is followed by an append of another process."""
+    with PackedReplayStorage(8192) as storage:
+        storage.append(transitions(8192))
+        appended = []
+        copies = storage.rows.copies
+
+        def slow(*arguments):
+            for copy in copies(*arguments):
+                yield copy
+                with forked(lambda: storage.append(transitions(8))) as child:
+                    appended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+        monkeypatch.setattr(storage.rows, "copies", slow)
+        storage.dumps(tmp_path)
+
+        assert len(appended) > 4
+        assert not any(appended)
+
+
+def test_memory_stays_flat_while_a_replay_is_saved_and_loaded(tmp_path):
+    rows = 200_000
+    with PackedReplayStorage(rows) as one, PackedReplayStorage(rows) as other:
+        for _ in range(20):
+            one.append(transitions(rows // 20))
+        other.append(transitions(10))
+        private = psutil.Process().memory_full_info().uss
+        tracemalloc.start()
+        one.dumps(tmp_path)
+        other.loads(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        grown = psutil.Process().memory_full_info().uss - private
+
+        assert peak < 4 << 20
+        assert grown < other.nbytes + (16 << 20)  # its own pages, touched for the first time
+
+
+def test_a_process_killed_while_it_loads_leaves_all_rows_or_none(tmp_path):
+    with PackedReplayStorage(20) as one:
+        one.append(transitions(7))
+        one.dumps(tmp_path)
+    for nth in range(1, 30):
+        with PackedReplayStorage(20, example=transitions(1)[0]) as storage:
+            storage.append(transitions(9))
+
+            def load(nth: int = nth, storage: PackedReplayStorage = storage) -> None:
+                strike_at(storage.rows, nth, kill_self)
+                storage.loads(tmp_path)
+
+            with forked(load) as child:
+                _, status = os.waitpid(child, 0)
+            storage.rows.wait(0)
+
+            assert len(storage) in (0, 7, 9)
+            storage.append(transitions(3))
+            if not os.WIFSIGNALED(status):
+                assert nth > 5
+                return
+            assert os.WTERMSIG(status) == signal.SIGKILL
+    pytest.fail("it never ends")
+
+
+def test_n_step_rows_come_back_with_their_trajectories(tmp_path):
+    rows = torch.cat(steps(2, 6))
+    with PackedReplayStorage(20, n_step=3) as one, PackedReplayStorage(20, n_step=3) as other:
+        for row in rows.split(2):
+            one.add(row)
+        by_file(one, other, tmp_path)
+
+        at = torch.arange(12)
+        assert same(other.get(at), one.get(at))

@@ -1,0 +1,309 @@
+"""What TorchRL's parts do over a packed replay, beside what they do over its own storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    HERReplayBuffer,
+    LazyTensorStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+)
+from torchrl.data.replay_buffers import (
+    SamplerWithoutReplacement,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+    TensorDictMaxValueWriter,
+)
+from torchrl.data.replay_buffers.sample_units import Sequence
+from torchrl.data.replay_buffers.samplers import ConsumingSampler, StalenessAwareSampler
+
+from tests.support.transitions import stamped, transitions
+from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
+from torchrl_unilab.errors import ConfigError
+
+STORAGES = [LazyTensorStorage, PackedReplayStorage]
+
+
+def same(a: Any, b: Any) -> bool:
+    keys = set(a.keys(True, True))
+    return (
+        a.batch_size == b.batch_size
+        and keys == set(b.keys(True, True))
+        and all(torch.equal(a[key], b[key]) for key in keys)
+    )
+
+
+def episodes(count: int, length: int = 7) -> TensorDict:
+    """Rows of episodes of a length, whose content says which row they are."""
+    rows = transitions(count)
+    number = torch.arange(count)
+    rows["next", "done"] = ((number + 1) % length == 0).unsqueeze(1)
+    rows["next", "terminated"] = rows["next", "done"].clone()
+    rows["episode"], rows["number"] = number // length, number.unsqueeze(1)
+    rows["policy_version"] = number // 10
+    return rows
+
+
+def both(make: Any, capacity: int = 50, rows: int = 70, **settings: Any) -> list[Any]:
+    """A buffer over each storage, filled alike, past its end."""
+    buffers = []
+    for storage in STORAGES:
+        buffer = make(storage=storage(capacity), batch_size=16, **settings)
+        for block in episodes(rows).split(10):
+            buffer.extend(block.clone())
+        buffers.append(buffer)
+    return buffers
+
+
+def samples(buffers: list[Any], count: int = 3) -> list[list[TensorDict]]:
+    found = []
+    for buffer in buffers:
+        torch.manual_seed(1)
+        found.append([buffer.sample().clone() for _ in range(count)])
+    return found
+
+
+def assert_alike(buffers: list[Any]) -> None:
+    for one, other in zip(*samples(buffers), strict=True):
+        assert same(one, other)
+
+
+# Views
+
+
+@pytest.mark.parametrize("rows", [5, 20])
+@pytest.mark.parametrize(
+    "index",
+    [slice(None), slice(1, 4), slice(None, None, 2), 3, -1, "action", ("next", "reward")],
+    ids=str,
+)
+def test_slices_ints_and_keys_are_views_of_the_rows(rows, index):
+    data = transitions(rows)
+    with PackedReplayStorage(20) as storage:
+        storage.append(data)
+
+        found, expected = storage.get(index), data[index]
+        memory = storage.rows.blocks[0].untyped_storage().data_ptr()
+        leaves = [found] if isinstance(found, torch.Tensor) else found.values(True, True)
+        assert {leaf.untyped_storage().data_ptr() for leaf in leaves} == {memory}
+        assert (found == expected).all()
+
+
+def test_every_tensor_of_a_view_is_aligned():
+    data = TensorDict(
+        {"a": torch.zeros(5, 3).bool(), "b": torch.zeros(5, 1).double(), "c": torch.zeros(5, 1)},
+        [5],
+    )
+    with PackedReplayStorage(5) as storage:
+        storage.append(data)
+        for leaf in storage[:].values(True, True):
+            assert leaf.data_ptr() % leaf.element_size() == 0
+            assert leaf.stride(0) * leaf.element_size() % leaf.element_size() == 0
+
+
+CHANGES = {
+    "view": lambda rb: rb[:]["next", "reward"].fill_(7.0),
+    "set_at_": lambda rb: rb.set_at_(("next", "reward"), torch.full((50, 1), 7.0), slice(0, 50)),
+    "set_": lambda rb: rb.set_(("next", "reward"), torch.full((50, 1), 7.0)),
+    "update_": lambda rb: rb.update_(
+        TensorDict({"next": {"reward": torch.full((50, 1), 7.0)}}, [50])
+    ),
+    "index": lambda rb: rb.__setitem__(slice(0, 50), rb[:].clone().fill_(("next", "reward"), 7.0)),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_writing_through_a_view_changes_the_rows(how):
+    for buffer in both(TensorDictReplayBuffer):
+        CHANGES[how](buffer)
+
+        assert (buffer.sample()["next", "reward"] == 7.0).all()
+        assert (buffer.storage.get(torch.arange(50))["next", "reward"] == 7.0).all()
+
+
+def test_caches_of_samplers_notice_what_is_written_through_views():
+    buffer = both(
+        TensorDictReplayBuffer,
+        sampler=SliceSampler(slice_len=4, traj_key="episode", cache_values=True),
+    )[1]
+    buffer.sample()
+
+    buffer.set_at_("episode", torch.zeros(50, dtype=torch.int64), slice(0, 50))
+
+    assert (buffer.sample()["episode"] == 0).all()
+
+
+# Samplers
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        SamplerWithoutReplacement,
+        lambda: SliceSampler(slice_len=4, traj_key="episode", strict_length=False),
+        lambda: SliceSampler(slice_len=4, end_key=("next", "done"), strict_length=False),
+        lambda: SliceSampler(slice_len=4, traj_key="episode", cache_values=True),
+        lambda: SliceSamplerWithoutReplacement(slice_len=4, traj_key="episode"),
+        ConsumingSampler,
+        StalenessAwareSampler,
+    ],
+    ids=["without", "traj", "end", "cached", "slices-without", "consuming", "staleness"],
+)
+def test_samplers_draw_what_they_draw_over_the_stock_storage(sampler):
+    settings = [{"sampler": sampler()} for _ in STORAGES]
+    buffers = [both(TensorDictReplayBuffer, **each)[i] for i, each in enumerate(settings)]
+    assert_alike(buffers)
+
+
+@pytest.mark.parametrize("boundary", ["pad", "stop", "include_reset"])
+def test_sequences_are_those_of_the_stock_storage(boundary):
+    unit = Sequence(length=4, episode_boundary=boundary, burn_in=1, bootstrap=1)
+    assert_alike(both(TensorDictReplayBuffer, sample_unit=unit))
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
+def test_hindsight_goals_are_those_of_the_stock_storage(strategy):
+    buffers = []
+    for storage in STORAGES:
+        buffer = HERReplayBuffer(
+            reward_fn=lambda rows: (rows["achieved"] - rows["goal"]).abs().sum(-1, True),
+            storage=storage(50),
+            strategy=strategy,
+            goal_key="goal",
+            achieved_goal_key="achieved",
+            batch_size=16,
+        )
+        for block in episodes(70).split(10):
+            block["goal"], block["achieved"] = torch.zeros(10, 3), block["observation"][:, :3]
+            block["next", "goal"] = torch.zeros(10, 3)
+            block["next", "achieved"] = block["next", "observation"][:, :3]
+            buffer.extend(block.clone())
+        buffers.append(buffer)
+    assert_alike(buffers)
+
+
+def test_slices_copy_no_more_than_they_return(monkeypatch):
+    buffer = both(TensorDictReplayBuffer, sampler=SliceSampler(slice_len=4, traj_key="episode"))[1]
+    gathered = []
+    select = torch.index_select
+
+    def index_select(source, dim, index, **kwargs):
+        gathered.append(len(index))
+        return select(source, dim, index, **kwargs)
+
+    monkeypatch.setattr(torch, "index_select", index_select)
+    buffer.sample()
+
+    assert {*gathered} == {16}  # the sampler's look at the ends of the slices, and the batch
+
+
+def test_slices_over_several_shards_are_refused_with_the_argument_that_makes_them_right():
+    for sampler in (SliceSampler(slice_len=4, traj_key="episode"), None):
+        buffer = TensorDictReplayBuffer(
+            storage=PackedReplayStorage(50, writers=2),
+            writer=PackedReplayWriter(),
+            sampler=sampler,
+            sample_unit=None if sampler else Sequence(length=4),
+            batch_size=16,
+        )
+        for shard in range(2):
+            buffer.extend(episodes(20))
+            buffer.storage.use_writer(1 - shard)
+        with buffer.storage, pytest.raises(ConfigError, match="writers=1"):
+            buffer.sample()
+
+
+def test_rows_of_a_shard_that_is_ahead_are_drawn_too():
+    storage = PackedReplayStorage(50, writers=2)
+    buffer = TensorDictReplayBuffer(storage=storage, writer=PackedReplayWriter(), batch_size=200)
+    with storage:
+        buffer.extend(stamped(torch.arange(20)))
+
+        assert len(storage) == 1  # position 1 is of the other shard
+        assert buffer.sample()["count"][:, 0].unique().tolist() == [*range(20)]
+
+
+# Writers
+
+
+def test_the_best_rows_stay_as_over_the_stock_storage():
+    buffers = []
+    for storage in STORAGES:
+        buffer = TensorDictReplayBuffer(
+            storage=storage(10), writer=TensorDictMaxValueWriter(rank_key="number"), batch_size=16
+        )
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+        for block in episodes(40)[order].split(8):
+            buffer.extend(block.clone().set("index", torch.zeros(8, dtype=torch.int64)))
+        buffers.append(buffer)
+
+    assert sorted(buffers[1][:]["number"].flatten().tolist()) == [*range(30, 40)]
+    assert torch.equal(buffers[0][:]["number"], buffers[1][:]["number"])
+
+
+@pytest.mark.parametrize("rows", [4, 10])
+def test_freed_and_new_positions_are_written_together(rows):
+    """A consuming buffer that is not full gives freed positions first, then new ones."""
+    buffers = []
+    for storage in STORAGES:
+        buffer = TensorDictReplayBuffer(
+            storage=storage(100), batch_size=10, consume_after_n_samples=1
+        )
+        buffer.extend(episodes(30))
+        torch.manual_seed(0)
+        buffer.sample()
+        buffer.extend(episodes(10 + rows))
+        buffers.append(buffer)
+
+    assert len(buffers[0]) == len(buffers[1]) == 30 + rows
+    assert torch.equal(buffers[0][:]["number"], buffers[1][:]["number"])
+
+
+def test_new_rows_at_positions_need_one_shard():
+    storage = PackedReplayStorage(50, writers=2)
+    buffer = ReplayBuffer(storage=storage, batch_size=4)
+    with storage, pytest.raises(ConfigError, match=r"PackedReplayWriter, or .* writers=1"):
+        buffer.extend(transitions(4))
+
+
+@pytest.mark.parametrize("index", [3, [3, 1], torch.tensor([3, 1]), slice(1, 3), range(1, 3)])
+def test_assignment_writes_in_place(index):
+    data, other = episodes(20), episodes(22)[20:]
+    single = isinstance(index, int)
+    with PackedReplayStorage(20) as storage:
+        storage.append(data)
+        storage[index] = other[0] if single else other
+        data[
+            index if single else list(range(20))[index] if isinstance(index, slice) else list(index)
+        ] = other[0] if single else other
+
+        assert same(storage[:], data)
+        assert storage.ptr == 20
+
+
+def test_more_rows_than_fit_are_written_in_turns():
+    data = episodes(70)
+    with PackedReplayStorage(20, writers=2) as storage:
+        storage.append(data[:25])
+        assert storage.ptr == 25
+        assert storage.size == 10
+        assert sorted(storage.sample(200)["number"].unique().tolist()) == [*range(15, 25)]
+
+
+# Ensembles
+
+
+def test_ensembles_draw_what_they_draw_over_the_stock_storage():
+    pairs = [both(TensorDictReplayBuffer), both(TensorDictReplayBuffer, rows=33)]
+    found = []
+    for members in zip(*pairs, strict=True):
+        ensemble = ReplayBufferEnsemble(*members, batch_size=16, num_buffer_sampled=2)
+        torch.manual_seed(3)
+        found.append(ensemble.sample())
+    assert same(*(batch.to_tensordict() for batch in found))

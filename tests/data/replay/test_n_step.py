@@ -1,0 +1,297 @@
+"""Returns of n steps: sums over the rows that follow in the same trajectory."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from tests.support.processes import receive, spawned
+from tests.support.transitions import (
+    add_chain_until_told,
+    append_until_told,
+    chained,
+    stamped,
+    steps,
+    transitions,
+    wrong_chain,
+)
+from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
+
+
+def same(a, b) -> None:
+    assert set(a.keys(True, True)) == set(b.keys(True, True))
+    for key in a.keys(True, True):
+        assert torch.equal(a[key], b[key]), key
+
+
+def get_all(storage: PackedReplayStorage) -> TensorDict:
+    """Copies of all rows, each of several steps."""
+    return storage.get(torch.arange(len(storage)))
+
+
+def brute_force(table: TensorDict, envs: int, floor: int, n: int, gamma: float) -> TensorDict:
+    """Sum up step by step; row (t, env) lies at t * envs + env."""
+    out = table.clone()
+    count = len(table)
+    reward = table["next", "reward"].double()
+    taken = torch.ones(count, dtype=torch.int64)
+    for i in range(count):
+        last, total, scale = i, reward[i].clone(), 1.0
+        for _ in range(n - 1):
+            follower = last + envs
+            goes_on = follower < count and torch.equal(
+                table["observation"][follower], table["next", "observation"][last]
+            )
+            if table["next", "done"][last] or not goes_on:
+                break
+            last, scale = follower, scale * gamma
+            total += scale * reward[last]
+            taken[i] += 1
+        for key in ("observation", "done", "terminated", "truncated"):
+            out["next", key][i] = table["next", key][last]
+        out["next", "reward"][i] = total.float()
+    out["next", "original_reward"] = table["next", "reward"]
+    out["steps_to_next_obs"] = taken
+    out["gamma"] = gamma ** taken.float()
+    out["nonterminal"] = taken > 1
+    return out[floor:]
+
+
+@given(
+    envs=st.integers(1, 3),
+    count=st.integers(1, 20),
+    n=st.integers(2, 5),
+    episode=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    native=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_n_steps_are_what_a_loop_sums_up(envs, count, n, episode, native):
+    capacity = 24
+    rows = steps(envs, count, seed=count, episode=episode)
+    with PackedReplayStorage(capacity, n_step=n, gamma=0.9) as storage:
+        for row in rows:
+            (storage.add if native else storage.append)(row)
+        (floor,), (end,) = storage.rows.window()
+        got = storage.get(torch.arange(floor, end).remainder(capacity))
+        expected = brute_force(torch.cat(rows), envs, floor, n, 0.9)
+        for key in (("next", "reward"), "gamma"):
+            torch.testing.assert_close(got.pop(key), expected.pop(key))
+        same(got, expected)
+
+
+def test_three_steps_by_hand():
+    seen = torch.arange(6.0).unsqueeze(1)
+    data = TensorDict(
+        {
+            "observation": seen[:5],
+            "next": {
+                "observation": seen[1:],
+                "reward": torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0]]),
+                "done": torch.tensor([[0], [0], [0], [1], [0]]).bool(),
+            },
+        },
+        [5],
+    )
+    with PackedReplayStorage(10, n_step=3, gamma=0.5) as storage:
+        storage.append(data)
+        got = get_all(storage)
+    assert got["next", "reward"].flatten().tolist() == [3.0, 6.0, 8.0, 8.0, 16.0]
+    assert got["next", "observation"].flatten().tolist() == [3.0, 4.0, 4.0, 4.0, 5.0]
+    assert got["next", "done"].flatten().tolist() == [False, True, True, True, False]
+    assert got["steps_to_next_obs"].tolist() == [3, 3, 2, 1, 1]
+    assert got["gamma"].tolist() == [0.125, 0.125, 0.25, 0.5, 0.5]
+    assert got["nonterminal"].tolist() == [True, True, True, False, False]
+    assert got["next", "original_reward"].flatten().tolist() == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def test_n_steps_stop_at_the_write_head_and_go_on_once_there_is_more():
+    rows = steps(1, 5, seed=1)
+    with PackedReplayStorage(10, n_step=3) as storage:
+        taken = []
+        for row in rows:
+            storage.add(row)
+            taken.append(get_all(storage)["steps_to_next_obs"].tolist())
+    assert taken == [[1], [2, 1], [3, 2, 1], [3, 3, 2, 1], [3, 3, 3, 2, 1]]
+
+
+def test_environments_that_look_the_same_are_not_mixed_up():
+    data = torch.stack(steps(2, 4), 1)
+    data["observation"].zero_()
+    data["next", "observation"].zero_()
+    data["next", "reward"] = torch.tensor([[1.0] * 4, [10.0] * 4]).unsqueeze(-1)
+    with PackedReplayStorage(10, n_step=4, gamma=1.0) as storage:
+        storage.add(data)
+        assert get_all(storage)["next", "reward"].flatten().tolist() == [4, 40, 3, 30, 2, 20, 1, 10]
+
+
+def test_n_steps_need_a_reward_and_an_end():
+    with (
+        PackedReplayStorage(10, n_step=2) as storage,
+        pytest.raises(LayoutKeyError, match=r"next\.done"),
+    ):
+        storage.append(transitions(3).exclude(("next", "done")))
+
+
+def test_rollouts_and_steps_give_the_same_returns():
+    rows = steps(3, 8, seed=2, episode=0.2)
+    with (
+        PackedReplayStorage(100, n_step=3) as one,
+        PackedReplayStorage(100, n_step=3) as other,
+    ):
+        for row in rows:
+            one.add(row)
+        other.add(torch.stack(rows[:5], 1))
+        other.add(torch.stack(rows[5:], 1))
+
+        same(get_all(one), get_all(other))
+
+
+def test_trajectories_in_one_append_are_followed_within_it():
+    rows = torch.stack(steps(4, 6, seed=1), 1)  # [environments, steps]
+    with PackedReplayStorage(100, n_step=3) as storage:
+        storage.append(rows.reshape(-1))
+
+        assert get_all(storage)["steps_to_next_obs"].view(4, 6).tolist() == [[3, 3, 3, 3, 2, 1]] * 4
+
+
+def test_another_number_of_environments_starts_new_trajectories():
+    with PackedReplayStorage(100, n_step=9) as storage:
+        storage.add(torch.stack(steps(4, 3), 1))
+        storage.add(torch.stack(steps(2, 3, seed=5), 1))
+
+        taken = get_all(storage)["steps_to_next_obs"].tolist()
+    assert taken == [3] * 4 + [2] * 4 + [1] * 4 + [3] * 2 + [2] * 2 + [1] * 2
+
+
+def test_rows_that_are_reset_without_an_end_start_a_new_trajectory():
+    with PackedReplayStorage(100, n_step=4) as storage:
+        for row in [*steps(1, 3), *steps(1, 3, seed=9)]:
+            storage.add(row)
+
+        assert get_all(storage)["steps_to_next_obs"].tolist() == [3, 2, 1, 3, 2, 1]
+
+
+def test_a_successor_that_is_overwritten_is_never_returned():
+    with PackedReplayStorage(10, n_step=3, gamma=1.0) as storage:
+        for t in range(40):
+            storage.add(chained(0, 3, t, 7))
+
+            assert wrong_chain(storage.sample(50, seed=t), 7, 3) == 0
+
+
+def test_a_rewritten_row_follows_none_and_is_followed_by_none():
+    with PackedReplayStorage(10, n_step=3) as storage:
+        for row in steps(1, 6):
+            storage.add(row)
+        storage[torch.tensor([2, 3])] = torch.cat(steps(1, 2, seed=5))
+
+        assert get_all(storage)["steps_to_next_obs"].tolist() == [2, 1, 1, 1, 2, 1]
+
+
+def test_views_show_rows_as_they_were_written():
+    rows = torch.cat(steps(1, 6))
+    with PackedReplayStorage(10, n_step=3) as storage:
+        storage.append(rows)
+
+        same(storage[:], rows)
+
+
+@pytest.mark.parametrize("keys", [["critic"], [("critic",)]])
+def test_which_observations_are_compared_can_be_said(keys):
+    data = transitions(6).set("critic", torch.arange(6.0).unsqueeze(1))
+    data["next", "critic"] = data["critic"] + 1
+    data["next", "done"].zero_()
+    with PackedReplayStorage(64, n_step=9, observation_keys=keys) as storage:
+        storage.append(data)
+
+        assert get_all(storage)["steps_to_next_obs"].tolist() == [6, 5, 4, 3, 2, 1]
+
+
+def test_observations_that_are_not_observed_again_are_refused():
+    with (
+        PackedReplayStorage(64, n_step=2, observation_keys=["action"]) as storage,
+        pytest.raises(LayoutKeyError, match="action"),
+    ):
+        storage.append(transitions(6))
+
+
+@given(
+    envs=st.integers(1, 3),
+    before=st.integers(1, 12),
+    after=st.integers(1, 12),
+    capacity=st.integers(8, 40),
+    episode=st.sampled_from([0.0, 0.3, 1.0]),
+    native=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_returns_continue_over_a_checkpoint(envs, before, after, capacity, episode, native):
+    rows = steps(envs, before + after, seed=before * 31 + after, episode=episode)
+    kind = {"n_step": 3, "example": rows[0][0]}
+    with (
+        PackedReplayStorage(capacity, **kind) as whole,
+        PackedReplayStorage(capacity, **kind) as resumed,
+    ):
+        for row in rows[:before]:
+            (whole.add if native else whole.append)(row)
+        resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
+        for row in rows[before:]:
+            for storage in (whole, resumed):
+                (storage.add if native else storage.append)(row)
+
+        same(get_all(resumed), get_all(whole))
+
+
+def test_returns_are_whole_while_two_processes_write():
+    example = chained(0, 1, 0, 7)[0].contiguous()
+    with (
+        PackedReplayStorage(2048, example=example, n_step=3, gamma=1.0, writers=2) as storage,
+        contextlib.ExitStack() as stack,
+    ):
+        pipes = [
+            stack.enter_context(spawned(add_chain_until_told, storage, writer, 8, 7))[1]
+            for writer in range(2)
+        ]
+        for pipe in pipes:
+            receive(pipe)
+        while storage.size < 2048:
+            pass
+        for _ in range(300):
+            assert wrong_chain(storage.sample(512), 7, 3) == 0
+        for pipe in pipes:
+            pipe.send("stop")
+        written = sum(receive(pipe) for pipe in pipes)
+        assert storage.ptr == 8 * written
+        assert wrong_chain(get_all(storage), 7, 3) == 0
+
+
+def test_two_processes_in_one_shard_are_refused_with_the_argument_that_makes_it_right():
+    data = chained(0, 1, 0, 7)
+    with (
+        PackedReplayStorage(64, example=data[0].contiguous(), n_step=2) as storage,
+        spawned(add_chain_until_told, storage, 0, 1, 7) as (process, pipe),
+    ):
+        receive(pipe)
+        while not storage.size:
+            pass
+
+        with pytest.raises(ConfigError, match=rf"process {process.pid}.*writers="):
+            storage.add(data)
+
+
+def test_one_step_needs_no_shard_per_process():
+    with (
+        PackedReplayStorage(4096, example=stamped(torch.zeros(1))[0].contiguous()) as storage,
+        spawned(append_until_told, storage, None, 8) as (_, pipe),
+    ):
+        receive(pipe)
+        while not storage.size:
+            pass
+
+        storage.append(stamped(torch.arange(3)))

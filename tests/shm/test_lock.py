@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from tests.support.processes import receive, spawned
+from torchrl_unilab.errors import SegmentClosedError, WaitTimeoutError
+from torchrl_unilab.shm.lock import RangeLock
+from torchrl_unilab.shm.segment import SharedSegment
+
+
+def _holder() -> str:
+    return "the test"
+
+
+def _try(lock: RangeLock, first: int = 0, count: int = 1) -> bool:
+    try:
+        return lock.run(first, count, lambda: True, _holder)
+    except WaitTimeoutError:
+        return False
+
+
+def _hold(pipe, segment: SharedSegment, first: int, count: int) -> None:
+    def wait() -> None:
+        pipe.send("held")
+        pipe.recv()
+
+    RangeLock(segment, 1.0).run(first, count, wait, _holder)
+    pipe.send("released")
+
+
+@pytest.mark.parametrize(
+    ("first", "count", "free"), [(0, 1, True), (1, 1, False), (2, 2, False), (0, 4, False)]
+)
+def test_one_process_at_a_time_has_a_range(first, count, free):
+    with SharedSegment(64) as segment, spawned(_hold, segment, 1, 2) as (_, pipe):
+        assert receive(pipe) == "held"
+
+        assert _try(RangeLock(segment, 0.02), first, count) == free
+
+        pipe.send("release")
+        assert receive(pipe) == "released"
+        assert _try(RangeLock(segment, 0.02), first, count)
+
+
+def test_the_lock_of_a_killed_process_is_free():
+    with SharedSegment(64) as segment, spawned(_hold, segment, 0, 1) as (process, pipe):
+        receive(pipe)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(30.0)
+
+        assert _try(RangeLock(segment, 0.02))
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["one lock", "two locks of one segment"])
+def test_one_thread_at_a_time_has_a_range(twice):
+    with SharedSegment(64) as segment:
+        lock = RangeLock(segment, 0.02)
+        other = RangeLock(segment, 0.02) if twice else lock
+        free: list[bool] = []
+
+        def hold() -> None:
+            thread = threading.Thread(target=lambda: free.append(_try(other)))
+            thread.start()
+            thread.join()
+
+        lock.run(0, 1, hold, _holder)
+
+        assert free == [False]
+        assert _try(other)
+
+
+def test_a_forked_child_does_not_hold_the_lock_of_its_parent():
+    with SharedSegment(64) as segment:
+        lock = RangeLock(segment, 0.02)
+        (here, there), (go, gone) = os.pipe(), os.pipe()
+
+        def fork() -> int:
+            child = os.fork()
+            if child == 0:
+                os.write(there, b"1" if _try(lock) else b"0")
+                os.read(go, 1)
+                os.write(there, b"1" if _try(lock) else b"0")
+                os._exit(0)
+            assert os.read(here, 1) == b"0"  # the parent has it
+            return child
+
+        child = lock.run(0, 1, fork, _holder)
+        assert _try(lock)  # the child, which still lives, has not
+        os.write(gone, b"1")
+        assert os.read(here, 1) == b"1"
+        os.waitpid(child, 0)
+        for descriptor in (here, there, go, gone):
+            os.close(descriptor)
+
+
+def test_an_error_while_it_is_held_releases_it():
+    with SharedSegment(64) as segment:
+        lock = RangeLock(segment, 0.02)
+
+        with pytest.raises(ZeroDivisionError):
+            lock.run(0, 1, lambda: 1 // 0, _holder)
+
+        with spawned(_hold, segment, 0, 1) as (_, pipe):
+            assert receive(pipe) == "held"
+
+
+def test_the_error_names_the_holder_and_the_wait():
+    with SharedSegment(64) as segment, spawned(_hold, segment, 0, 1) as (_, pipe):
+        receive(pipe)
+
+        with pytest.raises(WaitTimeoutError, match=r"the test: .* within 0\.05 s"):
+            RangeLock(segment, 0.05).run(0, 1, lambda: None, _holder)
+
+
+def test_after_the_segment_is_closed_the_lock_is_refused():
+    segment = SharedSegment(64)
+    lock = RangeLock(segment, 0.02)
+    segment.close()
+
+    with pytest.raises(SegmentClosedError):
+        lock.run(0, 1, lambda: None, _holder)

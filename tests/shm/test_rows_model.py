@@ -1,0 +1,272 @@
+"""Every order in which processors may see the steps of a writer and a reader.
+
+The steps are recorded from the code itself, fences included, so a fence that the code lacks
+fails here on every processor. Between two fences a thread's steps take place in any order, but
+those at one address; stores are seen by all others at once, as on AArch64. Rows have two words,
+which say which row they are, and which version of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from torchrl_unilab.shm import row_reader as reader_module
+from torchrl_unilab.shm import rows as rows_module
+from torchrl_unilab.shm import shards as shards_module
+from torchrl_unilab.shm.rows import Parts, SharedRows
+from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.shards import FLOOR, HEAD, VERSION
+
+CAPACITY, WIDTHS = 2, (1, 1)
+WORDS = sum(WIDTHS)
+WATCHED = {FLOOR: "floor", HEAD: "head", VERSION: "version"}
+FENCE = ("fence", "", 0)
+
+Step = tuple[str, object, int]
+"""("load" or "store", address, value), or a fence; an address is a word's name or (place, word)."""
+
+
+class Recorded(SharedRows):
+    """Rows that note each of their steps."""
+
+    steps: list[Step] | None = None
+
+    def note(self, kind: str, address: object, value: int = 0) -> None:
+        if self.steps is not None:
+            self.steps.append((kind, address, value))
+
+    def load(self, word: int) -> tuple[int, ...]:
+        if word in WATCHED:
+            self.note("load", WATCHED[word])
+        return super().load(word)
+
+    def set(self, shard: int, word: int, value: int) -> None:
+        if word in WATCHED:
+            self.note("store", WATCHED[word], value)
+        super().set(shard, word, value)
+
+    def fill(self, shard: int, number: int, parts: Parts) -> None:
+        places = torch.arange(number, number + len(parts[0])) % CAPACITY
+        self.fill_at(shard, places, parts)
+
+    def fill_at(self, shard: int, places: torch.Tensor, parts: Parts) -> None:
+        for place, row in zip(places.tolist(), torch.cat([*parts], 1).tolist(), strict=True):
+            for word, value in enumerate(row):
+                self.note("store", (place, word), value)
+        super().fill_at(shard, places, parts)
+
+
+@contextlib.contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    """Rows with the rows 0 and 1, whose fences are noted too."""
+    with SharedSegment(Recorded.nbytes(WIDTHS, 1, CAPACITY)) as segment:
+        rows = Recorded(segment, WIDTHS, 1, CAPACITY, timeout=1.0)
+        rows.append(numbered(0, 2))
+        rows.steps = []
+        for module in (rows_module, reader_module, shards_module):
+            monkeypatch.setattr(module, "fence", lambda: rows.note("fence", ""))
+        yield rows
+
+
+def numbered(first: int, end: int) -> Parts:
+    """Rows whose words are their numbers."""
+    words = torch.arange(first, end, dtype=torch.int32).unsqueeze(1).repeat(1, WORDS)
+    return words.split(WIDTHS, 1)
+
+
+def append_one(rows: SharedRows) -> None:
+    rows.append(numbered(2, 3))
+
+
+def append_two(rows: SharedRows) -> None:
+    rows.append(numbered(2, 4))
+
+
+def append_twice(rows: SharedRows) -> None:
+    rows.append(numbered(2, 3))
+    rows.append(numbered(3, 4))
+
+
+def rewrite(rows: SharedRows) -> None:
+    rows.rewrite(torch.tensor([1]), numbered(101, 102))
+
+
+def rewrite_and_append(rows: SharedRows) -> None:
+    rows.rewrite(torch.tensor([1]), numbered(101, 102))
+    rows.append(numbered(2, 3))
+
+
+def clear_and_append(rows: SharedRows) -> None:
+    rows.clear()
+    rows.append(numbered(2, 3))
+
+
+def replace(rows: SharedRows) -> None:
+    rows.replace(rows_module.Window((0,), (2,)), lambda shard, first, count: numbered(2, 4))
+
+
+WRITERS = [
+    append_one,
+    append_two,
+    append_twice,
+    rewrite,
+    rewrite_and_append,
+    clear_and_append,
+    replace,
+]
+
+
+def steps_of(monkeypatch: pytest.MonkeyPatch, writer: Callable[[SharedRows], None]) -> list[Step]:
+    with recorded(monkeypatch) as rows:
+        writer(rows)
+        assert rows.steps
+        return rows.steps
+
+
+def steps_of_reader(monkeypatch: pytest.MonkeyPatch, at: bool) -> list[Step]:
+    """Steps of a read; the copy of a row is the load of a place that is filled in later."""
+    with recorded(monkeypatch) as rows:
+
+        def gather(todo: object, positions: torch.Tensor, heads: tuple[int, ...]) -> None:
+            for word in range(WORDS):
+                rows.note("load", ("row", word))
+
+        if at:
+            rows.read_at(torch.tensor([1]), gather)
+        else:
+            window = rows.window()
+            rows.read(
+                window, *rows.draw(1, window, None), gather, lambda count: (0, torch.zeros(0))
+            )
+        assert rows.steps
+        return rows.steps
+
+
+class Thread(NamedTuple):
+    """Steps of a thread, and for each the steps that have to come before it."""
+
+    steps: list[Step]
+    before: list[set[int]]
+
+    @classmethod
+    def of(cls, steps: list[Step]) -> Thread:
+        before = []
+        for i, (kind, address, _) in enumerate(steps):
+            fences = [j for j in range(i) if steps[j] == FENCE]
+            if kind == "fence":
+                before.append(set(range(i)))
+            else:
+                same = {j for j in range(i) if steps[j][1] == address}
+                before.append(same | set(fences[-1:]))
+        return cls(steps, before)
+
+    def next_steps(self, done: int) -> list[int]:
+        return [
+            i
+            for i, needed in enumerate(self.before)
+            if not done >> i & 1 and all(done >> j & 1 for j in needed)
+        ]
+
+
+def outcomes(writer: list[Step], reader: list[Step], row: int) -> set[tuple[int, ...]]:
+    """What a reader of `row` may load, in the order of its loads, in any order of all steps."""
+    place = row % CAPACITY
+    reader = [
+        (kind, (place, address[1]) if isinstance(address, tuple) else address, value)
+        for kind, address, value in reader
+    ]
+    threads = Thread.of(writer), Thread.of(reader)
+    start = {"floor": 0, "head": 2, "version": 0}
+    start |= {(place, word): place for place in range(CAPACITY) for word in range(WORDS)}
+    loads = [i for i, step in enumerate(reader) if step[0] == "load"]
+    found: set[tuple[int, ...]] = set()
+    seen: set[object] = set()
+    stack = [(0, 0, tuple(start.items()), (None,) * len(reader))]
+    while stack:
+        state = stack.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        wrote, read, memory, loaded = state
+        if read == (1 << len(reader)) - 1:
+            found.add(tuple(loaded[i] for i in loads))
+            continue
+        for i in threads[0].next_steps(wrote):
+            kind, address, value = writer[i]
+            new = dict(memory)
+            if kind == "store":
+                new[address] = value
+            stack.append((wrote | 1 << i, read, tuple(new.items()), loaded))
+        for i in threads[1].next_steps(read):
+            kind, address, _ = reader[i]
+            values = list(loaded)
+            if kind == "load":
+                values[i] = dict(memory)[address]
+            stack.append((wrote, read | 1 << i, memory, tuple(values)))
+    return found
+
+
+def violations(writer: list[Step], reader: list[Step]) -> list[tuple[int, ...]]:
+    """Loads of a reader that lets a row pass which is not that row, or too large a window."""
+    names = [address for kind, address, _ in reader if kind == "load"]
+    bad = []
+    for row in range(5):
+        for loaded in outcomes(writer, reader, row):
+            named: dict[object, list[int]] = {}
+            for name, value in zip(names, loaded, strict=True):
+                named.setdefault(name, []).append(value)
+            head, floors, versions = named["head"][0], named["floor"], named["version"]
+            floor = min(floors[0], head)
+            words = [value for name in (("row", 0), ("row", 1)) for value in named[name]]
+            if head - floor > CAPACITY:
+                bad.append(loaded)
+            drawn = floor <= row < head
+            whole = floors[-1] <= row and versions[-1] == versions[0] and versions[0] % 2 == 0
+            if drawn and whole and words not in ([row, row], [100 + row, 100 + row]):
+                bad.append(loaded)
+    return bad
+
+
+@pytest.mark.parametrize("at", [False, True], ids=["read", "read_at"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_no_order_of_the_steps_lets_a_torn_row_pass(monkeypatch, writer, at):
+    assert not violations(steps_of(monkeypatch, writer), steps_of_reader(monkeypatch, at))
+
+
+def _without_fence(steps: list[Step], which: int) -> list[Step]:
+    fences = [i for i, step in enumerate(steps) if step == FENCE]
+    return [step for i, step in enumerate(steps) if i != fences[which]]
+
+
+@pytest.mark.parametrize(
+    ("writer", "fence"), [(append_one, 0), (append_one, 1), (rewrite, 0), (rewrite, 1)]
+)
+def test_a_writer_that_lacks_a_fence_lets_a_torn_row_pass(monkeypatch, writer, fence):
+    steps = steps_of(monkeypatch, writer)
+    assert steps.count(FENCE) == 2
+
+    assert violations(_without_fence(steps, fence), steps_of_reader(monkeypatch, False))
+
+
+@pytest.mark.parametrize("at", [False, True], ids=["read", "read_at"])
+@pytest.mark.parametrize("fence", range(3))
+def test_a_reader_that_lacks_a_fence_lets_a_torn_row_pass(monkeypatch, fence, at):
+    steps = steps_of_reader(monkeypatch, at)
+    assert steps.count(FENCE) == 3
+
+    reader = _without_fence(steps, fence)
+
+    assert any(violations(steps_of(monkeypatch, writer), reader) for writer in WRITERS)
+
+
+def test_a_reader_that_does_not_look_at_the_floor_again_lets_a_torn_row_pass(monkeypatch):
+    steps = steps_of_reader(monkeypatch, False)
+    last = max(i for i, step in enumerate(steps) if step[1] == "floor")
+    unchecked = [step for i, step in enumerate(steps) if i != last]
+
+    assert violations(steps_of(monkeypatch, append_one), unchecked)

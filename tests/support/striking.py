@@ -1,0 +1,142 @@
+"""Strikes at exact points of a protocol: an interrupt at a line, a signal at a step."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from torchrl_unilab.shm.rows import Parts, SharedRows
+
+
+def interrupt_each_line(
+    action: Callable[[], object], modules: list[ModuleType]
+) -> Iterator[tuple[str, int]]:
+    """Run `action` again and again, interrupted at the first line of `modules`, the second, ...
+
+    Yields:
+        The function and the line that the interrupt came before.
+    """
+    files = {module.__file__ for module in modules}
+    for nth in itertools.count(1):
+        lines = itertools.count(1)
+        where: list[tuple[str, int]] = []
+
+        def trace(
+            frame: FrameType,
+            event: str,
+            _: object,
+            nth: int = nth,
+            lines: Any = lines,
+            where: Any = where,
+        ) -> Any:
+            if frame.f_code.co_filename not in files:
+                return None
+            if event == "line" and not where and next(lines) == nth:
+                where.append((frame.f_code.co_name, frame.f_lineno))
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            action()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        if not where:
+            return
+        yield where[0]
+
+
+@contextlib.contextmanager
+def forked(action: Callable[[], object]) -> Iterator[int]:
+    """Run `action` in a forked child, which is ended on the way out; give its process id."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    try:
+        yield child
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def strike_at(rows: SharedRows, nth: int, strike: Callable[[], None]) -> Callable[[], int]:
+    """Have this process struck before the `nth` step that others see: a store, half of a copy.
+
+    Returns:
+        What counts the steps so far.
+    """
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        taken += 1
+        if taken == nth:
+            strike()
+
+    changed: Any = rows
+    set_, fill, fill_at = rows.set, rows.fill, rows.fill_at
+
+    def set_word(shard: int, word: int, value: int) -> None:
+        step()
+        set_(shard, word, value)
+
+    def half(parts: Parts) -> Parts:
+        """Rows of which all but the first word of each part is garbage."""
+        first = [words[:, :1] for words in parts]
+        rest = [torch.full_like(words[:, 1:], -7) for words in parts]
+        return [torch.cat(pair, 1) for pair in zip(first, rest, strict=True)]
+
+    def fill_rows(shard: int, number: int, parts: Parts) -> None:
+        fill(shard, number, half(parts))
+        step()
+        fill(shard, number, parts)
+
+    def fill_places(shard: int, places: torch.Tensor, parts: Parts) -> None:
+        fill_at(shard, places, half(parts))
+        step()
+        fill_at(shard, places, parts)
+
+    class Words:
+        """The rows' words, whose stores are steps too."""
+
+        view = rows._words.view
+
+        def __getitem__(self, index: int) -> int:
+            return self.view[index]
+
+        def __setitem__(self, index: int, value: int) -> None:
+            step()
+            self.view[index] = value
+
+    changed.set, changed.fill, changed.fill_at = set_word, fill_rows, fill_places
+    changed._words = Words()
+    return lambda: taken
+
+
+def kill_self() -> None:
+    """End this process as the kernel would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_self() -> None:
+    """Stop this process until it is told to continue."""
+    os.kill(os.getpid(), signal.SIGSTOP)

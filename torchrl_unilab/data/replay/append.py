@@ -1,0 +1,254 @@
+"""How transitions become rows: checked, staged in private memory, patched, appended.
+
+Nothing in shared memory changes before all checks have passed; what is appended then is one
+copy of whole rows. The storage appends with it, in any number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any, Literal, NamedTuple
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDictBase
+
+from torchrl_unilab.data.replay.form import DONE, REWARD, SIGNALS, TERMINATED, TRUNCATED, RowForm
+from torchrl_unilab.data.replay.trajectories import TrajectoryMarker
+from torchrl_unilab.data.schema import leaves
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.shm.layout import dotted
+from torchrl_unilab.shm.rows import SharedRows
+
+__all__ = ["NonFinite", "RowAppender", "as_rows", "check_steps"]
+
+NonFinite = Literal["refuse", "count", "pass"]
+_FINITE = (REWARD, "action")
+_STAGES = 8
+"""Stages kept per thread, by number of rows."""
+
+
+class _Stage(NamedTuple):
+    """Rows in private memory, by part, and views of their fields."""
+
+    parts: list[torch.Tensor]
+    views: list[torch.Tensor]
+
+
+class RowAppender:
+    """Appends transitions of one form.
+
+    Args:
+        rows: Where to.
+        form: What rows are.
+        non_finite: What to do about a reward or action that is not finite, see
+            `PackedReplayStorage`.
+    """
+
+    def __init__(self, rows: SharedRows, form: RowForm, non_finite: NonFinite) -> None:
+        self._rows, self._form, self._policy = rows, form, non_finite
+        self._marker = TrajectoryMarker(rows, form) if form.n_step > 1 else None
+        self._finite = [
+            form.index[name]
+            for name in _FINITE
+            if name in form.index and form.schema.by_name[name].dtype.is_floating_point
+        ]
+        self._memory = threading.local()
+
+    def append(self, rows: TensorDictBase, at: int | None = None) -> int:
+        """Append rows [n] as they are; return the number of the first one.
+
+        Args:
+            rows: The rows.
+            at: Position that the first one must have.
+        """
+        return self._write(self._stage(rows), None, at)
+
+    def add(
+        self,
+        rows: TensorDictBase,
+        mask: torch.Tensor | None,
+        finals: torch.Tensor | TensorDictBase | None,
+    ) -> int:
+        """Append steps [N] or [N, T]; return the number of the first. See the storage's `add`."""
+        observed = {} if mask is None else self._final_observations(mask, finals)
+        envs, flat = rows.batch_size[0], rows
+        if rows.ndim == 2:
+            flat = rows.transpose(0, 1).reshape(-1)
+            mask = None if mask is None else mask.t()
+            observed = {name: tensor.transpose(0, 1) for name, tensor in observed.items()}
+        stage, index = self._stage(flat), self._form.index
+        for name, tensor in observed.items():
+            assert mask is not None
+            stage.views[index[name]][mask.flatten()] = tensor[mask]
+        if TERMINATED in index and TRUNCATED in index:
+            terminated, truncated = stage.views[index[TERMINATED]], stage.views[index[TRUNCATED]]
+            if DONE in index:
+                torch.logical_or(terminated, truncated, out=stage.views[index[DONE]])
+            torch.gt(truncated, terminated, out=truncated)
+        return self._write(stage, envs)
+
+    def rewrite(self, positions: torch.Tensor, rows: TensorDictBase) -> None:
+        """Write rows [n] anew at positions, int64 [n], that have been written."""
+        stage = self._stage(rows)
+        if self._marker is not None:  # of no trajectory: each number is that of one position
+            torch.sub(-1, positions, out=stage.views[-1])
+        self._rows.rewrite(positions, stage.parts)
+
+    def check(self, rows: TensorDictBase) -> None:
+        """Refuse rows [n] that cannot be written. Raises as `append`."""
+        self._stage(rows)
+
+    def _stage(self, rows: TensorDictBase) -> _Stage:
+        """Copy rows [n] to private memory, checked."""
+        count = rows.batch_size[0]
+        chosen = self._form.schema.select(rows, (count,), ignore=(("index",),))
+        if self._policy != "pass":
+            self._check_finite(chosen, count)
+        stage = self._memory_of(count)
+        with torch.no_grad():
+            torch._foreach_copy_(stage.views[: len(chosen)], chosen)
+        return stage
+
+    def _memory_of(self, count: int) -> _Stage:
+        stages: dict[int, _Stage] = self._memory.__dict__.setdefault("stages", {})
+        if count not in stages:
+            if len(stages) >= _STAGES:
+                stages.clear()
+            with torch.inference_mode(False):
+                layout = self._form.layout
+                parts = [torch.zeros(count, width, dtype=torch.int32) for width in layout.widths]
+                stages[count] = _Stage(parts, layout.views(parts))
+        return stages[count]
+
+    def _check_finite(self, chosen: list[torch.Tensor], count: int) -> None:
+        bad: torch.Tensor | None = None
+        for index in self._finite:
+            flat = chosen[index].reshape(-1)
+            if math.isfinite(flat.dot(flat).item()):  # the cheapest look at all of them
+                continue
+            wrong = ~chosen[index].isfinite().reshape(count, -1).all(1)
+            if self._policy == "refuse" and wrong.any():
+                raise ConfigError(
+                    f"cannot write rows: {self._form.schema.names[index]!r} of row "
+                    f"{int(wrong.nonzero()[0])} is not finite (expected finite values). Mend the "
+                    "environment, or use non_finite='count'."
+                )
+            bad = wrong if bad is None else bad | wrong
+        if bad is not None and bad.any():
+            self._rows.count(int(bad.sum()))
+
+    def _write(self, stage: _Stage, envs: int | None, at: int | None = None) -> int:
+        """Append staged rows, in pieces where they are more than a shard holds."""
+        rows, size, first = self._rows, self._rows.shard_rows, 0
+        if envs is not None and envs < size:
+            size -= size % envs  # whole steps
+        count = stage.parts[0].shape[0]
+        for start in range(0, count, size):
+            piece = slice(start, start + size)
+
+            def prepare(shard: int, head: int, piece: slice = piece) -> None:
+                if at is not None and not piece.start and head % rows.shard_rows != at:
+                    raise RuntimeError(
+                        f"cannot append rows at position {at}: the next one is "
+                        f"{head % rows.shard_rows} (expected that). Another writer came in "
+                        "between: use PackedReplayWriter."
+                    )
+                if self._marker is not None:
+                    views = [view[piece] for view in stage.views]
+                    self._marker.mark(views, envs and min(envs, len(views[0])), shard, head)
+
+            parts = stage.parts if count <= size else [words[piece] for words in stage.parts]
+            number = rows.append(parts, prepare)
+            first = number if not start else first
+        return first
+
+    # True final observations
+
+    def _final_observations(
+        self, mask: torch.Tensor, finals: torch.Tensor | TensorDictBase | None
+    ) -> dict[str, torch.Tensor]:
+        """Return final observations by dotted key, [*mask.shape, ...]; only masked rows count."""
+        if isinstance(finals, torch.Tensor):
+            named = {self._only_next_observation(): finals}
+        else:
+            assert finals is not None
+            named = {f"next.{dotted(key)}": leaf for key, leaf in leaves(finals).items()}
+        return {name: self._unmask(name, leaf, mask) for name, leaf in named.items()}
+
+    def _only_next_observation(self) -> str:
+        names = self._form.index
+        keys = [f"next.{name}" for name in names if name.split(".")[-1] not in SIGNALS]
+        found = [key for key in keys if key in names]
+        if len(found) != 1:
+            raise LayoutKeyError(
+                f"final observations: one tensor for the keys {found} (expected exactly one). "
+                "Pass a TensorDict with one entry per observation."
+            )
+        return found[0]
+
+    def _unmask(self, name: str, leaf: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return one observation for all rows, given for all rows or for the masked ones only."""
+        field = self._form.schema.by_name.get(name)
+        if field is None:
+            raise LayoutKeyError(
+                f"final observations: unknown key {name!r} (expected one of "
+                f"{[*self._form.index]}). Leave it out."
+            )
+        all_rows, masked_rows = (*mask.shape, *field.shape), (int(mask.sum()), *field.shape)
+        if leaf.shape == all_rows:
+            return leaf
+        if leaf.shape != masked_rows:
+            raise LayoutShapeError(
+                f"final observations {name!r}: shape {tuple(leaf.shape)} (expected {all_rows}, or "
+                f"{masked_rows} for the masked rows). Check the mask."
+            )
+        unmasked = torch.zeros(all_rows, dtype=field.dtype)
+        unmasked[mask] = leaf.to(field.dtype)
+        return unmasked
+
+
+def as_rows(data: Any) -> TensorDictBase:
+    """Return rows as a TensorDict; a list of them stacked.
+
+    Raises:
+        LayoutDtypeError: They are none.
+    """
+    stray = data
+    if isinstance(data, list):
+        stray = next((row for row in data if not isinstance(row, TensorDictBase)), None)
+        if data and stray is None:
+            return LazyStackedTensorDict.maybe_dense_stack(data)
+    elif isinstance(data, TensorDictBase):
+        return data
+    raise LayoutDtypeError(
+        f"cannot write rows: {type(stray).__name__} (expected a TensorDict). Convert them first."
+    )
+
+
+def check_steps(
+    rows: TensorDictBase,
+    mask: torch.Tensor | None,
+    finals: torch.Tensor | TensorDictBase | None,
+) -> None:
+    """Refuse what `RowAppender.add` cannot add, whatever the form of the rows.
+
+    Raises:
+        LayoutShapeError: The rows are not [N] or [N, T], there is none, or the mask is not of
+            their shape or without final observations.
+    """
+    if (mask is None) != (finals is None):
+        raise LayoutShapeError(
+            f"final observations: mask {mask is not None}, observations {finals is not None} "
+            "(expected both or none). Give both."
+        )
+    if rows.ndim not in (1, 2) or not rows.numel():
+        raise LayoutShapeError(
+            f"cannot add rows: batch size {list(rows.batch_size)} (expected [N] or [N, T], "
+            "not empty). Reshape them."
+        )
+    if mask is not None and (mask.shape != rows.batch_size or mask.dtype is not torch.bool):
+        raise LayoutShapeError(
+            f"terminal_mask: {mask.dtype} of shape {tuple(mask.shape)} (expected torch.bool of "
+            f"{tuple(rows.batch_size)}). One entry for each row."
+        )

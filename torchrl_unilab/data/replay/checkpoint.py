@@ -1,0 +1,184 @@
+"""Checkpoints of replays: copies of the rows, made while writers write on; memory stays flat.
+
+A file holds the rows of each shard in the order of their numbers, then a JSON text that
+describes them, then that text's length. It is whole or it is not there; nothing that is read
+from it can execute code. `PackedReplayStorage.dumps` and `loads` come here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+
+from torchrl_unilab.data.schema import TensorSchema
+from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
+from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump
+from torchrl_unilab.errors import CheckpointError, LayoutError
+from torchrl_unilab.shm.row_layout import WORD
+from torchrl_unilab.shm.rows import Parts, SharedRows, Window
+
+if TYPE_CHECKING:
+    from torchrl_unilab.data.replay.storage import PackedReplayStorage
+
+__all__ = ["PackedReplayCheckpointer", "load_rows", "save_rows"]
+
+_LENGTH = 8
+"""Bytes of the text's length."""
+
+
+def save_rows(
+    rows: SharedRows, allocate: Callable[[int], Callable[[int, torch.Tensor], object]]
+) -> dict[str, list[int]]:
+    """Copy all readable rows of an instant, while others write.
+
+    Rows that are overwritten before they are copied are left out, the oldest first.
+
+    Args:
+        rows: The rows.
+        allocate: Called with how many rows there are; returns what is called with a place
+            below that, and the rows from there on, int32 [n, words].
+
+    Returns:
+        Numbers that describe the rows: per shard, the first that was ever written (``bases``),
+        those that were saved (from ``floors`` to ``heads``), and the place that row 0 has or
+        would have (``starts``).
+    """
+    bases, window = rows.based_window()
+    floors, starts, end = list(window.heads), [], 0
+    for floor, head in zip(*window, strict=True):
+        starts.append(end - floor)
+        end += head - floor
+    write = allocate(end)
+    for shard, start in enumerate(starts):
+        for first, parts in rows.copies(shard, window):
+            write(start + first, torch.cat([*parts], 1))
+            floors[shard] = first
+    return {"bases": [*bases], "floors": floors, "heads": [*window.heads], "starts": starts}
+
+
+def load_rows(
+    storage: PackedReplayStorage,
+    header: dict[str, Any],
+    count: int,
+    read: Callable[[int, int], torch.Tensor],
+) -> None:
+    """Replace all rows of a storage by saved ones.
+
+    Args:
+        storage: Made like the one that was saved.
+        header: What its `header` returned, and what `save_rows` returned.
+        count: Rows that can be read.
+        read: Called with a place and a count; returns rows, int32 [count, words].
+
+    Raises:
+        CheckpointError: The storage differs, or the header is none; it keeps its rows.
+    """
+    try:
+        schema = TensorSchema.from_json(header["schema"])
+        mine = storage.header(schema)
+        other = {key: header[key] for key in mine if header[key] != mine[key]}
+        numbers = zip(*(header[key] for key in ("bases", "floors", "heads", "starts")), strict=True)
+        shards = [(base, floor - base, head - base, start) for base, floor, head, start in numbers]
+    except (KeyError, TypeError, ValueError, LayoutError) as error:
+        raise CheckpointError(
+            f"cannot load rows: unknown header {str(header)[:200]} (expected one that this version "
+            "saves). Load it with the version that saved it."
+        ) from error
+    if other:
+        raise CheckpointError(
+            f"cannot load rows: {other} (expected { {key: mine[key] for key in other} }). "
+            "Load into a storage made like the one that was saved."
+        )
+    size = storage.max_size // storage.writers
+    for base, floor, head, start in shards:
+        if not (
+            0 <= floor <= head <= floor + size
+            and 0 <= start + base + floor <= start + base + head <= count
+        ):
+            raise CheckpointError(
+                f"cannot load rows: rows {floor} to {head} of a shard (expected at most {size}, "
+                f"of {count} in the file). Load another checkpoint."
+            )
+    storage.initialize(schema)
+    window = Window(tuple(s[1] for s in shards), tuple(s[2] for s in shards))
+
+    def read_shard(shard: int, number: int, count: int) -> Parts:
+        base, _, _, start = shards[shard]
+        parts: Parts = read(start + base + number, count).split(storage.rows.widths, 1)
+        return parts
+
+    storage.rows.replace(window, read_shard)
+
+
+class PackedReplayCheckpointer(SharedStorageCheckpointer):
+    """Saves a `PackedReplayStorage` as one file. Writers and samplers continue meanwhile."""
+
+    def dumps(self, storage: PackedReplayStorage, path: str | Path) -> None:
+        """Save to ``path/rows.bin``; whole or not at all.
+
+        Rows that are overwritten before they are copied are left out, the oldest first.
+        """
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        draft = path / "rows.bin.part"
+        with draft.open("wb") as file:
+            row_bytes = sum(storage.rows.widths) * WORD
+
+            def write(place: int, words: torch.Tensor) -> None:
+                file.seek(place * row_bytes)
+                file.write(words.numpy().data)
+
+            header = storage.header() | save_rows(storage.rows, lambda _: write)
+            text = json.dumps(header).encode()
+            file.seek(0, os.SEEK_END)
+            file.write(text + len(text).to_bytes(_LENGTH, "little"))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path / "rows.bin")
+
+    def loads(self, storage: PackedReplayStorage, path: str | Path) -> None:
+        """Load what `dumps` of this class or of a stock storage saved, in place of what there is.
+
+        Raises:
+            CheckpointError: The storage is not like the one that was saved, or the file is
+                not whole; the storage keeps its rows.
+        """
+        path = Path(path)
+        if is_stock_dump(path) and not (path / "rows.bin").exists():
+            storage.load_rows(rows_of_dump(path))
+            return
+        with (path / "rows.bin").open("rb") as file:
+            header, end = _read_header(file, path)
+            words = header["words"]
+
+            def read(place: int, count: int) -> torch.Tensor:
+                out = torch.empty(count, words, dtype=torch.int32)
+                file.seek(place * words * WORD)
+                file.readinto(out.numpy().data)
+                return out
+
+            load_rows(storage, header, end // (words * WORD), read)
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
+    """Return the description at the end of a file, and the bytes before it."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _LENGTH))
+    length = int.from_bytes(file.read(), "little")
+    if length <= size - _LENGTH:
+        file.seek(size - _LENGTH - length)
+        try:
+            header = json.loads(file.read(length))
+        except ValueError:
+            header = None
+        if isinstance(header, dict) and isinstance(header.get("words"), int):
+            return header, size - _LENGTH - length
+    raise CheckpointError(
+        f"cannot load rows: {path / 'rows.bin'} does not end with their description (expected a "
+        "whole file of this version). Load another checkpoint."
+    )

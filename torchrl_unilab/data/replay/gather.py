@@ -1,0 +1,213 @@
+"""Batches gathered from shared rows into one flat run of memory; n-step returns are summed here.
+
+`BatchLayout` says what a batch looks like, also for budgets; `RowGatherer` fills batches. The
+storage samples and reads with it, and a pipeline's host batches are made by it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_unilab.data.replay.form import REWARD, RowForm
+from torchrl_unilab.data.replay.trajectories import stride_of
+from torchrl_unilab.data.schema import TensorField, TensorSchema
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.shm.layout import align
+from torchrl_unilab.shm.rows import Gather, SharedRows, Window
+from torchrl_unilab.shm.shards import of_shard
+
+__all__ = ["Batch", "BatchLayout", "ReplaySnapshot", "RowGatherer"]
+
+
+class ReplaySnapshot(NamedTuple):
+    """What there is to sample from.
+
+    Attributes:
+        ptr: Rows ever written, since the storage was last emptied.
+        size: Rows that can be sampled.
+        window: Which ones; None for all that there are.
+    """
+
+    ptr: int
+    size: int
+    window: Window | None = None
+
+
+Batch = dict[str, torch.Tensor]
+"""The memory of a batch, as blocks of shape [count, ...]."""
+
+
+class BatchLayout:
+    """What batches of rows look like.
+
+    Args:
+        form: The rows.
+    """
+
+    def __init__(self, form: RowForm) -> None:
+        self.form = form
+        self._blocks: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
+            ("index", torch.int64, ()),
+            *((f"rows {part}", torch.int32, (w,)) for part, w in enumerate(form.layout.widths)),
+        ]
+        fields = [*form.schema.fields]
+        if form.n_step > 1:
+            reward = form.schema.by_name[REWARD]
+            extra = {
+                "steps_to_next_obs": torch.int64,
+                "gamma": torch.float32,
+                "nonterminal": torch.bool,
+            }
+            self._blocks += [
+                *((f"last {part}", torch.int32, (w,)) for part, w in enumerate(form.layout.widths)),
+                (REWARD, reward.dtype, reward.shape),
+                *((name, dtype, ()) for name, dtype in extra.items()),
+            ]
+            fields.append(reward._replace(path=("next", "original_reward")))
+            fields += [TensorField((name,), (), dtype) for name, dtype in extra.items()]
+        batch_size = form.schema.batch_size
+        self._plain = TensorSchema(batch_size, tuple(fields))
+        index = TensorField(("index",), batch_size, torch.int64)
+        self._indexed = TensorSchema(batch_size, (*fields, index))
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of the memory of a batch of `count` rows."""
+        return sum(
+            align(count * math.prod(shape) * dtype.itemsize) for _, dtype, shape in self._blocks
+        )
+
+    def batch(self, count: int, flat: torch.Tensor | None = None) -> Batch:
+        """Return memory for `count` rows, in `flat`, uint8 [nbytes(count)], if given."""
+        if flat is None:
+            flat = torch.empty(self.nbytes(count), dtype=torch.uint8)
+        blocks, start = {}, 0
+        for name, dtype, shape in self._blocks:
+            end = start + count * math.prod(shape) * dtype.itemsize
+            blocks[name] = flat[start:end].view(dtype).view(count, *shape)
+            start = align(end)
+        return blocks
+
+    def parts(self, batch: Batch, name: str) -> list[torch.Tensor]:
+        """Return the rows (``"rows"``) of a batch, or the last of n steps (``"last"``), by part."""
+        return [batch[f"{name} {part}"] for part in range(len(self.form.layout.widths))]
+
+    def tensordict(self, batch: Batch, *, index: bool) -> TensorDict:
+        """Return a batch as views of its memory, of batch size [count, ...].
+
+        Args:
+            batch: The memory.
+            index: Whether to add the rows' positions as ``"index"``.
+        """
+        form, count = self.form, len(batch["index"])
+        views = form.layout.views(self.parts(batch, "rows"))[: len(form.schema.fields)]
+        if form.n_step > 1:
+            last = form.layout.views(self.parts(batch, "last"))
+            original = views[form.index[REWARD]]
+            for i, field in enumerate(form.schema.fields):
+                if field.path[0] == "next":
+                    views[i] = last[i]
+            views[form.index[REWARD]] = batch[REWARD]
+            views.append(original)
+            views += [batch[name] for name in ("steps_to_next_obs", "gamma", "nonterminal")]
+        if not index:
+            return self._plain.tensordict(views, (count,))
+        inner = form.schema.batch_size
+        at = batch["index"]
+        views.append(at.view(count, *[1] * len(inner)).expand(count, *inner) if inner else at)
+        return self._indexed.tensordict(views, (count,))
+
+    def memory_of(self, batch: TensorDictBase) -> Batch:
+        """Return the memory of a batch of `tensordict`, made here or in another process.
+
+        Raises:
+            ConfigError: It is none of these.
+        """
+        index = batch.get("index", None)
+        count = batch.batch_size[0] if batch.batch_size else 0
+        if index is not None and count:
+            storage = index.untyped_storage()
+            if storage.nbytes() >= self.nbytes(count) and not index.storage_offset():
+                return self.batch(count, torch.empty(0, dtype=torch.uint8).set_(storage))
+        raise ConfigError(
+            f"batch to sample into: batch size {list(batch.batch_size)}, not made for it (expected "
+            "one of empty_batch). Make it with the storage's empty_batch."
+        )
+
+
+class RowGatherer:
+    """Gathers rows into batches.
+
+    Args:
+        rows: The rows.
+        layout: What batches look like.
+        gamma: Discount of a step.
+    """
+
+    def __init__(self, rows: SharedRows, layout: BatchLayout, gamma: float) -> None:
+        self._rows, self._layout, self._gamma = rows, layout, gamma
+        self._form = layout.form
+
+    def into(self, batch: Batch) -> Gather:
+        """Return what gathers rows into a batch."""
+
+        def gather(
+            places: torch.Tensor | None, positions: torch.Tensor, heads: tuple[int, ...]
+        ) -> None:
+            if places is None:
+                self._fill(batch, positions, heads)
+                return
+            part = self._layout.batch(len(places))
+            self._fill(part, positions, heads)
+            for name, block in part.items():
+                batch[name].index_copy_(0, places, block)
+
+        return gather
+
+    def _fill(self, out: Batch, positions: torch.Tensor, heads: tuple[int, ...]) -> None:
+        out["index"].copy_(positions)
+        for part, block in enumerate(self._rows.blocks):
+            torch.index_select(block, 0, positions, out=out[f"rows {part}"])
+        if self._form.n_step > 1:
+            self._sum_up(out, positions, heads)
+
+    def _sum_up(self, out: Batch, positions: torch.Tensor, heads: tuple[int, ...]) -> None:
+        """Follow each row for up to n steps, as far as its trajectory has been written."""
+        rows, view = self._rows, self._form.layout.views
+        first, last = self._layout.parts(out, "rows"), self._layout.parts(out, "last")
+        torch._foreach_copy_(last, first)
+        fields, reward, steps = view(first), out[REWARD], out["steps_to_next_obs"]
+        reward.copy_(fields[self._reward])
+        steps.fill_(1)
+        shard, number = rows.numbers(positions, heads)
+        trajectory, places = fields[-1], torch.arange(len(positions))
+        for k in range(1, self._form.n_step):
+            number = number + stride_of(trajectory)
+            there = (number < of_shard(heads, shard)).nonzero().squeeze(1)
+            shard = shard if isinstance(shard, int) else shard[there]
+            number, trajectory, places = number[there], trajectory[there], places[there]
+            at = rows.positions(shard, number)
+            follows = (self._trajectory[at] == trajectory).nonzero().squeeze(1)
+            if not len(follows):
+                break
+            shard = shard if isinstance(shard, int) else shard[follows]
+            number, trajectory, places = number[follows], trajectory[follows], places[follows]
+            parts = [block.index_select(0, at[follows]) for block in rows.blocks]
+            reward.index_add_(0, places, view(parts)[self._reward], alpha=self._gamma**k)
+            for words, part in zip(last, parts, strict=True):
+                words.index_copy_(0, places, part)
+            steps[places] = k + 1
+        torch.pow(self._gamma, steps, out=out["gamma"])
+        torch.gt(steps, 1, out=out["nonterminal"])
+
+    @functools.cached_property
+    def _trajectory(self) -> torch.Tensor:
+        return self._form.layout.views(self._rows.blocks)[-1]
+
+    @functools.cached_property
+    def _reward(self) -> int:
+        return self._form.index[REWARD]

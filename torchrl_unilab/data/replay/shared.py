@@ -1,0 +1,364 @@
+"""Transitions in shared memory: their schema, their memory, their counts; add, append, sample.
+
+This is the surface of a replay that our collectors and pipelines use, without a buffer.
+`PackedReplayStorage` adds what TorchRL's buffers, samplers and writers use. How rows stay whole
+is the business of `torchrl_unilab.shm.rows`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_unilab.data.replay.append import NonFinite, RowAppender, as_rows, check_steps
+from torchrl_unilab.data.replay.form import RowForm
+from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGatherer
+from torchrl_unilab.data.schema import TensorSchema, key_path
+from torchrl_unilab.data.shared_storage import SharedStorage
+from torchrl_unilab.data.stock import StockArguments, check_stock_arguments
+from torchrl_unilab.errors import ConfigError, SegmentSpaceError
+from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.segment import SharedSegment, free_bytes
+from torchrl_unilab.shm.shards import Shard
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["SharedReplay"]
+
+
+class SharedReplay(SharedStorage):
+    """The rows of a `PackedReplayStorage`, which has the arguments."""
+
+    _of_a_process = ("_building", "_rows", "_appender", "_gatherer", "_batches", "_views")
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        example: TensorDictBase | None = None,
+        writers: int = 1,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        observation_keys: Sequence[str | tuple[str, ...]] | None = None,
+        non_finite: NonFinite = "refuse",
+        timeout: float = 10.0,
+        **stock: Unpack[StockArguments],
+    ) -> None:
+        check_stock_arguments(type(self).__name__, stock)
+        for setting, count, least in (
+            ("writers", writers, 1),
+            ("max_size", max_size, writers),
+            ("n_step", n_step, 1),
+        ):
+            if count < least:
+                raise ConfigError(
+                    f"replay storage {setting}: {count} (expected at least {least}). Raise it."
+                )
+        if non_finite not in ("refuse", "count", "pass"):
+            raise ConfigError(
+                f"replay storage non_finite: {non_finite!r} (expected 'refuse', 'count' or "
+                "'pass'). Choose one."
+            )
+        if not 0.0 <= gamma <= 1.0 or timeout <= 0.0:
+            raise ConfigError(
+                f"replay storage: gamma {gamma}, timeout {timeout} (expected 0 to 1, above 0). "
+                "Check them."
+            )
+        super().__init__(max_size - max_size % writers, writers)
+        self.n_step, self.gamma, self.timeout = n_step, gamma, timeout
+        self.observation_keys = None if observation_keys is None else [*observation_keys]
+        self.non_finite_policy: NonFinite = non_finite
+        self._segment: SharedSegment | None = None
+        self._form: RowForm | None = None
+        self._start_process()
+        if example is not None:
+            self.initialize(TensorSchema.of(as_rows(example)))
+
+    def _start_process(self) -> None:
+        self._building = threading.RLock()
+        self._rows: SharedRows | None = None
+        if self._segment is not None:
+            self._attach(self._segment)
+
+    # The rows
+
+    def initialize(self, schema: TensorSchema) -> None:
+        """Make memory for rows of a schema, unless there is some.
+
+        Raises:
+            LayoutKeyError: `n_step` needs keys that are not there.
+            SegmentSpaceError: The memory does not fit; says how many rows would.
+        """
+        with self._building:
+            if self.initialized:
+                return
+            form, size = self._form_of(schema), self.max_size // self.writers
+            nbytes, free = SharedRows.nbytes(form.layout.widths, self.writers, size), free_bytes()
+            if nbytes > free:
+                raise SegmentSpaceError(
+                    f"cannot create {self.max_size} shared rows: {nbytes} bytes do not fit "
+                    f"(expected at most {free}). About {free * self.max_size // nbytes} rows would."
+                )
+            segment = SharedSegment(nbytes)
+            self._form = form
+            self._attach(segment)
+            self._segment = segment
+
+    def _form_of(self, schema: TensorSchema) -> RowForm:
+        keys = self.observation_keys
+        return RowForm.of(schema, self.n_step, None if keys is None else [*map(key_path, keys)])
+
+    def _attach(self, segment: SharedSegment) -> None:
+        form, size = self._form, self.max_size // self.writers
+        assert form is not None, "rows come with their form"
+        with torch.inference_mode(False):  # or the views could be written in that mode only
+            rows = SharedRows(segment, form.layout.widths, self.writers, size, self.timeout)
+            views = form.layout.views(rows.blocks)[: len(form.schema.fields)]
+            self._views = form.schema.tensordict(views, (self.max_size,))
+        self._batches = BatchLayout(form)
+        self._gatherer = RowGatherer(rows, self._batches, self.gamma)
+        self._appender = RowAppender(rows, form, self.non_finite_policy)
+        self._rows = rows
+
+    @property
+    def initialized(self) -> bool:
+        """Whether keys, shapes and dtypes are known."""
+        self._check_open()
+        return self._rows is not None
+
+    @property
+    def rows(self) -> SharedRows:
+        """The rows in shared memory.
+
+        Raises:
+            RuntimeError: Nothing is known of them yet.
+            SegmentClosedError: The storage is closed.
+        """
+        if not self.initialized or self._rows is None:
+            raise RuntimeError(
+                f"cannot use replay storage: 0 of {self.max_size} rows written (expected some, or "
+                "an example). Write first, or make it from an example."
+            )
+        return self._rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory."""
+        rows = self.rows
+        return rows.nbytes(rows.widths, rows.shards, rows.shard_rows)
+
+    # Counts
+
+    def snapshot(self) -> ReplaySnapshot:
+        """Return what there is to sample from now."""
+        if not self.initialized:
+            return ReplaySnapshot(0, 0)
+        window = self.rows.window()
+        return ReplaySnapshot(self.rows.written, window.size, window)
+
+    @property
+    def size(self) -> int:
+        """Rows that can be sampled."""
+        return self.snapshot().size
+
+    @property
+    def ptr(self) -> int:
+        """Rows ever written, since the storage was last emptied."""
+        return self.rows.written if self.initialized else 0
+
+    @property
+    def non_finite(self) -> int:
+        """Rows with a reward or action that is not finite, with ``non_finite="count"``."""
+        return self.rows.counted if self.initialized else 0
+
+    # Writing
+
+    def use_writer(self, writer: int) -> None:
+        """Write to shard `writer` from now on.
+
+        Without it, a process claims the first shard that no living process writes to when it
+        first writes, or shares one.
+
+        Raises:
+            ConfigError: There is no such shard, or another living process writes to it.
+            RuntimeError: Nothing is known of the rows yet.
+        """
+        self._check_writer(writer)
+        self.rows.claim(writer)
+
+    def add(
+        self,
+        rows: TensorDictBase,
+        *,
+        terminal_mask: torch.Tensor | None = None,
+        terminal_next_obs: torch.Tensor | TensorDictBase | None = None,
+    ) -> int:
+        """Append steps of N environments; return the position of the first row.
+
+        Next done is what terminated or truncated are; a row that is both is terminated only,
+        so that nothing is bootstrapped from it.
+
+        Args:
+            rows: One step [N] or several [N, T]; rows then lie step by step.
+            terminal_mask: Rows whose next observation is replaced, bool of the rows' shape.
+            terminal_next_obs: What by: as many observations as rows, or as rows masked (in the
+                order of ``rows[mask]``); a tensor for the only observation, or a TensorDict of
+                observations without ``"next"``.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            ConfigError: A reward or action is not finite, or another process writes to the
+                shard of a replay of several steps; nothing was written.
+        """
+        rows = as_rows(rows)
+        check_steps(rows, terminal_mask, terminal_next_obs)
+        with span("commit"):
+            appender = self._appender_for(rows if rows.ndim == 1 else rows[:, 0])
+            return self._position(appender.add(rows, terminal_mask, terminal_next_obs))
+
+    def append(self, rows: TensorDictBase, at: int | None = None) -> torch.Tensor:
+        """Append rows [n] as they are; return their positions, int64 [n].
+
+        For several steps, the rows are one trajectory after the other, or one step of several
+        environments, whose steps follow those of the last call. Use `add` for whole rollouts.
+
+        Args:
+            rows: The rows.
+            at: Position that the first one must have.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            ConfigError: As for `add`.
+            RuntimeError: There is no row, or the next position is not `at`.
+        """
+        rows = as_rows(rows)
+        count = rows.batch_size[0] if rows.batch_size else 0
+        if not count:
+            raise RuntimeError(
+                f"cannot append rows: batch size {list(rows.batch_size)} (expected at least one "
+                "row). Check where they come from."
+            )
+        with span("commit"):
+            first = self._appender_for(rows).append(rows, at)
+        start, step = self._position(first), self.writers
+        index = torch.arange(start, start + count * step, step)
+        fits = start + count * step <= self.max_size
+        return index if fits else index.remainder_(self.max_size)
+
+    def _position(self, number: int) -> int:
+        rows = self.rows
+        return number % rows.shard_rows * rows.shards + rows.shard
+
+    def _appender_for(self, rows: TensorDictBase) -> RowAppender:
+        """What appends, to rows like `rows` [n] if there are none yet."""
+        if not self.initialized:
+            self.initialize(TensorSchema.of(rows[0]))
+        return self._appender
+
+    # Sampling
+
+    def empty_batch(
+        self, count: int, *, pin_memory: bool = False, shared: bool = False
+    ) -> TensorDict:
+        """Make memory for batches of `count` rows, to `sample` into.
+
+        All tensors are views of one flat run of bytes.
+
+        Args:
+            count: Rows.
+            pin_memory: Page-lock it.
+            shared: Share it with processes it is passed to.
+        """
+        self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
+        batches = self._batches
+        flat = torch.zeros(batches.nbytes(count), dtype=torch.uint8, pin_memory=pin_memory)
+        if shared:
+            flat.share_memory_()
+        return batches.tensordict(batches.batch(count, flat), index=True)
+
+    def sample(
+        self,
+        count: int,
+        *,
+        seed: int | None = None,
+        generator: torch.Generator | None = None,
+        snapshot: ReplaySnapshot | None = None,
+        out: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Sample rows uniformly, with replacement.
+
+        The same seed and snapshot give the same batch, as long as the rows of it are there;
+        those overwritten since are drawn again from the rest of the snapshot.
+
+        Args:
+            count: Rows, at least 1.
+            seed: Seed of the draw.
+            generator: Source of the draw if there is no seed; the storage's or the global one
+                if not given.
+            snapshot: What to sample from; what there is now if not given.
+            out: A batch of `empty_batch` to sample into.
+
+        Returns:
+            TensorDict [count] with the rows' positions as ``"index"``; `out` if given.
+
+        Raises:
+            RuntimeError: There are no rows.
+            ContentionError: None of the snapshot's rows is left, or no row was complete
+                in time.
+            ConfigError: `count` is not positive, or `out` was not made for as many rows.
+        """
+        if count < 1:
+            raise ConfigError(f"rows to sample: {count} (expected at least 1). Ask for some.")
+        rows, batches = self.rows, self._batches
+        window = rows.readable()
+        whole = snapshot.window if snapshot is not None and snapshot.window else window
+        if whole.size < 1:
+            raise RuntimeError(
+                f"cannot sample {count} rows: 0 of {self.ptr} can be sampled (expected at least "
+                "1, of those written). Write first, or take a new snapshot."
+            )
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+        source = self._rng if generator is None else generator
+        memory = batches.batch(count) if out is None else batches.memory_of(out)
+        if len(memory["index"]) != count:
+            raise ConfigError(
+                f"batch to sample {count} rows into: {len(memory['index'])} rows (expected "
+                f"{count}). Make one with empty_batch({count})."
+            )
+
+        def redraw(number: int) -> tuple[Shard, torch.Tensor]:
+            now = rows.readable()
+            left = now if snapshot is None else whole.above(now.floors)
+            return rows.draw(number, left, source)
+
+        rows.read(whole, *rows.draw(count, whole, source), self._gatherer.into(memory), redraw)
+        return batches.tensordict(memory, index=True) if out is None else out
+
+    def read_since(self, counted: Sequence[int]) -> tuple[TensorDict, tuple[int, ...]]:
+        """Return rows that were written since the last call, and what to call with next.
+
+        Args:
+            counted: What the last call returned; empty for all rows.
+
+        Returns:
+            Copies of the rows [n], the oldest of a shard first, without those that have been
+            overwritten; and the rows written to each shard.
+        """
+        rows, batches = self.rows, self._batches
+        bases, window = rows.based_window()
+        written = tuple(map(int.__sub__, window.heads, bases))
+        window = window.above(tuple(map(int.__add__, bases, counted or (0,) * len(bases))))
+        positions = [
+            rows.positions(shard, torch.arange(floor, head))
+            for shard, (floor, head) in enumerate(zip(*window, strict=True))
+        ]
+        memory = batches.batch(window.size)
+        rows.read_at(torch.cat(positions), self._gatherer.into(memory))
+        return batches.tensordict(memory, index=False), written

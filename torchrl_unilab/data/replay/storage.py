@@ -1,0 +1,347 @@
+"""`PackedReplayStorage`: a replay in shared memory as a storage of TorchRL's replay buffers.
+
+Indices, views, assignment, checkpoints and copies: what TorchRL's buffers, samplers and writers
+use. What lies below, and the replay's own `add` and `sample`, is in
+`torchrl_unilab.data.replay.shared`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_unilab.data.positions import flat_positions, is_single
+from torchrl_unilab.data.replay.append import as_rows
+from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
+from torchrl_unilab.data.replay.shared import SharedReplay
+from torchrl_unilab.data.schema import TensorSchema
+from torchrl_unilab.data.stock import rows_of_state_dict
+from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["PackedReplayStorage"]
+
+
+class PackedReplayStorage(SharedReplay):
+    """`max_size` transitions in shared memory, one contiguous row each.
+
+    A drop-in for ``LazyTensorStorage`` in ``ReplayBuffer`` and ``TensorDictReplayBuffer``: same
+    indices, same batches for a seed. Any number of processes extend and sample it: pickle it,
+    or its buffer, to spawned processes once it knows its rows, from `example`, from a spec
+    (`from_spec`), or from the first write.
+
+    ``storage[:]``, other slices, ``storage[i]`` and ``storage.get(key)`` are views of the rows:
+    they cost nothing, and writing through them changes the rows. Batches are copies of whole
+    rows, also while other processes write; views are not protected from them.
+
+    The rows lie in `writers` shards, in turns: position ``i`` is in shard ``i % writers``. Each
+    writing process claims one; more processes than shards share them, one append at a time.
+    With one shard, positions are in the order of time, which slices need; with one shard per
+    process, n-step returns continue over several appends, and the order of rows does not
+    depend on which process is faster.
+
+    Args:
+        max_size: Rows; rounded down to a multiple of `writers`.
+        example: A transition: shapes and dtypes, not the content.
+        writers: Shards.
+        n_step: Steps a sampled transition takes (Sutton and Barto, 2nd edition, chapter 7):
+            the reward is the discounted sum, everything else under ``"next"`` is of the last
+            step; fewer where an episode or what was written so far ends. The batch has more
+            keys then, those of TorchRL's ``MultiStepTransform``: ``"steps_to_next_obs"``,
+            ``"gamma"`` (``gamma ** steps``), ``"nonterminal"``, ``("next", "original_reward")``.
+            Views show rows as they were written.
+        gamma: Discount of a step.
+        observation_keys: For several steps: keys whose next entry the following row observes;
+            if not given, all that are also under ``"next"`` with the same shape and dtype,
+            without done, terminated, truncated and reward.
+        non_finite: Rows whose reward or action is not finite: ``"refuse"`` raises before
+            anything is written, ``"count"`` stores and counts them (`non_finite`), ``"pass"``
+            does not look.
+        timeout: Seconds to wait for a process that writes.
+        **stock: What TorchRL's storages take (`StockArguments`), at values that rows in shared
+            host memory honour.
+
+    Raises:
+        ConfigError: A setting cannot work, or a stock argument cannot be honoured.
+        SegmentSpaceError: It does not fit memory; says how many rows would. Raised when the
+            rows are known.
+
+    Example:
+        >>> from torchrl.data import ReplayBuffer
+        >>> from torchrl_unilab.data import PackedReplayWriter
+        >>> storage = PackedReplayStorage(1000)
+        >>> rb = ReplayBuffer(storage=storage, writer=PackedReplayWriter(), batch_size=4)
+        >>> rb.extend(TensorDict({"observation": torch.ones(3, 2)}, [3]))
+        tensor([0, 1, 2])
+        >>> rb.sample()["observation"].shape, storage.sample(8)["index"].shape
+        (torch.Size([4, 2]), torch.Size([8]))
+        >>> storage.close()
+    """
+
+    _default_checkpointer = PackedReplayCheckpointer
+    # What TorchRL looks at
+
+    @property
+    def _storage(self) -> TensorDict | None:
+        """All rows as views; TorchRL's samplers look for keys here."""
+        return None if self._rows is None else self._views
+
+    def __len__(self) -> int:
+        """Positions from 0 on that have been written, without a gap."""
+        return self.rows.extent(self.rows.window())[0] if self.initialized else 0
+
+    @property
+    def _mutation_revision(self) -> int:
+        return self.rows.revision if self.initialized else 0
+
+    def _bump_mutation_revision(self) -> None:
+        """Note that rows have been changed through views."""
+        if self.initialized:
+            self.rows.touch()
+
+    @property
+    def _last_cursor_index(self) -> int | None:
+        """Position of the newest row, where trajectories are cut apart."""
+        if self.writers > 1:
+            raise ConfigError(
+                f"slices of a replay with writers={self.writers}: its positions take turns between "
+                "shards (expected them in the order of time). Make the storage with writers=1."
+            )
+        head = self.ptr
+        return (head - 1) % self.max_size if head else None
+
+    _last_cursor = _last_cursor_index
+
+    # Writing
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write rows at positions: new ones at the next positions, others in place.
+
+        Args:
+            cursor: An int, or a slice, range, list or tensor of positions.
+            data: One row for an int, else rows [n], or a list of rows.
+            set_cursor: False to write in place also where rows could be appended.
+
+        Raises:
+            LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            RuntimeError: Positions before these have not been written.
+            ConfigError: New rows have a position, but the storage has several shards.
+        """
+        data, single = as_rows(data), is_single(cursor)
+        if single:
+            data = data.unsqueeze(0)
+        length, count = len(self), data.batch_size[0]
+        positions = flat_positions([int(cursor)] if single else cursor, length)
+        if positions.numel() != count:
+            raise LayoutShapeError(
+                f"cannot write rows: {count} at {len(positions)} positions (expected as many). "
+                "Check the index."
+            )
+        if not count:
+            return
+        first = self.ptr % self.max_size
+        if set_cursor and self.writers == 1 and _is_run(positions, first, self.max_size):
+            self.append(data, first)
+            return
+        fresh = (positions >= length).nonzero().squeeze(1)
+        if len(fresh):
+            self._append_at(positions[fresh], data[fresh], length)
+            old = (positions < length).nonzero().squeeze(1)
+            positions, data = positions[old], data[old]
+        if len(positions):
+            self._appender.rewrite(positions.remainder(length), data)
+
+    def _append_at(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
+        """Append rows at positions that have not been written, in the order of these."""
+        if self.writers > 1:
+            raise ConfigError(
+                f"replay of writers={self.writers}: new rows at positions (expected rows without). "
+                "Use PackedReplayWriter, or make the storage with writers=1."
+            )
+        ordered, order = positions.sort()
+        if not _is_run(ordered, length, self.max_size) or int(ordered[-1]) >= self.max_size:
+            raise RuntimeError(
+                f"cannot write row {int(ordered[-1])}: {length} are written (expected rows one "
+                "after the other). Write through one writer, or use PackedReplayWriter."
+            )
+        self.append(data[order], length)
+
+    def _empty(self) -> None:
+        """Forget all rows."""
+        if self.initialized:
+            self.rows.clear()
+
+    # Reading
+
+    def get(self, index: Any) -> Any:
+        """Return rows: views for a key, a slice or an int, and else copies.
+
+        Args:
+            index: A key of the rows; an int or a slice; or a range, list, array or tensor (a
+                mask, too) of positions.
+
+        Returns:
+            The tensor [len, ...] of a key; else a TensorDict, [] for an int, [*index.shape] for
+            a tensor of integers, else [n].
+
+        Raises:
+            IndexError: There is no such row.
+            KeyError: There is no such key.
+            RuntimeError: Nothing is known of the rows yet.
+            WaitTimeoutError: A row was not complete in time; names the writer.
+        """
+        rows = self.rows
+        if isinstance(index, tuple) and len(index) == 1:
+            index = index[0]
+        length = len(self)
+        if isinstance(index, slice) and (index.step or 1) < 0:
+            index = range(*index.indices(length))  # no view counts down
+        if isinstance(index, (str, tuple, slice)):
+            if index == slice(None):
+                return self._views[:length]
+            return (self._views if length == self.max_size else self._views[:length])[index]
+        if is_single(index):
+            at = int(index)
+            _check_range(at, at, length)
+            return self._views[at % length]
+        positions = flat_positions(index, length)
+        if len(positions):
+            low = int(positions.min())
+            if low < 0:
+                _check_range(low, low, length)
+                positions = positions.where(positions >= 0, positions + length)
+        memory = self._batches.batch(len(positions))
+        rows.read_at(positions, self._gatherer.into(memory))
+        batch = self._batches.tensordict(memory, index=False)
+        if isinstance(index, torch.Tensor) and index.ndim > 1 and index.dtype is not torch.bool:
+            return batch.view(*index.shape, *batch.batch_size[1:])
+        return batch
+
+    def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
+        """Draw positions as any storage does, but none that is being written."""
+        rows, window = self.rows, self.rows.readable()
+        if self.writers > 1:  # shards may be ahead of each other
+            return rows.positions(*rows.draw(batch_size, window, self._rng))
+        length, hidden = rows.extent(window)
+        index = torch.randint(0, max(1, length), (batch_size,), generator=self._rng)
+        if hidden:
+            bad = rows.hidden(index, window).nonzero().squeeze(1)
+            index[bad] = rows.positions(*rows.draw(len(bad), window, self._rng))
+        return index
+
+    # Checkpoints
+
+    def header(self, schema: TensorSchema | None = None) -> dict[str, Any]:
+        """Return what a checkpoint of these rows says about them, as JSON has it.
+
+        Args:
+            schema: Of the rows, if the storage knows none.
+        """
+        form = self._form if self._form is not None or schema is None else self._form_of(schema)
+        assert form is not None
+        return {
+            "schema": form.schema.to_json(),
+            "words": sum(form.layout.widths),
+            "max_size": self.max_size,
+            "writers": self.writers,
+            "n_step": self.n_step,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the rows and all that belongs to them."""
+        if not self.initialized:
+            return {"header": None, "rows": torch.empty(0, dtype=torch.int32)}
+        copies = torch.empty(0, dtype=torch.int32)
+
+        def allocate(count: int) -> Callable[[int, torch.Tensor], object]:
+            copies.resize_(count, sum(self.rows.widths))
+            return lambda at, words: copies[at : at + len(words)].copy_(words)
+
+        saved = save_rows(self.rows, allocate)
+        return {"header": self.header() | saved, "rows": copies}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a `state_dict`, of this class or of a stock storage, in place of what there is.
+
+        Raises:
+            CheckpointError: The storage is not like the one that was saved; it keeps its rows.
+        """
+        if "header" not in state_dict:
+            self.load_rows(rows_of_state_dict(state_dict))
+        elif state_dict["header"] is None:
+            self._empty()
+        else:
+            words = state_dict["rows"]
+            load_rows(self, state_dict["header"], len(words), lambda at, n: words[at : at + n])
+
+    def load_rows(self, rows: TensorDictBase) -> None:
+        """Let rows [n], such as those of a stock checkpoint, be all there is, from position 0.
+
+        Raises:
+            CheckpointError: They are more than fit.
+            LayoutError: Keys, shapes or dtypes differ.
+        """
+        if len(rows) > self.max_size:
+            raise CheckpointError(
+                f"cannot load {len(rows)} rows: the storage takes {self.max_size} (expected at "
+                f"most as many). Load into a storage of max_size={len(rows)}."
+            )
+        if len(rows):
+            self._appender_for(rows).check(rows)
+        self._empty()
+        if len(rows):
+            self.append(rows)
+
+    # Copies and end
+
+    def _like(self) -> Self:
+        return type(self)(
+            self.max_size,
+            writers=self.writers,
+            n_step=self.n_step,
+            gamma=self.gamma,
+            observation_keys=self.observation_keys,
+            non_finite=self.non_finite_policy,
+            timeout=self.timeout,
+        )
+
+    def _shared_state(self) -> dict[str, Any]:
+        if not self.initialized:
+            raise RuntimeError(
+                f"cannot share {type(self).__name__}: 0 of {self.max_size} rows written (expected "
+                "its keys, shapes and dtypes to be known). Make it from an example or a spec, or "
+                "write a row first."
+            )
+        return super()._shared_state()
+
+    def _leave(self) -> None:
+        if self._rows is not None:
+            self._rows.leave()
+            self._rows.segment.close()
+        self._rows = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"size={self.size}"
+        return f"{type(self).__name__}(max_size={self.max_size}, writers={self.writers}, {state})"
+
+
+def _check_range(low: int, high: int, length: int) -> None:
+    """Refuse positions from `low` to `high`, negative ones counted from the end."""
+    if low < -length or high >= length:
+        raise IndexError(
+            f"no row {low if low < -length else high}: {length} are written (expected {-length} to "
+            f"{length - 1}). Write first."
+        )
+
+
+def _is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
+    """Return whether positions, int64 [n], count up from `first`, in a circle of `capacity`."""
+    if int(positions[0]) != first:
+        return False
+    run = torch.arange(first, first + len(positions))
+    return torch.equal(positions, run.remainder_(capacity) if int(run[-1]) >= capacity else run)

@@ -1,0 +1,95 @@
+"""Which rows of a shard follow each other: their trajectory, in one number per row.
+
+Row ``i`` of a trajectory with a stride of ``k`` rows per step is followed by row ``i + k``, if
+that has the same trajectory. The number is ``first << 24 | k``, where `first` numbers the
+trajectory's first row, so it is unique in its shard, and rows of different strides never match.
+It lies in the row itself: what was written last is found in the shard, also by a process that
+has replaced the writer or loaded the rows. `RowAppender` marks rows, `RowGatherer` follows them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchrl_unilab.data.replay.form import DONE, RowForm
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.shm.layout import dotted
+from torchrl_unilab.shm.rows import SharedRows
+
+__all__ = ["NO_TRAJECTORY", "TrajectoryMarker", "stride_of"]
+
+_STRIDE_BITS = 24
+NO_TRAJECTORY = -1
+"""Of a row that nothing follows."""
+
+
+def stride_of(trajectory: torch.Tensor) -> torch.Tensor:
+    """Return the rows per step of trajectories, int64 of the same shape."""
+    return trajectory.bitwise_and((1 << _STRIDE_BITS) - 1)
+
+
+class TrajectoryMarker:
+    """Marks rows before they are appended.
+
+    A row is followed by the one a step later that observes, exactly, its next observation,
+    unless it is done.
+
+    Args:
+        rows: Where rows are appended.
+        form: Their form, of several steps.
+    """
+
+    def __init__(self, rows: SharedRows, form: RowForm) -> None:
+        self._rows, self._layout, self._n_step = rows, form.layout, form.n_step
+        self._done = form.index[DONE]
+        names = [dotted(path) for path in form.observed]
+        self._pairs = [(form.index[f"next.{name}"], form.index[name]) for name in names]
+
+    def mark(self, views: list[torch.Tensor], envs: int | None, shard: int, head: int) -> None:
+        """Set the trajectories of rows to append.
+
+        Args:
+            views: Their tensors, [n, ...]; the last is the trajectory.
+            envs: Rows per step; None for rows of unknown order: one trajectory after the
+                other, or one step of several environments.
+            shard: Where they are appended, and nothing else meanwhile.
+            head: The number of the first one.
+
+        Raises:
+            ConfigError: Another living process writes to the shard.
+        """
+        if other := self._rows.other_writer(shard):
+            raise ConfigError(
+                f"replay writer {shard} with n_step={self._n_step}: process {other} writes to it "
+                "too (expected one process per shard, whose steps follow each other). Make the "
+                "storage with writers=<number of writing processes>."
+            )
+        count = len(views[-1])
+        if envs is None:
+            one = [view[:-1] for view in views], [view[1:] for view in views]
+            envs = 1 if self._follows(*one).any() else count
+        before, inner = self._last_step(envs, shard, head), views
+        new = (torch.arange(head, head + count) << _STRIDE_BITS) | envs
+        if before is not None:
+            first = [view[:envs] for view in views]
+            new[:envs] = torch.where(self._follows(before, first), before[-1], new[:envs])
+        ahead, behind = [view[:-envs] for view in inner], [view[envs:] for view in inner]
+        new[envs:].masked_fill_(self._follows(ahead, behind), 0)
+        # Numbers grow, so the latest start of each environment is the largest so far.
+        views[-1].copy_(new.view(-1, envs).cummax(0).values.view(-1))
+
+    def _last_step(self, envs: int, shard: int, head: int) -> list[torch.Tensor] | None:
+        """The tensors of the last rows of a shard, if those were a step of as many rows."""
+        rows = self._rows
+        if head - envs < rows.window().floors[shard]:
+            return None
+        places = torch.arange(head - envs, head).remainder_(rows.shard_rows)
+        views = self._layout.views([own[places] for own in rows.own(shard)])
+        return views if (stride_of(views[-1]) == envs).all() else None
+
+    def _follows(self, rows: list[torch.Tensor], later: list[torch.Tensor]) -> torch.Tensor:
+        """Return which rows are followed by the later ones, bool [n]."""
+        follows = ~rows[self._done].flatten(1).any(1)
+        for ahead, observed in self._pairs:
+            follows &= (rows[ahead] == later[observed]).flatten(1).all(1)
+        return follows

@@ -1,0 +1,286 @@
+"""Shards of numbered rows in a segment: their words, their memory, their locks.
+
+The rows of a shard are numbered from 0 for ever; row ``i`` lies at ``i % shard_rows`` of its
+shard, and at position ``(i % shard_rows) * shards + shard`` of all rows. Rows with
+``floor <= row < head`` are whole. A shard has one writer at a time, under a lock that the
+kernel ends with its holder. `SharedRows` writes and reads.
+
+A shard needs no repair after a death, but in two cases, which are noted before they begin: rows
+that were rewritten in place (`VERSION` is odd, and their places are noted), and all rows while
+they are replaced (`LOADING` is 1). The next holder of the lock then replaces the noted rows by
+whole ones, or clears all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from torchrl_unilab.shm.layout import align
+from torchrl_unilab.shm.liveness import process_id, this_process
+from torchrl_unilab.shm.lock import RangeLock
+from torchrl_unilab.shm.row_layout import WORD
+from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.words import LINE, SharedWords, fence
+
+__all__ = ["Parts", "Shard", "Shards", "Window", "of_shard"]
+
+T = TypeVar("T")
+
+LOADING = 0
+WRITER, FLOOR, HEAD, BASE, VERSION, NOTED, COUNT = range(1, 8)
+SHARD_WORDS = 7
+NOTES = 1024
+"""Rows rewritten in place at a time: their places are noted while they are written."""
+
+Parts = Sequence[torch.Tensor]
+"""Rows by part, each int32 [n, width]."""
+
+Shard = int | torch.Tensor
+"""The shard of each of n rows, int64 [n]; 0 where there is only one."""
+
+
+class Window(NamedTuple):
+    """The readable rows of each shard: ``floor <= row < head``."""
+
+    floors: tuple[int, ...]
+    heads: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Rows of all shards."""
+        return sum(self.heads) - sum(self.floors)
+
+    def above(self, floors: tuple[int, ...]) -> Window:
+        """Return the rows that are not below `floors` either."""
+        bounded = map(min, map(max, self.floors, floors), self.heads)
+        return Window(tuple(bounded), self.heads)
+
+
+def of_shard(values: tuple[int, ...], shard: Shard) -> int | torch.Tensor:
+    """Return the value of each row's shard."""
+    return values[0] if isinstance(shard, int) else torch.tensor(values)[shard]
+
+
+class Shards:
+    """Words, rows and locks of all shards.
+
+    Args:
+        segment: At least `nbytes`, zero-filled when new.
+        widths: 32-bit words of each part of a row; a part of all rows lies in one block.
+        shards: How many shards.
+        shard_rows: Rows of each.
+        timeout: Seconds to wait for the lock of a shard.
+    """
+
+    def __init__(
+        self,
+        segment: SharedSegment,
+        widths: Sequence[int],
+        shards: int,
+        shard_rows: int,
+        timeout: float,
+    ) -> None:
+        self.segment, self.widths, self.timeout = segment, tuple(widths), timeout
+        self.shards, self.shard_rows = shards, shard_rows
+        self._words = SharedWords(segment.buffer, 0, 1 + shards * SHARD_WORDS)
+        self._lock = RangeLock(segment, timeout)
+        notes, *starts, _ = _starts(widths, shards, shard_rows)
+        flat, count = torch.from_numpy(segment.buffer), shards * shard_rows
+        self._notes = flat[notes : notes + shards * NOTES * 8].view(torch.int64).view(shards, NOTES)
+        self.blocks = [
+            flat[start : start + count * width * WORD].view(torch.int32).view(count, width)
+            for start, width in zip(starts, widths, strict=True)
+        ]
+        self._own = [[block[shard::shards] for block in self.blocks] for shard in range(shards)]
+
+    @staticmethod
+    def nbytes(widths: Sequence[int], shards: int, shard_rows: int) -> int:
+        """Bytes of shared memory."""
+        return _starts(widths, shards, shard_rows)[-1]
+
+    def load(self, word: int) -> tuple[int, ...]:
+        """Return one word of each shard."""
+        return tuple(self._words.view[word::SHARD_WORDS])
+
+    def get(self, shard: int, word: int) -> int:
+        """Return a word of a shard."""
+        return self._words.view[shard * SHARD_WORDS + word]
+
+    def set(self, shard: int, word: int, value: int) -> None:
+        """Store a word of a shard, which the caller holds."""
+        self._words.view[shard * SHARD_WORDS + word] = value
+
+    def own(self, shard: int) -> list[torch.Tensor]:
+        """Return the rows of a shard by part, each int32 [shard_rows, width]."""
+        return self._own[shard]
+
+    # What may be read
+
+    def window(self) -> Window:
+        """Return the rows that may be read now; `settled` comes before they are."""
+        if self._words[LOADING]:
+            return Window((0,) * self.shards, (0,) * self.shards)
+        heads = self.load(HEAD)
+        fence()  # or the floors could be older than the heads, and the window too large
+        floors = self.load(FLOOR)
+        return Window(tuple(map(min, floors, heads)), heads)
+
+    def extent(self, window: Window) -> tuple[int, bool]:
+        """Return how many positions have been written, and whether one cannot be read now.
+
+        Positions count from 0 on, without a gap, whatever the shards have.
+        """
+        ends, hidden = [], False
+        for shard, base in enumerate(self.load(BASE)):
+            floor, head = window.floors[shard], window.heads[shard]
+            ends.append(self.shards * min(head - base, self.shard_rows) + shard)
+            hidden |= floor > max(base, head - self.shard_rows)
+        return max(0, min(*ends, self.shards * self.shard_rows)), hidden
+
+    def based_window(self) -> tuple[tuple[int, ...], Window]:
+        """Return the numbers of the shards' first rows since all were cleared, and a window."""
+        while True:
+            bases, window = self.load(BASE), self.window()
+            if self.load(BASE) == bases:
+                return bases, window
+
+    @property
+    def written(self) -> int:
+        """Rows written since all were last cleared."""
+        return 0 if self._words[LOADING] else sum(self.load(HEAD)) - sum(self.load(BASE))
+
+    @property
+    def revision(self) -> int:
+        """A number that changes whenever rows do."""
+        return (sum(self.load(VERSION)) << 48) + sum(self.load(HEAD))
+
+    def numbers(
+        self, positions: torch.Tensor, heads: tuple[int, ...]
+    ) -> tuple[Shard, torch.Tensor]:
+        """Return the shards and numbers of the newest rows at positions, int64 [n]."""
+        if self.shards == 1:
+            newest = heads[0] - 1
+            return 0, newest - (newest - positions).remainder_(self.shard_rows)
+        shard = positions.remainder(self.shards)
+        own = positions.div(self.shards, rounding_mode="floor")
+        ahead = of_shard(heads, shard) - 1
+        return shard, ahead - (ahead - own).remainder_(self.shard_rows)
+
+    def positions(self, shard: Shard, number: torch.Tensor) -> torch.Tensor:
+        """Return the positions of rows, int64 [n]."""
+        at = number.remainder(self.shard_rows)
+        return at if self.shards == 1 else at.mul_(self.shards).add_(shard)
+
+    # Locks, and what a dead holder left
+
+    def alone(self, shard: int, action: Callable[[], T]) -> T:
+        """Run `action` with the lock of a shard, in which everything is whole. Not reentrant.
+
+        Raises:
+            WaitTimeoutError: Another process or thread held the lock for too long.
+        """
+
+        def run() -> tuple[T] | None:
+            if self._words[LOADING]:  # by a process that is dead: it held this lock
+                return None
+            self._repair(shard)
+            return (action(),)
+
+        while (done := self._lock.run(shard, 1, run, partial(self._holder, [shard]))) is None:
+            self.all_alone(_nothing)
+        return done[0]
+
+    def all_alone(self, action: Callable[[], T]) -> T:
+        """Run `action` with the locks of all shards, as `alone` does."""
+
+        def run() -> T:
+            if self._words[LOADING]:
+                self._clear()
+                self._words[LOADING] = 0
+            for shard in range(self.shards):
+                self._repair(shard)
+            return action()
+
+        return self._lock.run(0, self.shards, run, partial(self._holder, range(self.shards)))
+
+    def wait(self, shard: int) -> None:
+        """Wait until no process writes to a shard, or replaces rows. Raises as `alone`."""
+        self.alone(shard, _nothing)
+
+    def settled(self) -> tuple[int, ...]:
+        """Return the versions of all shards once they are even: rows may be copied now.
+
+        Raises as `alone`.
+        """
+        if self._words[LOADING]:
+            self.wait(0)
+        versions = self.load(VERSION)
+        while any(version % 2 for version in versions):
+            for shard, version in enumerate(versions):
+                if version % 2:
+                    self.wait(shard)
+            versions = self.load(VERSION)
+        fence()  # before the rows are copied
+        return versions
+
+    def clear(self) -> None:
+        """Forget all rows; the next ones lie at position 0. Raises as `alone`."""
+        self.all_alone(lambda: self._replace(_nothing))
+
+    def _replace(self, fill: Callable[[], object]) -> None:
+        """Replace all rows. Should this fail, or the process die, there are none."""
+        self._words[LOADING] = this_process()
+        self._clear()
+        fill()
+        fence()  # after the last byte of the rows
+        self._words[LOADING] = 0
+
+    def _clear(self) -> None:
+        for shard in range(self.shards):
+            base = align(max(self.get(shard, HEAD), self.get(shard, FLOOR)), self.shard_rows)
+            for word in (FLOOR, BASE, HEAD):
+                self.set(shard, word, base)
+            self.set(shard, WRITER, 0)
+            version = self.get(shard, VERSION)
+            self.set(shard, VERSION, version + 2 - version % 2)
+        fence()  # before the first byte of new rows
+
+    def _repair(self, shard: int) -> None:
+        """Replace rows that a dead process left half rewritten by the shard's newest whole row."""
+        version = self.get(shard, VERSION)
+        if version % 2 == 0:
+            return
+        torn = self._notes[shard, : self.get(shard, NOTED)]
+        floor, head = self.get(shard, FLOOR), self.get(shard, HEAD)
+        places = torch.arange(floor, head).remainder_(self.shard_rows)
+        whole = places[~torch.isin(places, torn)]
+        if len(whole):
+            for own in self.own(shard):
+                own[torn] = own[whole[-1]].clone()
+        else:
+            self.set(shard, FLOOR, head)
+        fence()  # after the last byte of the rows
+        self.set(shard, VERSION, version + 1)
+
+    def _holder(self, shards: Iterable[int]) -> str:
+        if loader := self._words[LOADING]:
+            return f"replay rows, replaced by process {process_id(loader)}"
+        names = [f"{shard} (process {process_id(self.get(shard, WRITER))})" for shard in shards]
+        return f"replay writer {', '.join(names)}"
+
+
+def _nothing() -> None:
+    """Do nothing: the lock was waited for."""
+
+
+def _starts(widths: Sequence[int], shards: int, shard_rows: int) -> list[int]:
+    """Where notes and each part of the rows start, and where all ends."""
+    starts = [SharedWords.nbytes(1 + shards * SHARD_WORDS)]
+    starts.append(starts[0] + shards * NOTES * 8)
+    for width in widths:
+        starts.append(align(starts[-1] + shards * shard_rows * width * WORD, LINE))
+    return starts
