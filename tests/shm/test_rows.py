@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.striking import forked, interrupt_each_line, kill_self, stop_self, strike_at
-from torchrl_unilab.errors import ConfigError, ContentionError
+from torchrl_unilab.errors import ConfigError, ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import lock as lock_module
 from torchrl_unilab.shm import row_reader as reader_module
 from torchrl_unilab.shm import rows as rows_module
@@ -450,7 +450,7 @@ def test_a_process_stopped_at_any_step_is_waited_for_within_bounds_and_named(nam
 
             with forked(stop) as child:
                 os.waitpid(child, os.WUNTRACED)
-                with pytest.raises(ContentionError, match=f"process ({child}|{os.getpid()})"):
+                with pytest.raises(WaitTimeoutError, match=f"process ({child}|{os.getpid()})"):
                     put(rows, 3)
                 os.kill(child, signal.SIGCONT)
                 os.waitpid(child, 0)
@@ -469,7 +469,7 @@ def test_rows_in_other_places_are_read_while_a_writer_is_stopped():
         with forked(stop) as child:
             os.waitpid(child, os.WUNTRACED)
             assert read_at(rows, [4, 5, 6, 7, 0, 1]) == [4, 5, 6, 7, 8, 9]
-            with pytest.raises(ContentionError, match=f"process {child}"):
+            with pytest.raises(WaitTimeoutError, match=f"process {child}"):
                 read_at(rows, [4, 2])
 
 

@@ -127,8 +127,8 @@ class RowReader(Shards):
 
         Raises:
             IndexError: A position has not been written.
-            ContentionError: A writer did not finish in time, or rows are overwritten
-                faster than they are read.
+            ContentionError: Rows are overwritten faster than they are read.
+            WaitTimeoutError: A writer did not finish in time; names it.
         """
         if not len(positions):
             return

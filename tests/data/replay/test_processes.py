@@ -26,7 +26,7 @@ from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.data.replay import append as append_module
 from torchrl_unilab.data.replay import storage as storage_module
 from torchrl_unilab.data.replay import trajectories as trajectories_module
-from torchrl_unilab.errors import ContentionError
+from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm import lock as lock_module
 from torchrl_unilab.shm import row_reader as reader_module
 from torchrl_unilab.shm import rows as rows_module
@@ -163,7 +163,7 @@ def test_a_stopped_writer_is_waited_for_and_named_only_where_its_rows_are_asked_
                 lambda: storage.get([3]),
                 lambda: storage.append(stamped(torch.arange(40))),
             ):
-                with pytest.raises(ContentionError, match=rf"writer 0 \(process {pid}\)"):
+                with pytest.raises(WaitTimeoutError, match=rf"writer 0 \(process {pid}\)"):
                     use()
             os.kill(process.pid, signal.SIGCONT)
             assert receive(pipe) == "went on"
@@ -191,7 +191,7 @@ def test_when_all_rows_are_being_written_sampling_waits_and_then_names_the_write
             assert storage.size == 0
             buffer = ReplayBuffer(storage=storage, batch_size=4)
             for use in (lambda: storage.sample(4), buffer.sample):
-                with pytest.raises(ContentionError, match="writer 0"):
+                with pytest.raises(WaitTimeoutError, match="writer 0"):
                     use()
 
 

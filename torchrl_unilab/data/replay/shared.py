@@ -309,8 +309,8 @@ class SharedReplay(SharedStorage):
 
         Raises:
             RuntimeError: There are no rows.
-            ContentionError: None of the snapshot's rows is left, or no row was complete
-                in time.
+            ContentionError: None of the snapshot's rows is left.
+            WaitTimeoutError: A writer did not finish in time; names it.
             ConfigError: `count` is not positive, or `out` was not made for as many rows.
         """
         if count < 1:
