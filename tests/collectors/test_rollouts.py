@@ -487,6 +487,19 @@ def test_overwriting_drops_the_oldest_counts_them_and_brings_the_newest():
         collector.shutdown()
 
 
+def test_a_lease_that_an_interrupt_kept_from_the_collector_is_the_next_batch():
+    collector = _collector(make_policy(0.0))
+    try:
+        batches = iter(collector)
+        next(batches)
+        kept_back = collector.storage.acquire(DEADLINE).rollout.clone()
+
+        assert (next(batches) == kept_back).all()
+        assert (next(batches)["observation"] != kept_back["observation"]).any()
+    finally:
+        collector.shutdown()
+
+
 def test_a_worker_whose_environment_cannot_be_made_is_an_error():
     with pytest.raises(WorkerError, match="FileNotFoundError: no such robot"):
         _collector(make_policy(), env_for_parents_only)

@@ -235,6 +235,19 @@ def test_leases_and_unread_rollouts_stay_as_they_are_though_their_writer_is_reco
         check_all_free(ring)
 
 
+def test_a_recovered_slot_does_not_pass_for_an_old_rollout():
+    with make_ring(elements=2, slots=2, writers=2) as ring, attach(ring) as end:
+        end.become_writer(0)
+        end._generations[end.claim()] = 1  # it dies before it hands the slot over
+        ring._words[ring_module._PROCESS] = DEAD
+        ring.recover(0)
+        for writer in (1, 0):
+            ring.become_writer(writer)
+            write(ring)
+
+        assert [read(ring)[0] for _ in range(2)] == [1, 0]
+
+
 def test_the_writer_of_a_dead_process_is_free_once_it_is_recovered():
     with make_ring() as ring:
         with spawned(write_half, ring, 0) as (process, pipe):
