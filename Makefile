@@ -31,7 +31,7 @@ test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake tutorials tests
 
 # The inner loop: what takes no other process to test.
-FAST := tests/test_errors.py tests/test_migration.py tests/modules tests/objectives tests/shm tests/weight_update/test_module_tensors.py
+FAST := tests/test_errors.py tests/test_contributing.py tests/test_migration.py tests/modules tests/objectives tests/shm
 
 check: lint type
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(FAST)
