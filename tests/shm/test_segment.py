@@ -15,7 +15,9 @@ from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError,
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.segment import SharedSegment, named_directory
 
-NAMES = pytest.mark.parametrize("name", [None, f"unilab-test-{os.getpid()}"])
+NAMES = pytest.mark.parametrize(
+    "name", [None, f"unilab-test-{os.getpid()}"], ids=["anonymous", "named"]
+)
 
 
 def _add_one(pipe: Connection, segment: SharedSegment) -> None:

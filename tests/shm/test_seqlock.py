@@ -98,7 +98,7 @@ def test_the_initial_content_is_the_first_version():
     assert (version, values["n"].item(), values["w"].tolist()) == (40, 7, [7.0] * 5)
 
 
-@pytest.mark.parametrize("name", [None, f"unilab-test-{os.getpid()}"])
+@pytest.mark.parametrize("name", [None, f"unilab-test-{os.getpid()}"], ids=["anonymous", "named"])
 def test_a_spawned_reader_gets_the_newest_version(name):
     with SnapshotCell(_filled(0), name=name) as cell:
         for value in (1, 2, 3, 4):
