@@ -381,7 +381,7 @@ def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, al
     assert 0.0 < summary["final_return"] < 8.0
 
 
-@MOSTLY_SAC
+@BOTH
 @pytest.mark.learning
 def test_the_pendulum_is_learnt(tmp_path, algorithm):
     config = OffPolicyConfig.for_task(
