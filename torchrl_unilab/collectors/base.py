@@ -181,7 +181,6 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 metrics,
                 timeout=self.timeout,
                 restart_workers=self.restart_workers,
-                in_turn=self.lockstep and share > 1,
             )
             self.scheme.connect()
             self.set_seed(self._first_seed)

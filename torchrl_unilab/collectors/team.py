@@ -32,7 +32,6 @@ class WorkerTeam:
         metrics: Where the workers publish.
         timeout: Seconds to wait for a tick; None waits as long as all workers live.
         restart_workers: How many lost workers are replaced before the loss of one is an error.
-        in_turn: Whether workers collect a tick one after another, in their order.
 
     Attributes:
         count: Number of workers.
@@ -49,7 +48,6 @@ class WorkerTeam:
         *,
         timeout: float | None,
         restart_workers: int,
-        in_turn: bool = False,
     ) -> None:
         self.service = workers if isinstance(workers, WorkerService) else None
         self.group = None if isinstance(workers, WorkerService) else workers
@@ -57,7 +55,6 @@ class WorkerTeam:
         self.stopped = False
         self.restarts, self.seed = 0, 0
         self._sink, self._metrics = sink, metrics
-        self._in_turn = in_turn
         self._timeout, self._restart_workers = timeout, restart_workers
         self._random = [torch.get_rng_state()] if self.service is not None else []
         self._ahead = False
@@ -80,8 +77,6 @@ class WorkerTeam:
     def _ask_the_rest(self) -> None:
         while self._unasked:
             worker = min(self._unasked)
-            if self._in_turn and worker != min(self._outstanding):
-                return  # until the one before has answered
             if self.service is not None:
                 self._serve("collect", self._tick)
                 self._outstanding.discard(worker)
