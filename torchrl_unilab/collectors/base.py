@@ -372,11 +372,7 @@ def _shut_down() -> SegmentClosedError:
 def _env_factories(
     create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
 ) -> list[CreateEnv]:
-    """Return one environment function per worker.
-
-    Raises:
-        ConfigError: There are none, or not as many as workers.
-    """
+    """Return one environment function per worker; a ConfigError if the counts differ."""
     if callable(create_env_fn):
         workers = 1 if num_collectors is None else num_collectors
         if workers < 1:
@@ -392,11 +388,7 @@ def _env_factories(
 
 
 def _policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:
-    """Return the one scheme of ``{"policy": UniLabShmScheme()}``, or a new one.
-
-    Raises:
-        ConfigError: There are others.
-    """
+    """Return the one scheme of ``{"policy": UniLabShmScheme()}``, or a new one."""
     scheme = UniLabShmScheme() if schemes is None else schemes.get("policy")
     if not isinstance(scheme, UniLabShmScheme) or (schemes is not None and len(schemes) != 1):
         raise ConfigError(
