@@ -385,7 +385,7 @@ def steps_of(name: str, shards: int) -> int:
 @both_shapes
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another writer"])
 @pytest.mark.parametrize("name", ["append", "rewrite", "clear", "replace"])
-def test_a_process_killed_at_any_step_leaves_whole_rows_and_nobody_waits(name, beside, shards):
+def test_a_process_killed_at_any_step_leaves_whole_rows_without_a_wait(name, beside, shards):
     with make_rows(8, shards, timeout=2.0) as rows:
         for shard in range(shards):
             [put(rows, 5, shard) for _ in range(2)]

@@ -138,5 +138,5 @@ def kill_self() -> None:
 
 
 def stop_self() -> None:
-    """Stop this process until it is told to continue."""
+    """Stop this process until it is continued."""
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -128,7 +128,7 @@ def test_processes_extend_one_buffer(packed, writers):
             assert buffer.extend(stamped(torch.arange(40, 44))).tolist() == [40, 41, 42, 43]
 
 
-def test_a_writer_killed_in_the_middle_of_rows_leaves_whole_ones_that_nobody_waits_for():
+def test_a_writer_killed_in_the_middle_of_rows_leaves_whole_ones_without_a_wait():
     with PackedReplayStorage(64, example=EXAMPLE) as storage:
         storage.append(stamped(torch.arange(100)))
         storage.rows.leave()

@@ -96,7 +96,7 @@ def test_named_segments_take_the_pages_of_the_mount_that_were_computed(run, monk
     assert blocks * 512 == sum(item.taken for item in _exact_shared(task, config))
 
 
-@pytest.mark.parametrize("name", ["sac", "derived", "n-step"])
+@pytest.mark.parametrize("name", ["sac", "n-step"])
 def test_batch_slots_have_the_computed_bytes(name):
     task, config = RUNS[name]
     items = {item.name: item for item in plan_run(task, config).memory.items}
