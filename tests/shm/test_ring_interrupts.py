@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 
 from tests.support.rings import DEAD, attach, check_all_free, make_ring, read, slots_of, write
-from torchrl_unilab.shm import ring as ring_module
-from torchrl_unilab.shm import segment as segment_module
-from torchrl_unilab.shm import tokens as tokens_module
+from torchrl_unilab.shm import ring, ring_memory, ring_reader, ring_writer, segment, tokens
 from torchrl_unilab.shm.ring import RolloutRing
 
-FILES = {ring_module.__file__, tokens_module.__file__, segment_module.__file__}
+MODULES = (ring, ring_memory, ring_reader, ring_writer, segment, tokens)
+FILES = {module.__file__ for module in MODULES}
 
 
 class Bytecodes:
@@ -213,8 +212,8 @@ def dies(p: Parties) -> None:
     """Writer 0 dies when it has counted its third rollout and not handed it over."""
     read(p.reader)
     p.first.claim(0.0)
-    p.first._words[ring_module._COMMITTED] = 3
-    p.first._words[ring_module._PROCESS] = DEAD
+    p.first._words[ring_memory.COMMITTED] = 3
+    p.first._words[ring_memory.PROCESS] = DEAD
     p.writers[0] = p.first = attach(p.reader)
 
 

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.rings import DEAD, make_ring
-from torchrl_unilab.shm import ring as ring_module
+from torchrl_unilab.shm import ring_memory
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.tokens import unpack_token
 
@@ -473,11 +473,11 @@ class _RecordedWords:
 
 
 NAMES = {
-    ring_module._PROCESS: "process",
-    ring_module._COMMITTED: "committed",
-    ring_module._DROPPED: "dropped",
-    ring_module._READ: "read",
-    ring_module._LOST: "lost",
+    ring_memory.PROCESS: "process",
+    ring_memory.COMMITTED: "committed",
+    ring_memory.DROPPED: "dropped",
+    ring_memory.READ: "read",
+    ring_memory.LOST: "lost",
 }
 
 
@@ -486,8 +486,8 @@ def record(ring: RolloutRing) -> list:
     trace: list = []
 
     def of_writer(index: int, before: int, value: int) -> Label | None:
-        writer, word = divmod(index, ring_module._WRITER_WORDS)
-        if word == ring_module._PROCESS:
+        writer, word = divmod(index, ring_memory.WRITER_WORDS)
+        if word == ring_memory.PROCESS:
             return ("process", writer) if value == 0 else None
         return (NAMES[word], writer, value) if value != before else None
 
@@ -562,8 +562,8 @@ def test_a_recovery_takes_the_models_steps(lease):
             ring.claim()
             ring.commit()
         ring.claim()
-        ring._words[ring_module._COMMITTED] += 1  # and dies before the put
-        ring._words[ring_module._PROCESS] = DEAD
+        ring._words[ring_memory.COMMITTED] += 1  # and dies before the put
+        ring._words[ring_memory.PROCESS] = DEAD
         held = ring.acquire() if lease else None
         trace = record(ring)
 

@@ -30,7 +30,7 @@ from tests.support.rings import (
     write_until_told,
 )
 from torchrl_unilab.errors import PeerGoneError, SegmentError
-from torchrl_unilab.shm import ring as ring_module
+from torchrl_unilab.shm import ring_memory, ring_reader, ring_writer
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
@@ -76,7 +76,7 @@ def test_whichever_writer_is_killed_whenever_nothing_is_lost_but_what_is_counted
                         pass
                 except KilledError:
                     killed += 1
-                ring._words[writer * ring_module._WRITER_WORDS + ring_module._PROCESS] = DEAD
+                ring._words[writer * ring_memory.WRITER_WORDS + ring_memory.PROCESS] = DEAD
                 ring.recover(writer)
                 assert ring.recover(writer) == 0
                 writers[writer] = stack.enter_context(attach(ring))
@@ -218,7 +218,7 @@ def test_what_a_writer_commits_in_its_last_moment_is_not_missed(monkeypatch):
             write(ring)
             return False
 
-        monkeypatch.setattr(ring_module, "process_is_alive", dies_once_it_has_committed)
+        monkeypatch.setattr(ring_reader, "process_is_alive", dies_once_it_has_committed)
         assert stamp(ring.acquire(timeout=0.01).views) == (0, 1)
 
 
@@ -239,7 +239,7 @@ def test_a_recovered_slot_does_not_pass_for_an_old_rollout():
     with make_ring(elements=2, slots=2, writers=2) as ring, attach(ring) as end:
         end.become_writer(0)
         end._generations[end.claim()] = 1  # it dies before it hands the slot over
-        ring._words[ring_module._PROCESS] = DEAD
+        ring._words[ring_memory.PROCESS] = DEAD
         ring.recover(0)
         for writer in (1, 0):
             ring.become_writer(writer)
@@ -302,7 +302,7 @@ def test_a_writer_that_overwrites_never_waits_for_a_stopped_reader():
 
 
 def test_registration_waits_a_bounded_time_for_a_stopped_process(monkeypatch):
-    monkeypatch.setattr(ring_module, "_REGISTER_SECONDS", 0.05)
+    monkeypatch.setattr(ring_writer, "_REGISTER_SECONDS", 0.05)
     with make_ring() as ring, spawned(hold_registration, ring) as (_, pipe):
         receive(pipe)
         with pytest.raises(SegmentError, match="held by another process"):

@@ -5,11 +5,9 @@ from torchrl_unilab.data.rollouts.buffer import (
     RolloutRingSampler,
     RolloutRingWriter,
 )
-from torchrl_unilab.data.rollouts.storage import (
-    RolloutLease,
-    RolloutRingCheckpointer,
-    RolloutRingStorage,
-)
+from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer
+from torchrl_unilab.data.rollouts.shared import RolloutLease
+from torchrl_unilab.data.rollouts.storage import RolloutRingStorage
 
 __all__ = [
     "RolloutLease",

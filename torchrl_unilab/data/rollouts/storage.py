@@ -4,65 +4,34 @@ A rollout is read once: the sample takes it out. Item ``i`` of the storage is th
 unread rollout; there are no positions to overwrite. The schema of a rollout is known before the
 storage is shared.
 
-Collectors and learners use the slots in place: `claim`, `commit`, `abandon`, `acquire`,
-`release`, `recover`. TorchRL's collectors and buffers come through `RolloutRingWriter` and
-`RolloutRingSampler`: one copy in, one copy out.
+TorchRL's collectors and buffers come through `RolloutRingWriter` and `RolloutRingSampler`: one
+copy in, one copy out. Collectors and learners use the slots in place, by what is in
+`torchrl_unilab.data.rollouts.shared`.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 
 from torchrl_unilab.data.positions import check_range, flat_positions, is_single
-from torchrl_unilab.data.schema import TensorField, TensorSchema
-from torchrl_unilab.data.shared_storage import SharedStorage, SharedStorageCheckpointer
-from torchrl_unilab.data.stock import is_stock_dump
+from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, check_state
+from torchrl_unilab.data.rollouts.shared import SharedRollouts
+from torchrl_unilab.data.rollouts.source import RolloutSource
+from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, WaitTimeoutError
-from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm.layout import BlockLayout
-from torchrl_unilab.shm.ring import COUNTERS, Lease, Overflow, RolloutRing, check_ring
+from torchrl_unilab.shm.ring import COUNTERS, Lease
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RolloutLease", "RolloutRingCheckpointer", "RolloutRingStorage", "RolloutSampler"]
-
-
-@dataclass(frozen=True, eq=False)
-class RolloutLease:
-    """A committed rollout that the reader owns until it releases it.
-
-    A context manager that yields the rollout and releases the lease.
-
-    Attributes:
-        rollout: TensorDict of shared views, batch size of the schema. Borrowed: valid until
-            the release.
-    """
-
-    rollout: TensorDict
-    _lease: Lease = field(repr=False)
-    _storage: RolloutRingStorage = field(repr=False)
-
-    @property
-    def writer(self) -> int:
-        """The writer of the rollout."""
-        return self._lease.writer
-
-    def __enter__(self) -> TensorDict:
-        return self.rollout
-
-    def __exit__(self, *_: object) -> None:
-        self._storage.release(self)
+__all__ = ["RolloutRingStorage", "RolloutSampler"]
 
 
 class RolloutSampler(Sampler):
@@ -72,26 +41,7 @@ class RolloutSampler(Sampler):
     """
 
 
-class RolloutRingCheckpointer(SharedStorageCheckpointer):
-    """Saves the unread rollouts of a `RolloutRingStorage`, and its counters, as one file."""
-
-    def dumps(self, storage: RolloutRingStorage, path: str | Path) -> None:
-        """Save to ``path/rollouts.pt``; whole or not at all."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        draft = path / "rollouts.pt.part"
-        torch.save(storage.state_dict(), draft)
-        draft.replace(path / "rollouts.pt")
-
-    def loads(self, storage: RolloutRingStorage, path: str | Path) -> None:
-        """Load what `dumps` saved, see `RolloutRingStorage.load_state_dict`."""
-        path = Path(path)
-        if is_stock_dump(path) and not (path / "rollouts.pt").exists():
-            raise _foreign(f"a stock one in {path}")
-        storage.load_state_dict(torch.load(path / "rollouts.pt", weights_only=True))
-
-
-class RolloutRingStorage(SharedStorage):
+class RolloutRingStorage(SharedRollouts):
     """Rollouts in shared memory, written by several processes, read by one, once.
 
     An item is a whole rollout: a TensorDict of any batch size (``[num_envs, num_steps]``,
@@ -138,158 +88,8 @@ class RolloutRingStorage(SharedStorage):
     """
 
     _default_checkpointer = RolloutRingCheckpointer
-    _of_a_process = ("_leased", "_drawn", "_rollouts")
 
-    def __init__(
-        self,
-        slots: int = 4,
-        *,
-        example: TensorDictBase | None = None,
-        writers: int = 1,
-        overflow: Overflow = "overwrite",
-        timeout: float | None = 60.0,
-    ) -> None:
-        check_ring(slots, writers, overflow)
-        super().__init__(slots * writers, writers)
-        self.slots = slots
-        self.overflow: Overflow = overflow
-        self.timeout = timeout
-        self._ring: RolloutRing | None = None
-        self._schema: TensorSchema | None = None
-        self._start_process()
-        if example is not None:
-            self._build(TensorSchema.of(example))
-
-    def _start_process(self) -> None:
-        self._leased: dict[int, RolloutLease] = {}  # by slot: what was acquired, maybe released
-        self._drawn: torch.Tensor | None = None  # the index that takes rollouts out
-        self._rollouts: dict[int, TensorDict] = {}  # views of each slot
-
-    def _build(self, schema: TensorSchema) -> None:
-        layout = BlockLayout.of_specs((f.name, f.shape, f.dtype) for f in schema.fields)
-        self._ring = RolloutRing(
-            layout, slots=self.slots, writers=self.writers, overflow=self.overflow
-        )
-        self._schema = schema
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the schema is known and the slots exist."""
-        return self._ring is not None
-
-    @property
-    def ring(self) -> RolloutRing:
-        """The ring itself.
-
-        Raises:
-            RuntimeError: The schema is not known yet.
-            SegmentClosedError: The storage is closed.
-        """
-        self._check_open()
-        if self._ring is None:
-            raise RuntimeError(
-                "cannot use rollout storage: its schema is not known (expected an example, or a "
-                "rollout written). Build it with example=, or write first."
-            )
-        return self._ring
-
-    def _rollout(self, slot: int) -> TensorDict:
-        if slot not in self._rollouts:
-            assert self._schema is not None
-            views = list(self.ring.views[slot].values())
-            self._rollouts[slot] = self._schema.tensordict(views).lock_()
-        return self._rollouts[slot]
-
-    # Counters
-
-    def _count(self, name: str) -> tuple[int, ...]:
-        self._check_open()
-        counts: tuple[int, ...] = (0,) * self.writers
-        return counts if self._ring is None else getattr(self._ring, name)
-
-    @property
-    def written(self) -> tuple[int, ...]:
-        """Rollouts that each writer has committed."""
-        return self._count("written")
-
-    @property
-    def dropped(self) -> tuple[int, ...]:
-        """Rollouts of each writer that it overwrote unread."""
-        return self._count("dropped")
-
-    @property
-    def skipped(self) -> tuple[int, ...]:
-        """Rollouts of each writer that the reader gave up unread: for newer ones, or emptying."""
-        return self._count("skipped")
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Rollouts of each writer that were committed and went with it when it died."""
-        return self._count("lost")
-
-    @property
-    def write_count(self) -> int:
-        """Rollouts that all writers have committed."""
-        return sum(self.written)
-
-    @property
-    def read_count(self) -> int:
-        """Rollouts that were sampled, or acquired and released."""
-        return sum(self._count("read"))
-
-    # Writer
-
-    def use_writer(self, writer: int) -> None:
-        """Write as writer `writer` from now on. One process per writer.
-
-        Without it a process becomes the first writer that no process is when it first writes.
-
-        Raises:
-            ConfigError: There is no such writer, or another process is it. The writer of a dead
-                process is free again after `recover`.
-            RuntimeError: A slot is claimed, or the schema is not known yet.
-        """
-        self._check_writer(writer)
-        self.ring.become_writer(writer)
-
-    def claim(self, timeout: float | None = None) -> TensorDict | None:
-        """Own a slot to fill, until `commit` or `abandon`.
-
-        Args:
-            timeout: Seconds to wait for a slot; the storage's if not given.
-
-        Returns:
-            TensorDict of shared views, locked, with what the slot last held; the one already
-            claimed if there is one; None after `timeout`.
-
-        Raises:
-            PeerGoneError: No slot is free, and the reader has closed the storage or died.
-            RuntimeError: The schema is not known yet.
-        """
-        slot = self._claim(timeout)
-        return None if slot is None else self._rollout(slot)
-
-    def _claim(self, timeout: float | None) -> int | None:
-        ring = self.ring
-        if self.overflow == "overwrite" and not ring.spare():
-            unread = [lease for lease in self._unread() if lease.writer == ring.writer]
-            if unread:
-                self._skip(unread[0])
-        with span("claim"):
-            return ring.claim(self.timeout if timeout is None else timeout)
-
-    def commit(self) -> int:
-        """Hand the claimed slot to the reader; return how many this writer has committed.
-
-        Raises:
-            RuntimeError: No slot is claimed.
-        """
-        with span("commit"):
-            return self.ring.commit()
-
-    def abandon(self) -> None:
-        """Give the claimed slot back unused; does nothing if none is."""
-        self.ring.abandon()
+    # Copies in
 
     def write(self, rollout: TensorDictBase, timeout: float | None = None) -> bool:
         """Commit a copy of `rollout`, which lies on any device.
@@ -339,15 +139,15 @@ class RolloutRingStorage(SharedStorage):
                 )
         return len(rollouts)
 
-    def _sources(self, rollouts: Sequence[TensorDictBase]) -> list[_Source]:
+    def _sources(self, rollouts: Sequence[TensorDictBase]) -> list[RolloutSource]:
         """Return what to copy to the slots, checked; the first rollout decides the schema."""
         self._check_open()
         if self._schema is None:
             self._build(TensorSchema.of(rollouts[0]))
         assert self._schema is not None
-        return [_Source.of(rollout, self._schema) for rollout in rollouts]
+        return [RolloutSource.of(rollout, self._schema) for rollout in rollouts]
 
-    def _write(self, source: _Source, timeout: float | None = None) -> bool:
+    def _write(self, source: RolloutSource, timeout: float | None = None) -> bool:
         slot = self._claim(timeout)
         if slot is None:
             return False
@@ -368,100 +168,7 @@ class RolloutRingStorage(SharedStorage):
             )
         self.write_all(data)
 
-    # Reader
-
-    def filenos(self) -> list[int]:
-        """Descriptors to poll with others: one is readable while a rollout waits in the ring.
-
-        Rollouts that the reader holds have left the ring; `wait` knows of them too.
-        """
-        return self.ring.filenos()
-
-    def wait(self, timeout: float | None = 60.0) -> bool:
-        """Wait until there is an unread rollout, and hold it; return whether there is.
-
-        Args:
-            timeout: Seconds; without end if None.
-
-        Raises:
-            PeerGoneError: There is none and a writer has died; names its process.
-            RuntimeError: The schema is not known yet.
-        """
-        return bool(self._unread()) or self.ring.acquire(timeout) is not None
-
-    def acquire(self, timeout: float | None = 0.0) -> RolloutLease | None:
-        """Own the oldest unread rollout until `release`; None if none comes in time.
-
-        Several may be held at once; each is one slot less for its writer.
-
-        Args:
-            timeout: Seconds to wait for a rollout; None waits as long as all writers live.
-
-        Raises:
-            PeerGoneError: No rollout came, and a writer has died; names its process.
-            SegmentError: The slot was written without a claim.
-        """
-        unread = self._unread()
-        lease = unread[0] if unread else self.ring.acquire(timeout)
-        if lease is None:
-            return None
-        self._drawn = None
-        acquired = self._leased[lease.slot] = RolloutLease(self._rollout(lease.slot), lease, self)
-        return acquired
-
-    @property
-    def leases(self) -> list[RolloutLease]:
-        """What was acquired and not released, also where an interrupt kept it from the caller."""
-        held = [] if self._ring is None else self._ring.leases
-        return [self._leased[lease.slot] for lease in held if self._is_acquired(lease)]
-
-    def _is_acquired(self, lease: Lease) -> bool:
-        acquired = self._leased.get(lease.slot)
-        return acquired is not None and acquired._lease.generation == lease.generation
-
-    def release(self, lease: RolloutLease) -> None:
-        """Give a slot back to its writer.
-
-        Raises:
-            RuntimeError: It is not held.
-            SegmentError: The slot was written while it was held.
-        """
-        self.ring.release(lease._lease)
-
-    def recover(self, writer: int) -> int:
-        """Free the slots that a dead writer held; return how many there were.
-
-        For the process that reads. In whichever step of a claim or a commit the writer died,
-        its slots are free again: what it had not committed is never read. Unread rollouts
-        stay so, in their order, and leases stay valid. The process that takes the writer's
-        place calls `use_writer`.
-
-        Raises:
-            ConfigError: There is no such writer.
-            RuntimeError: The writer is alive, or another process reads.
-        """
-        self._check_writer(writer)
-        return self.ring.recover(writer)
-
-    def unread(self, writer: int) -> int:
-        """Return the number of unread rollouts of a writer."""
-        held = sum(lease.writer == writer for lease in self._unread())
-        return held + self.ring.available(writer)
-
-    def _unread(self) -> list[Lease]:
-        """Rollouts that this process holds unread, oldest first."""
-        return [lease for lease in self.ring.leases if not self._is_acquired(lease)]
-
-    def _hold(self, count: int) -> list[Lease]:
-        """Hold `count` unread rollouts, or all; return those that are held, oldest first."""
-        unread = self._unread()
-        while len(unread) < count and (lease := self.ring.acquire()) is not None:
-            unread.append(lease)
-        return unread
-
-    def _skip(self, lease: Lease) -> None:
-        self._drawn = None
-        self.ring.release(lease, read=False)
+    # Copies out
 
     def draw(self, count: int, *, newest: bool = False, timeout: float = 0.0) -> torch.Tensor:
         """Choose the rollouts that the `get` of the returned index takes out.
@@ -551,18 +258,13 @@ class RolloutRingStorage(SharedStorage):
         check_range(low, high, len(unread), "rollout", "unread")
         return unread, [i % len(unread) for i in asked]
 
-    def __len__(self) -> int:
-        """Unread rollouts: those in the ring and those the reader holds unread."""
-        self._check_open()
-        return 0 if self._ring is None else self._ring.available() + len(self._unread())
-
     @property
     def _mutation_revision(self) -> int:
         return sum(sum(self._count(name)) for name in COUNTERS)
 
     @property
     def _last_cursor_index(self) -> None:
-        """No rollout has a position of its own."""
+        """None: a position is a place among the unread rollouts."""
 
     def _empty(self, *, counts: bool = False) -> None:
         """Skip all unread rollouts, and leave the writer to other processes.
@@ -609,25 +311,7 @@ class RolloutRingStorage(SharedStorage):
             ConfigError: There are more of them than slots, another number of writers, or it
                 is a state of another storage.
         """
-        if "of" not in state_dict:
-            raise _foreign(f"state dict of {sorted(state_dict)}")
-        if len(self) or self.leases:
-            raise RuntimeError(
-                f"cannot load rollouts: {len(self)} are unread and {len(self.leases)} leased "
-                "(expected none). Empty the buffer, or load into a new one."
-            )
-        counts, of = state_dict["counts"], state_dict["of"]
-        if len(counts["written"]) != self.writers:
-            raise ConfigError(
-                f"cannot load rollouts of {len(counts['written'])} writers (expected "
-                f"{self.writers}). Build the storage for as many."
-            )
-        most = max(Counter(of).values(), default=0)
-        if most > self.slots:
-            raise ConfigError(
-                f"cannot load {most} rollouts of one writer: it has {self.slots} slots (expected "
-                f"at least {most}). Use more slots."
-            )
+        check_state(self, state_dict)
         if state_dict["schema"] is None:
             return
         schema = TensorSchema.from_json(state_dict["schema"])
@@ -642,13 +326,13 @@ class RolloutRingStorage(SharedStorage):
             )
         writing = self.ring.writer
         tensors = [state_dict["rollouts"][name] for name in self._schema.names]
-        for i, writer in enumerate(of):
+        for i, writer in enumerate(state_dict["of"]):
             self.ring.become_writer(writer)
-            self._write(_Source([tensor[i] for tensor in tensors]))
+            self._write(RolloutSource([tensor[i] for tensor in tensors]))
         self.ring.resign()
         if writing is not None:
             self.ring.become_writer(writing)
-        self.ring.resume_from(counts)
+        self.ring.resume_from(state_dict["counts"])
 
     # Copies and end
 
@@ -665,55 +349,6 @@ class RolloutRingStorage(SharedStorage):
             )
         return super().__getstate__()
 
-    def _leave(self) -> None:
-        self._start_process()
-        if self._ring is not None:
-            self._ring.close()
-
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"unread={len(self)}"
         return f"{type(self).__name__}(slots={self.slots}, writers={self.writers}, {state})"
-
-
-@dataclass(frozen=True)
-class _Source:
-    """Tensors to copy to a slot: one per field, or one per field and part of a lazy stack."""
-
-    tensors: list[torch.Tensor]
-    stack_dim: int | None = None
-
-    @classmethod
-    def of(cls, rollout: TensorDictBase, schema: TensorSchema) -> _Source:
-        """Return the tensors of a rollout, checked."""
-        if not isinstance(rollout, LazyStackedTensorDict):
-            return cls(schema.select(rollout))
-        if tuple(rollout.batch_size) != schema.batch_size:
-            raise LayoutShapeError(
-                f"batch size of a rollout: {tuple(rollout.batch_size)} (expected "
-                f"{schema.batch_size}). Pass rollouts like the first one, or make a new storage."
-            )
-        dim = rollout.stack_dim
-
-        def part(shape: tuple[int, ...]) -> tuple[int, ...]:
-            return shape[:dim] + shape[dim + 1 :]
-
-        fields = tuple(TensorField(f.path, part(f.shape), f.dtype) for f in schema.fields)
-        parts = TensorSchema(part(schema.batch_size), fields)
-        columns = [parts.select(each) for each in rollout.tensordicts]
-        return cls([tensor for field in zip(*columns, strict=True) for tensor in field], dim)
-
-    def copy_to(self, fields: list[torch.Tensor]) -> None:
-        """Copy to the tensors of a slot."""
-        targets = fields
-        if self.stack_dim is not None:
-            targets = [part for field in fields for part in field.unbind(self.stack_dim)]
-        with torch.no_grad():
-            torch._foreach_copy_(targets, self.tensors)
-
-
-def _foreign(what: str) -> ConfigError:
-    return ConfigError(
-        f"cannot load rollouts: checkpoint of another storage, {what} (expected one of a "
-        "RolloutRingStorage). Load it where it was saved, and extend the ring by each rollout "
-        "of it."
-    )

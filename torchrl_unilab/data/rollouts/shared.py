@@ -1,0 +1,310 @@
+"""Rollouts in a shared ring: their schema, their slots, their counters; claim, commit, lease.
+
+Writers and the reader use the slots in place here, as our collectors and trainers do.
+`RolloutRingStorage` adds the copies in and out that TorchRL's buffers, samplers and writers
+use. A slot has one owner: see `torchrl_unilab.shm.ring`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_unilab.data.schema import TensorSchema
+from torchrl_unilab.data.shared_storage import SharedStorage
+from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing, check_ring
+
+__all__ = ["RolloutLease", "SharedRollouts"]
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutLease:
+    """A committed rollout that the reader owns until it releases it.
+
+    A context manager that yields the rollout and releases the lease.
+
+    Attributes:
+        rollout: TensorDict of shared views, batch size of the schema. Borrowed: valid until
+            the release.
+    """
+
+    rollout: TensorDict
+    _lease: Lease = field(repr=False)
+    _storage: SharedRollouts = field(repr=False)
+
+    @property
+    def writer(self) -> int:
+        """The writer of the rollout."""
+        return self._lease.writer
+
+    def __enter__(self) -> TensorDict:
+        return self.rollout
+
+    def __exit__(self, *_: object) -> None:
+        self._storage.release(self)
+
+
+class SharedRollouts(SharedStorage):
+    """The slots of a `RolloutRingStorage`, which has the arguments."""
+
+    _of_a_process = ("_leased", "_drawn", "_rollouts")
+
+    def __init__(
+        self,
+        slots: int = 4,
+        *,
+        example: TensorDictBase | None = None,
+        writers: int = 1,
+        overflow: Overflow = "overwrite",
+        timeout: float | None = 60.0,
+    ) -> None:
+        check_ring(slots, writers, overflow)
+        super().__init__(slots * writers, writers)
+        self.slots = slots
+        self.overflow: Overflow = overflow
+        self.timeout = timeout
+        self._ring: RolloutRing | None = None
+        self._schema: TensorSchema | None = None
+        self._start_process()
+        if example is not None:
+            self._build(TensorSchema.of(example))
+
+    def _start_process(self) -> None:
+        self._leased: dict[int, RolloutLease] = {}  # by slot: what was acquired, maybe released
+        self._drawn: torch.Tensor | None = None  # the index that takes rollouts out
+        self._rollouts: dict[int, TensorDict] = {}  # views of each slot
+
+    def _build(self, schema: TensorSchema) -> None:
+        layout = BlockLayout.of_specs((f.name, f.shape, f.dtype) for f in schema.fields)
+        self._ring = RolloutRing(
+            layout, slots=self.slots, writers=self.writers, overflow=self.overflow
+        )
+        self._schema = schema
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the schema is known and the slots exist."""
+        return self._ring is not None
+
+    @property
+    def ring(self) -> RolloutRing:
+        """The ring itself.
+
+        Raises:
+            RuntimeError: The schema is not known yet.
+            SegmentClosedError: The storage is closed.
+        """
+        self._check_open()
+        if self._ring is None:
+            raise RuntimeError(
+                "cannot use rollout storage: its schema is not known (expected an example, or a "
+                "rollout written). Build it with example=, or write first."
+            )
+        return self._ring
+
+    def _rollout(self, slot: int) -> TensorDict:
+        if slot not in self._rollouts:
+            assert self._schema is not None
+            views = list(self.ring.views[slot].values())
+            self._rollouts[slot] = self._schema.tensordict(views).lock_()
+        return self._rollouts[slot]
+
+    # Counters
+
+    def _count(self, name: str) -> tuple[int, ...]:
+        self._check_open()
+        counts: tuple[int, ...] = (0,) * self.writers
+        return counts if self._ring is None else getattr(self._ring, name)
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Rollouts that each writer has committed."""
+        return self._count("written")
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Rollouts of each writer that it overwrote unread."""
+        return self._count("dropped")
+
+    @property
+    def skipped(self) -> tuple[int, ...]:
+        """Rollouts of each writer that the reader gave up unread: for newer ones, or emptying."""
+        return self._count("skipped")
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Rollouts of each writer that were committed and went with it when it died."""
+        return self._count("lost")
+
+    @property
+    def write_count(self) -> int:
+        """Rollouts that all writers have committed."""
+        return sum(self.written)
+
+    @property
+    def read_count(self) -> int:
+        """Rollouts that were sampled, or acquired and released."""
+        return sum(self._count("read"))
+
+    # Writer
+
+    def use_writer(self, writer: int) -> None:
+        """Write as writer `writer` from now on. One process per writer.
+
+        Without it a process becomes the first writer that no process is when it first writes.
+
+        Raises:
+            ConfigError: There is no such writer, or another process is it. The writer of a dead
+                process is free again after `recover`.
+            RuntimeError: A slot is claimed, or the schema is not known yet.
+        """
+        self._check_writer(writer)
+        self.ring.become_writer(writer)
+
+    def claim(self, timeout: float | None = None) -> TensorDict | None:
+        """Own a slot to fill, until `commit` or `abandon`.
+
+        Args:
+            timeout: Seconds to wait for a slot; the storage's if not given.
+
+        Returns:
+            TensorDict of shared views, locked, with what the slot last held; the one already
+            claimed if there is one; None after `timeout`.
+
+        Raises:
+            PeerGoneError: No slot is free, and the reader has closed the storage or died.
+            RuntimeError: The schema is not known yet.
+        """
+        slot = self._claim(timeout)
+        return None if slot is None else self._rollout(slot)
+
+    def _claim(self, timeout: float | None) -> int | None:
+        ring = self.ring
+        if self.overflow == "overwrite" and not ring.spare():
+            unread = [lease for lease in self._unread() if lease.writer == ring.writer]
+            if unread:
+                self._skip(unread[0])
+        with span("claim"):
+            return ring.claim(self.timeout if timeout is None else timeout)
+
+    def commit(self) -> int:
+        """Hand the claimed slot to the reader; return how many this writer has committed.
+
+        Raises:
+            RuntimeError: No slot is claimed.
+        """
+        with span("commit"):
+            return self.ring.commit()
+
+    def abandon(self) -> None:
+        """Give the claimed slot back unused; does nothing if none is."""
+        self.ring.abandon()
+
+    # Reader
+
+    def filenos(self) -> list[int]:
+        """Descriptors to poll with others: one is readable while a rollout waits in the ring.
+
+        Rollouts that the reader holds have left the ring; `wait` knows of them too.
+        """
+        return self.ring.filenos()
+
+    def wait(self, timeout: float | None = 60.0) -> bool:
+        """Wait until there is an unread rollout, and hold it; return whether there is.
+
+        Args:
+            timeout: Seconds; without end if None.
+
+        Raises:
+            PeerGoneError: There is none and a writer has died; names its process.
+            RuntimeError: The schema is not known yet.
+        """
+        return bool(self._unread()) or self.ring.acquire(timeout) is not None
+
+    def acquire(self, timeout: float | None = 0.0) -> RolloutLease | None:
+        """Own the oldest unread rollout until `release`; None if none comes in time.
+
+        Several may be held at once; each is one slot less for its writer.
+
+        Args:
+            timeout: Seconds to wait for a rollout; None waits as long as all writers live.
+
+        Raises:
+            PeerGoneError: No rollout came, and a writer has died; names its process.
+            SegmentError: The slot was written without a claim.
+        """
+        unread = self._unread()
+        lease = unread[0] if unread else self.ring.acquire(timeout)
+        if lease is None:
+            return None
+        self._drawn = None
+        acquired = self._leased[lease.slot] = RolloutLease(self._rollout(lease.slot), lease, self)
+        return acquired
+
+    @property
+    def leases(self) -> list[RolloutLease]:
+        """What was acquired and not released, also where an interrupt kept it from the caller."""
+        held = [] if self._ring is None else self._ring.leases
+        return [self._leased[lease.slot] for lease in held if self._is_acquired(lease)]
+
+    def _is_acquired(self, lease: Lease) -> bool:
+        acquired = self._leased.get(lease.slot)
+        return acquired is not None and acquired._lease.generation == lease.generation
+
+    def release(self, lease: RolloutLease) -> None:
+        """Give a slot back to its writer.
+
+        Raises:
+            RuntimeError: It is not held.
+            SegmentError: The slot was written while it was held.
+        """
+        self.ring.release(lease._lease)
+
+    def recover(self, writer: int) -> int:
+        """Free the slots that a dead writer held; return how many there were.
+
+        For the process that reads. In whichever step of a claim or a commit the writer died,
+        its slots are free again: what it had not committed is never read. Unread rollouts
+        stay so, in their order, and leases stay valid. The process that takes the writer's
+        place calls `use_writer`.
+
+        Raises:
+            ConfigError: There is no such writer.
+            RuntimeError: The writer is alive, or another process reads.
+        """
+        self._check_writer(writer)
+        return self.ring.recover(writer)
+
+    def unread(self, writer: int) -> int:
+        """Return the number of unread rollouts of a writer."""
+        held = sum(lease.writer == writer for lease in self._unread())
+        return held + self.ring.available(writer)
+
+    def _unread(self) -> list[Lease]:
+        """Rollouts that this process holds unread, oldest first."""
+        return [lease for lease in self.ring.leases if not self._is_acquired(lease)]
+
+    def _hold(self, count: int) -> list[Lease]:
+        """Hold `count` unread rollouts, or all; return those that are held, oldest first."""
+        unread = self._unread()
+        while len(unread) < count and (lease := self.ring.acquire()) is not None:
+            unread.append(lease)
+        return unread
+
+    def _skip(self, lease: Lease) -> None:
+        self._drawn = None
+        self.ring.release(lease, read=False)
+
+    def __len__(self) -> int:
+        """Unread rollouts: those in the ring and those the reader holds unread."""
+        self._check_open()
+        return 0 if self._ring is None else self._ring.available() + len(self._unread())
+
+    def _leave(self) -> None:
+        self._start_process()
+        if self._ring is not None:
+            self._ring.close()
