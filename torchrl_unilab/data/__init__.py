@@ -1,11 +1,7 @@
 """Experience between processes in shared memory, as parts of TorchRL's replay buffers."""
 
-from torchrl_unilab.data.pipeline.pipeline import (
-    DoubleBufferReplayPipeline,
-    ReplayPipeline,
-    ReplayTickMetadata,
-)
-from torchrl_unilab.data.pipeline.source import ReplaySource
+from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
+from torchrl_unilab.data.pipeline.protocols import ReplayPipeline, ReplaySource
 from torchrl_unilab.data.replay import PackedReplayStorage, PackedReplayWriter, ReplaySnapshot
 from torchrl_unilab.data.rollouts import (
     RolloutLease,

@@ -19,18 +19,18 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_unilab.data.pipeline.source import ReplaySource
+from torchrl_unilab.data.pipeline.protocols import ReplaySource
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 
-__all__ = ["SLOTS", "DoubleBufferReplayPipeline", "ReplayPipeline", "ReplayTickMetadata"]
+__all__ = ["SLOTS", "DoubleBufferReplayPipeline", "ReplayTickMetadata"]
 
 SLOTS = 2
 """Batches in memory: one that the learner uses, one that is packed."""
@@ -60,36 +60,6 @@ class ReplayTickMetadata:
     sample_count: int
     batch_host_slot: int | None = None
     batch_gpu_slot: int | None = None
-
-
-class ReplayPipeline(Protocol):
-    """What a learner needs of an object that prepares its batches, one for each tick."""
-
-    def start_prepare(
-        self, tick_id: int, sample_count: int, min_snapshot_ptr: int | None = None
-    ) -> bool:
-        """Start to prepare a tick's batch; return whether there was anything to start."""
-
-    def batch_ready(self, tick_id: int, sample_count: int) -> bool:
-        """Return whether a tick's batch could be had without waiting."""
-
-    def wait_ready(self) -> None:
-        """Wait for the batch that is being prepared, if one is."""
-
-    def wait_until_ready(self, tick_id: int, sample_count: int) -> bool:
-        """Wait for a tick's batch, which is prepared if it has not been; return true."""
-
-    def sample_large_batch(self, tick_id: int, sample_count: int) -> TensorDictBase:
-        """Return a tick's batch on the learner's device, [sample_count], to learn from.
-
-        Until `after_tick` the same tick gets the same batch, and no other tick gets one.
-        """
-
-    def after_tick(self) -> None:
-        """End the tick: the learner has asked for all its work on the batch."""
-
-    def close(self) -> None:
-        """End all waiting and free the memory. Idempotent."""
 
 
 class DoubleBufferReplayPipeline:

@@ -11,19 +11,17 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
+from torchrl_unilab.data.replay.shared import SharedReplay
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
 from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump
 from torchrl_unilab.errors import CheckpointError, LayoutError
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.rows import Parts, SharedRows, Window
-
-if TYPE_CHECKING:
-    from torchrl_unilab.data.replay.storage import PackedReplayStorage
 
 __all__ = ["PackedReplayCheckpointer", "load_rows", "save_rows"]
 
@@ -62,7 +60,7 @@ def save_rows(
 
 
 def load_rows(
-    storage: PackedReplayStorage,
+    storage: SharedReplay,
     header: dict[str, Any],
     count: int,
     read: Callable[[int, int], torch.Tensor],
@@ -118,7 +116,7 @@ def load_rows(
 class PackedReplayCheckpointer(SharedStorageCheckpointer):
     """Saves a `PackedReplayStorage` as one file. Writers and samplers continue meanwhile."""
 
-    def dumps(self, storage: PackedReplayStorage, path: str | Path) -> None:
+    def dumps(self, storage: SharedReplay, path: str | Path) -> None:
         """Save to ``path/rows.bin``; whole or not at all.
 
         Rows that are overwritten before they are copied are left out, the oldest first.
@@ -141,7 +139,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
             os.fsync(file.fileno())
         draft.replace(path / "rows.bin")
 
-    def loads(self, storage: PackedReplayStorage, path: str | Path) -> None:
+    def loads(self, storage: SharedReplay, path: str | Path) -> None:
         """Load what `dumps` of this class or of a stock storage saved, in place of what there is.
 
         Raises:

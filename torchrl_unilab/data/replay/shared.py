@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -20,7 +20,7 @@ from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGa
 from torchrl_unilab.data.schema import TensorSchema, key_path
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import StockArguments, check_stock_arguments
-from torchrl_unilab.errors import ConfigError, SegmentSpaceError
+from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
@@ -261,6 +261,43 @@ class SharedReplay(SharedStorage):
             self.initialize(TensorSchema.of(rows[0]))
         return self._appender
 
+    # Content as a whole
+
+    def _empty(self) -> None:
+        """Forget all rows."""
+        if self.initialized:
+            self.rows.clear()
+
+    def load_rows(self, rows: TensorDictBase) -> None:
+        """Let rows [n], such as those of a stock checkpoint, be all there is, from position 0.
+
+        Raises:
+            CheckpointError: They are more than fit.
+            LayoutError: Keys, shapes or dtypes differ.
+        """
+        if len(rows) > self.max_size:
+            raise CheckpointError(
+                f"cannot load {len(rows)} rows: the storage takes {self.max_size} (expected at "
+                f"most as many). Load into a storage of max_size={len(rows)}."
+            )
+        if len(rows):
+            self._appender_for(rows).check(rows)
+        self._empty()
+        if len(rows):
+            self.append(rows)
+
+    def header(self, schema: TensorSchema | None = None) -> dict[str, Any]:
+        """Return what a checkpoint says about the rows, of `schema` if none is known, for JSON."""
+        form = self._form if self._form is not None or schema is None else self._form_of(schema)
+        assert form is not None
+        return {
+            "schema": form.schema.to_json(),
+            "words": sum(form.layout.widths),
+            "max_size": self.max_size,
+            "writers": self.writers,
+            "n_step": self.n_step,
+        }
+
     # Sampling
 
     def empty_batch(
@@ -340,25 +377,3 @@ class SharedReplay(SharedStorage):
 
         rows.read(whole, *rows.draw(count, whole, source), self._gatherer.into(memory), redraw)
         return batches.tensordict(memory, index=True) if out is None else out
-
-    def read_since(self, counted: Sequence[int]) -> tuple[TensorDict, tuple[int, ...]]:
-        """Return rows that were written since the last call, and what to call with next.
-
-        Args:
-            counted: What the last call returned; empty for all rows.
-
-        Returns:
-            Copies of the rows [n], the oldest of a shard first, without those that have been
-            overwritten; and the rows written to each shard.
-        """
-        rows, batches = self.rows, self._batches
-        bases, window = rows.based_window()
-        written = tuple(map(int.__sub__, window.heads, bases))
-        window = window.above(tuple(map(int.__add__, bases, counted or (0,) * len(bases))))
-        positions = [
-            rows.positions(shard, torch.arange(floor, head))
-            for shard, (floor, head) in enumerate(zip(*window, strict=True))
-        ]
-        memory = batches.batch(window.size)
-        rows.read_at(torch.cat(positions), self._gatherer.into(memory))
-        return batches.tensordict(memory, index=False), written

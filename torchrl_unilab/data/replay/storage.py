@@ -1,13 +1,13 @@
 """`PackedReplayStorage`: a replay in shared memory as a storage of TorchRL's replay buffers.
 
-Indices, views, assignment, checkpoints and copies: what TorchRL's buffers, samplers and writers
+Indices, views, assignment, state and copies: what TorchRL's buffers, samplers and writers
 use. What lies below, and the replay's own `add` and `sample`, is in
 `torchrl_unilab.data.replay.shared`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +17,8 @@ from torchrl_unilab.data.positions import flat_positions, is_single
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
 from torchrl_unilab.data.replay.shared import SharedReplay
-from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.stock import rows_of_state_dict
-from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -171,11 +170,6 @@ class PackedReplayStorage(SharedReplay):
             )
         self.append(data[order], length)
 
-    def _empty(self) -> None:
-        """Forget all rows."""
-        if self.initialized:
-            self.rows.clear()
-
     # Reading
 
     def get(self, index: Any) -> Any:
@@ -222,6 +216,28 @@ class PackedReplayStorage(SharedReplay):
             return batch.view(*index.shape, *batch.batch_size[1:])
         return batch
 
+    def read_since(self, counted: Sequence[int]) -> tuple[TensorDict, tuple[int, ...]]:
+        """Return rows that were written since the last call, and what to call with next.
+
+        Args:
+            counted: What the last call returned; empty for all rows.
+
+        Returns:
+            Copies of the rows [n], the oldest of a shard first, without those that have been
+            overwritten; and the rows written to each shard.
+        """
+        rows, batches = self.rows, self._batches
+        bases, window = rows.based_window()
+        written = tuple(map(int.__sub__, window.heads, bases))
+        window = window.above(tuple(map(int.__add__, bases, counted or (0,) * len(bases))))
+        positions = [
+            rows.positions(shard, torch.arange(floor, head))
+            for shard, (floor, head) in enumerate(zip(*window, strict=True))
+        ]
+        memory = batches.batch(window.size)
+        rows.read_at(torch.cat(positions), self._gatherer.into(memory))
+        return batches.tensordict(memory, index=False), written
+
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draw positions as any storage does, but none that is being written."""
         rows, window = self.rows, self.rows.readable()
@@ -235,22 +251,6 @@ class PackedReplayStorage(SharedReplay):
         return index
 
     # Checkpoints
-
-    def header(self, schema: TensorSchema | None = None) -> dict[str, Any]:
-        """Return what a checkpoint of these rows says about them, as JSON has it.
-
-        Args:
-            schema: Of the rows, if the storage knows none.
-        """
-        form = self._form if self._form is not None or schema is None else self._form_of(schema)
-        assert form is not None
-        return {
-            "schema": form.schema.to_json(),
-            "words": sum(form.layout.widths),
-            "max_size": self.max_size,
-            "writers": self.writers,
-            "n_step": self.n_step,
-        }
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and all that belongs to them."""
@@ -278,24 +278,6 @@ class PackedReplayStorage(SharedReplay):
         else:
             words = state_dict["rows"]
             load_rows(self, state_dict["header"], len(words), lambda at, n: words[at : at + n])
-
-    def load_rows(self, rows: TensorDictBase) -> None:
-        """Let rows [n], such as those of a stock checkpoint, be all there is, from position 0.
-
-        Raises:
-            CheckpointError: They are more than fit.
-            LayoutError: Keys, shapes or dtypes differ.
-        """
-        if len(rows) > self.max_size:
-            raise CheckpointError(
-                f"cannot load {len(rows)} rows: the storage takes {self.max_size} (expected at "
-                f"most as many). Load into a storage of max_size={len(rows)}."
-            )
-        if len(rows):
-            self._appender_for(rows).check(rows)
-        self._empty()
-        if len(rows):
-            self.append(rows)
 
     # Copies and end
 

@@ -1,0 +1,65 @@
+"""What a replay pipeline samples from, and what it is to a learner: any objects with these methods.
+
+`DoubleBufferReplayPipeline` calls a `ReplaySource`, such as `PackedReplayStorage`, and is a
+`ReplayPipeline`, which `OffPolicyTrainer` calls.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tensordict import TensorDictBase
+
+from torchrl_unilab.data.replay.gather import ReplaySnapshot
+
+__all__ = ["ReplayPipeline", "ReplaySource"]
+
+
+class ReplaySource(Protocol):
+    """Rows to sample from. The same draw of the same rows gives the same batch."""
+
+    def snapshot(self) -> ReplaySnapshot:
+        """Return what there is to sample from now."""
+
+    def empty_batch(self, count: int, *, pin_memory: bool = False) -> TensorDictBase:
+        """Make memory for a batch [count]: views of few blocks, which hold nothing else."""
+
+    def sample(
+        self,
+        count: int,
+        *,
+        seed: int,
+        snapshot: ReplaySnapshot | None = None,
+        out: TensorDictBase | None = None,
+    ) -> TensorDictBase:
+        """Return whole rows, [count], in `out` if given; the same for the same arguments."""
+
+
+class ReplayPipeline(Protocol):
+    """What a learner needs of an object that prepares its batches, one for each tick."""
+
+    def start_prepare(
+        self, tick_id: int, sample_count: int, min_snapshot_ptr: int | None = None
+    ) -> bool:
+        """Start to prepare a tick's batch; return whether there was anything to start."""
+
+    def batch_ready(self, tick_id: int, sample_count: int) -> bool:
+        """Return whether a tick's batch could be had without waiting."""
+
+    def wait_ready(self) -> None:
+        """Wait for the batch that is being prepared, if one is."""
+
+    def wait_until_ready(self, tick_id: int, sample_count: int) -> bool:
+        """Wait for a tick's batch, which is prepared if it has not been; return true."""
+
+    def sample_large_batch(self, tick_id: int, sample_count: int) -> TensorDictBase:
+        """Return a tick's batch on the learner's device, [sample_count], to learn from.
+
+        Until `after_tick` the same tick gets the same batch, and no other tick gets one.
+        """
+
+    def after_tick(self) -> None:
+        """End the tick: the learner has asked for all its work on the batch."""
+
+    def close(self) -> None:
+        """End all waiting and free the memory. Idempotent."""
