@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.weight_update import WeightSyncScheme
@@ -23,48 +22,51 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
-from torchrl_unilab.weight_update import versions
-from torchrl_unilab.weight_update.module_weights import ModuleWeights
-from torchrl_unilab.weight_update.receiver import WeightReceiver, pull_in_rollouts
-from torchrl_unilab.weight_update.transport import (
-    UniLabShmTransport,
-    Weights,
-    named_tensors,
-    nested,
+from torchrl_unilab.weight_update.initial_weights import (
+    checked_module,
+    fallback_policy,
+    initial_weights,
 )
+from torchrl_unilab.weight_update.module_weights import ModuleWeights
+from torchrl_unilab.weight_update.receiver import (
+    GivesModels,
+    TakesWeights,
+    WeightReceiver,
+    pull_in_rollouts,
+)
+from torchrl_unilab.weight_update.transport import UniLabShmTransport, Weights, nested
+from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 
 __all__ = ["UniLabShmScheme"]
 
 PullAt = Literal["rollout", "step", "manual"]
 _PULL_MOMENTS = ("rollout", "step", "manual")
-_NEEDED = "Either params_map, model_id + context or model/weights + devices must be provided."
 
 
 @register_weight_sync_backend("unilab_shm")
-class UniLabShmScheme(WeightSyncScheme):
+class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     """Publishes a policy's weights in shared memory; workers pull them as they act.
 
-    ``send()`` copies the weights into the next slot of a versioned seqlock and returns.
-    It does not depend on any worker being alive, awake or reading. A worker pulls in the
-    thread that acts, so **a rollout that starts after** ``send()`` **returned acts with
-    that version or a newer one, whole**. Workers own their weights: they change by
-    publishing alone (a tensor that a module keeps outside its parameters, buffers and extra
-    state, in a plain list say, is not a weight and is not covered).
+    ``send()`` copies the weights into the next slot of a versioned seqlock and returns. It does not
+    depend on any worker being alive, awake or reading. A worker pulls in the thread that acts, so
+    **a rollout that starts after** ``send()`` **returned acts with that version or a newer one,
+    whole**. Workers own their weights: they change by publishing alone. A tensor that a module
+    keeps outside its parameters, buffers and extra state is no weight.
 
     Drop-in for :class:`~torchrl.weight_update.SharedMemWeightSyncScheme`.
 
     Args:
-        strategy: ``"tensordict"`` or ``"state_dict"``, as in TorchRL. Both publish the
-            same snapshot; kept so that either works unchanged.
-        sync: Accepted for drop-in use and without effect: there is no acknowledgement to
-            wait for. Use `wait_applied` to wait for workers.
-        per_worker_weights: Give each worker weights of its own. Set by itself for
-            distinct policy factories.
-        pull: When a worker looks for a new version: at the start of each ``"rollout"``,
-            before each policy call (``"step"``), or only on `receive` (``"manual"``).
+        strategy: ``"tensordict"`` or ``"state_dict"``, as in TorchRL. Both publish the same
+            snapshot; kept so that either works unchanged.
+        sync: Accepted for drop-in use and without effect: there is no acknowledgement to wait for.
+            `wait_applied` waits for workers.
+        per_worker_weights: Publish separate weights to each worker. Set by itself for distinct
+            policy factories.
+        pull: When a worker looks for a new version: at the start of each ``"rollout"``, before each
+            policy call (``"step"``), or only on `receive` (``"manual"``).
         slots: How many snapshots rotate, at least 2.
-        first_version: Version of the initial weights, so that versions go on where those of a
-            run that is resumed left off.
+        first_version: Version of the initial weights, so that versions continue where those of a
+            resumed run ended.
 
     Raises:
         ConfigError: `pull`, `slots` or `first_version` is not one of the above.
@@ -121,90 +123,28 @@ class UniLabShmScheme(WeightSyncScheme):
     # Sender
 
     def _init_on_sender_impl(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        weights: TensorDictBase | None = None,
-        model: nn.Module | None = None,
-        params_map: dict[int, TensorDictBase] | None = None,
-        devices: Sequence[torch.device] | None = None,
-        device_map_fn: Callable[[int, TensorDictBase], TensorDictBase] | None = None,
-        num_workers: int | None = None,
-        ctx: Any = None,
+        self, *, model_id: str | None = None, context: Any = None, **source: Any
     ) -> None:
         """Create the cells, with the initial weights as the first version.
 
-        Args:
-            model_id: The model's name in the context.
-            context: A collector: gives the model and the number of workers.
-            weights: Initial weights, instead of a model.
-            model: The model to publish, instead of a context.
-            params_map: Initial weights of each worker, instead of all others.
-            devices: One device per worker (counts the workers; each worker copies to the
-                device of its model).
-            device_map_fn: Maps (worker index, weights) to that worker's weights.
-            num_workers: How many workers, with `device_map_fn`.
-            ctx: Unused: cells need no multiprocessing context.
+        `initial_weights` has the arguments.
         """
-        others = {"weights": weights, "model": model, "devices": devices}
-        others["device_map_fn"] = device_map_fn
-        if params_map is not None:
-            others |= {"context": context, "model_id": model_id, "num_workers": num_workers}
-            _refuse(others, "params_map")
-            initial = _checked_params_map(params_map)
-        elif context is not None:
-            if model_id is None:
-                raise ValueError("model_id must be provided if context is provided")
-            workers = _num_workers(context)
-            _refuse(
-                others | {"num_workers": None if num_workers == workers else num_workers}, "context"
-            )
-            initial = self._initial_from_context(context, model_id, workers)
-        else:
-            if (model is None) == (weights is None):
-                raise ValueError(_NEEDED)
-            self._given = None if model is None else _module(model, "model")
-            source = self._given if weights is None else weights
-            if devices is not None:
-                initial = self._initial_for(source, len(devices))
-            elif device_map_fn is not None and num_workers is not None:
-                mapped = TensorDict.from_module(source) if weights is None else weights
-                initial = {i: device_map_fn(i, mapped.data) for i in range(num_workers)}
-            else:
-                raise ValueError(_NEEDED)
-        first = next(iter(initial.values()), None)
+        initial = initial_weights(
+            self.per_worker_weights, model_id=model_id, context=context, **source
+        )
+        self.per_worker_weights = initial.per_worker
+        self._given = initial.model
         self._transport = UniLabShmTransport(
-            initial,
+            initial.of_workers,
             slots=self.slots,
             first_version=self.first_version,
-            casts=params_map is not None or device_map_fn is not None,
-            optional=ModuleWeights(first).optional if isinstance(first, nn.Module) else frozenset(),
+            casts=initial.casts,
+            optional=initial.optional,
         )
         self.shared_transport = self._transport
         self._model_id = model_id
         if context is not None:
             self.context = context
-
-    def _initial_from_context(
-        self, context: Any, model_id: str, workers: int
-    ) -> Mapping[int, Weights]:
-        model = _resolve_model(context, model_id)
-        if model is None:
-            model = _fallback_policy(context, model_id)
-        if model is None and model_id == "policy":
-            factories = context.policy_factory
-            if any(factory is not factories[0] for factory in factories):
-                self.per_worker_weights = True
-                return {i: _module(factory(), "policy") for i, factory in enumerate(factories)}
-            model = factories[0]()
-        return self._initial_for(_module(model, model_id), workers)
-
-    def _initial_for(self, source: Any, workers: int) -> Mapping[int, Weights]:
-        if not self.per_worker_weights:
-            return dict.fromkeys(range(workers), source)
-        # Equal content, yet a cell each: the transport shares by identity.
-        return {i: named_tensors(source) for i in range(workers)}
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
@@ -224,18 +164,17 @@ class UniLabShmScheme(WeightSyncScheme):
         where a subclass overrides it.
 
         Args:
-            weights: A module, TensorDict, (flattened) state dict, the name of a model in
-                the context, or worker index -> weights for ``per_worker_weights``. The
-                scheme's model if not given.
-            worker_ids: With ``per_worker_weights``, which workers get them. Workers that
-                share weights share what is published, as with the stock scheme.
+            weights: A module, TensorDict, (flattened) state dict, the name of a model in the
+                context, or worker index -> weights for ``per_worker_weights``. The scheme's model
+                if not given.
+            worker_ids: With ``per_worker_weights``, which workers get them. Workers that share
+                weights share what is published, as with the stock scheme.
 
         Raises:
             RuntimeError: Not initialised and connected on the sender, or shut down.
-            ValueError: Unknown worker, per-worker weights for shared ones, or no model to
-                take weights from.
-            LayoutError: Keys, shapes or dtypes differ from the initial weights; nothing
-                was published.
+            ValueError: Unknown worker, per-worker weights for shared ones, or no model.
+            LayoutError: Keys, shapes or dtypes differ from the initial weights; nothing was
+                published.
             SegmentError: Another living process publishes for this scheme.
         """
         if not self._initialized_on_sender:
@@ -276,7 +215,7 @@ class UniLabShmScheme(WeightSyncScheme):
         if model is None and context is not None and self._model_id is not None:
             model = _resolve_model(context, self._model_id)
             if model is None:
-                model = _fallback_policy(context, self._model_id)
+                model = fallback_policy(context, self._model_id)
         if model is None:
             raise ValueError(
                 "cannot publish weights: none given and the sender holds no model "
@@ -300,73 +239,6 @@ class UniLabShmScheme(WeightSyncScheme):
             weights = {i: weights[i] for i in ids}
         transport.send_each({transport.cell(i): value for i, value in weights.items()})
 
-    def _require_transport(self) -> UniLabShmTransport:
-        if self._transport is None:
-            raise RuntimeError(
-                "cannot use the scheme: it was shut down or never initialised (expected "
-                "init_on_sender). Build a new scheme."
-            )
-        return self._transport
-
-    # Versions
-
-    @property
-    def version(self) -> int:
-        """The newest published version; `first_version`, 0, is the initial weights.
-
-        All workers share one count: a publish to some of them raises it too.
-        """
-        return self._require_transport().version
-
-    @property
-    def applied_versions(self) -> dict[int, int | None]:
-        """For each worker, the version it acts with.
-
-        None before it connected, and after it loaded weights that were not published
-        (``collector.load_state_dict``), until the next publish.
-        """
-        return versions.applied_versions(self._require_transport())
-
-    @property
-    def lag(self) -> dict[int, int | None]:
-        """For each worker, how many versions it is behind what was published to it.
-
-        None before it connected, and while it acts with weights that were not published.
-        """
-        return versions.lag(self._require_transport())
-
-    @property
-    def statistics(self) -> dict[str, int]:
-        """Totals: ``publishes`` and ``bytes`` written here, ``retries`` of overtaken readers."""
-        transport = self._require_transport()
-        return {
-            "publishes": sum(cell.publishes for cell in transport.unique_cells),
-            "bytes": sum(c.publishes * c.layout.nbytes for c in transport.unique_cells),
-            "retries": sum(cell.reader(w).overtaken for w, cell in transport.cells.items()),
-        }
-
-    def wait_applied(
-        self,
-        version: int | None = None,
-        worker_ids: int | Sequence[int] | None = None,
-        timeout: float = 10.0,
-    ) -> None:
-        """Wait until workers act with what was published to them up to `version`, or newer.
-
-        Workers pull when a rollout starts, or when they are asked for their state: an idle
-        worker that is not asked stays behind.
-
-        Args:
-            version: The version to wait for; the newest if not given. A worker that it was not
-                published to needs the last before it.
-            worker_ids: Which workers; all if not given.
-            timeout: Seconds to wait.
-
-        Raises:
-            WaitTimeoutError: Some are still behind; names them and says which are dead.
-        """
-        versions.wait_applied(self._require_transport(), version, worker_ids, timeout)
-
     # Receiver
 
     def _init_on_receiver_impl(
@@ -381,7 +253,7 @@ class UniLabShmScheme(WeightSyncScheme):
         if context is not None:
             if model_id is None:
                 raise ValueError("model_id is required when context is provided")
-            if isinstance(context, _GivesModels):
+            if isinstance(context, GivesModels):
                 model = context.get_model(model_id)
             elif model is None:
                 model = _resolve_model(context, model_id)
@@ -413,7 +285,7 @@ class UniLabShmScheme(WeightSyncScheme):
             self._hand_on(self._receiver)
 
     def _receiving_model(self) -> nn.Module:
-        return _module(self.model, self._model_id or "policy")
+        return checked_module(self.model, self._model_id or "policy")
 
     @property
     def context(self) -> Any | None:
@@ -459,7 +331,7 @@ class UniLabShmScheme(WeightSyncScheme):
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             if self._model_id in (None, "policy"):
                 context._set_received_policy_version(receiver.applied)
-        elif isinstance(context, _TakesWeights):
+        elif isinstance(context, TakesWeights):
             context.update_policy_weights_(
                 model_id=self._model_id or "policy", policy_or_weights=receiver.weights()
             )
@@ -481,7 +353,7 @@ class UniLabShmScheme(WeightSyncScheme):
         while not self.pull():
             if time.monotonic() >= deadline:
                 return None
-            time.sleep(versions.POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
         assert self._receiver is not None, "a pull needs one"
         return self._receiver.weights()
 
@@ -520,55 +392,3 @@ class UniLabShmScheme(WeightSyncScheme):
             self._transport = None
             self._shared_transport = None
             self._clear_local()
-
-
-@runtime_checkable
-class _TakesWeights(Protocol):
-    """A context that applies weights to what it holds: sub-collectors, an inference server."""
-
-    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
-        """Apply weights."""
-
-
-@runtime_checkable
-class _GivesModels(Protocol):
-    """A context that finds its models itself."""
-
-    def get_model(self, model_id: str) -> nn.Module:
-        """Return the model of that name."""
-        ...
-
-
-def _refuse(given: Mapping[str, Any], reason: str) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(f"{name} cannot be provided if {reason} is provided")
-
-
-def _checked_params_map(params_map: Any) -> Mapping[int, Weights]:
-    if (
-        not isinstance(params_map, dict)
-        or not all(isinstance(k, int) for k in params_map)
-        or not all(isinstance(v, TensorDictBase) for v in params_map.values())
-    ):
-        raise ValueError("params_map must be a dict[int, TensorDictBase]")
-    return params_map
-
-
-def _num_workers(context: Any) -> int:
-    devices = context.policy_device
-    return len(devices) if isinstance(devices, (list, tuple)) else 1
-
-
-def _fallback_policy(context: Any, model_id: str) -> Any:
-    """Return the policy given beside a factory, which is the source of weights only."""
-    return context.__dict__.get("_fallback_policy") if model_id == "policy" else None
-
-
-def _module(model: Any, model_id: str) -> nn.Module:
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"UniLabShmScheme requires an nn.Module for {model_id!r}, got {type(model)}. "
-            "Policies without weights (e.g. RandomPolicy) need no weight synchronization."
-        )
-    return model

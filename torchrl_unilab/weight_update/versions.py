@@ -1,7 +1,7 @@
 """Which versions the workers act with: lag, and waiting for a version to be applied.
 
-Workers report to their cells when they apply a version; these functions read the reports on the
-sender, for `UniLabShmScheme`.
+Workers report to their cells when they apply a version. `WorkerVersions` reads the reports on the
+sender: the part of `UniLabShmScheme` that watches and publishes nothing.
 """
 
 from __future__ import annotations
@@ -13,54 +13,97 @@ from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive
 from torchrl_unilab.weight_update.transport import UniLabShmTransport
 
-__all__ = ["POLL_SECONDS", "applied_versions", "lag", "wait_applied"]
+__all__ = ["POLL_SECONDS", "WorkerVersions"]
 
 POLL_SECONDS = 0.0005
 
 
-def applied_versions(transport: UniLabShmTransport) -> dict[int, int | None]:
-    """Return for each worker the version it acts with, or None without a published one."""
-    return {worker: cell.reader(worker).applied for worker, cell in transport.cells.items()}
+class WorkerVersions:
+    """Reads a transport's versions: the published ones, and those that workers applied."""
 
+    _transport: UniLabShmTransport | None
 
-def lag(transport: UniLabShmTransport) -> dict[int, int | None]:
-    """Return for each worker how many versions it is behind its cell, or None as above."""
-    applied = applied_versions(transport)
-    return {
-        worker: None if (version := applied[worker]) is None else cell.version - version
-        for worker, cell in transport.cells.items()
-    }
-
-
-def wait_applied(
-    transport: UniLabShmTransport,
-    version: int | None,
-    worker_ids: int | Sequence[int] | None,
-    timeout: float,
-) -> None:
-    """Wait until workers act with what was published to them up to `version`, or newer.
-
-    Args:
-        transport: Has the workers' cells.
-        version: The version; the newest if None.
-        worker_ids: Which workers; all if None.
-        timeout: Seconds to wait.
-
-    Raises:
-        WaitTimeoutError: Some are still behind; names them and says which are dead.
-    """
-    ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-    workers = list(transport.cells if ids is None else ids)
-    deadline = time.monotonic() + timeout
-    while behind := [w for w in workers if _is_behind(transport, w, version)]:
-        if time.monotonic() >= deadline:
-            states = ", ".join(_describe(transport, worker) for worker in behind)
-            raise WaitTimeoutError(
-                f"workers behind after {timeout:g} s: {states} (expected version "
-                f"{transport.version if version is None else version}). "
-                "Check that they are collecting."
+    def _require_transport(self) -> UniLabShmTransport:
+        if self._transport is None:
+            raise RuntimeError(
+                "cannot use the scheme: it was shut down or never initialised (expected "
+                "init_on_sender). Build a new scheme."
             )
-        time.sleep(POLL_SECONDS)
+        return self._transport
+
+    @property
+    def version(self) -> int:
+        """The newest published version; `first_version`, 0, is the initial weights.
+
+        All workers share one count: a publish to some of them raises it too.
+        """
+        return self._require_transport().version
+
+    @property
+    def applied_versions(self) -> dict[int, int | None]:
+        """For each worker, the version it acts with.
+
+        None before it connected, and after it loaded weights that were not published
+        (``collector.load_state_dict``), until the next publish.
+        """
+        cells = self._require_transport().cells
+        return {worker: cell.reader(worker).applied for worker, cell in cells.items()}
+
+    @property
+    def lag(self) -> dict[int, int | None]:
+        """For each worker, how many versions it is behind what was published to it.
+
+        None before it connected, and while it acts with weights that were not published.
+        """
+        cells = self._require_transport().cells
+        return {
+            worker: None if version is None else cells[worker].version - version
+            for worker, version in self.applied_versions.items()
+        }
+
+    @property
+    def statistics(self) -> dict[str, int]:
+        """Totals: ``publishes`` and ``bytes`` written here, ``retries`` of overtaken readers."""
+        transport = self._require_transport()
+        return {
+            "publishes": sum(cell.publishes for cell in transport.unique_cells),
+            "bytes": sum(c.publishes * c.layout.nbytes for c in transport.unique_cells),
+            "retries": sum(cell.reader(w).overtaken for w, cell in transport.cells.items()),
+        }
+
+    def wait_applied(
+        self,
+        version: int | None = None,
+        worker_ids: int | Sequence[int] | None = None,
+        timeout: float = 10.0,
+    ) -> None:
+        """Wait until workers act with what was published to them up to `version`, or newer.
+
+        Workers pull when a rollout starts, or when they are asked for their state: an idle
+        worker that is not asked stays behind.
+
+        Args:
+            version: The version to wait for; the newest if not given. A worker that it was not
+                published to needs the last before it.
+            worker_ids: Which workers; all if not given.
+            timeout: Seconds to wait.
+
+        Raises:
+            WaitTimeoutError: Some are still behind; names them and says which are dead.
+        """
+        transport = self._require_transport()
+        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
+        workers = list(transport.cells if ids is None else ids)
+        deadline = time.monotonic() + timeout
+        while behind := [w for w in workers if _is_behind(transport, w, version)]:
+            if time.monotonic() >= deadline:
+                states = ", ".join(_describe(transport, worker) for worker in behind)
+                raise WaitTimeoutError(
+                    f"workers behind after {timeout:g} s: {states} (expected version "
+                    f"{transport.version if version is None else version}). "
+                    "Check that they are collecting."
+                )
+            time.sleep(POLL_SECONDS)
 
 
 def _is_behind(transport: UniLabShmTransport, worker: int, version: int | None) -> bool:

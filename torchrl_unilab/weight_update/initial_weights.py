@@ -1,0 +1,165 @@
+"""The initial weights of each worker, from any of the arguments that TorchRL's senders take.
+
+A sender is given a collector, a model or weights with devices or a map, or each worker's weights.
+`initial_weights` changes none of them. `UniLabShmScheme` creates its cells from the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl.weight_update.utils import _resolve_model
+
+from torchrl_unilab.weight_update.module_weights import ModuleWeights
+from torchrl_unilab.weight_update.transport import Weights, named_tensors
+
+__all__ = ["InitialWeights", "checked_module", "fallback_policy", "initial_weights"]
+
+_NEEDED = "Either params_map, model_id + context or model/weights + devices must be provided."
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """What a sender starts from.
+
+    Attributes:
+        of_workers: Worker index to its weights; workers with the same object share a cell.
+        per_worker: Whether each worker has separate weights.
+        casts: Whether workers may have other dtypes than the weights that are published.
+        model: The model to publish, if there is no context to find it in.
+    """
+
+    of_workers: Mapping[int, Weights]
+    per_worker: bool
+    casts: bool = False
+    model: nn.Module | None = None
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """Keys that published weights may lack."""
+        first = next(iter(self.of_workers.values()), None)
+        return ModuleWeights(first).optional if isinstance(first, nn.Module) else frozenset()
+
+
+def initial_weights(
+    per_worker: bool,
+    *,
+    model_id: str | None = None,
+    context: Any = None,
+    weights: TensorDictBase | None = None,
+    model: nn.Module | None = None,
+    params_map: dict[int, TensorDictBase] | None = None,
+    devices: Sequence[torch.device] | None = None,
+    device_map_fn: Callable[[int, TensorDictBase], TensorDictBase] | None = None,
+    num_workers: int | None = None,
+    ctx: Any = None,
+) -> InitialWeights:
+    """Return the initial weights of each worker.
+
+    Args:
+        per_worker: Give each worker separate weights.
+        model_id: The model's name in the context.
+        context: A collector: gives the model and the number of workers.
+        weights: Initial weights, instead of a model.
+        model: The model to publish, instead of a context.
+        params_map: Initial weights of each worker, instead of all others.
+        devices: One device per worker (counts the workers; each worker copies to the
+            device of its model).
+        device_map_fn: Maps (worker index, weights) to that worker's weights.
+        num_workers: How many workers, with `device_map_fn`.
+        ctx: Unused: cells need no multiprocessing context.
+
+    Raises:
+        ValueError: Arguments are missing, or exclude one another.
+        TypeError: The model is no module.
+    """
+    others = {"weights": weights, "model": model, "devices": devices}
+    others["device_map_fn"] = device_map_fn
+    if params_map is not None:
+        others |= {"context": context, "model_id": model_id, "num_workers": num_workers}
+        _refuse(others, "params_map")
+        return InitialWeights(_checked_params_map(params_map), per_worker, casts=True)
+    if context is not None:
+        if model_id is None:
+            raise ValueError("model_id must be provided if context is provided")
+        workers = _num_workers(context)
+        others["num_workers"] = None if num_workers == workers else num_workers
+        _refuse(others, "context")
+        return _from_context(context, model_id, workers, per_worker)
+    if (model is None) == (weights is None):
+        raise ValueError(_NEEDED)
+    given = None if model is None else checked_module(model, "model")
+    source: Any = given if weights is None else weights
+    if devices is not None:
+        return InitialWeights(_for_each(source, len(devices), per_worker), per_worker, model=given)
+    if device_map_fn is None or num_workers is None:
+        raise ValueError(_NEEDED)
+    whole = TensorDict.from_module(source) if weights is None else weights
+    mapped = {i: device_map_fn(i, whole.data) for i in range(num_workers)}
+    return InitialWeights(mapped, per_worker, casts=True, model=given)
+
+
+def _from_context(context: Any, model_id: str, workers: int, per_worker: bool) -> InitialWeights:
+    model = _resolve_model(context, model_id)
+    if model is None:
+        model = fallback_policy(context, model_id)
+    if model is None and model_id == "policy":
+        factories = context.policy_factory
+        if any(factory is not factories[0] for factory in factories):
+            policies = {i: checked_module(make(), "policy") for i, make in enumerate(factories)}
+            return InitialWeights(policies, per_worker=True)
+        model = factories[0]()
+    module = checked_module(model, model_id)
+    return InitialWeights(_for_each(module, workers, per_worker), per_worker)
+
+
+def _for_each(source: Weights, workers: int, per_worker: bool) -> Mapping[int, Weights]:
+    if not per_worker:
+        return dict.fromkeys(range(workers), source)
+    # Equal content, yet a cell each: the transport shares by identity.
+    return {i: named_tensors(source) for i in range(workers)}
+
+
+def fallback_policy(context: Any, model_id: str) -> Any:
+    """Return the policy given beside a factory, which is the source of weights only."""
+    return context.__dict__.get("_fallback_policy") if model_id == "policy" else None
+
+
+def checked_module(model: Any, model_id: str) -> nn.Module:
+    """Return `model` if it is a module.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"UniLabShmScheme requires an nn.Module for {model_id!r}, got {type(model)}. "
+            "Policies without weights (e.g. RandomPolicy) need no weight synchronization."
+        )
+    return model
+
+
+def _refuse(given: Mapping[str, Any], reason: str) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{name} cannot be provided if {reason} is provided")
+
+
+def _checked_params_map(params_map: Any) -> Mapping[int, Weights]:
+    if (
+        not isinstance(params_map, dict)
+        or not all(isinstance(k, int) for k in params_map)
+        or not all(isinstance(v, TensorDictBase) for v in params_map.values())
+    ):
+        raise ValueError("params_map must be a dict[int, TensorDictBase]")
+    return params_map
+
+
+def _num_workers(context: Any) -> int:
+    devices = context.policy_device
+    return len(devices) if isinstance(devices, (list, tuple)) else 1
