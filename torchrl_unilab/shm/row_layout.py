@@ -89,21 +89,36 @@ class RowLayout:
         Args:
             parts: Parts of rows, int32 [rows, width]; the words of a row are contiguous.
         """
-        typed: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        rows = parts[0].shape[0]
+        typed = {
+            (part, dtype): (base := parts[part].view(dtype), base.stride(0), base.storage_offset())
+            for part, dtype in self._kinds
+        }
         views = []
-        for field in self.fields:
-            key = field.part, field.dtype
-            if key not in typed:
-                typed[key] = parts[field.part].view(field.dtype)
-            base = typed[key]
-            views.append(
-                base.as_strided(
-                    (len(base), *field.shape),
-                    (base.stride(0), *_strides(field.shape)),
-                    base.storage_offset() + field.offset // field.dtype.itemsize,
-                )
-            )
+        for kind, shape, strides, first in self._places:
+            base, stride, start = typed[kind]
+            views.append(base.as_strided((rows, *shape), (stride, *strides), start + first))
         return views
+
+    @functools.cached_property
+    def _kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Part and dtype of the fields, each pair once."""
+        return tuple(dict.fromkeys((field.part, field.dtype) for field in self.fields))
+
+    @functools.cached_property
+    def _places(
+        self,
+    ) -> tuple[tuple[tuple[int, torch.dtype], tuple[int, ...], tuple[int, ...], int], ...]:
+        """Part and dtype, shape, strides and first element of each field."""
+        return tuple(
+            (
+                (field.part, field.dtype),
+                field.shape,
+                _strides(field.shape),
+                field.offset // field.dtype.itemsize,
+            )
+            for field in self.fields
+        )
 
 
 @functools.cache

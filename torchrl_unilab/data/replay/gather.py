@@ -87,9 +87,9 @@ class BatchLayout:
             flat = torch.empty(self.nbytes(count), dtype=torch.uint8)
         blocks, start = {}, 0
         for name, dtype, shape in self._blocks:
-            end = start + count * math.prod(shape) * dtype.itemsize
-            blocks[name] = flat[start:end].view(dtype).view(count, *shape)
-            start = align(end)
+            nbytes = count * math.prod(shape) * dtype.itemsize
+            blocks[name] = flat.narrow(0, start, nbytes).view(dtype).view(count, *shape)
+            start = align(start + nbytes)
         return blocks
 
     def parts(self, batch: Batch, name: str) -> list[torch.Tensor]:
@@ -103,7 +103,7 @@ class BatchLayout:
             batch: The memory.
             index: Whether to add the rows' positions as ``"index"``.
         """
-        form, count = self.form, len(batch["index"])
+        form, count = self.form, batch["index"].shape[0]
         views = form.layout.views(self.parts(batch, "rows"))[: len(form.schema.fields)]
         if form.n_step > 1:
             last = form.layout.views(self.parts(batch, "last"))

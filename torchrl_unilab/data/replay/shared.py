@@ -364,7 +364,7 @@ class SharedReplay(SharedStorage):
             generator = torch.Generator().manual_seed(seed)
         source = self._rng if generator is None else generator
         memory = batches.batch(count) if out is None else batches.memory_of(out)
-        if len(memory["index"]) != count:
+        if memory["index"].shape[0] != count:
             raise ConfigError(
                 f"batch to sample {count} rows into: {len(memory['index'])} rows (expected "
                 f"{count}). Make one with empty_batch({count})."
