@@ -9,7 +9,8 @@ from tensordict import TensorDict
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
-from torchrl_unilab.objectives import APPOLoss, kl_adapted_lr
+from torchrl_unilab.objectives import APPOLoss
+from torchrl_unilab.objectives.appo import kl_adapted_lr
 
 OBS, ACT = 3, 2
 

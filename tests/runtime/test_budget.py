@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.runtime import available_cores, plan_threads
 from torchrl_unilab.runtime.budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,
+    available_cores,
+    plan_threads,
     readable,
 )
 

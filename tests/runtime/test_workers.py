@@ -19,7 +19,8 @@ import pytest
 from tests.support.bounds import DEADLINE, PROMPT
 from tests.support.processes import live_children, receive
 from torchrl_unilab.errors import WorkerError
-from torchrl_unilab.runtime import Link, WorkerGroup
+from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import LOOK_SECONDS
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from torchrl_unilab.shm import Snapshot, SnapshotCell, seqlock
+from torchrl_unilab.shm import SnapshotCell, seqlock
+from torchrl_unilab.shm.seqlock import Snapshot
 
 PAYLOAD = 2  # words of a payload: two are enough to mix
 FENCE = "fence"

@@ -26,10 +26,10 @@ from torchrl_unilab.errors import (
     SegmentClosedError,
     SegmentError,
 )
-from torchrl_unilab.shm import BlockLayout, SharedSegment, Snapshot, SnapshotCell, seqlock
+from torchrl_unilab.shm import BlockLayout, SharedSegment, SnapshotCell, seqlock
 from torchrl_unilab.shm.liveness import this_process
 from torchrl_unilab.shm.segment import named_directory
-from torchrl_unilab.shm.seqlock import ReaderState
+from torchrl_unilab.shm.seqlock import ReaderState, Snapshot
 
 
 def _filled(value: int) -> dict[str, torch.Tensor]:

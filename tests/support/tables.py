@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.data import ReplaySnapshot
+from torchrl_unilab.data.replay.gather import ReplaySnapshot
 
 COUNT = 64
 CAPACITY = 512

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.shm import Snapshot, SnapshotCell, seqlock
+from torchrl_unilab.shm import SnapshotCell, seqlock
+from torchrl_unilab.shm.seqlock import Snapshot
 
 ELEMENTS = 16_384
 

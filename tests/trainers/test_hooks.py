@@ -8,8 +8,8 @@ import psutil
 import pytest
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers import BusyTime, PublishWeights, hooks
-from torchrl_unilab.trainers.hooks import CollectorTime
+from torchrl_unilab.trainers import PublishWeights, hooks
+from torchrl_unilab.trainers.hooks import BusyTime, CollectorTime
 
 
 def test_weights_are_published_every_nth_batch():

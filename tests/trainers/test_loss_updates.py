@@ -13,7 +13,8 @@ from torchrl.data import Bounded, Composite, Unbounded
 
 from tests.support import reference
 from tests.support.off_policy import make_transitions
-from torchrl_unilab.objectives import STATISTICS, FusedAPPOUpdate
+from torchrl_unilab.objectives import FusedAPPOUpdate
+from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
 from torchrl_unilab.trainers.loss_updates import APPOStepper, make_update
 from torchrl_unilab.trainers.runs.builders import Learner, build_learner

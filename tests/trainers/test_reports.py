@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.record.loggers.csv import CSVLogger
 
-from torchrl_unilab.collectors import CollectorMetrics
+from torchrl_unilab.collectors.metrics import CollectorMetrics
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag
 from torchrl_unilab.trainers.reports import CollectorReport, LearningCurve, StopWhen
 from torchrl_unilab.weight_update import UniLabShmScheme

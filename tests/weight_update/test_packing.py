@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrl_unilab.shm import BlockLayout, Snapshot
+from torchrl_unilab.shm import BlockLayout
+from torchrl_unilab.shm.seqlock import Snapshot
 from torchrl_unilab.weight_update.packing import DevicePacker
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

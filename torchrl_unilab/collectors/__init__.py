@@ -1,7 +1,6 @@
 """Collectors whose workers never wait for the learner's weights."""
 
-from torchrl_unilab.collectors.metrics import CollectorMetrics
 from torchrl_unilab.collectors.replay import ReplayCollector
 from torchrl_unilab.collectors.rollouts import APPOCollector
 
-__all__ = ["APPOCollector", "CollectorMetrics", "ReplayCollector"]
+__all__ = ["APPOCollector", "ReplayCollector"]

@@ -17,7 +17,8 @@ from torchrl.envs import EnvBase
 
 from torchrl_unilab.collectors.base import CreateEnv, WorkerCollector, WorkerSettings
 from torchrl_unilab.collectors.worker import POLICY_VERSION, RolloutWorker, example_rollout
-from torchrl_unilab.data import RolloutLease, RolloutRingStorage
+from torchrl_unilab.data import RolloutRingStorage
+from torchrl_unilab.data.rollouts.shared import RolloutLease
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.ring import Overflow

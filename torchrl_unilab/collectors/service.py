@@ -20,7 +20,8 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.worker import RolloutWorker
 from torchrl_unilab.errors import PeerGoneError
-from torchrl_unilab.runtime import Link, trace
+from torchrl_unilab.runtime import trace
+from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.trace import TraceSettings, span
 from torchrl_unilab.weight_update import UniLabShmScheme
 

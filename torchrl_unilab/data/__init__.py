@@ -1,12 +1,10 @@
 """Experience between processes in shared memory, as parts of TorchRL's replay buffers."""
 
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
-from torchrl_unilab.data.pipeline.protocols import ReplayPipeline, ReplaySource
-from torchrl_unilab.data.replay import PackedReplayStorage, PackedReplayWriter, ReplaySnapshot
+from torchrl_unilab.data.pipeline.protocols import ReplayPipeline
+from torchrl_unilab.data.replay import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.data.rollouts import (
-    RolloutLease,
     RolloutReplayBuffer,
-    RolloutRingCheckpointer,
     RolloutRingSampler,
     RolloutRingStorage,
     RolloutRingWriter,
@@ -18,13 +16,9 @@ __all__ = [
     "PackedReplayStorage",
     "PackedReplayWriter",
     "ReplayPipeline",
-    "ReplaySnapshot",
-    "ReplaySource",
     "ReplayTickMetadata",
-    "RolloutLease",
     "RolloutPool",
     "RolloutReplayBuffer",
-    "RolloutRingCheckpointer",
     "RolloutRingSampler",
     "RolloutRingStorage",
     "RolloutRingWriter",

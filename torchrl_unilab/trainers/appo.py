@@ -12,7 +12,8 @@ from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import RolloutPool
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.objectives import STATISTICS, APPOLoss, FusedAPPOUpdate
+from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
+from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights, keep_newest_values

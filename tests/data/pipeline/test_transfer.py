@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch.overrides import TorchFunctionMode
 
-from torchrl_unilab.data import ReplaySnapshot
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline
 from torchrl_unilab.data.pipeline.transfer import (
     CUDATransfer,
@@ -27,6 +26,7 @@ from torchrl_unilab.data.pipeline.transfer import (
     mirror,
     transfer_to,
 )
+from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.errors import ConfigError
 
 CPU = torch.device("cpu")

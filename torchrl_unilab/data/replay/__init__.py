@@ -1,7 +1,6 @@
 """Transitions in shared memory, one packed row each: TorchRL's storage, writer, checkpointer."""
 
-from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.data.replay.writer import PackedReplayWriter
 
-__all__ = ["PackedReplayStorage", "PackedReplayWriter", "ReplaySnapshot"]
+__all__ = ["PackedReplayStorage", "PackedReplayWriter"]

@@ -5,15 +5,6 @@ from torchrl_unilab.data.rollouts.buffer import (
     RolloutRingSampler,
     RolloutRingWriter,
 )
-from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer
-from torchrl_unilab.data.rollouts.shared import RolloutLease
 from torchrl_unilab.data.rollouts.storage import RolloutRingStorage
 
-__all__ = [
-    "RolloutLease",
-    "RolloutReplayBuffer",
-    "RolloutRingCheckpointer",
-    "RolloutRingSampler",
-    "RolloutRingStorage",
-    "RolloutRingWriter",
-]
+__all__ = ["RolloutReplayBuffer", "RolloutRingSampler", "RolloutRingStorage", "RolloutRingWriter"]

@@ -26,12 +26,14 @@ from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout
 from torchrl_unilab.data.schema import TensorSchema, leaves
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.runtime import ThreadPlan, available_cores, plan_threads
 from torchrl_unilab.runtime.budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,
     Place,
+    ThreadPlan,
+    available_cores,
+    plan_threads,
 )
 from torchrl_unilab.shm.layout import BlockLayout, dotted
 from torchrl_unilab.shm.memory import available_memory

@@ -31,7 +31,7 @@ from torchrl_unilab.modules import (
 )
 from torchrl_unilab.modules.squashed import SquashedPoint
 from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.runtime import MemoryItem
+from torchrl_unilab.runtime.budget import MemoryItem
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import Algorithm as OffPolicyName

@@ -24,7 +24,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
-from torchrl_unilab.runtime import available_cores
+from torchrl_unilab.runtime.budget import available_cores
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
