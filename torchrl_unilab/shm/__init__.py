@@ -1,4 +1,4 @@
-"""Shared memory: segments, words, layouts, the seqlock and the ring. Imports no torchrl."""
+"""Shared memory: segments, words, layouts, seqlock, ring and rows. Imports no torchrl."""
 
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing

@@ -5,8 +5,9 @@ new ones. A reader loads the heads, then the floors, copies, and loads the floor
 still at or above its floor is whole; rows below it are drawn again. `fence` orders these steps
 on every processor. Rows rewritten in place make a version odd meanwhile, which readers compare.
 
-A writer that dies leaves `floor` raised and `head` as it was: its last rows are not readable,
-and nothing has to be repaired. `torchrl_unilab.data.replay` keeps transitions in these rows.
+A writer that dies while it appends leaves `floor` raised and `head` as it was: its last rows are
+not readable, and nothing has to be repaired. `torchrl_unilab.data.replay` keeps transitions in
+these rows.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ kernel ends with its holder. `SharedRows` writes and reads.
 
 A shard needs no repair after a death, but in two cases, which are noted before they begin: rows
 that were rewritten in place (`VERSION` is odd, and their places are noted), and all rows while
-they are replaced (`LOADING` is 1). The next holder of the lock then replaces the noted rows by
-whole ones, or clears all.
+they are replaced (`LOADING` names the process that does it). The next holder of the lock then
+replaces the noted rows by whole ones, or clears all.
 """
 
 from __future__ import annotations

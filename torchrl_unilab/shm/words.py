@@ -1,7 +1,7 @@
 """Shared 64-bit words, `fence`, and the one statement of the memory order we rely on.
 
-The seqlock and the rows announce payloads by words and order both by `fence`; the ring uses words
-for its counters alone.
+The seqlock and the rows announce payloads by words and order both by `fence`; the ring keeps
+counters, process identities and generations in words, and orders no payload by them.
 
 **Words.** A word is an 8-byte aligned unsigned integer. CPython reads and writes an item of a
 ``memoryview`` of format ``"Q"`` with one 8-byte move, which x86-64 and AArch64 perform as a whole
