@@ -46,7 +46,7 @@ class SharedStorage(TensorStorage):
     """A storage whose content and counts lie in memory that several processes share.
 
     What is there counts itself: TorchRL's own counters are not needed. Their semaphores have
-    names, which nobody takes away when a process is killed. Pickle the storage to spawned
+    names, which stay behind when a process is killed. Pickle the storage to spawned
     processes; each starts as one that has neither written nor read.
 
     Args:

@@ -28,7 +28,7 @@ def kl_adapted_lr(lr: torch.Tensor, kl: torch.Tensor, desired_kl: float) -> torc
 
     Divided by 1.1 above ``1.2 * desired_kl``, multiplied by 1.1 below
     ``desired_kl / 1.2``, and kept within [1e-5, 1e-2]. A divergence of 0 is that of a policy
-    that has not moved, which says nothing: the rate stays. So does it on the tensors' device.
+    that has not moved, which says nothing: the rate stays as it is. Nothing leaves the device.
 
     Example:
         >>> kl_adapted_lr(torch.tensor(1e-3), torch.tensor(0.5), desired_kl=0.01).item()

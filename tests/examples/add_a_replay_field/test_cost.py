@@ -1,6 +1,7 @@
 """A field of your own in the replay, in two steps.
 
-1. Have the environment, a transform or your script put it into the transitions.
+1. Have the environment, a transform or your script put it into the transitions. `ReplayCollector`
+   takes entries of the environment's `observation_spec`, not what a policy adds.
 2. There is no second step: the schema comes from the first transitions (or `example=`), and each
    row, sample and checkpoint has the field from then on.
 """

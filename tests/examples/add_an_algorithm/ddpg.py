@@ -5,7 +5,8 @@
 3. Give a collector to `OffPolicyTrainer` (off-policy) or `APPOTrainer` (on-policy) with the loss:
    the general update takes gradients by autograd and moves the targets.
 4. For the command line, add an entry to `ALGORITHMS` of `torchrl_unilab.trainers.runs.builders`:
-   settings, networks, collector and trainer.
+   settings, networks, collector and trainer. The names that `OffPolicyConfig` accepts are those of
+   `Algorithm` in `torchrl_unilab.trainers.configs.off_policy`.
 5. Only if it is worth it: write the gradients out, as `torchrl_unilab.objectives.fused` does, and
    compare bit for bit with the loss.
 """

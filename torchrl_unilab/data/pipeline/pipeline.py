@@ -66,7 +66,7 @@ class DoubleBufferReplayPipeline:
     """Prepares a tick's batch in one slot while the learner uses the other.
 
     The rows of a tick are drawn with the seed ``base_seed + tick``: from the same rows, the
-    same tick gets the same batch, in whatever process and whenever it is packed. A batch is the
+    same tick gets the same batch, in whichever thread and whenever it is packed. A batch is the
     pipeline's memory: valid until `after_tick`, and on a device with streams for all work asked
     for until then, done or not.
 

@@ -27,7 +27,7 @@ __all__ = ["PackedReplayStorage"]
 
 
 class PackedReplayStorage(SharedReplay):
-    """`max_size` transitions in shared memory, one contiguous row each.
+    """`max_size` transitions in shared memory, one row each, in a wide and a narrow piece.
 
     A drop-in for ``LazyTensorStorage`` in ``ReplayBuffer`` and ``TensorDictReplayBuffer``: same
     indices, same batches for a seed. Any number of processes extend and sample it: pickle it,

@@ -82,7 +82,7 @@ class RolloutRingSampler(RolloutSampler):
 
     ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest and
     skips those before them. An iteration over the buffer ends when fewer than a batch are
-    unread; the next one goes on with what was written since. A buffer that prefetches more
+    unread; the next one continues with what was written since. A buffer that prefetches more
     than one batch may return batches in another order: its threads race for its lock.
 
     Args:
