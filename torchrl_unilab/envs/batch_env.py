@@ -258,7 +258,7 @@ class MujocoBatchEnv(EnvBase):
         return self._state.state_dict()
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on from what `snapshot` returned, here or in an environment like this one.
+        """Continue from what `snapshot` returned, here or in an environment like this one.
 
         Raises:
             RuntimeError: if the environment is closed.

@@ -216,7 +216,7 @@ class EnvState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, here or in a state like this one.
+        """Continue from what `state_dict` returned, here or in a state like this one.
 
         Raises:
             ValueError: if it is of another task or number. Nothing has changed then.

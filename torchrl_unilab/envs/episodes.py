@@ -98,7 +98,7 @@ class Episodes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned for as many simulations."""
+        """Continue from what `state_dict` returned for as many simulations."""
         self._begin(slice(None), self._now - state["elapsed"])
         self.terminated, self.truncated = state["terminated"].copy(), state["truncated"].copy()
         self._look()

@@ -150,7 +150,7 @@ class Simulations:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, here or in simulations like these.
+        """Continue from what `state_dict` returned, here or in simulations like these.
 
         Raises:
             ValueError: if they are of another task or number. Nothing has changed then.

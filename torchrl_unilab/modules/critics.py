@@ -84,7 +84,7 @@ class QValue(TensorDictModuleBase):
     """Reads an observation and an action, writes ``state_action_value``, [..., 1].
 
     Refers to its normaliser without containing it: TorchRL's losses clone a critic's
-    buffers, once per critic and once more per target, and would go on with statistics
+    buffers, once per critic and once more per target, and would keep statistics
     of the past. What updates the normaliser, or the actor that contains it, moves and
     saves it.
 

@@ -1,8 +1,8 @@
 """What each process and thread of a run does when: spans and counters for Perfetto.
 
-Code says what it does with `span` and `counter`. As long as nobody records, both return at
+Code says what it does with `span` and `counter`. While nothing is recorded, both return at
 once. The learner's process starts a trace (`start`); its workers are handed `settings` and
-join it (`join`); each process writes its events to a file of its own, and `stop` merges the
+join it (`join`); each process writes its events to a separate file, and `stop` merges the
 files into one in the trace event format (JSON), which https://ui.perfetto.dev opens.
 
 All times are ``time.monotonic_ns``, which on Linux is CLOCK_MONOTONIC: one clock for all
@@ -75,7 +75,7 @@ class Tracer:
         >>> import json, tempfile
         >>> from pathlib import Path
         >>> tracer = Tracer()
-        >>> with tracer.span("update"):  # costs nothing much: nobody records
+        >>> with tracer.span("update"):  # costs next to nothing: no trace is recorded
         ...     pass
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     tracer.start(Path(directory) / "trace.json")
@@ -191,7 +191,7 @@ class Tracer:
 
 
 class _Part:
-    """The events of one process, in a file of its own: one line of JSON each."""
+    """The events of one process, in a separate file: one line of JSON each."""
 
     def __init__(self, settings: TraceSettings, process: str) -> None:
         self._pid = os.getpid()

@@ -4,7 +4,7 @@ A worker runs ``target(link, *args)``. Its `Link` is a pipe to the parent: the p
 the worker answers; the worker's end also shows when the parent is gone, however it went.
 What a worker raises is relayed with its traceback and raised in the parent as a
 `WorkerError`; a worker that is killed is named with its signal as soon as it is dead, and
-one that is stopped, so that nobody waits for it, within a second.
+one that is stopped within a second.
 
 Workers start as multiprocessing's start method says, which TorchRL sets to ``"spawn"``. With
 ``"forkserver"``, and `torchrl_unilab.trainers` among what it preloads, they start in
@@ -176,7 +176,7 @@ class WorkerGroup:
         return self._receive(worker, "answer", timeout, among=[worker])
 
     def receive(self, index: int, timeout: float | None = None) -> Any:
-        """Return the answer to the newest request; those to older ones are let go.
+        """Return the answer to the newest request; those to older ones are discarded.
 
         Raises:
             WorkerError: The worker has failed, or has not answered in `timeout` seconds,
@@ -201,7 +201,7 @@ class WorkerGroup:
         """Raise what a worker failed with, if one did.
 
         Raises:
-            WorkerError: A worker ended that had not been told to, or is stopped.
+            WorkerError: A worker ended without being asked to, or is stopped.
         """
         if self._failed is not None:
             raise self._failed

@@ -1,4 +1,4 @@
-"""How named tensors lie in one flat run of bytes. Pure arithmetic, no memory of its own.
+"""How named tensors lie in one flat run of bytes. Pure arithmetic; it allocates nothing.
 
 Keys are dotted names: the nested key ``("actor", "0", "weight")`` of a TensorDict and the
 entry ``"actor.0.weight"`` of a state dict are the same field.

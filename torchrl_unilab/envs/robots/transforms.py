@@ -109,7 +109,7 @@ class _Delay(Transform):
         return {"delays": self._delays, "history": dict(self._history)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Go on from what `get_extra_state` returned."""
+        """Continue from what `get_extra_state` returned."""
         self._delays = state["delays"]
         self._history = dict(state["history"])
 

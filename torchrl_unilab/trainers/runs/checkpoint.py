@@ -341,7 +341,7 @@ def _digest(path: Path) -> str:
 def _refused_by_disk(error: OSError | RuntimeError) -> str:
     """What the disk would not do, in the system's words; empty if it is not the disk's fault.
 
-    Torch raises errors of its own, with the system's words at their end.
+    Torch raises its own errors, which end with the system's message.
     """
     words = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)}
     return next((word for word in words if word in str(error)), "")
