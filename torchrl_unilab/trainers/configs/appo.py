@@ -51,7 +51,11 @@ class APPOConfig(Settings):
     )
     epochs: int = setting(5, "passes over the pool per new rollout", integer())
     minibatches: int = setting(4, "minibatches per pass over the pool", integer())
-    lr: float = setting(1e-3, "initial learning rate; the KL divergence adapts it", number(above=0))
+    lr: float = setting(
+        1e-3,
+        "initial learning rate; the KL divergence adapts it within [1e-5, 1e-2]",
+        number(above=0),
+    )
     desired_kl: float = setting(
         0.02, "KL divergence, target to current policy, to steer towards", number(above=0)
     )

@@ -78,7 +78,9 @@ class OffPolicyConfig(Settings):
         250, "steps of each environment before the first update; below 0 counts as 0", integer(None)
     )
     init_random: bool = setting(True, "take those steps at random, not by the policy", flag())
-    updates_per_step: int = setting(4, "updates per tick", integer())
+    updates_per_step: int = setting(
+        4, "updates per tick, which is env_steps_per_sync steps of all environments", integer()
+    )
     policy_frequency: int = setting(1, "critic updates per update of the policy", integer())
     sync_collection: bool = setting(
         False,
