@@ -39,7 +39,7 @@ WRITER_WORDS = 6
 class RingMemory:
     """The memory of a ring, and how a process attaches to it and leaves it.
 
-    Each side adds its fields to `_start` and its farewell to `_leave`.
+    Each side extends `_start` with its fields and `_leave` with its last stores.
 
     Args:
         layout: The layout of a slot.

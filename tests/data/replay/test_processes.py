@@ -24,6 +24,7 @@ from tests.support.transitions import (
 )
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.data.replay import append as append_module
+from torchrl_unilab.data.replay import shared as shared_module
 from torchrl_unilab.data.replay import storage as storage_module
 from torchrl_unilab.data.replay import trajectories as trajectories_module
 from torchrl_unilab.errors import WaitTimeoutError
@@ -200,6 +201,7 @@ def test_when_all_rows_are_being_written_sampling_waits_and_then_names_the_write
 def test_an_interrupt_at_any_line_of_a_write_leaves_a_storage_that_others_use(how, n_step):
     modules = [
         append_module,
+        shared_module,
         storage_module,
         trajectories_module,
         lock_module,
