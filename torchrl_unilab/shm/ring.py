@@ -77,6 +77,7 @@ class RolloutRing(RingWriter, RingReader):
         SegmentSpaceError: The slots do not fit the memory that is free.
 
     Example:
+        >>> import torch
         >>> layout = BlockLayout.of({"reward": torch.zeros(2, 3)})
         >>> with RolloutRing(layout, slots=2) as ring:
         ...     slot = ring.claim()
