@@ -53,6 +53,7 @@ def interrupt_each_line(
             pass
         finally:
             sys.settrace(before)
+        assert torch.is_grad_enabled(), f"an interrupt at {where} leaves gradients off"
         if not where:
             return
         yield where[0]

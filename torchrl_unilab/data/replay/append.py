@@ -106,8 +106,10 @@ class RowAppender:
         if self._policy != "pass":
             self._check_finite(chosen, count)
         stage = self._memory_of(count)
-        with torch.no_grad():
-            torch._foreach_copy_(stage.views[: len(chosen)], chosen)
+        # Not under no_grad: an interrupt at the end of its block would leave gradients off.
+        if any(tensor.requires_grad for tensor in chosen):
+            chosen = [tensor.detach() for tensor in chosen]
+        torch._foreach_copy_(stage.views[: len(chosen)], chosen)
         return stage
 
     def _memory_of(self, count: int) -> _Stage:
