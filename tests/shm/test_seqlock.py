@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from multiprocessing.connection import Connection
 
@@ -320,3 +321,29 @@ def test_a_reader_that_is_lapped_in_mid_copy_is_told_so(slots, monkeypatch):
     # Without the check these copies would have gone through, each a mix of versions.
     assert torn
     assert all(torn)
+
+
+def test_a_child_that_is_forked_during_a_publish_is_refused_at_once():
+    with SnapshotCell({"w": torch.zeros(2)}) as cell:
+        cell.publish([torch.ones(2)])
+        held, go = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with cell._publishing:
+                held.set()
+                go.wait(30.0)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(30.0)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(5)
+            try:
+                cell.publish([torch.ones(2)])
+            except SegmentError:
+                os._exit(0)
+            os._exit(1)
+        go.set()
+        thread.join(30.0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

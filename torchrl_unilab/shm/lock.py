@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm.segment import SharedSegment
 
-__all__ = ["RangeLock"]
+__all__ = ["RangeLock", "thread_lock"]
 
 T = TypeVar("T")
 
@@ -28,6 +28,31 @@ _thread_locks: weakref.WeakValueDictionary[tuple[int, int, int], Any] = (
     weakref.WeakValueDictionary()
 )
 """Of each process (a forked child inherits the table) and file: `lockf` ignores threads."""
+_table = threading.RLock()
+"""Of the table, whose `setdefault` threads can interleave."""
+
+
+def thread_lock(segment: SharedSegment) -> Any:
+    """Return the reentrant lock that this process's threads share for a segment's file.
+
+    A forked child has its own: a thread that held its parent's is not there to release it.
+
+    Raises:
+        SegmentClosedError: The segment is closed.
+    """
+    status = os.fstat(segment.descriptor)
+    key = (os.getpid(), status.st_dev, status.st_ino)
+    with _table:
+        return _thread_locks.setdefault(key, threading.RLock())
+
+
+def _forked() -> None:
+    """Replace the lock of the table, which another thread may have held at the fork."""
+    global _table
+    _table = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class RangeLock:
@@ -68,12 +93,24 @@ class RangeLock:
             if not released:  # an interrupt has ended the first release
                 self._release(first, count)
 
+    def close(self, action: Callable[[], object]) -> None:
+        """Run `action`, which closes the segment, once no other thread holds a range.
+
+        Its descriptor carries the locks: closed earlier, it would end those of other threads.
+        Runs it after the timeout in any case.
+        """
+        threads = self._threads if self._segment.closed else thread_lock(self._segment)
+        acquired = threads.acquire(timeout=self._timeout)
+        try:
+            action()
+        finally:
+            if acquired:
+                threads.release()
+
     def _acquire(self, first: int, count: int, holder: Callable[[], str]) -> None:
         descriptor = self._segment.descriptor
         if self._pid != os.getpid():
-            status = os.fstat(descriptor)
-            key = (os.getpid(), status.st_dev, status.st_ino)
-            self._threads = _thread_locks.setdefault(key, threading.RLock())
+            self._threads = thread_lock(self._segment)
             self._pid = os.getpid()
         deadline = time.monotonic() + self._timeout
         delay = _FIRST_RETRY

@@ -118,6 +118,18 @@ class SharedRows(RowReader):
             if self.get(self._shard, WRITER) == this_process():
                 self.set(self._shard, WRITER, 0)
 
+    def close(self) -> None:
+        """Let another process have this one's shard, and close the segment.
+
+        A write of another thread ends before: the segment's descriptor carries its lock.
+        """
+
+        def end() -> None:
+            self.leave()
+            self.segment.close()
+
+        self._lock.close(end)
+
     def append(self, parts: Parts, prepare: Callable[[int, int], object] = lambda *_: None) -> int:
         """Append rows to this process's shard.
 

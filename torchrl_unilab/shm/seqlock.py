@@ -13,9 +13,7 @@ retries with the newer version, a bounded number of times. `fence` orders these 
 from __future__ import annotations
 
 import os
-import threading
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,6 +29,7 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
+from torchrl_unilab.shm.lock import thread_lock
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import SharedWords, fence
 
@@ -212,7 +211,7 @@ class SnapshotCell:
         self._views = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
         self._writer_pid = 0  # this process, once it publishes
         # Threads of the one writing process, whichever attachment they publish through.
-        self._publishing = _publishing.setdefault(segment.identity, threading.Lock())
+        self._publishing = thread_lock(segment)
         self.publishes = 0
         self.overtaken = 0
 
@@ -248,8 +247,10 @@ class SnapshotCell:
             SegmentError: Another living process publishes here, or the cell is closed.
         """
         self.layout.check(tensors)
-        words, sequence = self._words, self._sequence
+        if self._writer_pid != os.getpid() and not self.closed:  # a forked copy has its own lock
+            self._publishing = thread_lock(self._segment)
         with self._publishing:
+            words, sequence = self._words, self._sequence
             if self._writer_pid != os.getpid():  # also in a forked copy
                 self._become_writer()
             newest, slot = divmod(words[_ANNOUNCED], self.slots)
@@ -335,8 +336,15 @@ class SnapshotCell:
         """Close the cell; its creator frees it. Idempotent."""
         if self.closed:
             return
-        if self._writer_pid == os.getpid():
-            self._words[_WRITER] = 0
+        if self._writer_pid != os.getpid():
+            self._end()
+            return
+        with self._publishing:  # another thread's publish ends before another process may write
+            if not self.closed:
+                self._words[_WRITER] = 0
+                self._end()
+
+    def _end(self) -> None:
         self._words = self._reports = _ClosedWords()
         self._segment.close()
 
@@ -354,9 +362,3 @@ def _attach_pickled(*args: Any) -> SnapshotCell:
     cell = SnapshotCell.__new__(SnapshotCell)
     cell._open(*args)
     return cell
-
-
-# By segment, so that two attachments of one process do not publish at once.
-_publishing: weakref.WeakValueDictionary[tuple[int, int], threading.Lock] = (
-    weakref.WeakValueDictionary()
-)

@@ -303,8 +303,7 @@ class PackedReplayStorage(SharedReplay):
 
     def _leave(self) -> None:
         if self._rows is not None:
-            self._rows.leave()
-            self._rows.segment.close()
+            self._rows.close()
         self._rows = None
 
     def __repr__(self) -> str:
