@@ -151,7 +151,8 @@ class Shards:
     @property
     def written(self) -> int:
         """Rows written since all were last cleared."""
-        return 0 if self._words[LOADING] else sum(self.load(HEAD)) - sum(self.load(BASE))
+        bases, window = self.based_window()
+        return max(0, sum(window.heads) - sum(bases))  # no heads while rows are replaced
 
     @property
     def revision(self) -> int:
