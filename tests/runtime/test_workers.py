@@ -430,3 +430,49 @@ def test_an_interpreter_that_exits_with_workers_at_work_takes_them_along(tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert not psutil.pid_exists(int(done.stdout))
+
+
+def test_an_interrupted_request_never_gives_its_number_to_the_next():
+    with _group(1) as group:
+        channel = group._workers[0].channel
+        post = channel.post
+
+        def interrupted(message):
+            post(message)
+            raise KeyboardInterrupt
+
+        channel.post = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            group.send(0, "double", 1)
+        channel.post = post
+
+        assert group.ask(0, "double", 2, timeout=DEADLINE) == 4
+
+
+def _fork_and_die(pipe: Connection) -> None:
+    """Start a worker, leave a forked child that holds all descriptors, and be killed."""
+    group = _group(1)
+    child = os.fork()
+    if child == 0:
+        time.sleep(DEADLINE)
+        os._exit(0)
+    pipe.send((group.pids[0], child))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_ends_with_its_parent_though_a_fork_of_that_lives_on():
+    here, there = mp.Pipe()
+    parent = mp.get_context("spawn").Process(target=_fork_and_die, args=(there,))
+    parent.start()
+    worker, child = receive(here)
+    try:
+        parent.join(DEADLINE)
+        until = time.monotonic() + DEADLINE
+        while psutil.pid_exists(worker) and time.monotonic() < until:
+            if psutil.Process(worker).status() == psutil.STATUS_ZOMBIE:
+                break
+            time.sleep(0.05)
+        assert time.monotonic() < until
+    finally:
+        os.kill(child, signal.SIGKILL)
+        parent.close()

@@ -151,8 +151,8 @@ class WorkerGroup:
                 pipe, or has not taken it in `timeout` seconds.
         """
         worker = self._workers[index]
-        worker.channel.post((worker.requests + 1, request))
-        worker.requests += 1
+        worker.requests += 1  # first: no two requests have one number, whatever interrupts this
+        worker.channel.post((worker.requests, request))
         until = time.monotonic() + timeout
         try:
             while not worker.channel.flush():
@@ -378,7 +378,8 @@ def _run(
     # Ctrl-C reaches the whole terminal; the parent decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(num_threads)
-    link = Link(connection)
+    parent = mp.parent_process()
+    link = Link(connection, parent.pid or 0 if parent else 0)
     try:
         target(link, *args)
     except ParentGoneError:
