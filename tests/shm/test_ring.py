@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import gc
 import multiprocessing as mp
+import os
 import pickle
 import sys
 import time
@@ -390,6 +391,27 @@ def test_a_forked_child_that_closes_leaves_its_parents_ring_as_it_is():
         assert ring.claim(timeout=0) is None  # its reader is not taken for gone
         ring.release(lease)
         assert write(ring, timeout=0)
+
+
+def test_a_forked_child_has_no_token_of_its_parent():
+    with make_ring(slots=2, overflow="block") as ring:
+        write(ring)
+        lease = ring.acquire()
+        ring.claim()
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            for call in (ring.commit, lambda: ring.release(lease), ring.acquire):
+                try:
+                    call()
+                except RuntimeError:
+                    refused += 1
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        ring.commit()
+        ring.release(lease)
+        assert read(ring, DEADLINE) is not None
+        assert ring.acquire() is None
 
 
 def test_another_process_shares_a_ring_that_it_is_given():

@@ -7,6 +7,7 @@ frees it and the pipes with the last process. `RingWriter` and `RingReader` act 
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -34,12 +35,14 @@ HEADER_WORDS = 3
 # Words of a writer: its process, and the counters; the reader stores the last three.
 PROCESS, COMMITTED, DROPPED, READ, SKIPPED, LOST = range(6)
 WRITER_WORDS = 6
+REGISTER_SECONDS = 10.0
+"""How long a process may wait to become a writer, or the reader."""
 
 
 class RingMemory:
     """The memory of a ring, and how a process attaches to it and leaves it.
 
-    Each side extends `_start` with its fields and `_leave` with its last stores.
+    Each side extends `_start_process` with its fields and `_leave` with its last stores.
 
     Args:
         layout: The layout of a slot.
@@ -71,7 +74,12 @@ class RingMemory:
         self._header, self._words, self._generations = words
         blocks = torch.from_numpy(buffer)[end:].view(-1, layout.nbytes)
         self.views = [dict(zip(layout.keys, layout.views(block), strict=True)) for block in blocks]
+        self._start_process()
         self._at_end: Finalize | None = None  # last: `__del__` closes what has it
+
+    def _start_process(self) -> None:
+        """Start as a process that has neither written nor read; a forked copy holds no token."""
+        self._pid = os.getpid()
 
     @staticmethod
     def nbytes(layout: BlockLayout, slots: int, writers: int) -> int:
@@ -87,6 +95,8 @@ class RingMemory:
     def _check_open(self) -> None:
         if not self.views:
             _ = self._segment.buffer  # refuses a closed ring
+        if self._pid != os.getpid():
+            self._start_process()
 
     def _end_with_process(self) -> None:
         """Resign when this process ends: a process that ended in order has not died.

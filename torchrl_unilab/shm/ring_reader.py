@@ -22,11 +22,12 @@ from torchrl_unilab.shm.ring_memory import (
     PROCESS,
     READ,
     READER,
+    REGISTER_SECONDS,
     SKIPPED,
     WRITER_WORDS,
     RingMemory,
 )
-from torchrl_unilab.shm.tokens import TokenPipe, pack_token, unpack_token, waits
+from torchrl_unilab.shm.tokens import pack_token, unpack_token, waits
 
 __all__ = ["Lease", "RingReader"]
 
@@ -50,7 +51,7 @@ class Lease(NamedTuple):
 class RingReader(RingMemory):
     """A ring, as a process reads it."""
 
-    def _start(self, pipes: Sequence[TokenPipe]) -> None:
+    def _start_process(self) -> None:
         self._is_reader = False
         self._held: list[bytes] = []  # leased slots
         self._taken = [0] * (self.slots * self.writers)  # generation last taken from each slot
@@ -58,7 +59,7 @@ class RingReader(RingMemory):
         self._recovering: int | None = None  # the writer whose pipes are drained:
         self._spare: list[bytes] = []
         self._unread: list[bytes] = []
-        super()._start(pipes)
+        super()._start_process()
 
     def filenos(self) -> list[int]:
         """Descriptors to wait on: one is readable while a rollout is ready."""
@@ -105,13 +106,17 @@ class RingReader(RingMemory):
         return None
 
     def _become_reader(self) -> None:
-        me, reader = this_process(), self._header[READER]
-        if reader not in (0, me):
-            raise RuntimeError(
-                f"cannot read the ring: process {process_id(reader)} is its reader (expected "
-                "this one). Read in one process."
-            )
-        self._header[READER] = me
+        if self._is_reader:
+            return
+        me = this_process()
+        with self._segment.exclusively(REGISTER_SECONDS):
+            reader = self._header[READER]
+            if reader not in (0, me):
+                raise RuntimeError(
+                    f"cannot read the ring: process {process_id(reader)} is its reader (expected "
+                    "this one). Read in one process."
+                )
+            self._header[READER] = me
         self._is_reader = True
         self._end_with_process()
 

@@ -7,7 +7,6 @@ succeeded, so a call after an interrupt stores the same numbers. `RolloutRing` i
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from torchrl_unilab.errors import ConfigError, PeerGoneError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
@@ -18,26 +17,25 @@ from torchrl_unilab.shm.ring_memory import (
     DROPPED,
     PROCESS,
     READER,
+    REGISTER_SECONDS,
     WRITER_WORDS,
     RingMemory,
 )
-from torchrl_unilab.shm.tokens import TokenPipe, pack_token, unpack_token, waits
+from torchrl_unilab.shm.tokens import pack_token, unpack_token, waits
 
 __all__ = ["RingWriter"]
-
-_REGISTER_SECONDS = 10.0
 
 
 class RingWriter(RingMemory):
     """A ring, as a process writes it."""
 
-    def _start(self, pipes: Sequence[TokenPipe]) -> None:
+    def _start_process(self) -> None:
         self.writer: int | None = None
         self._own = 0  # where the words of the own writer begin
         self._hand: list[bytes] = []  # the token of the claimed slot
         self._counts = (0, 0)  # rollouts committed and dropped, if the take succeeded
         self._claimed: int | None = None  # the slot, once the claim is complete
-        super()._start(pipes)
+        super()._start_process()
 
     def become_writer(self, writer: int | None = None) -> int:
         """Write as writer `writer`, or as the first one that no process is; return its number.
@@ -61,7 +59,7 @@ class RingWriter(RingMemory):
                 "Commit or abandon it first."
             )
         me = this_process()
-        with self._segment.exclusively(_REGISTER_SECONDS):
+        with self._segment.exclusively(REGISTER_SECONDS):
             owners = self._words[PROCESS::WRITER_WORDS].tolist()
             mine = [number for number in choice if owners[number] == me]
             free = mine or [number for number in choice if not owners[number]]
