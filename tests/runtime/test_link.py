@@ -114,31 +114,3 @@ def test_an_interrupt_neither_loses_nor_repeats_a_byte(
     sender.post("another")
     sender.flush()
     assert [reader.take(), reader.take(), reader.take()] == ["a message", "another", None]
-
-
-def test_an_interrupt_in_a_call_ends_a_process_that_does_not_handle_it(
-    ends: tuple[Connection, Connection],
-):
-    channel = Channel(ends[0])
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        child = os.fork()
-        if child == 0:
-            real = os.write
-            link_module.os.write = lambda *a: (signal.raise_signal(signal.SIGINT), real(*a))[1]  # type: ignore[assignment]
-            channel.post("a message")
-            channel.flush()
-            os._exit(0)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGINT
-
-
-def test_a_handler_that_is_not_pythons_stays(
-    ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
-):
-    channel = Channel(ends[0])
-    monkeypatch.setattr(link_module.signal, "getsignal", lambda _: None)
-    monkeypatch.setattr(link_module.signal, "signal", lambda *_: pytest.fail("replaced"))
-    channel.post("a message")
-    assert channel.flush()

@@ -14,18 +14,15 @@ import select
 import signal
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
-
-from torchrl_unilab.shm.liveness import process_is_alive, process_with_id
 
 __all__ = ["Channel", "Link", "ParentGoneError"]
 
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
 _READ_BYTES = 1 << 20
-LOOK_SECONDS = 1.0  # from one look for a parent that is gone to the next
 
 
 class ParentGoneError(Exception):
@@ -59,9 +56,8 @@ class Channel:
     def post(self, message: Any) -> None:
         """Append a message to what `flush` sends."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with _deferred_interrupt():
-            self._outgoing = self._outgoing[self._sent :] + _LENGTH.pack(len(data)) + data
-            self._sent = 0
+        self._outgoing = self._outgoing[self._sent :] + _LENGTH.pack(len(data)) + data
+        self._sent = 0
 
     def flush(self) -> bool:
         """Send what the pipe takes now; return whether that was all.
@@ -149,18 +145,14 @@ def _deferred_interrupt() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python runs signal handlers in the main thread only
         return
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is None:  # not Python's: it does not end a call, and could not be put back
-        yield
-        return
-    arrived: list[int] = []
+    arrived: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda *arguments: arrived.append(arguments))
     try:
-        signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if arrived:
-            signal.raise_signal(signal.SIGINT)  # also for a handler that is the system's
+        if arrived and callable(handler):
+            handler(*arrived[0])
 
 
 class Link:
@@ -171,14 +163,10 @@ class Link:
 
     Args:
         connection: The pipe's end.
-        parent: Process id of the parent, which is also looked for: a process that it had forked
-            keeps the other end of the pipe open when it is gone. 0 not to look.
     """
 
-    def __init__(self, connection: Connection, parent: int = 0) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._channel = Channel(connection)
-        self._has_parent, self._parent = bool(parent), process_with_id(parent)
-        self._next_look = 0.0
         self._number = 0  # of the request that the next answer is to
 
     def ready(self, value: Any = None) -> None:
@@ -193,10 +181,9 @@ class Link:
         """
         try:
             while (message := self._channel.take()) is None:
-                self._look_for_parent()
                 if not block:
                     return None
-                self._channel.wait(timeout=LOOK_SECONDS)
+                self._channel.wait()
         except (EOFError, OSError):
             raise ParentGoneError from None
         request: tuple[Any, ...]
@@ -220,18 +207,9 @@ class Link:
         self._channel.post((kind, self._number, value))
         try:
             while not self._channel.flush():
-                self._look_for_parent()
-                self._channel.wait(to_send=True, timeout=LOOK_SECONDS)
+                self._channel.wait(to_send=True)
         except (EOFError, OSError):
             raise ParentGoneError from None
-
-    def _look_for_parent(self) -> None:
-        """Raise if the parent is gone, now and then."""
-        now = time.monotonic()
-        if self._has_parent and now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            if not process_is_alive(self._parent):
-                raise ParentGoneError
 
     def close(self) -> None:
         """Close this end. Idempotent."""

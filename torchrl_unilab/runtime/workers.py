@@ -151,8 +151,8 @@ class WorkerGroup:
                 pipe, or has not taken it in `timeout` seconds.
         """
         worker = self._workers[index]
-        worker.requests += 1  # first: no two requests have one number, whatever interrupts this
-        worker.channel.post((worker.requests, request))
+        worker.channel.post((worker.requests + 1, request))
+        worker.requests += 1
         until = time.monotonic() + timeout
         try:
             while not worker.channel.flush():
@@ -378,8 +378,7 @@ def _run(
     # Ctrl-C reaches the whole terminal; the parent decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(num_threads)
-    parent = mp.parent_process()
-    link = Link(connection, parent.pid or 0 if parent else 0)
+    link = Link(connection)
     try:
         target(link, *args)
     except ParentGoneError:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["process_id", "process_is_alive", "process_with_id", "this_process"]
+__all__ = ["process_id", "process_is_alive", "this_process"]
 
 _ID_BITS = 22  # the largest process id of 64-bit Linux is 2**22 - 1
 _START_BITS = 41  # of hundredths of a second: with the id, a word stays below 2**63
@@ -37,11 +37,6 @@ def this_process() -> int:
 def process_id(word: int) -> int:
     """Return the process id in a word; 0 if the word names no process."""
     return word & ((1 << _ID_BITS) - 1)
-
-
-def process_with_id(pid: int) -> int:
-    """Return the word of the process that has `pid` now, or 0 if it has ended."""
-    return _living(pid)
 
 
 def process_is_alive(word: int) -> bool:
