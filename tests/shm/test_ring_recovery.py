@@ -302,7 +302,7 @@ def test_a_writer_that_overwrites_never_waits_for_a_stopped_reader():
 
 
 def test_registration_waits_a_bounded_time_for_a_stopped_process(monkeypatch):
-    monkeypatch.setattr(ring_writer, "_REGISTER_SECONDS", 0.05)
+    monkeypatch.setattr(ring_writer, "REGISTER_SECONDS", 0.05)
     with make_ring() as ring, spawned(hold_registration, ring) as (_, pipe):
         receive(pipe)
         with pytest.raises(SegmentError, match="held by another process"):

@@ -151,8 +151,8 @@ class WorkerGroup:
                 pipe, or has not taken it in `timeout` seconds.
         """
         worker = self._workers[index]
-        worker.channel.post((worker.requests + 1, request))
-        worker.requests += 1
+        worker.requests += 1  # first: no two requests have one number, whatever interrupts this
+        worker.channel.post((worker.requests, request))
         until = time.monotonic() + timeout
         try:
             while not worker.channel.flush():
