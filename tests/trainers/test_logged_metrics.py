@@ -12,7 +12,11 @@ from torchrl_unilab.trainers.logged_metrics import LOGGED_METRICS
 
 QUIET = {"progress_bar": False, "eval_episodes": 1, "announce": lambda _: None}
 ENV = "InvertedPendulum-v5"
-ROOMS = [module.name for module in pkgutil.iter_modules(torchrl_unilab.__path__) if module.ispkg]
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(torchrl_unilab.__path__, "torchrl_unilab.")
+    if not module.ispkg and not module.name.endswith("__main__")
+]
 
 
 def _appo(run_dir: Path) -> None:
@@ -55,11 +59,14 @@ def test_each_name_of_the_table_is_logged_by_some_run(logged):
     assert LOGGED_METRICS.keys() - set().union(*logged.values()) == set()
 
 
-def test_each_metric_names_the_public_class_that_computes_it():
-    public = {
-        name for room in ROOMS for name in importlib.import_module(f"torchrl_unilab.{room}").__all__
+def test_each_metric_names_the_class_that_computes_it():
+    found = {
+        name
+        for module in MODULES
+        for name, value in vars(importlib.import_module(module)).items()
+        if isinstance(value, type) and value.__module__ == module
     }
-    assert {metric.source for metric in LOGGED_METRICS.values()} <= public
+    assert {metric.source for metric in LOGGED_METRICS.values()} <= found
 
 
 def test_each_metric_has_a_meaning_and_a_unit():

@@ -17,7 +17,7 @@ class LoggedMetric(NamedTuple):
     Attributes:
         meaning: What the value says, and over what it is averaged.
         unit: Unit, or the range of a share.
-        source: Public class that computes it.
+        source: Class of the package that computes it.
     """
 
     meaning: str
