@@ -24,7 +24,7 @@ start_from_a_server()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes is no claim of any test. `make test-all` tries more of them.
-for _profile, _examples in {"tests": 50, "thorough": 200}.items():
+for _profile, _examples in {"tests": 100, "thorough": 200}.items():
     hypothesis.settings.register_profile(
         _profile,
         max_examples=_examples,
