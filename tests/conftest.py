@@ -11,7 +11,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support.processes import live_children, start_from_a_server
+from tests.support import fork_server
+from tests.support.processes import live_children
 from torchrl_unilab.shm.segment import named_directory
 
 # Several test processes may run at once: each has a directory of its own for named segments.
@@ -19,7 +20,7 @@ _MOUNT = named_directory()
 _OWN = Path(tempfile.mkdtemp(prefix="unilab-tests-", dir=_MOUNT))
 os.environ["TORCHRL_UNILAB_SHM_DIR"] = str(_OWN)
 _BEFORE = set(os.listdir(_MOUNT))
-start_from_a_server()
+os.environ["PYTHONSTARTUP"] = fork_server.__file__
 # A shell ignores Ctrl-C for what it starts in the background, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -20,16 +20,6 @@ import pytest
 from tests.support.bounds import DEADLINE
 
 
-def start_from_a_server() -> None:
-    """Start processes from one that has imported TorchRL, once and not five seconds each.
-
-    Arguments are pickled for them as for spawned ones. Scripts that tests run, and the
-    tutorials, spawn theirs.
-    """
-    mp.set_start_method("forkserver")
-    mp.set_forkserver_preload(["torchrl_unilab.trainers", "torchrl_unilab.envs"])
-
-
 @contextlib.contextmanager
 def spawned(
     target: Callable[..., Any], *args: Any, method: str | None = None
