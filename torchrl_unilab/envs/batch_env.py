@@ -234,6 +234,7 @@ class MujocoBatchEnv(EnvBase):
             >>> td = env.set_state([[0.0, 0.1]], [[0.0, 0.0]], ids=[1])
             >>> td["observation"][1].tolist()
             [0.0, 0.10000000149011612, 0.0, 0.0]
+            >>> env.close()
         """
         self._mark(self._state.set_state(qpos, qvel, ids))
         return self._output()
@@ -254,6 +255,8 @@ class MujocoBatchEnv(EnvBase):
             >>> other.restore(one.snapshot())
             >>> bool((one.step(action.clone()) == other.step(action.clone())).all())
             True
+            >>> one.close(), other.close()
+            (None, None)
         """
         return self._state.state_dict()
 

@@ -31,6 +31,13 @@ class Outcome:
         terminated: ``(nsim,)`` bool.
         terms: the named parts of the reward, ``(nsim,)`` each.
         info: further quantities, ``(nsim, ...)`` each, such as a speed.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrl_unilab.envs import Outcome
+        >>> speed, fallen = np.array([0.5, 2.0]), np.array([False, True])
+        >>> Outcome(speed, fallen, {"speed": speed}).terminated
+        array([False,  True])
     """
 
     reward: Array
@@ -71,6 +78,21 @@ class MujocoTask(ABC):
             episode.
         randomization: how the models of its simulations differ, unless the
             environment has another setting.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, Outcome, make_task
+        >>> class Still(MujocoTask):
+        ...     def observation(self, fields):
+        ...         return fields["qpos"], fields["qvel"]
+        ...     def outcome(self, fields, before, action, dt):
+        ...         speed = np.abs(fields["qvel"]).sum(axis=1)
+        ...         return Outcome(-speed, speed > 10.0, {"speed": -speed})
+        >>> task = Still(name="Still", model=make_task("InvertedPendulum-v5").model_path())
+        >>> env = MujocoBatchEnv(task, num_envs=2)
+        >>> env.rollout(3)["observation"].shape
+        torch.Size([2, 3, 4])
+        >>> env.close()
     """
 
     name: str

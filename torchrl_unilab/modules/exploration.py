@@ -38,14 +38,11 @@ class PerEnvNoise(TensorDictModuleBase):
         ConfigError: Bounds or standard deviations are not in order.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictSequential
-        >>> from torchrl.envs.utils import set_exploration_type
-        >>> from torchrl_unilab.modules.squashed import make_td3_actor
+        >>> from torchrl_unilab.modules import PerEnvNoise
         >>> noise = PerEnvNoise(-1.0, 1.0, std_min=0.1, std_max=0.5, init_key=None)
-        >>> policy = TensorDictSequential(make_td3_actor(3, 2), noise)
-        >>> with set_exploration_type(ExplorationType.RANDOM):
-        ...     batch = policy(TensorDict(observation=torch.zeros(8, 3), batch_size=[8]))
+        >>> batch = noise(TensorDict(action=torch.zeros(8, 2), batch_size=[8]))
         >>> noise.std.shape
         torch.Size([8, 1])
     """

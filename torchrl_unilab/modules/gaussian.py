@@ -149,7 +149,9 @@ def make_actor(
         log_std: Initial logarithm of the standard deviation.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_actor
         >>> batch = make_actor(3, 2)(TensorDict(observation=torch.zeros(5, 3), batch_size=[5]))
         >>> batch["action"].shape, batch["action_log_prob"].shape
         (torch.Size([5, 2]), torch.Size([5]))

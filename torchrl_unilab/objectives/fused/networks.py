@@ -23,6 +23,8 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     They keep their identities and values; their memory moves.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.objectives.fused.networks import flatten
         >>> parts = [torch.zeros(2), torch.ones(1, 1)]
         >>> flat = flatten(parts)
         >>> _ = flat.add_(1.0)
