@@ -310,7 +310,7 @@ class MujocoBatchEnv(EnvBase):
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """The base class's method, past its masks and merges for environments of any shape."""
         if tensordict.get("_step", None) is not None or self._post_step_mdp_hooks:
-            return super()._step_and_maybe_reset(tensordict)  # type: ignore[no-any-return]
+            return super()._step_and_maybe_reset(tensordict)
         if tensordict.device != self.device:
             tensordict = tensordict.to(self.device)
         tensordict = self.step(tensordict)
@@ -355,8 +355,7 @@ class MujocoBatchEnv(EnvBase):
             action = action.detach()
         if action.dtype is not torch.float32 and action.dtype is not torch.float64:
             action = action.float()
-        array: NDArray[Any] = np.ascontiguousarray(action.numpy(force=not action.is_cpu))
-        return array
+        return np.ascontiguousarray(action.numpy(force=not action.is_cpu))
 
     def _rows(self, mask: torch.Tensor | None) -> NDArray[np.intp] | None:
         """The rows that a ``(n,)`` or ``(n, 1)`` mask selects; None for all."""

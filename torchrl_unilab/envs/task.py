@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mujoco
 import numpy as np
@@ -20,6 +20,7 @@ from torchrl_unilab.envs.randomization import Randomize
 
 Array = NDArray[np.float64]
 Fields = Mapping[str, NDArray[Any]]
+Model: TypeAlias = str | Path | mujoco.MjSpec
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class MujocoTask(ABC):
     """
 
     name: str
-    model: str | Path | mujoco.MjSpec
+    model: Model
     assets: Mapping[str, bytes] = field(default_factory=dict)
     frame_skip: int = 1
     max_episode_steps: int = 1000

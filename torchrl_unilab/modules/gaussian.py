@@ -92,8 +92,7 @@ class DirectActor(ProbabilisticActor, abc.ABC):
         how = exploration_type()
         explore = how == ExplorationType.RANDOM
         if args or kwargs or torch.is_grad_enabled() or not (explore or how in _POINTS):
-            out: TensorDictBase = super().forward(tensordict, *args, **kwargs)
-            return out
+            return super().forward(tensordict, *args, **kwargs)
         return self._act(self.module[0](tensordict), explore)
 
     @abc.abstractmethod

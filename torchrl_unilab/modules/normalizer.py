@@ -94,5 +94,4 @@ class NormalizedNetwork(TensorDictModuleBase):
 
     def output(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Return the network's output, [..., n]."""
-        output: torch.Tensor = self.net(self.normalizer(tensordict.get(self.in_keys[0])))
-        return output
+        return self.net(self.normalizer(tensordict.get(self.in_keys[0])))

@@ -54,17 +54,8 @@ class SquashedNormal(TanhNormal):
     take that, where `TanhNormal` estimates a mean from samples and refuses a mode.
     """
 
-    @property
-    def mean(self) -> torch.Tensor:
-        """The squashed mean of the Gaussian, not the mean of the squashed Gaussian."""
-        mean: torch.Tensor = self.deterministic_sample
-        return mean
-
-    @property
-    def mode(self) -> torch.Tensor:
-        """The squashed mode of the Gaussian, not the mode of the squashed Gaussian."""
-        mode: torch.Tensor = self.deterministic_sample
-        return mode
+    mean = mode = TanhNormal.deterministic_sample
+    """The squashed mean of the Gaussian, not the mean or mode of the squashed Gaussian."""
 
 
 class SquashedNetwork(NormalizedNetwork):

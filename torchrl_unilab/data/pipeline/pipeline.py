@@ -296,8 +296,7 @@ class DoubleBufferReplayPipeline:
                 f"cannot sample tick {tick_id}: tick {self._hot} is being learnt (expected it to "
                 "be over). Call after_tick() first."
             )
-        batch: TensorDictBase = self._transfer.acquire(1 - self._slot).copy()
-        return batch
+        return self._transfer.acquire(1 - self._slot).copy()
 
     def after_tick(self) -> None:
         """End the tick: the learner has asked for all its work on the hot batch.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_unilab.envs.gymnasium.base import GymnasiumTask, control_cost, never, norms
-from torchrl_unilab.envs.task import Array, Fields, Outcome
+from torchrl_unilab.envs.task import Array, Fields, Model, Outcome
 
 _SPEED_NOISE = 0.005  # bound on the initial velocities of the joints
 
@@ -32,8 +30,7 @@ class Arm(GymnasiumTask):
 
     def position(self, fields: Fields, body: str) -> Array:
         """Where a body is, ``(nsim, 3)``, metres."""
-        position: Array = fields["xpos"][:, self.body(body)]
-        return position
+        return fields["xpos"][:, self.body(body)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +38,7 @@ class Reacher(Arm):
     """Reacher-v5: bring the tip of an arm with two joints to a target, on a plane."""
 
     name: str = "Reacher-v5"
-    model: str | Path | mujoco.MjSpec = "reacher.xml"
+    model: Model = "reacher.xml"
     frame_skip: int = 2
     max_episode_steps: int = 50
     reward_control_weight: float = 1.0
@@ -90,7 +87,7 @@ class Pusher(Arm):
     """
 
     name: str = "Pusher-v5"
-    model: str | Path | mujoco.MjSpec = "pusher_v5.xml"
+    model: Model = "pusher_v5.xml"
     frame_skip: int = 5
     max_episode_steps: int = 100
     reward_near_weight: float = 0.5

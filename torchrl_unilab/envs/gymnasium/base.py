@@ -146,8 +146,7 @@ def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
     squares = np.square(values)
     if values.ndim != 2:
         squares = squares.reshape(len(values), -1)
-    sums: NDArray[Any] = np.add.reduce(squares, axis=1)
-    return sums
+    return np.add.reduce(squares, axis=1)
 
 
 def control_cost(action: NDArray[Any], weight: float) -> NDArray[Any]:
@@ -160,8 +159,7 @@ def control_cost(action: NDArray[Any], weight: float) -> NDArray[Any]:
     Returns:
         ``(nsim,)``, in the dtype of ``action``.
     """
-    cost: NDArray[Any] = weight * sums_of_squares(action)
-    return cost
+    return weight * sums_of_squares(action)
 
 
 def norms(vectors: Array) -> Array:
@@ -191,8 +189,7 @@ def scalar_squares(values: Array) -> Array:
     Returns:
         The shape of ``values``.
     """
-    squares: Array = np.float_power(values, 2)
-    return squares
+    return np.float_power(values, 2)
 
 
 def mass_centers(masses: Array, positions: Array) -> Array:
@@ -206,8 +203,7 @@ def mass_centers(masses: Array, positions: Array) -> Array:
         ``(nsim, 3)``, metres.
     """
     weighted: Array = np.einsum("nb,nbj->nj", masses, positions)
-    center: Array = weighted / masses.sum(axis=1)[:, None]
-    return center
+    return weighted / masses.sum(axis=1)[:, None]
 
 
 def inside(values: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:
@@ -221,5 +217,4 @@ def inside(values: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:
         The shape of ``values``.
     """
     low, high = bounds
-    within: NDArray[np.bool_] = (low < values) & (values < high)
-    return within
+    return (low < values) & (values < high)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +19,7 @@ from torchrl_unilab.envs.gymnasium.base import (
     sums_of_squares,
 )
 from torchrl_unilab.envs.gymnasium.runners import HealthyRunner
-from torchrl_unilab.envs.task import Array, Fields, Outcome
+from torchrl_unilab.envs.task import Array, Fields, Model, Outcome
 
 _READS = (
     "cfrc_ext",
@@ -87,7 +85,7 @@ class Humanoid(HumanoidBody, HealthyRunner):
     axes = 2
 
     name: str = "Humanoid-v5"
-    model: str | Path | mujoco.MjSpec = "humanoid.xml"
+    model: Model = "humanoid.xml"
     reads: tuple[str, ...] = (*_READS, "body_mass", "xipos")
     forward_reward_weight: float = 1.25
     contact_cost_weight: float = 5e-7
@@ -128,7 +126,7 @@ class HumanoidStandup(HumanoidBody):
     """
 
     name: str = "HumanoidStandup-v5"
-    model: str | Path | mujoco.MjSpec = "humanoidstandup.xml"
+    model: Model = "humanoidstandup.xml"
     reads: tuple[str, ...] = (*_READS, "opt.timestep", "qpos0")
     uph_cost_weight: float = 1.0
     impact_cost_weight: float = 0.5e-6

@@ -137,8 +137,7 @@ class FusedAPPOUpdate:
     @property
     def lr(self) -> torch.Tensor:
         """The learning rate, a scalar tensor of the optimiser's own."""
-        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
-        return lr
+        return self.optimizer.param_groups[0]["lr"]
 
     @torch.no_grad()
     def prepare(self, pool: TensorDictBase) -> torch.Tensor:

@@ -7,8 +7,11 @@ the layouts are the speed. Parameters stay where they are, as views of `FlatAdam
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -303,34 +306,26 @@ def is_relu_mlp(net: nn.Module, size: int) -> bool:
     Linear layers with biases; between them relu, with or without a `nn.LayerNorm` of a
     linear layer's outputs before it.
     """
-    if type(net) is not nn.Sequential or not len(net):
-        return False
-    before: nn.Module | None = None
-    width = 0
-    for layer in net:
-        if type(layer) is nn.Linear:
-            fits = type(before) in (nn.ReLU, type(None)) and layer.bias is not None
-            width = layer.out_features
-        elif type(layer) is nn.LayerNorm:
-            fits = type(before) is nn.Linear and layer.normalized_shape == (width,)
-            fits = fits and layer.elementwise_affine and layer.bias is not None
-        else:
-            fits = type(layer) is nn.ReLU and type(before) in (nn.Linear, nn.LayerNorm)
-        if not fits:
-            return False
-        before = layer
-    return type(before) is nn.Linear and width == size
+    return _is_mlp(net, "(LN?R)*L", size)
 
 
 def is_tanh_mlp(net: nn.Module, size: int) -> bool:
     """Return whether it is as `tanh_mlp` makes it, and ends in `size` units."""
-    if type(net) is not nn.Sequential or len(net) % 2 == 0:
+    return _is_mlp(net, "(LT)*L", size)
+
+
+def _is_mlp(net: nn.Module, pattern: str, size: int) -> bool:
+    """Return whether its layers' kinds match, all with biases, and it ends in `size` units."""
+    kinds = {nn.Linear: "L", nn.LayerNorm: "N", nn.ReLU: "R", nn.Tanh: "T"}
+    layers: list[Any] = list(net) if type(net) is nn.Sequential else []
+    if not re.fullmatch(pattern, "".join(kinds.get(type(layer), "?") for layer in layers)):
         return False
-    layers = list(net)
-    linears = [layer for layer in layers[::2] if type(layer) is nn.Linear]
     return (
-        len(linears) == len(layers[::2])
-        and all(type(layer) is nn.Tanh for layer in layers[1::2])
-        and all(linear.bias is not None for linear in linears)
-        and linears[-1].out_features == size
+        bool(layers[-1].out_features == size)
+        and all(layer.bias is not None for layer in layers if hasattr(layer, "bias"))
+        and all(
+            norm.normalized_shape == (linear.out_features,)
+            for linear, norm in itertools.pairwise(layers)
+            if type(norm) is nn.LayerNorm
+        )
     )
