@@ -55,20 +55,17 @@ def test_specs_hold_for_every_task(name: str, dtype: torch.dtype) -> None:
     for key in ("observation", "reward"):
         assert data["next", key].dtype == dtype
     assert data["next", "reward"].shape[-1:] == (1,)
-    env.close()
 
 
 def test_specs_hold_with_one_environment() -> None:
     env = MujocoBatchEnv("Hopper-v5", 1, seed=0)
     check_env_specs(env)
-    env.close()
 
 
 def test_run_type_checks_accepts_the_outputs() -> None:
     env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
     env.run_type_checks = True
     env.rollout(3, break_when_any_done=False)
-    env.close()
 
 
 def test_truncation_comes_at_max_episode_steps_and_restarts_the_count() -> None:
@@ -78,7 +75,6 @@ def test_truncation_comes_at_max_episode_steps_and_restarts_the_count() -> None:
     assert torch.equal(data["truncated"], expected.expand(2, 12)[..., None])
     assert torch.equal(data["done"], data["truncated"])
     assert not data["terminated"].any()
-    env.close()
 
 
 def test_an_episode_can_be_terminated_and_truncated_at_once() -> None:
@@ -88,7 +84,6 @@ def test_an_episode_can_be_terminated_and_truncated_at_once() -> None:
     assert after["terminated"].flatten().tolist() == [True, False]
     assert after["truncated"].flatten().tolist() == [True, True]
     assert after["done"].flatten().tolist() == [True, True]
-    env.close()
 
 
 def test_next_keeps_the_final_observation_while_the_root_starts_anew() -> None:
@@ -103,7 +98,6 @@ def test_next_keeps_the_final_observation_while_the_root_starts_anew() -> None:
     assert root["observation"][1].abs().max() <= 0.01
     assert torch.equal(root["observation"][::2], after["observation"][::2])
     assert not root["done"].any()
-    env.close()
 
 
 @pytest.mark.parametrize("name", ["Hopper-v5", "HalfCheetah-v5"])
@@ -128,8 +122,6 @@ def test_step_and_maybe_reset_equals_the_base_class(name: str, device: str | Non
         assert_same(lean_root, plain_root)
         ends.add(int(lean_data["next", "done"].sum()))
     assert ends == {0, 8} if name == "HalfCheetah-v5" else {0, 1} <= ends
-    lean.close()
-    plain.close()
 
 
 @pytest.mark.parametrize("given", [{}, {"reward": torch.ones(3, 1), "more": torch.ones(3)}])
@@ -148,7 +140,6 @@ def test_step_equals_the_base_class(
         after.append(step(env, root))
         with pytest.raises(RuntimeError, match="Expected a tensordict with shape"):
             step(env, root.exclude("_step", "next")[:2])
-        env.close()
     assert_same(*after)
 
 
@@ -167,8 +158,6 @@ def test_a_derived_environment_may_change_what_a_step_gives() -> None:
     step, _ = doubled.step_and_maybe_reset(doubled.reset().set("action", action))
     again, _ = plain.step_and_maybe_reset(plain.reset().set("action", action))
     assert torch.equal(2 * again["next", "reward"], step["next", "reward"])
-    plain.close()
-    doubled.close()
 
 
 COPIES = {"pickle": lambda env: pickle.loads(pickle.dumps(env)), "deepcopy": copy.deepcopy}
@@ -195,8 +184,6 @@ def test_a_transformed_environment_can_be_copied(way: str) -> None:
         return tensordict.set("action", act(env.base_env, 0))
 
     assert_same(env.rollout(4, policy), other.rollout(4, policy))
-    env.close()
-    other.close()
 
 
 def test_later_steps_and_resets_leave_returned_tensors_alone() -> None:
@@ -210,7 +197,6 @@ def test_later_steps_and_resets_leave_returned_tensors_alone() -> None:
     env.reset()
     for one, other in zip(returned, copies, strict=True):
         assert_same(one, other)
-    env.close()
 
 
 def test_writing_to_returned_tensors_leaves_the_environment_alone() -> None:
@@ -222,8 +208,6 @@ def test_writing_to_returned_tensors_leaves_the_environment_alone() -> None:
         assert_same(data["next"], expected["next"])
         data["next"].zero_()
         root = root.clone()
-    env.close()
-    twin.close()
 
 
 def test_partial_reset_leaves_the_other_rows_bit_identical() -> None:
@@ -243,8 +227,6 @@ def test_partial_reset_leaves_the_other_rows_bit_identical() -> None:
         expected = twin.step(twin_root.set("action", act(env, i)))["next"]
         assert_same(after[kept], expected[kept])
         root, twin_root = env.step_mdp(root), twin.step_mdp(twin_root)
-    env.close()
-    twin.close()
 
 
 def test_a_reset_mask_without_rows_changes_nothing() -> None:
@@ -253,7 +235,6 @@ def test_a_reset_mask_without_rows_changes_nothing() -> None:
     copy = root.clone()
     root = env.reset(root.set("_reset", torch.zeros(2, 1, dtype=torch.bool)))
     assert_same(root, copy)
-    env.close()
 
 
 def test_step_mask_steps_the_selected_rows_only() -> None:
@@ -270,7 +251,6 @@ def test_step_mask_steps_the_selected_rows_only() -> None:
     assert after["done"].flatten().tolist() == [True, False, True]
     assert after["reward"][1] == 0
     assert torch.equal(after["observation"][1], root["observation"][1])
-    env.close()
 
 
 def test_rollout_until_all_are_done_ends() -> None:
@@ -278,7 +258,6 @@ def test_rollout_until_all_are_done_ends() -> None:
     data = env.rollout(300, break_when_any_done=False, break_when_all_done=True)
     assert data.shape[1] < 300
     assert data[:, -1]["next", "done"].all()
-    env.close()
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -288,7 +267,6 @@ def test_a_seed_gives_the_same_steps_at_any_number_of_threads(name: str) -> None
         env = MujocoBatchEnv(name, 7, num_threads=threads, max_episode_steps=20)
         env.set_seed(11)
         runs.append(torch.stack(play(env, 60)))
-        env.close()
     for run in runs[1:]:
         assert_same(run, runs[0])
 
@@ -298,7 +276,6 @@ def test_seeds_make_a_difference_and_none_is_random() -> None:
     for seed in (0, 1, None, None):
         env = MujocoBatchEnv("Hopper-v5", 1, seed=seed)
         observations.append(env.reset()["observation"])
-        env.close()
     assert len({tuple(obs.flatten().tolist()) for obs in observations}) == 4
 
 
@@ -323,7 +300,6 @@ def test_a_set_state_is_the_state_and_starts_an_episode() -> None:
     for i in range(2):
         root = env.step_mdp(env.step(root.set("action", act(env, i))))
     assert root["truncated"].flatten().tolist() == [True, False, True, False]
-    env.close()
 
 
 def diverge(env: MujocoBatchEnv, ids: list[int]) -> None:
@@ -358,8 +334,6 @@ def test_a_diverging_simulation_ends_its_episode_and_leaves_the_others_alone() -
             episodes += int(data["next", "done"][1])
     assert episodes >= 2  # its life goes on
     assert (env.num_diverged, twin.num_diverged) == (1, 0)
-    env.close()
-    twin.close()
 
 
 def test_a_jump_out_of_sight_overflows_nothing() -> None:
@@ -370,7 +344,6 @@ def test_a_jump_out_of_sight_overflows_nothing() -> None:
     assert after["terminated"].flatten().tolist() == [True, False]
     assert after["reward"][0] == 0
     assert not any(term[0].any() for term in after["reward_terms"].values())
-    env.close()
 
 
 def test_diverging_is_counted_and_logged_at_first_and_whenever_the_count_has_doubled() -> None:
@@ -388,7 +361,6 @@ def test_diverging_is_counted_and_logged_at_first_and_whenever_the_count_has_dou
             logged.append((env.num_diverged, len(records)))
     finally:
         torchrl_logger.removeHandler(handler)
-        env.close()
     assert logged == [(1, 1), (1, 1), (2, 2), (3, 2), (8, 3), (9, 3), (10, 3)]
     assert records[2].levelno == logging.WARNING
     message = records[2].getMessage()
@@ -442,8 +414,6 @@ def test_a_simulation_error_terminates_its_simulation_only(
     assert env.num_diverged == 1
     after = env.step(root.set("action", act(env, 1)))["next"]
     assert not after["terminated"].any()
-    env.close()
-    twin.close()
 
 
 @pytest.mark.filterwarnings("ignore:Support of VecNormV2 for containers with:UserWarning")
@@ -460,7 +430,6 @@ def test_transforms_apply() -> None:
     reward, total = data["next", "reward"], data["next", "episode_reward"]
     assert torch.equal(total[:, 0], reward[:, 0])
     assert torch.equal(total[:, 1:][done[:, :-1]], reward[:, 1:][done[:, :-1]])
-    env.close()
 
 
 def test_a_rollout_has_the_keys_shapes_and_dtypes_of_gym_env() -> None:
@@ -533,7 +502,6 @@ def test_actions_of_other_precisions_and_with_gradients_are_accepted() -> None:
         action = torch.zeros(2, 3, dtype=dtype, requires_grad=True)
         after = env.step(env.reset().set("action", action))["next"]
         assert after["observation"].dtype == torch.float32
-    env.close()
 
 
 def test_a_transposed_action_has_the_cost_of_a_contiguous_one() -> None:
@@ -545,14 +513,12 @@ def test_a_transposed_action_has_the_cost_of_a_contiguous_one() -> None:
         after = env.step(env.reset().set("action", value))["next"]
         rewards.append(after["reward"])
     assert torch.equal(*rewards)
-    env.close()
 
 
 def test_a_partial_of_the_class_can_be_pickled() -> None:
     make = partial(MujocoBatchEnv, "HalfCheetah-v5", num_envs=4)
     env = pickle.loads(pickle.dumps(make))()
     assert env.batch_size == (4,)
-    env.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sched_getaffinity")
@@ -565,7 +531,6 @@ def test_threads_default_to_the_cpus_of_the_process_less_the_learners(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cpus)
     env = MujocoBatchEnv("InvertedPendulum-v5", 16)
     assert env._state.physics.batch.nthread == threads
-    env.close()
 
 
 @pytest.mark.parametrize("name", ["num_envs", "num_threads", "max_episode_steps"])
@@ -599,7 +564,6 @@ def test_a_malformed_action_is_refused_and_changes_nothing(
     np.testing.assert_array_equal(env._state.physics.batch.state, state)
     root = root.exclude("next")
     assert env.step(root.set("action", act(env, 0)))["next", "truncated"].all()
-    env.close()
 
 
 @pytest.mark.parametrize(
@@ -623,7 +587,6 @@ def test_a_malformed_state_is_refused_and_changes_nothing(
     with pytest.raises(ValueError, match=message):
         env.set_state(qpos, np.zeros(qpos.shape), ids=ids)
     np.testing.assert_array_equal(env._state.physics.batch.state, state)
-    env.close()
 
 
 def test_closing_again_does_nothing_and_use_after_it_is_refused() -> None:
@@ -648,4 +611,3 @@ def test_a_missing_action_is_a_key_error() -> None:
     env = MujocoBatchEnv("Hopper-v5", 2, seed=0)
     with pytest.raises(KeyError, match="action"):
         env.step(TensorDict({}, [2]))
-    env.close()

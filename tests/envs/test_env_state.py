@@ -53,8 +53,6 @@ def test_a_restored_environment_goes_on_bit_for_bit_over_the_ends_of_episodes(ta
     found, _ = play(other, root, 50)
     assert_equal(expected, found)
     assert expected["next", "done"].any()
-    one.close()
-    other.close()
 
 
 def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_it_is():
@@ -67,8 +65,6 @@ def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_i
         seen = env.set_state(*placed, ids=[0])["observation"]
         assert torch.equal(seen[1:], root["observation"][1:])
         assert not torch.equal(seen[0], root["observation"][0])  # derived for the new state
-    for env in (one, other, third):
-        env.close()
 
 
 def test_partial_steps_after_loading_move_only_their_rows():
@@ -82,8 +78,6 @@ def test_partial_steps_after_loading_move_only_their_rows():
         assert_equal(expected.select("observation", "done"), found.select("observation", "done"))
         rows = mask.squeeze(1)
         assert torch.equal(expected["reward"][rows], found["reward"][rows])
-    one.close()
-    other.close()
 
 
 def test_models_that_differ_are_restored_and_drawn_on_from_the_same_generators():
@@ -101,8 +95,6 @@ def test_models_that_differ_are_restored_and_drawn_on_from_the_same_generators()
     assert_equal(expected, found)
     field = "geom_friction"
     assert np.array_equal(one.randomizer.values(field), other.randomizer.values(field))
-    one.close()
-    other.close()
 
 
 def test_delays_go_on_with_what_went_in():
@@ -120,8 +112,6 @@ def test_delays_go_on_with_what_went_in():
     torch.set_rng_state(random)
     found, _ = play(other, root.clone(), 40)
     assert_equal(expected, found)
-    one.close()
-    other.close()
 
 
 def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
@@ -151,5 +141,3 @@ def test_commands_are_restored_and_last_as_long():
     torch.set_rng_state(random)
     found, _ = play(other, root.clone(), 12)
     assert_equal(expected, found)
-    one.close()
-    other.close()

@@ -107,13 +107,11 @@ def test_observations_are_the_terms_in_order_and_the_critics_come_after_the_acto
     assert root["observation"][1].tolist() == [0.1, *command]
     assert root["critic_observation"][1].tolist() == [0.1, *command, 3.0, 4.0]
     assert env.observation_spec["critic_observation"].shape == (3, 5)
-    env.close()
 
 
 def test_without_terms_for_the_critic_there_is_no_group_for_it() -> None:
     env = make(Cart())
     assert set(env.observation_spec.keys()) == {"observation"}
-    env.close()
 
 
 def test_the_reward_is_the_weighted_sum_of_the_named_terms() -> None:
@@ -127,7 +125,6 @@ def test_the_reward_is_the_weighted_sum_of_the_named_terms() -> None:
     assert torch.equal(after["reward_terms", "speed"], 2.0 * speed)
     assert after["reward_terms", "effort"].flatten().tolist() == [-0.5 * 0.75] * 3
     assert torch.allclose(after["reward"], 2.0 * speed - 0.375, rtol=0, atol=1e-15)
-    env.close()
 
 
 def test_the_action_before_an_episodes_first_is_zero() -> None:
@@ -135,7 +132,6 @@ def test_the_action_before_an_episodes_first_is_zero() -> None:
     for _ in range(3):
         data, _ = env.step_and_maybe_reset(env.reset().set("action", torch.ones(3, 1)))
         assert data["next", "reward_terms", "effort"].flatten().tolist() == [-0.5] * 3
-    env.close()
 
 
 @pytest.mark.parametrize("weights", [{"speed": 1.0}, {"speed": 1.0, "effort": 1.0, "style": 1.0}])
@@ -143,7 +139,6 @@ def test_terms_and_weights_with_different_names_are_refused(weights: dict[str, f
     env = make(Cart(weights=weights))
     with pytest.raises(ConfigError, match=r"Cart: rewards returned the terms \['effort', 'speed'"):
         env.step(env.reset().set("action", torch.zeros(3, 1)))
-    env.close()
 
 
 def test_an_episode_ends_where_the_task_says_it_failed() -> None:
@@ -151,7 +146,6 @@ def test_an_episode_ends_where_the_task_says_it_failed() -> None:
     root = env.set_state([[0.009, 0.0]], [[1.0, 0.0]], ids=[1])
     after = env.step(root.set("action", torch.zeros(3, 1)))["next"]
     assert after["terminated"].flatten().tolist() == [False, True, False]
-    env.close()
 
 
 # Commands
@@ -169,7 +163,6 @@ def test_commands_are_drawn_in_their_ranges_per_simulation_and_episode() -> None
     after = env.reset(root.set("_reset", mask))["observation"][:, 1:]
     assert torch.equal(after[50:], first[50:])
     assert (after[:50, 0] != first[:50, 0]).all()
-    env.close()
 
 
 def test_commands_hold_for_command_steps() -> None:
@@ -180,7 +173,6 @@ def test_commands_hold_for_command_steps() -> None:
         root = env.step_mdp(env.step(root.set("action", torch.zeros(3, 1))))
     assert seen[0] == seen[1] == seen[2] != seen[3]
     assert seen[3] == seen[4] == seen[5] != seen[6]
-    env.close()
 
 
 def test_a_task_may_have_no_commands() -> None:
@@ -206,7 +198,6 @@ def test_every_form_of_a_model_gives_the_same_steps(tmp_path: Path) -> None:
         env = make(pickle.loads(pickle.dumps(Cart(model=model))))
         root = env.reset().set("action", torch.full((3, 1), 0.5))
         seen.append(env.step(root)["next", "observation"])
-        env.close()
     assert all(torch.equal(one, seen[0]) for one in seen[1:])
 
 
@@ -267,7 +258,6 @@ def test_a_urdf_makes_a_task_once_it_has_actuators(form: str, tmp_path: Path) ->
     check_env_specs(env)
     env.step(env.reset().set("action", torch.ones(3, 1)))
     assert (env.get_state()[1] > 0).all()
-    env.close()
 
 
 def test_episodes_start_in_the_keyframe_asked_for_and_joints_are_measured_from_it() -> None:
@@ -280,7 +270,6 @@ def test_episodes_start_in_the_keyframe_asked_for_and_joints_are_measured_from_i
     fields = {"qpos": np.array([[0.5, 1.0]]), "qvel": np.array([[2.0, 3.0]])}
     assert task.joint_positions(fields).tolist() == [[0.75]]
     assert task.joint_velocities(fields).tolist() == [[3.0]]
-    env.close()
 
 
 def test_a_keyframe_that_is_not_there_is_refused() -> None:
@@ -364,7 +353,6 @@ def test_the_quadruped_is_an_environment_with_critic_commands_and_terms() -> Non
         if key != "reward_terms"
     }
     assert widths == {"observation": 25, "critic_observation": 29}
-    env.close()
 
 
 def test_the_quadruped_stands_when_it_is_asked_nothing() -> None:
@@ -375,7 +363,6 @@ def test_the_quadruped_stands_when_it_is_asked_nothing() -> None:
     assert not data["next", "done"].any()
     height = env.get_state()[0][:, 2]
     assert ((height > 0.24) & (height < 0.28)).all()
-    env.close()
 
 
 def test_a_fallen_quadruped_ends_its_episode() -> None:
@@ -386,7 +373,6 @@ def test_a_fallen_quadruped_ends_its_episode() -> None:
     root = env.set_state(qpos, qvel)
     after = env.step(root.set("action", torch.zeros(2, 8)))["next"]
     assert after["terminated"].flatten().tolist() == [False, True]
-    env.close()
 
 
 def test_a_task_of_a_class_that_only_this_program_knows_travels_by_cloudpickle() -> None:
@@ -399,7 +385,6 @@ def test_a_task_of_a_class_that_only_this_program_knows_travels_by_cloudpickle()
     assert len(task.joints.names) == 2  # looked up before it travels
     env = make(pickle.loads(cloudpickle.dumps(task)))
     assert env.reset()["observation"].shape == (3, 5)
-    env.close()
 
 
 # what TorchRL's own collectors say when they are first imported
@@ -432,6 +417,5 @@ def test_such_a_task_trains_in_a_process_of_its_own_with_a_critic_that_sees_more
     assert np.isfinite(summary["eval_return"])
     env = create()
     learner = build_learner(env, config)
-    env.close()
     assert learner.actor.in_keys == ["observation"]
     assert list(learner.loss.critic_network.in_keys) == ["critic_observation"]

@@ -34,7 +34,6 @@ def play(env: EnvBase, steps: int) -> tuple[TensorDictBase, TensorDictBase]:
     for action in actions(steps):
         step, root = env.step_and_maybe_reset(root.set("action", action))
         data.append(step)
-    env.close()
     return torch.stack(data, 1), root
 
 
@@ -51,7 +50,6 @@ MAKERS = {
 def test_specs_hold(make: Callable[[], Transform], dtype: torch.dtype) -> None:
     env = hopper(make(), dtype=dtype, max_episode_steps=3)
     check_env_specs(env)
-    env.close()
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -109,8 +107,6 @@ def test_the_first_observation_of_an_episode_is_noisy_too() -> None:
     noise = noisy.reset()["observation"] - clean.reset()["observation"]
     assert (noise != 0).all()
     assert noise.abs().max() < 0.6
-    clean.close()
-    noisy.close()
 
 
 def test_noise_leaves_the_critics_group_alone() -> None:
@@ -120,8 +116,6 @@ def test_noise_leaves_the_critics_group_alone() -> None:
     noisy, clean = TransformedEnv(rooms[0], ObservationNoise(0.1)).reset(), rooms[1].reset()
     assert torch.equal(noisy["critic_observation"], clean["critic_observation"])
     assert (noisy["observation"] != clean["observation"]).all()
-    for env in rooms:
-        env.close()
 
 
 # Delays
@@ -150,7 +144,6 @@ def test_actions_take_effect_late_by_the_delay(delay: int) -> None:
         assert torch.equal(late["next", "observation"][:, t], data["next", "observation"])
         assert torch.equal(late["next", "reward"][:, t], data["next", "reward"])
         assert not data["next", "done"].any()
-    clean.close()
     assert torch.equal(late["action"], actions(6).transpose(0, 1))
 
 
@@ -166,8 +159,6 @@ def test_an_episode_that_starts_knows_nothing_of_the_one_before() -> None:
         # a step late: what was seen when the action was chosen
         assert torch.equal(data["next", "observation"], first)
         assert data["next", "done"].all() == (t % 3 == 2)
-    late.close()
-    plain.close()
 
 
 def test_a_partial_reset_forgets_the_delayed_of_its_rows_only() -> None:
@@ -187,8 +178,6 @@ def test_a_partial_reset_forgets_the_delayed_of_its_rows_only() -> None:
         twin_root = twin.step_mdp(twin.step(twin_root.set("action", action)))
         assert torch.equal(root["observation"][1::2], twin_root["observation"][1::2])
         assert torch.equal(root["observation"][::2], started), t
-    env.close()
-    twin.close()
 
 
 @pytest.mark.parametrize("delay", [ObservationDelay, ActionDelay])
@@ -204,8 +193,6 @@ def test_rows_that_do_not_step_keep_what_is_delayed(delay: type) -> None:
         twin_root = twin.step_mdp(twin.step(twin_root.set("action", action)))
         assert torch.equal(root["observation"][2], twin_root["observation"][2])
     assert (root["observation"][:2] != twin_root["observation"][:2]).any()
-    env.close()
-    twin.close()
 
 
 @pytest.mark.parametrize("make", [ObservationDelay, ActionDelay])
@@ -220,7 +207,6 @@ def test_delays_of_a_range_are_drawn_for_each_row_and_episode(make: type) -> Non
     env.reset(root.set("_reset", mask))
     assert torch.equal(delay.delays[32:], first[32:])
     assert not torch.equal(delay.delays[:32], first[:32])
-    env.close()
 
 
 def test_each_row_has_its_own_delay() -> None:
@@ -236,8 +222,6 @@ def test_each_row_has_its_own_delay() -> None:
         seen.append(true["observation"])
         for row, late in enumerate(delay.delays.tolist()):
             assert torch.equal(root["observation"][row], seen[max(len(seen) - 1 - late, 0)][row])
-    env.close()
-    clean.close()
 
 
 def test_delays_work_on_an_environment_without_batch() -> None:
@@ -247,7 +231,6 @@ def test_delays_work_on_an_environment_without_batch() -> None:
         GymEnv("InvertedPendulum-v5"), Compose(ObservationDelay(1), ActionDelay(1))
     )
     check_env_specs(env)
-    env.close()
 
 
 @pytest.mark.parametrize(
@@ -267,7 +250,6 @@ def test_what_cannot_be_is_refused(make: Callable[[], Transform]) -> None:
 def test_a_delay_without_an_environment_says_so() -> None:
     env = hopper()
     data = env.rand_action(env.reset())
-    env.close()
     with pytest.raises(RuntimeError, match="has no environment"):
         ActionDelay(1).inv(data)
 
@@ -287,8 +269,6 @@ def test_action_scaling_maps_one_to_the_end_of_the_control_range() -> None:
     other = plain.step(plain.reset().set("action", high))
     assert torch.equal(one["next", "observation"], other["next", "observation"])
     assert one["action"].unique().tolist() == [1.0]
-    scaled.close()
-    plain.close()
 
 
 def test_torchrls_frame_skip_repeats_the_action_and_adds_rewards() -> None:
@@ -302,8 +282,6 @@ def test_torchrls_frame_skip_repeats_the_action_and_adds_rewards() -> None:
         root = plain.step_mdp(after)
     assert torch.equal(once["observation"], after["next", "observation"])
     assert torch.equal(once["reward"], total)
-    skipping.close()
-    plain.close()
 
 
 def test_torchrls_frame_skip_works_before_action_scaling() -> None:
@@ -318,8 +296,6 @@ def test_torchrls_frame_skip_works_before_action_scaling() -> None:
         after = plain.step(root.set("action", torch.full((2, 1), 0.75)))["next"]
         root = after.copy()
     assert torch.equal(once["observation"], after["observation"])
-    skipping.close()
-    plain.close()
 
 
 def test_a_tasks_frame_skip_is_physics_steps_per_action() -> None:
@@ -333,5 +309,3 @@ def test_a_tasks_frame_skip_is_physics_steps_per_action() -> None:
         root = fast.step_mdp(after)
     assert torch.equal(once["observation"], after["next", "observation"])
     assert slow.dt == 2 * fast.dt
-    slow.close()
-    fast.close()
