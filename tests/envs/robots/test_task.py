@@ -389,33 +389,25 @@ def test_a_task_of_a_class_that_only_this_program_knows_travels_by_cloudpickle()
 
 # what TorchRL's own collectors say when they are first imported
 @pytest.mark.filterwarnings("ignore:Creating .* inherits from WeightUpdaterBase:DeprecationWarning")
-def test_such_a_task_trains_in_a_process_of_its_own_with_a_critic_that_sees_more(
-    tmp_path: Path,
-) -> None:
-    from torchrl_unilab.trainers import APPOConfig, build_learner, train_appo
-
-    @dataclass(frozen=True, kw_only=True)
-    class Own(SeeingCart):
-        pass
+def test_such_a_task_trains_with_transforms_and_a_critic_that_sees_more() -> None:
+    from torchrl_unilab.collectors import APPOCollector
+    from torchrl_unilab.trainers import APPOConfig, APPOTrainer, build_learner
 
     def create() -> TransformedEnv:
-        env = MujocoBatchEnv(Own(), 8, num_threads=1)
-        return TransformedEnv(env, Compose(ActionScaling(), ActionDelay(1), ObservationNoise(0.1)))
+        transforms = Compose(ActionScaling(), ActionDelay(1), ObservationNoise(0.1))
+        return TransformedEnv(make(SeeingCart(), num_envs=8), transforms)
 
     config = APPOConfig(
         num_envs=8, num_steps=16, critic_observation="critic_observation", hidden=(8,)
     )
-    summary = train_appo(
-        "Own",
-        frames=1024,
-        run_dir=tmp_path / "run",
-        config=config,
-        create_env=create,
-        progress_bar=False,
+    loss = build_learner(create(), config).loss
+    assert loss.actor_network.in_keys == ["observation"]
+    assert list(loss.critic_network.in_keys) == ["critic_observation"]
+    before = [parameter.clone() for parameter in loss.critic_network.parameters()]
+    collector = APPOCollector(create, loss.actor_network, frames_per_batch=128, inline=True)
+    trainer = APPOTrainer(
+        collector=collector, loss_module=loss, total_frames=256, config=config, progress_bar=False
     )
-    assert summary["frames"] == 1024
-    assert np.isfinite(summary["eval_return"])
-    env = create()
-    learner = build_learner(env, config)
-    assert learner.actor.in_keys == ["observation"]
-    assert list(learner.loss.critic_network.in_keys) == ["critic_observation"]
+    trainer.train()
+    pairs = zip(before, loss.critic_network.parameters(), strict=True)
+    assert not any(torch.equal(old, new) for old, new in pairs)
