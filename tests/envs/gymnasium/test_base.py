@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_unilab.envs.gymnasium.base import (
-    control_cost,
     inside,
     mass_centers,
     norms,
@@ -40,10 +39,6 @@ def test_sums_of_squares_add_each_row_as_np_sum_adds_an_array(
         sums = sums_of_squares(given_values)
         assert sums.dtype == dtype
         np.testing.assert_array_equal(sums, expected)
-    if len(shape) == 2:
-        cost = control_cost(apart[:, 3:], 0.1)
-        assert cost.dtype == dtype
-        np.testing.assert_array_equal(cost, np.array([0.1 * x for x in expected]))
 
 
 @settings(max_examples=100)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.gymnasium.base import GymnasiumTask, control_cost, never, norms
+from torchrl_unilab.envs.gymnasium.base import GymnasiumTask, never, norms, sums_of_squares
 from torchrl_unilab.envs.task import Array, Fields, Model, Outcome
 
 _SPEED_NOISE = 0.005  # bound on the initial velocities of the joints
@@ -73,7 +73,7 @@ class Reacher(Arm):
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
         """Charge the distance to the target and control, and never terminate."""
         distance = -norms(self._miss(fields)) * self.reward_dist_weight
-        control = -control_cost(action, self.reward_control_weight)
+        control = -self.reward_control_weight * sums_of_squares(action)
         terms = {"reward_dist": distance, "reward_ctrl": control}
         return Outcome(distance + control, never(fields), terms)
 
@@ -117,7 +117,7 @@ class Pusher(Arm):
         thing = self.position(fields, "object")
         near = -norms(thing - self.position(fields, "tips_arm")) * self.reward_near_weight
         distance = -norms(thing - self.position(fields, "goal")) * self.reward_dist_weight
-        control = -control_cost(action, self.reward_control_weight)
+        control = -self.reward_control_weight * sums_of_squares(action)
         return Outcome(
             distance + control + near,
             never(fields),

@@ -149,19 +149,6 @@ def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
     return np.add.reduce(squares, axis=1)
 
 
-def control_cost(action: NDArray[Any], weight: float) -> NDArray[Any]:
-    """Weighted sum of squares of each row of ``action``, in its own dtype.
-
-    Args:
-        action: ``(nsim, nu)``.
-        weight: the factor.
-
-    Returns:
-        ``(nsim,)``, in the dtype of ``action``.
-    """
-    return weight * sums_of_squares(action)
-
-
 def norms(vectors: Array) -> Array:
     """Length of each row.
 

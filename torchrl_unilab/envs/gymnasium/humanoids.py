@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torchrl_unilab.envs.gymnasium.base import (
     NoisyStart,
     contact_forces,
-    control_cost,
     inside,
     mass_centers,
     never,
@@ -105,7 +104,7 @@ class Humanoid(HumanoidBody, HealthyRunner):
         """Charge control and contact forces."""
         contact = self.contact_cost_weight * sums_of_squares(contact_forces(fields))
         return {
-            "reward_ctrl": control_cost(fields["ctrl"], self.ctrl_cost_weight),
+            "reward_ctrl": self.ctrl_cost_weight * sums_of_squares(fields["ctrl"]),
             "reward_contact": np.clip(contact, *self.contact_cost_range),
         }
 
@@ -136,7 +135,7 @@ class HumanoidStandup(HumanoidBody):
         """Reward height, charge control and contact forces, and never terminate."""
         qpos, start = fields["qpos"], fields["qpos0"]
         height = qpos[:, 2] / fields["opt.timestep"]
-        control = control_cost(fields["ctrl"], self.ctrl_cost_weight)
+        control = self.ctrl_cost_weight * sums_of_squares(fields["ctrl"])
         impact = np.clip(
             self.impact_cost_weight * sums_of_squares(contact_forces(fields)),
             *self.impact_cost_range,

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torchrl_unilab.envs.gymnasium.base import (
     NoisyStart,
     contact_forces,
-    control_cost,
     inside,
     never,
     norms,
@@ -74,7 +73,7 @@ class Runner(NoisyStart):
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
         """Reward speed along x, charge for control, and never terminate."""
         forward, info = self.progress(fields, before, dt)
-        control = control_cost(action, -self.ctrl_cost_weight)
+        control = -self.ctrl_cost_weight * sums_of_squares(action)
         terms = {"reward_forward": forward, "reward_ctrl": control}
         return Outcome(forward + control, never(fields), terms, info)
 
@@ -97,7 +96,7 @@ class HealthyRunner(Runner):
 
     def costs(self, fields: Fields, action: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """What is charged, by the names of the terms, which are its negatives."""
-        return {"reward_ctrl": control_cost(action, self.ctrl_cost_weight)}
+        return {"reward_ctrl": self.ctrl_cost_weight * sums_of_squares(action)}
 
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
         """Reward speed along x and health, and charge the costs."""

@@ -158,13 +158,13 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Affine:
-    """What a layer multiplies by and adds, with the gradients' memory where it learns."""
+    """What k layers multiply by and add, [k, ...], with the gradients' memory if they learn."""
 
+    eps: float
     weight: torch.Tensor
     bias: torch.Tensor
-    weight_grad: torch.Tensor | None
-    bias_grad: torch.Tensor | None
-    eps: float = 0.0
+    weight_grad: Any
+    bias_grad: Any
 
 
 class ReluNetwork:
@@ -188,7 +188,7 @@ class ReluNetwork:
         stacked: bool,
         first: bool = False,
     ) -> None:
-        def batched(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        def batched(tensor: torch.Tensor | None) -> Any:
             if tensor is None:
                 return None
             tensor = tensor.detach() if stacked else tensor.detach().unsqueeze(0)
@@ -200,17 +200,13 @@ class ReluNetwork:
             if isinstance(module, nn.ReLU):
                 continue
             weight, bias = (parameters.get((name, key)) for key in ("weight", "bias"))
-            tensors = [batched(t) for t in (weight, bias, weight.grad, bias.grad)]
-            values, shift, slopes, shift_grad = tensors
-            assert values is not None
-            assert shift is not None
+            tensors = (batched(t) for t in (weight, bias, weight.grad, bias.grad))
+            affine = _Affine(getattr(module, "eps", 0.0), *tensors)
             if isinstance(module, nn.LayerNorm):
-                norm = _Affine(values, shift, slopes, shift_grad, module.eps)
-                self._layers[-1] = (self._layers[-1][0], norm)
-                continue
-            shift = shift.unsqueeze(1)
-            shift_grad = None if shift_grad is None else shift_grad.unsqueeze(1)
-            self._layers.append((_Affine(values, shift, slopes, shift_grad), None))
+                self._layers[-1] = (self._layers[-1][0], affine)
+            else:
+                affine.bias = affine.bias.unsqueeze(1)  # the same for each of the n samples
+                self._layers.append((affine, None))
         self._k = len(self._layers[0][0].weight)
         # What `backward` needs of the last `forward`, per layer: its input, and what its
         # normalisation read and found.
@@ -236,7 +232,7 @@ class ReluNetwork:
         for i, dy in self._descend(gradient):
             linear = self._layers[i][0]
             torch.bmm(dy.transpose(1, 2), self._inputs[i], out=linear.weight_grad)
-            torch.sum(dy, 1, keepdim=True, out=linear.bias_grad)
+            torch.sum(dy, 1, out=linear.bias_grad)
 
     def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
         """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
@@ -281,20 +277,12 @@ class ReluNetwork:
     ) -> torch.Tensor:
         out = torch.empty_like(gradient)
         for j, (x, mean, rstd) in enumerate(seen):
+            own = norm.weight[j], norm.bias[j]
             dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-                gradient[j],
-                x,
-                x.shape[-1:],
-                mean,
-                rstd,
-                norm.weight[j],
-                norm.bias[j],
-                [True, learn, learn],
+                gradient[j], x, x.shape[-1:], mean, rstd, *own, [True, learn, learn]
             )
             out[j] = dx
             if learn:
-                assert norm.weight_grad is not None
-                assert norm.bias_grad is not None
                 norm.weight_grad[j] = dweight
                 norm.bias_grad[j] = dbias
         return out
