@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ def hopper(*transforms: Transform, **settings: object) -> TransformedEnv:
     settings = {"num_envs": N, "seed": 0, "num_threads": 1, **settings}
     env = MujocoBatchEnv("Hopper-v5", **settings)
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
+
+
+def step(env: EnvBase, root: TensorDictBase, action: torch.Tensor, **entries: torch.Tensor):
+    """Take a step in rows that `_step` may select; return the next root."""
+    td = root.set("action", action).update(entries)
+    return env.step_mdp(env.step(td)).exclude(*entries)
 
 
 def actions(steps: int) -> torch.Tensor:
@@ -162,22 +169,19 @@ def test_an_episode_that_starts_knows_nothing_of_the_one_before() -> None:
 
 
 def test_a_partial_reset_forgets_the_delayed_of_its_rows_only() -> None:
-    env = hopper(ObservationDelay(2), ActionDelay(2))
-    twin = hopper(ObservationDelay(2), ActionDelay(2))
+    env, twin = (hopper(ObservationDelay(2), ActionDelay(2)) for _ in range(2))
     root, twin_root = env.reset(), twin.reset()
     for action in actions(6)[:4]:
-        root = env.step_mdp(env.step(root.set("action", action)))
-        twin_root = twin.step_mdp(twin.step(twin_root.set("action", action)))
+        root, twin_root = step(env, root, action), step(twin, twin_root, action)
     mask = torch.tensor([[True], [False], [True], [False]])
     before = root["observation"].clone()
     root = env.reset(root.set("_reset", mask))
     assert torch.equal(root["observation"][1::2], before[1::2])
     started = root["observation"][::2].clone()
-    for t, action in enumerate(actions(6)[4:]):
-        root = env.step_mdp(env.step(root.set("action", action)))
-        twin_root = twin.step_mdp(twin.step(twin_root.set("action", action)))
+    for action in actions(6)[4:]:
+        root, twin_root = step(env, root, action), step(twin, twin_root, action)
         assert torch.equal(root["observation"][1::2], twin_root["observation"][1::2])
-        assert torch.equal(root["observation"][::2], started), t
+        assert torch.equal(root["observation"][::2], started)
 
 
 @pytest.mark.parametrize("delay", [ObservationDelay, ActionDelay])
@@ -185,12 +189,9 @@ def test_rows_that_do_not_step_keep_what_is_delayed(delay: type) -> None:
     env, twin = hopper(delay(2)), hopper(delay(2))
     root, twin_root = env.reset(), twin.reset()
     mask = torch.tensor([[True], [True], [False], [True]])
-    stalled = actions(1)[0] * 0.5
-    root = env.step_mdp(env.step(root.set("action", stalled).set("_step", mask)))
-    root = root.exclude("_step")
+    root = step(env, root, actions(1)[0] * 0.5, _step=mask)
     for action in actions(6):
-        root = env.step_mdp(env.step(root.set("action", action)))
-        twin_root = twin.step_mdp(twin.step(twin_root.set("action", action)))
+        root, twin_root = step(env, root, action), step(twin, twin_root, action)
         assert torch.equal(root["observation"][2], twin_root["observation"][2])
     assert (root["observation"][:2] != twin_root["observation"][:2]).any()
 
@@ -217,8 +218,7 @@ def test_each_row_has_its_own_delay() -> None:
     seen = [true["observation"]]
     assert len(set(delay.delays.tolist())) > 1
     for action in actions(8):
-        root = env.step_mdp(env.step(root.set("action", action)))
-        true = clean.step_mdp(clean.step(true.set("action", action)))
+        root, true = step(env, root, action), step(clean, true, action)
         seen.append(true["observation"])
         for row, late in enumerate(delay.delays.tolist()):
             assert torch.equal(root["observation"][row], seen[max(len(seen) - 1 - late, 0)][row])
@@ -256,14 +256,13 @@ def test_a_delay_without_an_environment_says_so() -> None:
 
 # TorchRL's own
 
+PENDULUM = partial(MujocoBatchEnv, "InvertedPendulum-v5", 2, seed=0)
+
 
 def test_action_scaling_maps_one_to_the_end_of_the_control_range() -> None:
-    task = make_task("InvertedPendulum-v5")
-    scaled = TransformedEnv(MujocoBatchEnv(task, 2, seed=0), ActionScaling())
-    plain = MujocoBatchEnv(task, 2, seed=0)
-    assert scaled.action_spec.space.low.unique().tolist() == [-1.0]
-    assert scaled.action_spec.space.high.unique().tolist() == [1.0]
-    high = plain.action_spec.space.high
+    scaled, plain = TransformedEnv(PENDULUM(), ActionScaling()), PENDULUM()
+    space, high = scaled.action_spec.space, plain.action_spec.space.high
+    assert (space.low.unique().tolist(), space.high.unique().tolist()) == ([-1.0], [1.0])
     assert high.unique().tolist() == [3.0]
     one = scaled.step(scaled.reset().set("action", torch.ones(2, 1)))
     other = plain.step(plain.reset().set("action", high))
@@ -271,41 +270,24 @@ def test_action_scaling_maps_one_to_the_end_of_the_control_range() -> None:
     assert one["action"].unique().tolist() == [1.0]
 
 
-def test_torchrls_frame_skip_repeats_the_action_and_adds_rewards() -> None:
-    skipping, plain = hopper(FrameSkipTransform(3)), hopper()
-    action = actions(1)[0]
-    once = skipping.step(skipping.reset().set("action", action))["next"]
-    root, total = plain.reset(), torch.zeros(N, 1)
-    for _ in range(3):
-        after = plain.step(root.set("action", action))
-        total += after["next", "reward"]
-        root = plain.step_mdp(after)
-    assert torch.equal(once["observation"], after["next", "observation"])
-    assert torch.equal(once["reward"], total)
-
-
-def test_torchrls_frame_skip_works_before_action_scaling() -> None:
-    task = make_task("InvertedPendulum-v5")
-    skipping = TransformedEnv(
-        MujocoBatchEnv(task, 2, seed=0), Compose(FrameSkipTransform(2), ActionScaling())
-    )
-    plain = MujocoBatchEnv(task, 2, seed=0)
+def test_torchrls_frame_skip_repeats_the_action_and_adds_rewards_before_action_scaling() -> None:
+    skipping = TransformedEnv(PENDULUM(), Compose(FrameSkipTransform(3), ActionScaling()))
+    plain = PENDULUM()
     once = skipping.step(skipping.reset().set("action", torch.full((2, 1), 0.25)))["next"]
-    root = plain.reset()
-    for _ in range(2):
-        after = plain.step(root.set("action", torch.full((2, 1), 0.75)))["next"]
-        root = after.copy()
+    after, total = plain.reset(), torch.zeros(2, 1)
+    for _ in range(3):
+        after = plain.step(after.set("action", torch.full((2, 1), 0.75)))["next"]
+        total += after["reward"]
     assert torch.equal(once["observation"], after["observation"])
+    assert torch.equal(once["reward"], total)
 
 
 def test_a_tasks_frame_skip_is_physics_steps_per_action() -> None:
     slow = MujocoBatchEnv(replace(make_task("Hopper-v5"), frame_skip=8), N, seed=0)
-    fast = MujocoBatchEnv("Hopper-v5", N, seed=0)
+    fast = hopper()
     action = actions(1)[0]
-    once = slow.step(slow.reset().set("action", action))["next"]
-    root = fast.reset()
+    once, root = step(slow, slow.reset(), action), fast.reset()
     for _ in range(2):
-        after = fast.step(root.set("action", action))
-        root = fast.step_mdp(after)
-    assert torch.equal(once["observation"], after["next", "observation"])
+        root = step(fast, root, action)
+    assert torch.equal(once["observation"], root["observation"])
     assert slow.dt == 2 * fast.dt
