@@ -38,21 +38,30 @@ def assert_equal(one: TensorDictBase, other: TensorDictBase) -> None:
         assert torch.equal(one[key], other[key]), key
 
 
+def assert_continues(one: EnvBase, other: EnvBase, played: int, steps: int) -> TensorDictBase:
+    """Play `one`, restore `other` from it, and compare what both do then; return it."""
+    torch.manual_seed(0)
+    _, root = play(one, one.reset(), played)
+    random, start = torch.get_rng_state(), root.clone()
+    if isinstance(one, TransformedEnv):
+        other.load_state_dict(one.state_dict())  # of the transforms, as TorchRL has it
+        other.base_env.restore(one.base_env.snapshot())
+    else:
+        other.restore(one.snapshot())
+    expected, _ = play(one, root, steps)
+    torch.set_rng_state(random)
+    found, _ = play(other, start, steps)
+    assert_equal(expected, found)
+    return expected
+
+
 # Humanoid and Ant compare what the physics derives before a step with what it derives after;
 # the quadruped has commands and models that differ.
 @pytest.mark.parametrize("task", ["Humanoid-v5", "Ant-v5", "Pusher-v5", "QuadrupedWalk"])
 def test_a_restored_environment_goes_on_bit_for_bit_over_the_ends_of_episodes(task):
-    one, other = make(task, 0, with_reward_terms=True), make(task, 9, with_reward_terms=True)
-    torch.manual_seed(0)
-    _, root = play(one, one.reset(), 13)
-    state, random, root = one.snapshot(), torch.get_rng_state(), root.clone()
-    expected, _ = play(one, root.clone(), 50)
+    one, other = (make(task, seed, with_reward_terms=True) for seed in (0, 9))
     play(other, other.reset(), 5)
-    other.restore(state)
-    torch.set_rng_state(random)
-    found, _ = play(other, root, 50)
-    assert_equal(expected, found)
-    assert expected["next", "done"].any()
+    assert assert_continues(one, other, 13, 40)["next", "done"].any()
 
 
 def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_it_is():
@@ -81,37 +90,20 @@ def test_partial_steps_after_loading_move_only_their_rows():
 
 
 def test_models_that_differ_are_restored_and_drawn_on_from_the_same_generators():
-    different = {"randomization": [SLIPPERY, HEAVY]}
-    one, other = make("Hopper-v5", 0, **different), make("Hopper-v5", 9, **different)
-    torch.manual_seed(0)
-    _, root = play(one, one.reset(), 30)
-    other.restore(one.snapshot())
+    one, other = (make("Hopper-v5", seed, randomization=[SLIPPERY, HEAVY]) for seed in (0, 9))
+    assert_continues(one, other, 30, 40)
     for field in ("geom_friction", "body_mass"):
         assert np.array_equal(one.randomizer.values(field), other.randomizer.values(field))
-    random = torch.get_rng_state()
-    expected, _ = play(one, root.clone(), 60)
-    torch.set_rng_state(random)
-    found, _ = play(other, root.clone(), 60)
-    assert_equal(expected, found)
-    field = "geom_friction"
-    assert np.array_equal(one.randomizer.values(field), other.randomizer.values(field))
 
 
 def test_delays_go_on_with_what_went_in():
-    def delayed(seed: int) -> TransformedEnv:
-        delays = Compose(ObservationDelay((0, 3)), ActionDelay((1, 2)))
-        return TransformedEnv(make("Hopper-v5", seed), delays)
-
-    one, other = delayed(0), delayed(9)
-    torch.manual_seed(0)
-    _, root = play(one, one.reset(), 30)
-    random = torch.get_rng_state()
-    other.load_state_dict(one.state_dict())  # of the transforms, as TorchRL has it
-    other.base_env.restore(one.base_env.snapshot())
-    expected, _ = play(one, root.clone(), 40)
-    torch.set_rng_state(random)
-    found, _ = play(other, root.clone(), 40)
-    assert_equal(expected, found)
+    one, other = (
+        TransformedEnv(
+            make("Hopper-v5", seed), Compose(ObservationDelay((0, 3)), ActionDelay((1, 2)))
+        )
+        for seed in (0, 9)
+    )
+    assert_continues(one, other, 30, 40)
 
 
 def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
@@ -132,12 +124,4 @@ def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
 
 def test_commands_are_restored_and_last_as_long():
     task = replace(make_task("QuadrupedWalk"), command_steps=4)
-    one, other = make(task, 0), make(task, 9)
-    torch.manual_seed(0)
-    _, root = play(one, one.reset(), 6)
-    random = torch.get_rng_state()
-    other.restore(one.snapshot())
-    expected, _ = play(one, root.clone(), 12)
-    torch.set_rng_state(random)
-    found, _ = play(other, root.clone(), 12)
-    assert_equal(expected, found)
+    assert_continues(make(task, 0), make(task, 9), 6, 12)

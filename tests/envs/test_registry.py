@@ -23,10 +23,19 @@ def test_gymnasiums_tasks_and_the_examples_have_names_and_options(name: str) -> 
     assert make_task(name, frame_skip=7).frame_skip == 7
 
 
-@pytest.mark.parametrize("name", ["Hopper-v5", "QuadrupedWalk"])
-def test_an_unknown_option_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} has no option speed \(expected some of "):
-        make_task(name, speed=1.0)
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("Hopper-v5", "speed"),
+        ("QuadrupedWalk", "speed"),
+        ("Hopper-v5", "xml_file"),
+        ("Hopper-v5", "reads"),  # what a task is, and not how it is set
+    ],
+)
+def test_an_unknown_option_is_refused_and_the_known_ones_are_listed(name: str, option: str) -> None:
+    message = rf"{name} has no option {option} \(expected some of assets, .*frame_skip, .*model, "
+    with pytest.raises(ConfigError, match=message):
+        make_task(name, **{option: 1.0})
 
 
 def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
