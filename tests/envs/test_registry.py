@@ -46,7 +46,7 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert made.max_episode_steps == 7
     assert make_task("own_robot_of_a_test:TASK").frame_skip == 6
     assert make_task("own_robot_of_a_test:TASK", frame_skip=2).frame_skip == 2
-    with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' makes int \(expected a MujocoTask"):
+    with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' gives int \(expected a MujocoTask"):
         make_task("own_robot_of_a_test:NUMBER")
     del sys.modules["own_robot_of_a_test"]
 
@@ -62,8 +62,8 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
         ),
         (":Task", "no task ':Task', Empty module name"),
         (".robots:Task", "no task '.robots:Task', .* relative import"),
-        ("os:path", "'os:path' is module .expected a MujocoTask or what makes one"),
-        ("os:sep", "'os:sep' is str .expected"),
+        ("os:path", "'os:path' gives module .expected a MujocoTask or what makes one"),
+        ("os:sep", "'os:sep' gives str .expected"),
     ],
 )
 def test_an_unknown_name_is_refused(name: str, message: str) -> None:

@@ -122,11 +122,10 @@ class PerEnvNoise(TensorDictModuleBase):
     def _draw(self, like: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
         """Return the deviations, new ones where an episode starts or none is known yet."""
         known = self._std
-        if known is not None and known.shape == like.shape and known.device == like.device:
-            if first is None:
-                return known
-        else:
-            known = None
+        if known is not None and (known.shape, known.device) != (like.shape, like.device):
+            known = None  # of other environments
+        if known is not None and first is None:
+            return known
         drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
         drawn.uniform_(self.std_min, self.std_max, generator=self._generator)
         self._std = drawn if known is None or first is None else torch.where(first, drawn, known)

@@ -102,14 +102,14 @@ class TanhNetwork:
     """
 
     def __init__(self, net: nn.Sequential) -> None:
-        linears = [layer for layer in net if isinstance(layer, nn.Linear)]
+        linears: list[Any] = [layer for layer in net if isinstance(layer, nn.Linear)]
         # Weights, biases as columns, and the gradients of both.
         self._layers = [
             (
                 linear.weight.detach(),
                 linear.bias.detach().unsqueeze(1),
-                _gradient(linear.weight),
-                _gradient(linear.bias).unsqueeze(1),
+                linear.weight.grad,
+                linear.bias.grad.unsqueeze(1),
             )
             for linear in linears
         ]
@@ -149,11 +149,6 @@ class TanhNetwork:
                 (self._x.new_empty(width, n), self._x.new_empty(width, n)) for width in self._widths
             ]
         return self._buffers[n]
-
-
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None, "FlatAdam allocates it"
-    return parameter.grad
 
 
 @dataclass
