@@ -19,6 +19,7 @@ from torchrl_unilab.envs.mujoco_engine import add_contact_forces
 from torchrl_unilab.envs.randomization import Randomize
 
 Array = NDArray[np.float64]
+State: TypeAlias = tuple[Array, Array]
 Fields = Mapping[str, NDArray[Any]]
 Model: TypeAlias = str | Path | mujoco.MjSpec
 
@@ -153,9 +154,7 @@ class MujocoTask(ABC):
         """Where the model's file lies, if it is given as one."""
         return Path(str(self.model))
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Draw the state in which one episode starts.
 
         Args:

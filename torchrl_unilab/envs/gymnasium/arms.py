@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_unilab.envs.gymnasium.base import GymnasiumTask, never, norms, sums_of_squares
-from torchrl_unilab.envs.task import Array, Fields, Model, Outcome
+from torchrl_unilab.envs.task import Array, Fields, Model, Outcome, State
 
 _SPEED_NOISE = 0.005  # bound on the initial velocities of the joints
 
@@ -43,9 +43,7 @@ class Reacher(Arm):
     max_episode_steps: int = 50
     reward_control_weight: float = 1.0
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Draw joints within 0.1 rad of the default and a target within 0.2 m of the base."""
         start = rng.uniform(-0.1, 0.1, len(qpos)) + qpos
         target = rng.uniform(-0.2, 0.2, 2)
@@ -93,9 +91,7 @@ class Pusher(Arm):
     reward_near_weight: float = 0.5
     reward_control_weight: float = 0.1
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Draw where the object lies, more than 0.17 m from the goal, and joint velocities."""
         place = np.zeros(2)
         while np.linalg.norm(place) <= 0.17:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.task import Array, Fields, MujocoTask
+from torchrl_unilab.envs.task import Array, Fields, MujocoTask, State
 from torchrl_unilab.errors import ConfigError
 
 
@@ -97,9 +97,7 @@ class NoisyStart(GymnasiumTask):
 
     reset_noise_scale: float
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Add the noise to both."""
         scale = self.reset_noise_scale
         noisy = qpos + rng.uniform(-scale, scale, len(qpos))

@@ -17,7 +17,7 @@ from torchrl_unilab.envs.robots.task import (
     projected_gravity,
     to_body_frame,
 )
-from torchrl_unilab.envs.task import Array, Fields
+from torchrl_unilab.envs.task import Array, Fields, State
 
 __all__ = ["QUADRUPED", "QuadrupedWalk"]
 
@@ -122,9 +122,7 @@ class QuadrupedWalk(RobotTask):
         upright = -projected_gravity(qpos[:, 3:7])[:, 2]
         return (qpos[:, 2] < self.min_height) | (upright < self.max_tilt)
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Stand, the joints a little off."""
         start = qpos.copy()
         legs = self.joints.qpos

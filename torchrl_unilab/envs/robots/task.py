@@ -13,7 +13,7 @@ import numpy as np
 from mujoco import mjtJoint
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome
+from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
 from torchrl_unilab.errors import ConfigError
 
 __all__ = [
@@ -226,9 +226,7 @@ class RobotTask(MujocoTask):
         """Velocities of the joints, ``(nsim, k)``."""
         return fields["qvel"][:, self.joints.qvel]
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Start in the pose of `home`."""
         _, home_qpos, home_qvel = self._compiled
         return home_qpos, home_qvel
