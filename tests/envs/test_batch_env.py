@@ -19,44 +19,10 @@ from torchrl.envs import EnvBase, GymEnv, TransformedEnv
 from torchrl.envs.transforms import Compose, RewardSum, StepCounter, VecNormV2
 from torchrl.envs.utils import check_env_specs
 
+from tests.support.playing import act, assert_same, go, play, step
 from torchrl_unilab.envs import TASKS, MujocoBatchEnv
 
-
-def act(env: MujocoBatchEnv, seed: int) -> torch.Tensor:
-    low, high = env.action_spec.space.low, env.action_spec.space.high
-    generator = torch.Generator().manual_seed(seed)
-    return low + (high - low) * torch.rand(low.shape, generator=generator)
-
-
-def step(env: MujocoBatchEnv, root: TensorDictBase, i: int = 0) -> TensorDictBase:
-    """Take the `i`-th random step from a root; return what it led to."""
-    return env.step(root.set("action", act(env, i)))["next"]
-
-
-def go(env: MujocoBatchEnv, root: TensorDictBase, i: int = 0) -> tuple[TensorDictBase, ...]:
-    """Take the `i`-th random step, and start episodes anew; return the step and the next root."""
-    return env.step_and_maybe_reset(root.set("action", act(env, i)))
-
-
-def play(env: MujocoBatchEnv, steps: int) -> TensorDictBase:
-    """Take random steps over the ends of episodes, stacked along time."""
-    root, out = env.reset(), []
-    for i in range(steps):
-        data, root = go(env, root, i)
-        out.append(data)
-    return torch.stack(out, 1)
-
-
 make = partial(MujocoBatchEnv, "Hopper-v5", 3, seed=0)
-
-
-def assert_same(one: TensorDictBase, other: TensorDictBase) -> None:
-    assert set(one.keys(True, True)) == set(other.keys(True, True))
-    assert one.batch_size == other.batch_size
-    assert one.device == other.device
-    for key in one.keys(True, True):
-        assert one[key].dtype == other[key].dtype, key
-        assert torch.equal(one[key], other[key]), key
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -78,7 +44,7 @@ def test_run_type_checks_accepts_the_outputs() -> None:
 
 def test_truncation_comes_at_max_episode_steps_and_restarts_the_count() -> None:
     env = MujocoBatchEnv("HalfCheetah-v5", 2, seed=0, max_episode_steps=5)
-    data = play(env, 12)["next"]
+    data = play(env, 12)[0]["next"]
     expected = torch.tensor([(i + 1) % 5 == 0 for i in range(12)])
     assert torch.equal(data["truncated"], expected.expand(2, 12)[..., None])
     assert torch.equal(data["done"], data["truncated"])
@@ -169,11 +135,11 @@ COPIES = {"pickle": lambda env: pickle.loads(pickle.dumps(env)), "deepcopy": cop
 @pytest.mark.parametrize("way", COPIES)
 def test_a_copy_is_built_from_the_constructors_arguments(way: str) -> None:
     env = Doubled("Hopper-v5", 3, seed=5, max_episode_steps=7, dtype=torch.float64)
-    expected = play(env, 9)
+    expected, _ = play(env, 9)
     other = COPIES[way](env)
     env.close()  # the copy has simulations of its own
     assert type(other) is Doubled
-    assert_same(expected, play(other, 9))
+    assert_same(expected, play(other, 9)[0])
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -261,7 +227,7 @@ def test_a_seed_gives_the_same_steps_at_any_number_of_threads(name: str) -> None
     for threads in (1, 2, 5):
         env = MujocoBatchEnv(name, 7, num_threads=threads, max_episode_steps=10)
         env.set_seed(11)
-        runs.append(play(env, 25))
+        runs.append(play(env, 25)[0])
     assert_same(runs[1], runs[0])
     assert_same(runs[2], runs[0])
 

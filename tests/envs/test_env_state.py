@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Compose
 
+from tests.support.playing import assert_same, play
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationDelay
@@ -24,34 +25,20 @@ def make(task: str | MujocoTask, seed: int, **settings: object) -> MujocoBatchEn
     return MujocoBatchEnv(task, N, seed=seed, **settings)
 
 
-def play(env: EnvBase, root: TensorDictBase, steps: int) -> tuple[TensorDictBase, TensorDictBase]:
-    """Random steps from a root, stacked along time, and the root after them."""
-    data = []
-    for _ in range(steps):
-        step, root = env.step_and_maybe_reset(env.rand_action(root))
-        data.append(step)
-    return torch.stack(data, 1), root
-
-
-def assert_equal(one: TensorDictBase, other: TensorDictBase) -> None:
-    for key in one.keys(True, True):
-        assert torch.equal(one[key], other[key]), key
-
-
 def assert_continues(one: EnvBase, other: EnvBase, played: int, steps: int) -> TensorDictBase:
     """Play `one`, restore `other` from it, and compare what both do then; return it."""
     torch.manual_seed(0)
-    _, root = play(one, one.reset(), played)
+    _, root = play(one, played)
     random, start = torch.get_rng_state(), root.clone()
     if isinstance(one, TransformedEnv):
         other.load_state_dict(one.state_dict())  # of the transforms, as TorchRL has it
         other.base_env.restore(one.base_env.snapshot())
     else:
         other.restore(one.snapshot())
-    expected, _ = play(one, root, steps)
+    expected, _ = play(one, steps, root)
     torch.set_rng_state(random)
-    found, _ = play(other, start, steps)
-    assert_equal(expected, found)
+    found, _ = play(other, steps, start)
+    assert_same(expected, found)
     return expected
 
 
@@ -60,13 +47,13 @@ def assert_continues(one: EnvBase, other: EnvBase, played: int, steps: int) -> T
 @pytest.mark.parametrize("task", ["Humanoid-v5", "Ant-v5", "Pusher-v5", "QuadrupedWalk"])
 def test_a_restored_environment_goes_on_bit_for_bit_over_the_ends_of_episodes(task):
     one, other = (make(task, seed, with_reward_terms=True) for seed in (0, 9))
-    play(other, other.reset(), 5)
+    play(other, 5)
     assert assert_continues(one, other, 13, 40)["next", "done"].any()
 
 
 def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_it_is():
     one, other, third = (make("Humanoid-v5", seed) for seed in (0, 5, 9))
-    _, root = play(one, one.reset(), 7)
+    _, root = play(one, 7)
     other.restore(one.snapshot())
     third.restore(other.snapshot())
     for env in (other, third):
@@ -78,13 +65,13 @@ def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_i
 
 def test_partial_steps_after_loading_move_only_their_rows():
     one, other = make("Ant-v5", 0), make("Ant-v5", 9)
-    _, root = play(one, one.reset(), 7)
+    _, root = play(one, 7)
     other.restore(one.snapshot())
     step = torch.tensor([[True], [False], [True]])
     for mask in (step, ~step, step):
         root = one.rand_action(root).set("_step", mask)
         expected, found = one.step(root.clone())["next"], other.step(root.clone())["next"]
-        assert_equal(expected.select("observation", "done"), found.select("observation", "done"))
+        assert_same(expected.select("observation", "done"), found.select("observation", "done"))
         rows = mask.squeeze(1)
         assert torch.equal(expected["reward"][rows], found["reward"][rows])
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mujoco.batch import Batch
-from tensordict import TensorDictBase
 
+from tests.support.playing import play
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
@@ -46,17 +46,6 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
     assert one.keys() == other.keys()
     for name in one:
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)
-
-
-def play(env: MujocoBatchEnv, steps: int, root: TensorDictBase | None = None) -> list:
-    root = env.reset() if root is None else root
-    generator = torch.Generator().manual_seed(5)
-    out = []
-    for _ in range(steps):
-        action = torch.rand(N, 8, generator=generator) * 1.4 - 0.7
-        data, root = env.step_and_maybe_reset(root.set("action", action))
-        out.append(data["next", "observation"].clone())
-    return out
 
 
 # What is drawn
@@ -258,10 +247,9 @@ def test_a_partial_reset_with_new_models_leaves_the_other_rows_bit_identical() -
     root, twin_root = env.reset(), twin.reset()
     mask = torch.tensor([True, False, False, True, False, True])
     root = env.reset(root.set("_reset", mask[:, None]))
-    ours, theirs = play(env, 8, root), play(twin, 8, twin_root)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one[~mask], other[~mask])
-        assert (one[mask] != other[mask]).any(-1).all()
+    ours, theirs = play(env, 8, root)[0]["next"], play(twin, 8, twin_root)[0]["next"]
+    assert torch.equal(ours["observation"][~mask], theirs["observation"][~mask])
+    assert (ours["observation"][mask] != theirs["observation"][mask]).any(-1).all()
 
 
 # From what it is drawn
@@ -274,9 +262,9 @@ def test_a_seed_gives_the_same_models_and_steps_at_any_number_of_threads(when: s
     for threads in (1, 2, 5):
         env = make(specs, seed=None, num_threads=threads, max_episode_steps=4)
         env.set_seed(7)
-        runs.append((play(env, 10), values(env)))
+        runs.append((play(env, 10)[0]["next", "observation"], values(env)))
     for steps, models in runs[1:]:
-        assert torch.equal(torch.stack(steps), torch.stack(runs[0][0]))
+        assert torch.equal(steps, runs[0][0])
         assert_same(models, runs[0][1])
 
 
@@ -326,16 +314,16 @@ def test_initial_states_and_commands_are_those_without_randomisation(when: str) 
         )
 
 
-def test_without_randomisation_nothing_is_expanded() -> None:
-    env = make(())
-    assert all(
-        env._state.physics.batch.expanded(name) is None for name in ("body_mass", "geom_friction")
-    )
-
-
-def test_frictions_and_gains_need_no_constants_and_expand_nothing_else() -> None:
-    env = make([FRICTION, GAIN])
-    assert env._state.physics.batch.expanded("body_subtreemass") is None
+@pytest.mark.parametrize(
+    ("specs", "field"),
+    [
+        ((), "body_mass"),
+        ((), "geom_friction"),
+        ([FRICTION, GAIN], "body_subtreemass"),  # they need no constants
+    ],
+)
+def test_what_does_not_differ_is_not_expanded(specs: Sequence[Randomize], field: str) -> None:
+    assert make(specs)._state.physics.batch.expanded(field) is None
 
 
 # Who says so
