@@ -9,6 +9,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Compose
 
+from tests.support.playing import assert_same, play
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationDelay
@@ -24,42 +25,35 @@ def make(task: str | MujocoTask, seed: int, **settings: object) -> MujocoBatchEn
     return MujocoBatchEnv(task, N, seed=seed, **settings)
 
 
-def play(env: EnvBase, root: TensorDictBase, steps: int) -> tuple[TensorDictBase, TensorDictBase]:
-    """Random steps from a root, stacked along time, and the root after them."""
-    data = []
-    for _ in range(steps):
-        step, root = env.step_and_maybe_reset(env.rand_action(root))
-        data.append(step)
-    return torch.stack(data, 1), root
-
-
-def assert_equal(one: TensorDictBase, other: TensorDictBase) -> None:
-    for key in one.keys(True, True):
-        assert torch.equal(one[key], other[key]), key
+def assert_continues(one: EnvBase, other: EnvBase, played: int, steps: int) -> TensorDictBase:
+    """Play `one`, restore `other` from it, and compare what both do then; return it."""
+    torch.manual_seed(0)
+    _, root = play(one, played)
+    random, start = torch.get_rng_state(), root.clone()
+    if isinstance(one, TransformedEnv):
+        other.load_state_dict(one.state_dict())  # of the transforms, as TorchRL has it
+        other.base_env.restore(one.base_env.snapshot())
+    else:
+        other.restore(one.snapshot())
+    expected, _ = play(one, steps, root)
+    torch.set_rng_state(random)
+    found, _ = play(other, steps, start)
+    assert_same(expected, found)
+    return expected
 
 
 # Humanoid and Ant compare what the physics derives before a step with what it derives after;
 # the quadruped has commands and models that differ.
 @pytest.mark.parametrize("task", ["Humanoid-v5", "Ant-v5", "Pusher-v5", "QuadrupedWalk"])
 def test_a_restored_environment_goes_on_bit_for_bit_over_the_ends_of_episodes(task):
-    one, other = make(task, 0, with_reward_terms=True), make(task, 9, with_reward_terms=True)
-    torch.manual_seed(0)
-    _, root = play(one, one.reset(), 13)
-    state, random, root = one.snapshot(), torch.get_rng_state(), root.clone()
-    expected, _ = play(one, root.clone(), 50)
-    play(other, other.reset(), 5)
-    other.restore(state)
-    torch.set_rng_state(random)
-    found, _ = play(other, root, 50)
-    assert_equal(expected, found)
-    assert expected["next", "done"].any()
-    one.close()
-    other.close()
+    one, other = (make(task, seed, with_reward_terms=True) for seed in (0, 9))
+    play(other, 5)
+    assert assert_continues(one, other, 13, 40)["next", "done"].any()
 
 
 def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_it_is():
     one, other, third = (make("Humanoid-v5", seed) for seed in (0, 5, 9))
-    _, root = play(one, one.reset(), 7)
+    _, root = play(one, 7)
     other.restore(one.snapshot())
     third.restore(other.snapshot())
     for env in (other, third):
@@ -67,61 +61,36 @@ def test_what_is_loaded_is_observed_before_the_physics_runs_and_saved_again_as_i
         seen = env.set_state(*placed, ids=[0])["observation"]
         assert torch.equal(seen[1:], root["observation"][1:])
         assert not torch.equal(seen[0], root["observation"][0])  # derived for the new state
-    for env in (one, other, third):
-        env.close()
 
 
 def test_partial_steps_after_loading_move_only_their_rows():
     one, other = make("Ant-v5", 0), make("Ant-v5", 9)
-    _, root = play(one, one.reset(), 7)
+    _, root = play(one, 7)
     other.restore(one.snapshot())
     step = torch.tensor([[True], [False], [True]])
     for mask in (step, ~step, step):
         root = one.rand_action(root).set("_step", mask)
         expected, found = one.step(root.clone())["next"], other.step(root.clone())["next"]
-        assert_equal(expected.select("observation", "done"), found.select("observation", "done"))
+        assert_same(expected.select("observation", "done"), found.select("observation", "done"))
         rows = mask.squeeze(1)
         assert torch.equal(expected["reward"][rows], found["reward"][rows])
-    one.close()
-    other.close()
 
 
 def test_models_that_differ_are_restored_and_drawn_on_from_the_same_generators():
-    different = {"randomization": [SLIPPERY, HEAVY]}
-    one, other = make("Hopper-v5", 0, **different), make("Hopper-v5", 9, **different)
-    torch.manual_seed(0)
-    _, root = play(one, one.reset(), 30)
-    other.restore(one.snapshot())
+    one, other = (make("Hopper-v5", seed, randomization=[SLIPPERY, HEAVY]) for seed in (0, 9))
+    assert_continues(one, other, 30, 40)
     for field in ("geom_friction", "body_mass"):
         assert np.array_equal(one.randomizer.values(field), other.randomizer.values(field))
-    random = torch.get_rng_state()
-    expected, _ = play(one, root.clone(), 60)
-    torch.set_rng_state(random)
-    found, _ = play(other, root.clone(), 60)
-    assert_equal(expected, found)
-    field = "geom_friction"
-    assert np.array_equal(one.randomizer.values(field), other.randomizer.values(field))
-    one.close()
-    other.close()
 
 
 def test_delays_go_on_with_what_went_in():
-    def delayed(seed: int) -> TransformedEnv:
-        delays = Compose(ObservationDelay((0, 3)), ActionDelay((1, 2)))
-        return TransformedEnv(make("Hopper-v5", seed), delays)
-
-    one, other = delayed(0), delayed(9)
-    torch.manual_seed(0)
-    _, root = play(one, one.reset(), 30)
-    random = torch.get_rng_state()
-    other.load_state_dict(one.state_dict())  # of the transforms, as TorchRL has it
-    other.base_env.restore(one.base_env.snapshot())
-    expected, _ = play(one, root.clone(), 40)
-    torch.set_rng_state(random)
-    found, _ = play(other, root.clone(), 40)
-    assert_equal(expected, found)
-    one.close()
-    other.close()
+    one, other = (
+        TransformedEnv(
+            make("Hopper-v5", seed), Compose(ObservationDelay((0, 3)), ActionDelay((1, 2)))
+        )
+        for seed in (0, 9)
+    )
+    assert_continues(one, other, 30, 40)
 
 
 def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
@@ -142,14 +111,4 @@ def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
 
 def test_commands_are_restored_and_last_as_long():
     task = replace(make_task("QuadrupedWalk"), command_steps=4)
-    one, other = make(task, 0), make(task, 9)
-    torch.manual_seed(0)
-    _, root = play(one, one.reset(), 6)
-    random = torch.get_rng_state()
-    other.restore(one.snapshot())
-    expected, _ = play(one, root.clone(), 12)
-    torch.set_rng_state(random)
-    found, _ = play(other, root.clone(), 12)
-    assert_equal(expected, found)
-    one.close()
-    other.close()
+    assert_continues(make(task, 0), make(task, 9), 6, 12)

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mujoco.batch import Batch
-from tensordict import TensorDictBase
 
+from tests.support.playing import play
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
@@ -48,17 +48,6 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
-def play(env: MujocoBatchEnv, steps: int, root: TensorDictBase | None = None) -> list:
-    root = env.reset() if root is None else root
-    generator = torch.Generator().manual_seed(5)
-    out = []
-    for _ in range(steps):
-        action = torch.rand(N, 8, generator=generator) * 1.4 - 0.7
-        data, root = env.step_and_maybe_reset(root.set("action", action))
-        out.append(data["next", "observation"].clone())
-    return out
-
-
 # What is drawn
 
 
@@ -72,7 +61,6 @@ def test_scaled_values_are_the_models_own_times_a_number_in_the_range() -> None:
     np.testing.assert_allclose(inertia[:, torso], factor[:, None] * MODEL.body_inertia[torso])
     others = [i for i in range(MODEL.nbody) if i != torso]
     np.testing.assert_array_equal(mass[:, others], np.tile(MODEL.body_mass[others], (N, 1)))
-    env.close()
 
 
 def test_fields_named_together_get_the_same_number_for_each_object() -> None:
@@ -82,7 +70,6 @@ def test_fields_named_together_get_the_same_number_for_each_object() -> None:
     np.testing.assert_array_equal(gain[:, :, 0], -bias[:, :, 1])
     assert len(np.unique(gain[:, :, 0])) == N * 8
     np.testing.assert_array_equal(gain[:, :, 1:], np.tile(MODEL.actuator_gainprm[:, 1:], (N, 1, 1)))
-    env.close()
 
 
 def test_a_shared_number_is_one_for_all_objects() -> None:
@@ -97,7 +84,6 @@ def test_a_shared_number_is_one_for_all_objects() -> None:
     np.testing.assert_array_equal(
         friction[:, others], np.tile(MODEL.geom_friction[others], (N, 1, 1))
     )
-    env.close()
 
 
 def test_adding_and_setting() -> None:
@@ -116,7 +102,6 @@ def test_adding_and_setting() -> None:
     assert ((gravity[:, 2] >= -10.5) & (gravity[:, 2] < -9.0)).all()
     assert not gravity[:, :2].any()
     assert env.randomizer.values("opt.viscosity").tolist() == [[0.25]] * N
-    env.close()
 
 
 def test_the_dofs_of_a_joint_get_one_number() -> None:
@@ -128,7 +113,6 @@ def test_the_dofs_of_a_joint_get_one_number() -> None:
     assert (armature[:, hip] != armature[:, root]).all()
     untouched = [i for i in range(6, MODEL.nv) if i != hip]
     assert (armature[:, untouched] == MODEL.dof_armature[untouched]).all()
-    env.close()
 
 
 def test_several_specs_of_one_field_follow_one_another() -> None:
@@ -141,7 +125,6 @@ def test_several_specs_of_one_field_follow_one_another() -> None:
     mass = env.randomizer.values("body_mass")
     np.testing.assert_allclose(mass[:, MODEL.body("torso").id], 2.0 * 3.2 + 0.5)
     np.testing.assert_allclose(mass[:, MODEL.body("rear_left_thigh").id], 0.25 + 0.5)
-    env.close()
 
 
 @settings(max_examples=25)
@@ -191,7 +174,6 @@ def test_constants_that_depend_on_masses_are_those_of_a_model_with_these_masses(
                 rtol=1e-12,
                 err_msg=name,
             )
-    env.close()
 
 
 def test_a_simulation_moves_as_mujoco_moves_its_model() -> None:
@@ -214,7 +196,6 @@ def test_a_simulation_moves_as_mujoco_moves_its_model() -> None:
         for _ in range(5 * TASK.frame_skip):
             mujoco.mj_step(model, data)
         np.testing.assert_array_equal(after[i], data.qpos)
-    env.close()
 
 
 def test_a_task_that_reads_a_randomised_or_derived_field_sees_each_simulations_own() -> None:
@@ -229,7 +210,6 @@ def test_a_task_that_reads_a_randomised_or_derived_field_sees_each_simulations_o
     np.testing.assert_array_equal(
         env._state.physics.fields["body_mass"], env.randomizer.values("body_mass")
     )
-    env.close()
 
 
 # When it is drawn
@@ -245,7 +225,6 @@ def test_models_drawn_at_the_start_survive_resets_states_and_divergence() -> Non
     env.step_and_maybe_reset(root.set("action", torch.zeros(N, 8)))
     assert env.num_diverged == 1
     assert_same(values(env), before)
-    env.close()
 
 
 def test_models_drawn_at_resets_change_in_the_rows_that_reset_only() -> None:
@@ -260,7 +239,6 @@ def test_models_drawn_at_resets_change_in_the_rows_that_reset_only() -> None:
         changed = (after[name] != before[name]).reshape(N, -1).any(axis=1)
         assert changed.tolist() == mask.tolist(), name
     np.testing.assert_array_equal(after["geom_friction"], before["geom_friction"])
-    env.close()
 
 
 def test_a_partial_reset_with_new_models_leaves_the_other_rows_bit_identical() -> None:
@@ -269,12 +247,9 @@ def test_a_partial_reset_with_new_models_leaves_the_other_rows_bit_identical() -
     root, twin_root = env.reset(), twin.reset()
     mask = torch.tensor([True, False, False, True, False, True])
     root = env.reset(root.set("_reset", mask[:, None]))
-    ours, theirs = play(env, 8, root), play(twin, 8, twin_root)
-    for one, other in zip(ours, theirs, strict=True):
-        assert torch.equal(one[~mask], other[~mask])
-        assert (one[mask] != other[mask]).any(-1).all()
-    env.close()
-    twin.close()
+    ours, theirs = play(env, 8, root)[0]["next"], play(twin, 8, twin_root)[0]["next"]
+    assert torch.equal(ours["observation"][~mask], theirs["observation"][~mask])
+    assert (ours["observation"][mask] != theirs["observation"][mask]).any(-1).all()
 
 
 # From what it is drawn
@@ -287,10 +262,9 @@ def test_a_seed_gives_the_same_models_and_steps_at_any_number_of_threads(when: s
     for threads in (1, 2, 5):
         env = make(specs, seed=None, num_threads=threads, max_episode_steps=4)
         env.set_seed(7)
-        runs.append((play(env, 10), values(env)))
-        env.close()
+        runs.append((play(env, 10)[0]["next", "observation"], values(env)))
     for steps, models in runs[1:]:
-        assert torch.equal(torch.stack(steps), torch.stack(runs[0][0]))
+        assert torch.equal(steps, runs[0][0])
         assert_same(models, runs[0][1])
 
 
@@ -298,8 +272,6 @@ def test_a_simulations_models_follow_from_its_own_seed() -> None:
     one, other = make(seed=3, num_envs=N), make(seed=5, num_envs=N)
     for name, value in values(one).items():
         np.testing.assert_array_equal(value[2:], values(other)[name][:-2], err_msg=name)
-    one.close()
-    other.close()
 
 
 def test_the_models_of_a_row_do_not_depend_on_which_others_reset() -> None:
@@ -319,8 +291,6 @@ def test_the_models_of_a_row_do_not_depend_on_which_others_reset() -> None:
     for name in ours:
         np.testing.assert_array_equal(ours[name][[0, 2, 3]], theirs[name][[0, 2, 3]])
         assert (ours[name][[1, 5]] != theirs[name][[1, 5]]).any()
-    env.close()
-    twin.close()
 
 
 def test_different_seeds_give_different_models_and_none_is_random() -> None:
@@ -328,7 +298,6 @@ def test_different_seeds_give_different_models_and_none_is_random() -> None:
     for seed in (0, 100, None, None):
         env = make([MASS], seed=seed)
         masses.add(env.randomizer.values("body_mass").tobytes())
-        env.close()
     assert len(masses) == 4
 
 
@@ -343,22 +312,18 @@ def test_initial_states_and_commands_are_those_without_randomisation(when: str) 
         np.testing.assert_array_equal(
             plain._state.physics.fields["command"], random._state.physics.fields["command"]
         )
-    plain.close()
-    random.close()
 
 
-def test_without_randomisation_nothing_is_expanded() -> None:
-    env = make(())
-    assert all(
-        env._state.physics.batch.expanded(name) is None for name in ("body_mass", "geom_friction")
-    )
-    env.close()
-
-
-def test_frictions_and_gains_need_no_constants_and_expand_nothing_else() -> None:
-    env = make([FRICTION, GAIN])
-    assert env._state.physics.batch.expanded("body_subtreemass") is None
-    env.close()
+@pytest.mark.parametrize(
+    ("specs", "field"),
+    [
+        ((), "body_mass"),
+        ((), "geom_friction"),
+        ([FRICTION, GAIN], "body_subtreemass"),  # they need no constants
+    ],
+)
+def test_what_does_not_differ_is_not_expanded(specs: Sequence[Randomize], field: str) -> None:
+    assert make(specs)._state.physics.batch.expanded(field) is None
 
 
 # Who says so
@@ -368,11 +333,9 @@ def test_a_tasks_own_randomisation_is_the_default_and_can_be_turned_off() -> Non
     task = pickle.loads(pickle.dumps(replace(make_task("Hopper-v5"), randomization=(FEET,))))
     env = MujocoBatchEnv(task, 3, seed=0)
     assert env.randomizer.values("geom_friction").shape == (3, 5, 3)
-    env.close()
     env = MujocoBatchEnv(task, 3, seed=0, randomization=())
     with pytest.raises(KeyError):
         env.randomizer.values("geom_friction")
-    env.close()
 
 
 FEET = Randomize("geom_friction[0]", 0.5, 1.0, objects=("foot_geom",))

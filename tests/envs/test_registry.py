@@ -23,10 +23,19 @@ def test_gymnasiums_tasks_and_the_examples_have_names_and_options(name: str) -> 
     assert make_task(name, frame_skip=7).frame_skip == 7
 
 
-@pytest.mark.parametrize("name", ["Hopper-v5", "QuadrupedWalk"])
-def test_an_unknown_option_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{name} has no option speed \(expected some of "):
-        make_task(name, speed=1.0)
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("Hopper-v5", "speed"),
+        ("QuadrupedWalk", "speed"),
+        ("Hopper-v5", "xml_file"),
+        ("Hopper-v5", "reads"),  # what a task is, and not how it is set
+    ],
+)
+def test_an_unknown_option_is_refused_and_the_known_ones_are_listed(name: str, option: str) -> None:
+    message = rf"{name} has no option {option} \(expected some of assets, .*frame_skip, .*model, "
+    with pytest.raises(ConfigError, match=message):
+        make_task(name, **{option: 1.0})
 
 
 def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +46,7 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert made.max_episode_steps == 7
     assert make_task("own_robot_of_a_test:TASK").frame_skip == 6
     assert make_task("own_robot_of_a_test:TASK", frame_skip=2).frame_skip == 2
-    with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' makes int \(expected a MujocoTask"):
+    with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' gives int \(expected a MujocoTask"):
         make_task("own_robot_of_a_test:NUMBER")
     del sys.modules["own_robot_of_a_test"]
 
@@ -53,8 +62,8 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
         ),
         (":Task", "no task ':Task', Empty module name"),
         (".robots:Task", "no task '.robots:Task', .* relative import"),
-        ("os:path", "'os:path' is module .expected a MujocoTask or what makes one"),
-        ("os:sep", "'os:sep' is str .expected"),
+        ("os:path", "'os:path' gives module .expected a MujocoTask or what makes one"),
+        ("os:sep", "'os:sep' gives str .expected"),
     ],
 )
 def test_an_unknown_name_is_refused(name: str, message: str) -> None:

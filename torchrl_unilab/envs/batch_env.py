@@ -234,6 +234,7 @@ class MujocoBatchEnv(EnvBase):
             >>> td = env.set_state([[0.0, 0.1]], [[0.0, 0.0]], ids=[1])
             >>> td["observation"][1].tolist()
             [0.0, 0.10000000149011612, 0.0, 0.0]
+            >>> env.close()
         """
         self._mark(self._state.set_state(qpos, qvel, ids))
         return self._output()
@@ -254,6 +255,8 @@ class MujocoBatchEnv(EnvBase):
             >>> other.restore(one.snapshot())
             >>> bool((one.step(action.clone()) == other.step(action.clone())).all())
             True
+            >>> one.close(), other.close()
+            (None, None)
         """
         return self._state.state_dict()
 
@@ -307,7 +310,7 @@ class MujocoBatchEnv(EnvBase):
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """The base class's method, past its masks and merges for environments of any shape."""
         if tensordict.get("_step", None) is not None or self._post_step_mdp_hooks:
-            return super()._step_and_maybe_reset(tensordict)  # type: ignore[no-any-return]
+            return super()._step_and_maybe_reset(tensordict)
         if tensordict.device != self.device:
             tensordict = tensordict.to(self.device)
         tensordict = self.step(tensordict)
@@ -352,8 +355,7 @@ class MujocoBatchEnv(EnvBase):
             action = action.detach()
         if action.dtype is not torch.float32 and action.dtype is not torch.float64:
             action = action.float()
-        array: NDArray[Any] = np.ascontiguousarray(action.numpy(force=not action.is_cpu))
-        return array
+        return np.ascontiguousarray(action.numpy(force=not action.is_cpu))
 
     def _rows(self, mask: torch.Tensor | None) -> NDArray[np.intp] | None:
         """The rows that a ``(n,)`` or ``(n, 1)`` mask selects; None for all."""

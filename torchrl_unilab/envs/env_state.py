@@ -119,8 +119,7 @@ class EnvState:
                 f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range "
                 "(expected one, which bounds the action). Give them a ctrlrange."
             )
-        bounds: Array = model.actuator_ctrlrange.T.copy()
-        return bounds
+        return model.actuator_ctrlrange.T.copy()
 
     def expect_terms(self, dtype: type) -> Sequence[str]:
         """Have the reward's terms at hand, of 0, before the first step; return their names."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import mujoco
 import numpy as np
@@ -23,6 +23,7 @@ _OBJECTS = {
     "actuator": mjtObj.mjOBJ_ACTUATOR,
     "body": mjtObj.mjOBJ_BODY,
     "cam": mjtObj.mjOBJ_CAMERA,
+    "dof": mjtObj.mjOBJ_JOINT,
     "eq": mjtObj.mjOBJ_EQUALITY,
     "geom": mjtObj.mjOBJ_GEOM,
     "jnt": mjtObj.mjOBJ_JOINT,
@@ -100,30 +101,21 @@ class Randomize:
 _Owner = tuple[mjtObj | None, int]
 
 
-@dataclass(frozen=True)
-class _Target:
-    """Where one field of a `Randomize` lies.
-
-    Attributes:
-        field: name of the model's field.
-        rows: the chosen objects' rows in it, ``(k,)``.
-        draws: which of the numbers drawn each row gets, ``(k,)``.
-        column: the only column meant, if not all are.
-    """
+class _Target(NamedTuple):
+    """Where one field of a `Randomize` lies."""
 
     field: str
-    rows: NDArray[np.intp]
-    draws: NDArray[np.intp]
-    column: int | None
+    rows: NDArray[np.intp]  # of the chosen objects, (k,)
+    draws: NDArray[np.intp]  # which of the numbers drawn each row gets, (k,)
+    column: int | None  # the only one meant, if not all are
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A `Randomize` looked up in a model: ``count`` numbers go to the targets."""
+class _Plan(NamedTuple):
+    """A `Randomize` looked up in a model: ``size`` numbers go to the targets."""
 
     spec: Randomize
-    count: int
-    targets: tuple[_Target, ...]
+    size: int
+    targets: list[_Target]
 
 
 class ModelRandomizer:
@@ -158,7 +150,7 @@ class ModelRandomizer:
                 self._values[field] = values[:, None]  # a number of MjOption
         self._defaults = {field: _default(batch.model, field) for field in fields}
         # kept, so that what was drawn at the start outlasts what is drawn at resets
-        self._numbers = [np.zeros((batch.nsim, plan.count)) for plan in self._plans]
+        self._numbers = [np.zeros((batch.nsim, plan.size)) for plan in self._plans]
         self._at_reset = any(spec.when == "reset" for spec in specs)
         inputs = mujoco.MjModel._setconst_inputs
         self._derives = any(field in inputs or field.startswith("opt.") for field in fields)
@@ -176,8 +168,7 @@ class ModelRandomizer:
         Raises:
             KeyError: if the field is not randomised.
         """
-        values: NDArray[np.float64] = self._values[field].copy()
-        return values
+        return self._values[field].copy()
 
     def seed(self, rngs: Iterable[np.random.Generator]) -> None:
         """Take generators from the simulations' own, and draw all models anew.
@@ -232,7 +223,7 @@ class ModelRandomizer:
         for plan, numbers in zip(self._plans, self._numbers, strict=True):
             if plan.spec.when in when:
                 for i in ids:
-                    numbers[i] = self._rngs[i].uniform(plan.spec.low, plan.spec.high, plan.count)
+                    numbers[i] = self._rngs[i].uniform(plan.spec.low, plan.spec.high, plan.size)
         self._set(ids)
 
     def _set(self, ids: NDArray[np.intp]) -> None:
@@ -256,7 +247,7 @@ def _apply(
 ) -> None:
     """Apply numbers ``(len(ids), count)`` to the rows of a target in simulations ``ids``."""
     drawn = numbers[:, target.draws]
-    where: tuple[NDArray[np.intp] | int, ...] = np.ix_(ids, target.rows)
+    where: tuple[Any, ...] = np.ix_(ids, target.rows)
     if target.column is not None:
         where = (*where, target.column)
     else:
@@ -278,25 +269,20 @@ def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
     fields = (spec.fields,) if isinstance(spec.fields, str) else spec.fields
     parts = [_part(model, text, name) for text in fields]
     chosen = [_chosen(model, owners, spec.objects, name) for _, _, owners in parts]
-    owners = [list(dict.fromkeys(owner for owner, _ in rows)) for rows in chosen]
-    if not owners or not owners[0] or any(other != owners[0] for other in owners):
+    objects = [list(dict.fromkeys(rows.values())) for rows in chosen]
+    if not objects or not objects[0] or any(other != objects[0] for other in objects):
         raise ConfigError(
             f"randomization of {name}: {fields} have not the same objects (expected fields of "
             "the same, at least one). Randomize them one by one."
         )
-    order = {owner: 0 if spec.shared else i for i, owner in enumerate(owners[0])}
-    targets = tuple(
-        _Target(
-            field,
-            np.array([row for _, row in rows], dtype=np.intp),
-            np.array([order[owner] for owner, _ in rows], dtype=np.intp),
-            column,
-        )
+    draws = {owner: 0 if spec.shared else i for i, owner in enumerate(objects[0])}
+    targets = [
+        _Target(field, np.array(list(rows)), np.array([draws[o] for o in rows.values()]), column)
         for (field, column, _), rows in zip(parts, chosen, strict=True)
-    )
+    ]
     for target in targets:
         _check_masses(model, spec, target, name)
-    return _Plan(spec, 1 if spec.shared else len(owners[0]), targets)
+    return _Plan(spec, 1 if spec.shared else len(draws), targets)
 
 
 def _part(model: mujoco.MjModel, text: str, name: str) -> tuple[str, int | None, dict[int, _Owner]]:
@@ -306,30 +292,24 @@ def _part(model: mujoco.MjModel, text: str, name: str) -> tuple[str, int | None,
         The field; the column, if one is meant; and whose each row of the field is.
     """
     match = _TARGET.fullmatch(text)
-    field = match.group(1) if match else text
-    column = int(match.group(2)) if match and match.group(2) else None
-    value = np.empty(0)
-    if field in MODEL_FIELDS and field != "opt.timestep":
-        value = _default(model, field)
-    width = value.shape[-1] if value.ndim == 2 or field.startswith("opt.") else 0
+    field, index = match.groups() if match else (text, None)
+    column = None if index is None else int(index)
+    known = field in MODEL_FIELDS and field != "opt.timestep"
+    value = _default(model, field) if known else np.empty(0)
+    option = field.startswith("opt.")
+    width = value.shape[-1] if value.ndim == 2 or option else 0
     if value.dtype.kind != "f" or not value.size or (column is not None and column >= width):
         raise ConfigError(
             f"randomization of {name}: {text!r} (expected a field of floating-point numbers of "
             "MjModel that the model has, such as 'body_mass', 'geom_friction[0]' or "
             "'opt.gravity[2]', but not the timestep). Correct fields."
         )
-    if field.startswith("opt."):
-        # an option has no objects: its numbers are the rows
+    if option:  # it has no objects: its numbers are the rows
         rows = range(len(value)) if column is None else [column]
         return field, None, {row: (None, row) for row in rows}
     prefix = field.split("_")[0]
-    if prefix == "dof":
-        return (
-            field,
-            column,
-            {i: (mjtObj.mjOBJ_JOINT, int(j)) for i, j in enumerate(model.dof_jntid)},
-        )
-    return field, column, {row: (_OBJECTS.get(prefix), row) for row in range(len(value))}
+    owners = model.dof_jntid.tolist() if prefix == "dof" else range(len(value))
+    return field, column, {row: (_OBJECTS.get(prefix), own) for row, own in enumerate(owners)}
 
 
 def _chosen(
@@ -337,26 +317,26 @@ def _chosen(
     owners: dict[int, _Owner],
     patterns: tuple[str, ...] | None,
     name: str,
-) -> list[tuple[_Owner, int]]:
-    """Owner and row of each row whose owner's name matches one of the patterns."""
+) -> dict[int, _Owner]:
+    """Keep the rows whose owner's name matches one of the patterns."""
     if patterns is None:
-        return [(owner, row) for row, owner in owners.items()]
+        return owners
     names = {
-        owner: mujoco.mj_id2name(model, owner[0], owner[1]) or ""
-        for owner in owners.values()
-        if owner[0] is not None
+        row: mujoco.mj_id2name(model, kind, number) or ""
+        for row, (kind, number) in owners.items()
+        if kind is not None
     }
     for pattern in patterns:
         if not any(fnmatchcase(known, pattern) for known in names.values()):
             raise ConfigError(
                 f"randomization of {name}: no object {pattern!r} (expected one of "
-                f"{[known for known in names.values() if known]}). Correct objects."
+                f"{[*dict.fromkeys(filter(None, names.values()))]}). Correct objects."
             )
-    return [
-        (owner, row)
-        for row, owner in owners.items()
-        if any(fnmatchcase(names[owner], pattern) for pattern in patterns)
-    ]
+    return {
+        row: owners[row]
+        for row, known in names.items()
+        if any(fnmatchcase(known, pattern) for pattern in patterns)
+    }
 
 
 def _check_masses(model: mujoco.MjModel, spec: Randomize, target: _Target, name: str) -> None:

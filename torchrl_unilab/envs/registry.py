@@ -100,15 +100,12 @@ def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> Mujoco
             "that can be imported, and of a task in it). Correct the name, or put the module's "
             "directory on PYTHONPATH."
         ) from error
-    if not callable(found) and not isinstance(found, MujocoTask):
-        raise ConfigError(
-            f"make_task: '{module}:{attribute}' is {type(found).__name__} (expected a MujocoTask "
-            "or what makes one). Name a task or its class."
-        )
-    task = replace(found, **options) if isinstance(found, MujocoTask) else found(**options)
+    if isinstance(found, MujocoTask):
+        return replace(found, **options)
+    task = found(**options) if callable(found) else found
     if not isinstance(task, MujocoTask):
         raise ConfigError(
-            f"make_task: '{module}:{attribute}' makes {type(task).__name__} (expected a "
-            "MujocoTask). Name a task or its class."
+            f"make_task: '{module}:{attribute}' gives {type(task).__name__} (expected a MujocoTask "
+            "or what makes one). Name a task or its class."
         )
     return task

@@ -155,14 +155,7 @@ class Simulations:
         Raises:
             ValueError: if they are of another task or number. Nothing has changed then.
         """
-        mine = {name: field.shape for name, field in self._held.derived().items()}
-        command = self.fields["command"].shape if self._has_commands else None
-        expected = (self.batch.state.shape, mine, command)
-        found = (
-            state["state"].shape,
-            {name: field.shape for name, field in state["derived"].items()},
-            None if state["command"] is None else state["command"].shape,
-        )
+        found, expected = _shapes(state), _shapes(self.state_dict())
         if found != expected:
             raise ValueError(
                 f"restore: a snapshot of shapes {found} (expected {expected}, those of "
@@ -229,6 +222,12 @@ class HeldFields:
         self._live, self._held = {}, {}
 
 
+def _shapes(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Shapes of a state's arrays: the simulations' own, the derived by name, and commands."""
+    derived = {name: field.shape for name, field in state["derived"].items()}
+    return state["state"].shape, derived, np.shape(state["command"])
+
+
 def all_finite(array: NDArray[Any]) -> bool:
     """Whether all of it is finite; counts, which touches less than reducing does."""
     return bool(np.count_nonzero(np.isfinite(array)) == array.size)
@@ -237,8 +236,7 @@ def all_finite(array: NDArray[Any]) -> bool:
 def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
     """A field of the physics or of the model, one row per simulation."""
     if name in DATA_FIELDS:
-        bound: NDArray[Any] = batch.bind(name)
-        return bound
+        return batch.bind(name)
     if name not in MODEL_FIELDS:
         raise ValueError(
             f"MujocoBatchEnv: {task} reads {name!r} (expected a field of MjData that "

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mujoco
 import numpy as np
@@ -19,7 +19,9 @@ from torchrl_unilab.envs.mujoco_engine import add_contact_forces
 from torchrl_unilab.envs.randomization import Randomize
 
 Array = NDArray[np.float64]
+State: TypeAlias = tuple[Array, Array]
 Fields = Mapping[str, NDArray[Any]]
+Model: TypeAlias = str | Path | mujoco.MjSpec
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Outcome:
         terminated: ``(nsim,)`` bool.
         terms: the named parts of the reward, ``(nsim,)`` each.
         info: further quantities, ``(nsim, ...)`` each, such as a speed.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrl_unilab.envs import Outcome
+        >>> speed, fallen = np.array([0.5, 2.0]), np.array([False, True])
+        >>> Outcome(speed, fallen, {"speed": speed}).terminated
+        array([False,  True])
     """
 
     reward: Array
@@ -71,10 +80,25 @@ class MujocoTask(ABC):
             episode.
         randomization: how the models of its simulations differ, unless the
             environment has another setting.
+
+    Example:
+        >>> import numpy as np
+        >>> from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, Outcome, make_task
+        >>> class Still(MujocoTask):
+        ...     def observation(self, fields):
+        ...         return fields["qpos"], fields["qvel"]
+        ...     def outcome(self, fields, before, action, dt):
+        ...         speed = np.abs(fields["qvel"]).sum(axis=1)
+        ...         return Outcome(-speed, speed > 10.0, {"speed": -speed})
+        >>> task = Still(name="Still", model=make_task("InvertedPendulum-v5").model_path())
+        >>> env = MujocoBatchEnv(task, num_envs=2)
+        >>> env.rollout(3)["observation"].shape
+        torch.Size([2, 3, 4])
+        >>> env.close()
     """
 
     name: str
-    model: str | Path | mujoco.MjSpec
+    model: Model
     assets: Mapping[str, bytes] = field(default_factory=dict)
     frame_skip: int = 1
     max_episode_steps: int = 1000
@@ -130,9 +154,7 @@ class MujocoTask(ABC):
         """Where the model's file lies, if it is given as one."""
         return Path(str(self.model))
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Draw the state in which one episode starts.
 
         Args:

@@ -29,6 +29,7 @@ def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
         last_gain: Scale of the output layer's weights.
 
     Example:
+        >>> from torchrl_unilab.modules.critics import tanh_mlp
         >>> [type(layer).__name__ for layer in tanh_mlp([3, 8, 1], last_gain=1.0)]
         ['Linear', 'Tanh', 'Linear']
     """
@@ -53,6 +54,7 @@ def relu_mlp(sizes: Sequence[int], *, layer_norm: bool = False) -> nn.Sequential
         ConfigError: A width is not positive.
 
     Example:
+        >>> from torchrl_unilab.modules.critics import relu_mlp
         >>> [type(layer).__name__ for layer in relu_mlp([3, 8, 1])]
         ['Linear', 'ReLU', 'Linear']
     """
@@ -131,7 +133,9 @@ def make_critic(
         hidden: Widths of the tanh layers.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_critic
         >>> make_critic(3)(TensorDict(observation=torch.zeros(5, 3)))["state_value"].shape
         torch.Size([5, 1])
     """
@@ -161,7 +165,9 @@ def make_q_value(
         ConfigError: A size is not positive.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_q_value
         >>> critic = make_q_value(3, 1)
         >>> batch = TensorDict(observation=torch.zeros(5, 3), action=torch.zeros(5, 1))
         >>> critic(batch)["state_action_value"].shape

@@ -38,14 +38,11 @@ class PerEnvNoise(TensorDictModuleBase):
         ConfigError: Bounds or standard deviations are not in order.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
-        >>> from tensordict.nn import TensorDictSequential
-        >>> from torchrl.envs.utils import set_exploration_type
-        >>> from torchrl_unilab.modules.squashed import make_td3_actor
+        >>> from torchrl_unilab.modules import PerEnvNoise
         >>> noise = PerEnvNoise(-1.0, 1.0, std_min=0.1, std_max=0.5, init_key=None)
-        >>> policy = TensorDictSequential(make_td3_actor(3, 2), noise)
-        >>> with set_exploration_type(ExplorationType.RANDOM):
-        ...     batch = policy(TensorDict(observation=torch.zeros(8, 3), batch_size=[8]))
+        >>> batch = noise(TensorDict(action=torch.zeros(8, 2), batch_size=[8]))
         >>> noise.std.shape
         torch.Size([8, 1])
     """
@@ -125,11 +122,10 @@ class PerEnvNoise(TensorDictModuleBase):
     def _draw(self, like: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
         """Return the deviations, new ones where an episode starts or none is known yet."""
         known = self._std
-        if known is not None and known.shape == like.shape and known.device == like.device:
-            if first is None:
-                return known
-        else:
-            known = None
+        if known is not None and (known.shape, known.device) != (like.shape, like.device):
+            known = None  # of other environments
+        if known is not None and first is None:
+            return known
         drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
         drawn.uniform_(self.std_min, self.std_max, generator=self._generator)
         self._std = drawn if known is None or first is None else torch.where(first, drawn, known)

@@ -92,8 +92,7 @@ class DirectActor(ProbabilisticActor, abc.ABC):
         how = exploration_type()
         explore = how == ExplorationType.RANDOM
         if args or kwargs or torch.is_grad_enabled() or not (explore or how in _POINTS):
-            out: TensorDictBase = super().forward(tensordict, *args, **kwargs)
-            return out
+            return super().forward(tensordict, *args, **kwargs)
         return self._act(self.module[0](tensordict), explore)
 
     @abc.abstractmethod
@@ -149,7 +148,9 @@ def make_actor(
         log_std: Initial logarithm of the standard deviation.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_actor
         >>> batch = make_actor(3, 2)(TensorDict(observation=torch.zeros(5, 3), batch_size=[5]))
         >>> batch["action"].shape, batch["action_log_prob"].shape
         (torch.Size([5, 2]), torch.Size([5]))

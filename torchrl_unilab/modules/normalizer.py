@@ -27,6 +27,8 @@ class ObservationNormalizer(nn.Module):
         clip: Bound of the normalised values.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.modules import ObservationNormalizer
         >>> normalizer = ObservationNormalizer(2)
         >>> normalizer.update(torch.tensor([[0.0, 0.0], [2.0, 4.0]]))
         >>> normalizer.mean.tolist()
@@ -92,5 +94,4 @@ class NormalizedNetwork(TensorDictModuleBase):
 
     def output(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Return the network's output, [..., n]."""
-        output: torch.Tensor = self.net(self.normalizer(tensordict.get(self.in_keys[0])))
-        return output
+        return self.net(self.normalizer(tensordict.get(self.in_keys[0])))

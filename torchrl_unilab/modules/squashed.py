@@ -37,6 +37,8 @@ def squash(x: torch.Tensor) -> torch.Tensor:
     So that an action can be mapped back. ``x`` is overwritten.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.modules.squashed import squash
         >>> squash(torch.tensor([0.0, 100.0])).tolist()
         [0.0, 0.9999...]
     """
@@ -52,17 +54,8 @@ class SquashedNormal(TanhNormal):
     take that, where `TanhNormal` estimates a mean from samples and refuses a mode.
     """
 
-    @property
-    def mean(self) -> torch.Tensor:
-        """The squashed mean of the Gaussian, not the mean of the squashed Gaussian."""
-        mean: torch.Tensor = self.deterministic_sample
-        return mean
-
-    @property
-    def mode(self) -> torch.Tensor:
-        """The squashed mode of the Gaussian, not the mode of the squashed Gaussian."""
-        mode: torch.Tensor = self.deterministic_sample
-        return mode
+    mean = mode = TanhNormal.deterministic_sample
+    """The squashed mean of the Gaussian, not the mean or mode of the squashed Gaussian."""
 
 
 class SquashedNetwork(NormalizedNetwork):
@@ -188,7 +181,9 @@ def make_sac_actor(
         ConfigError: A size or a pair of bounds cannot work.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_sac_actor
         >>> actor = make_sac_actor(3, 2, low=torch.tensor([-1.0, 0.0]), high=2.0)
         >>> actor(TensorDict(observation=torch.zeros(5, 3), batch_size=[5]))["action"].shape
         torch.Size([5, 2])
@@ -233,7 +228,9 @@ def make_td3_actor(
         ConfigError: A size or a pair of bounds cannot work.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_td3_actor
         >>> actor = make_td3_actor(3, 2, low=0.0, high=2.0)
         >>> batch = actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))
         >>> bool((batch["action"] > 0.0).all())

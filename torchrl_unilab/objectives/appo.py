@@ -31,6 +31,8 @@ def kl_adapted_lr(lr: torch.Tensor, kl: torch.Tensor, desired_kl: float) -> torc
     that has not moved, which says nothing: the rate stays as it is. Nothing leaves the device.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.objectives.appo import kl_adapted_lr
         >>> kl_adapted_lr(torch.tensor(1e-3), torch.tensor(0.5), desired_kl=0.01).item()
         0.000909...
     """
@@ -71,7 +73,10 @@ class APPOLoss(LossModule):
         ConfigError: A coefficient is out of its range.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_actor, make_critic
+        >>> from torchrl_unilab.objectives import APPOLoss
         >>> loss = APPOLoss(make_actor(3, 1), make_critic(3))
         >>> policy_output = loss.actor_network(TensorDict(observation=torch.zeros(4, 8, 3)))
         >>> flag = torch.zeros(4, 8, 1, dtype=torch.bool)

@@ -26,6 +26,8 @@ def timeout_bootstrap(
         ``gamma * v_t`` where an episode was cut, else 0, [...].
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.objectives import timeout_bootstrap
         >>> value, done = torch.tensor([2.0, 2.0]), torch.tensor([True, True])
         >>> terminated = torch.tensor([False, True])
         >>> timeout_bootstrap(value, done, terminated, gamma=0.5).tolist()
@@ -72,6 +74,8 @@ def vtrace(
         Value targets [B, T] and advantages [B, T], neither with a gradient.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.objectives import vtrace
         >>> one = torch.ones(1, 1)
         >>> no = torch.zeros(1, 1, dtype=torch.bool)
         >>> targets, _ = vtrace(0 * one, 2 * one, 4 * one, one, no, no, gamma=0.5)
@@ -89,7 +93,7 @@ def vtrace(
         rho = log_rho.exp()
         clipped_rho = rho.clamp(max=rho_bar)
         r_t = r_t + timeout_bootstrap(v_t, done_t, terminated_t, gamma=gamma)
-        discount_t = gamma * ~done_t
+        discount_t = gamma * (~done_t).to(v_t.dtype)  # a bool alone would give the default dtype
         delta_t = clipped_rho * (r_t + discount_t * v_t - v_tm1)
         trace_t = discount_t * lambda_ * rho.clamp(max=c_bar)
         correction = torch.zeros_like(delta_t[:, 0])

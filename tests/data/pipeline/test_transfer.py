@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictBase
 from torch.overrides import TorchFunctionMode
@@ -175,7 +175,6 @@ def learn(cuda: Cuda, tick: int, batch: TensorDictBase, seen: list[tuple[int, fl
 
 
 @given(seed=st.integers(0, 2**32), early=st.lists(st.booleans(), min_size=8, max_size=8))
-@settings(max_examples=150)
 def test_however_late_the_device_is_the_learner_s_work_sees_its_own_tick_s_batch(seed, early):
     """A tick ends before the next one is prepared where `early` says so, else after that."""
     cuda, seen = Cuda(seed), []
@@ -269,7 +268,6 @@ def packed_batches(draw: st.DrawFn) -> TensorDict:
 
 
 @given(packed_batches())
-@settings(max_examples=100)
 def test_a_mirror_takes_one_copy_per_block_and_is_equal_afterwards(batch):
     there, blocks = mirror(batch, CPU)
     assert len(blocks) == len({leaf.untyped_storage().data_ptr() for leaf in batch.values()})

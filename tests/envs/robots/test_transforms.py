@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ def hopper(*transforms: Transform, **settings: object) -> TransformedEnv:
     return TransformedEnv(env, Compose(*transforms)) if transforms else env
 
 
+def step(env: EnvBase, root: TensorDictBase, action: torch.Tensor, **entries: torch.Tensor):
+    """Take a step in rows that `_step` may select; return the next root."""
+    td = root.set("action", action).update(entries)
+    return env.step_mdp(env.step(td)).exclude(*entries)
+
+
 def actions(steps: int) -> torch.Tensor:
     return torch.rand(steps, N, 3, generator=torch.Generator().manual_seed(1)) * 2 - 1
 
@@ -34,7 +41,6 @@ def play(env: EnvBase, steps: int) -> tuple[TensorDictBase, TensorDictBase]:
     for action in actions(steps):
         step, root = env.step_and_maybe_reset(root.set("action", action))
         data.append(step)
-    env.close()
     return torch.stack(data, 1), root
 
 
@@ -51,7 +57,6 @@ MAKERS = {
 def test_specs_hold(make: Callable[[], Transform], dtype: torch.dtype) -> None:
     env = hopper(make(), dtype=dtype, max_episode_steps=3)
     check_env_specs(env)
-    env.close()
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
@@ -109,8 +114,6 @@ def test_the_first_observation_of_an_episode_is_noisy_too() -> None:
     noise = noisy.reset()["observation"] - clean.reset()["observation"]
     assert (noise != 0).all()
     assert noise.abs().max() < 0.6
-    clean.close()
-    noisy.close()
 
 
 def test_noise_leaves_the_critics_group_alone() -> None:
@@ -120,8 +123,6 @@ def test_noise_leaves_the_critics_group_alone() -> None:
     noisy, clean = TransformedEnv(rooms[0], ObservationNoise(0.1)).reset(), rooms[1].reset()
     assert torch.equal(noisy["critic_observation"], clean["critic_observation"])
     assert (noisy["observation"] != clean["observation"]).all()
-    for env in rooms:
-        env.close()
 
 
 # Delays
@@ -150,7 +151,6 @@ def test_actions_take_effect_late_by_the_delay(delay: int) -> None:
         assert torch.equal(late["next", "observation"][:, t], data["next", "observation"])
         assert torch.equal(late["next", "reward"][:, t], data["next", "reward"])
         assert not data["next", "done"].any()
-    clean.close()
     assert torch.equal(late["action"], actions(6).transpose(0, 1))
 
 
@@ -166,29 +166,22 @@ def test_an_episode_that_starts_knows_nothing_of_the_one_before() -> None:
         # a step late: what was seen when the action was chosen
         assert torch.equal(data["next", "observation"], first)
         assert data["next", "done"].all() == (t % 3 == 2)
-    late.close()
-    plain.close()
 
 
 def test_a_partial_reset_forgets_the_delayed_of_its_rows_only() -> None:
-    env = hopper(ObservationDelay(2), ActionDelay(2))
-    twin = hopper(ObservationDelay(2), ActionDelay(2))
+    env, twin = (hopper(ObservationDelay(2), ActionDelay(2)) for _ in range(2))
     root, twin_root = env.reset(), twin.reset()
     for action in actions(6)[:4]:
-        root = env.step_mdp(env.step(root.set("action", action)))
-        twin_root = twin.step_mdp(twin.step(twin_root.set("action", action)))
+        root, twin_root = step(env, root, action), step(twin, twin_root, action)
     mask = torch.tensor([[True], [False], [True], [False]])
     before = root["observation"].clone()
     root = env.reset(root.set("_reset", mask))
     assert torch.equal(root["observation"][1::2], before[1::2])
     started = root["observation"][::2].clone()
-    for t, action in enumerate(actions(6)[4:]):
-        root = env.step_mdp(env.step(root.set("action", action)))
-        twin_root = twin.step_mdp(twin.step(twin_root.set("action", action)))
+    for action in actions(6)[4:]:
+        root, twin_root = step(env, root, action), step(twin, twin_root, action)
         assert torch.equal(root["observation"][1::2], twin_root["observation"][1::2])
-        assert torch.equal(root["observation"][::2], started), t
-    env.close()
-    twin.close()
+        assert torch.equal(root["observation"][::2], started)
 
 
 @pytest.mark.parametrize("delay", [ObservationDelay, ActionDelay])
@@ -196,16 +189,11 @@ def test_rows_that_do_not_step_keep_what_is_delayed(delay: type) -> None:
     env, twin = hopper(delay(2)), hopper(delay(2))
     root, twin_root = env.reset(), twin.reset()
     mask = torch.tensor([[True], [True], [False], [True]])
-    stalled = actions(1)[0] * 0.5
-    root = env.step_mdp(env.step(root.set("action", stalled).set("_step", mask)))
-    root = root.exclude("_step")
+    root = step(env, root, actions(1)[0] * 0.5, _step=mask)
     for action in actions(6):
-        root = env.step_mdp(env.step(root.set("action", action)))
-        twin_root = twin.step_mdp(twin.step(twin_root.set("action", action)))
+        root, twin_root = step(env, root, action), step(twin, twin_root, action)
         assert torch.equal(root["observation"][2], twin_root["observation"][2])
     assert (root["observation"][:2] != twin_root["observation"][:2]).any()
-    env.close()
-    twin.close()
 
 
 @pytest.mark.parametrize("make", [ObservationDelay, ActionDelay])
@@ -220,7 +208,6 @@ def test_delays_of_a_range_are_drawn_for_each_row_and_episode(make: type) -> Non
     env.reset(root.set("_reset", mask))
     assert torch.equal(delay.delays[32:], first[32:])
     assert not torch.equal(delay.delays[:32], first[:32])
-    env.close()
 
 
 def test_each_row_has_its_own_delay() -> None:
@@ -231,13 +218,10 @@ def test_each_row_has_its_own_delay() -> None:
     seen = [true["observation"]]
     assert len(set(delay.delays.tolist())) > 1
     for action in actions(8):
-        root = env.step_mdp(env.step(root.set("action", action)))
-        true = clean.step_mdp(clean.step(true.set("action", action)))
+        root, true = step(env, root, action), step(clean, true, action)
         seen.append(true["observation"])
         for row, late in enumerate(delay.delays.tolist()):
             assert torch.equal(root["observation"][row], seen[max(len(seen) - 1 - late, 0)][row])
-    env.close()
-    clean.close()
 
 
 def test_delays_work_on_an_environment_without_batch() -> None:
@@ -247,7 +231,6 @@ def test_delays_work_on_an_environment_without_batch() -> None:
         GymEnv("InvertedPendulum-v5"), Compose(ObservationDelay(1), ActionDelay(1))
     )
     check_env_specs(env)
-    env.close()
 
 
 @pytest.mark.parametrize(
@@ -267,71 +250,44 @@ def test_what_cannot_be_is_refused(make: Callable[[], Transform]) -> None:
 def test_a_delay_without_an_environment_says_so() -> None:
     env = hopper()
     data = env.rand_action(env.reset())
-    env.close()
     with pytest.raises(RuntimeError, match="has no environment"):
         ActionDelay(1).inv(data)
 
 
 # TorchRL's own
 
+PENDULUM = partial(MujocoBatchEnv, "InvertedPendulum-v5", 2, seed=0)
+
 
 def test_action_scaling_maps_one_to_the_end_of_the_control_range() -> None:
-    task = make_task("InvertedPendulum-v5")
-    scaled = TransformedEnv(MujocoBatchEnv(task, 2, seed=0), ActionScaling())
-    plain = MujocoBatchEnv(task, 2, seed=0)
-    assert scaled.action_spec.space.low.unique().tolist() == [-1.0]
-    assert scaled.action_spec.space.high.unique().tolist() == [1.0]
-    high = plain.action_spec.space.high
+    scaled, plain = TransformedEnv(PENDULUM(), ActionScaling()), PENDULUM()
+    space, high = scaled.action_spec.space, plain.action_spec.space.high
+    assert (space.low.unique().tolist(), space.high.unique().tolist()) == ([-1.0], [1.0])
     assert high.unique().tolist() == [3.0]
     one = scaled.step(scaled.reset().set("action", torch.ones(2, 1)))
     other = plain.step(plain.reset().set("action", high))
     assert torch.equal(one["next", "observation"], other["next", "observation"])
     assert one["action"].unique().tolist() == [1.0]
-    scaled.close()
-    plain.close()
 
 
-def test_torchrls_frame_skip_repeats_the_action_and_adds_rewards() -> None:
-    skipping, plain = hopper(FrameSkipTransform(3)), hopper()
-    action = actions(1)[0]
-    once = skipping.step(skipping.reset().set("action", action))["next"]
-    root, total = plain.reset(), torch.zeros(N, 1)
-    for _ in range(3):
-        after = plain.step(root.set("action", action))
-        total += after["next", "reward"]
-        root = plain.step_mdp(after)
-    assert torch.equal(once["observation"], after["next", "observation"])
-    assert torch.equal(once["reward"], total)
-    skipping.close()
-    plain.close()
-
-
-def test_torchrls_frame_skip_works_before_action_scaling() -> None:
-    task = make_task("InvertedPendulum-v5")
-    skipping = TransformedEnv(
-        MujocoBatchEnv(task, 2, seed=0), Compose(FrameSkipTransform(2), ActionScaling())
-    )
-    plain = MujocoBatchEnv(task, 2, seed=0)
+def test_torchrls_frame_skip_repeats_the_action_and_adds_rewards_before_action_scaling() -> None:
+    skipping = TransformedEnv(PENDULUM(), Compose(FrameSkipTransform(3), ActionScaling()))
+    plain = PENDULUM()
     once = skipping.step(skipping.reset().set("action", torch.full((2, 1), 0.25)))["next"]
-    root = plain.reset()
-    for _ in range(2):
-        after = plain.step(root.set("action", torch.full((2, 1), 0.75)))["next"]
-        root = after.copy()
+    after, total = plain.reset(), torch.zeros(2, 1)
+    for _ in range(3):
+        after = plain.step(after.set("action", torch.full((2, 1), 0.75)))["next"]
+        total += after["reward"]
     assert torch.equal(once["observation"], after["observation"])
-    skipping.close()
-    plain.close()
+    assert torch.equal(once["reward"], total)
 
 
 def test_a_tasks_frame_skip_is_physics_steps_per_action() -> None:
     slow = MujocoBatchEnv(replace(make_task("Hopper-v5"), frame_skip=8), N, seed=0)
-    fast = MujocoBatchEnv("Hopper-v5", N, seed=0)
+    fast = hopper()
     action = actions(1)[0]
-    once = slow.step(slow.reset().set("action", action))["next"]
-    root = fast.reset()
+    once, root = step(slow, slow.reset(), action), fast.reset()
     for _ in range(2):
-        after = fast.step(root.set("action", action))
-        root = fast.step_mdp(after)
-    assert torch.equal(once["observation"], after["next", "observation"])
+        root = step(fast, root, action)
+    assert torch.equal(once["observation"], root["observation"])
     assert slow.dt == 2 * fast.dt
-    slow.close()
-    fast.close()

@@ -85,7 +85,7 @@ def _assert_equals_autograd(loss: APPOLoss, pool: TensorDict) -> None:
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("size", [1, 64])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("hidden", NETWORKS, ids=str)
 def test_gradients_and_statistics_equal_those_of_the_loss(hidden, settings, size):

@@ -56,11 +56,18 @@ OWN = {
 ALL = [(name, case) for name in OWN for case in CASES | OWN[name]]
 
 
+def prepared(algorithm: str, size: int = 32, **settings):
+    """A loss, its fused update, and transitions packed for it."""
+    loss = make_loss(algorithm, **settings)
+    update = fused(loss)
+    return loss, update, update.prepare(transitions_of(loss, size, 0))
+
+
 @pytest.mark.parametrize(("algorithm", "case"), ALL)
 def test_steps_equal_those_of_the_loss_adam_and_soft_update(algorithm, case):
     loss = make_loss(algorithm, **(CASES | OWN[algorithm])[case])
     other, update = stock(loss), fused(loss)
-    for i in range(5):
+    for i in range(3):
         batch = transitions_of(loss, 32, seed=i)
         observed, expected = assert_same_step(loss, other, update, batch)
         for key in set(observed) & set(expected.keys()):
@@ -119,9 +126,8 @@ def test_single_precision_follows_the_stock_loss(algorithm):
 
 @BOTH
 def test_statistics_are_one_ordinary_tensor(algorithm):
-    loss = make_loss(algorithm)
-    update = fused(loss)
-    observed = update.step(update.prepare(transitions_of(loss, 8, 0)))
+    _, update, packed = prepared(algorithm)
+    observed = update.step(packed)
     assert observed.shape == (len(update.statistics),)
     assert not observed.is_inference()
     assert not observed.requires_grad
@@ -132,9 +138,7 @@ def test_statistics_are_one_ordinary_tensor(algorithm):
 
 @BOTH
 def test_a_critic_step_leaves_the_policy_alone_and_moves_all_targets(algorithm):
-    loss = make_loss(algorithm, normalized=True)
-    update = fused(loss)
-    packed = update.prepare(transitions_of(loss, 32, 0))
+    loss, update, packed = prepared(algorithm, normalized=True)
     update.step(packed)  # its policy gradients and Adam state must not leak into the next step
     before = {name: value.clone() for name, value in loss.state_dict().items()}
 
@@ -148,9 +152,7 @@ def test_a_critic_step_leaves_the_policy_alone_and_moves_all_targets(algorithm):
 
 @BOTH
 def test_policy_statistics_are_nan_before_the_first_policy_step(algorithm):
-    loss = make_loss(algorithm)
-    update = fused(loss)
-    packed = update.prepare(transitions_of(loss, 32, 0))
+    _, update, packed = prepared(algorithm)
 
     observed = dict(zip(update.statistics, update.step(packed, update_policy=False), strict=True))
 
@@ -160,9 +162,7 @@ def test_policy_statistics_are_nan_before_the_first_policy_step(algorithm):
 
 @BOTH
 def test_a_critic_step_repeats_the_statistics_of_the_last_policy_step(algorithm):
-    loss = make_loss(algorithm)
-    update = fused(loss)
-    packed = update.prepare(transitions_of(loss, 32, 0))
+    _, update, packed = prepared(algorithm)
 
     first = update.step(packed)
     second = update.step(packed, update_policy=False)
@@ -306,9 +306,7 @@ def test_targets_can_also_be_moved_by_torchrl_even_by_what_was_made_before():
 
 @BOTH
 def test_after_a_checkpoint_the_next_steps_are_the_same(algorithm):
-    loss = make_loss(algorithm, normalized=True, layer_norm=True)
-    update = fused(loss)
-    packed = update.prepare(transitions_of(loss, 16, 0))
+    loss, update, packed = prepared(algorithm, 16, normalized=True, layer_norm=True)
     for i in range(3):
         update.step(packed, update_policy=bool(i % 2))
     file = io.BytesIO()
@@ -331,9 +329,8 @@ def test_after_a_checkpoint_the_next_steps_are_the_same(algorithm):
 
 @BOTH
 def test_a_step_never_looks_at_a_value(algorithm, no_looks):
-    loss = make_loss(algorithm, layer_norm=True, **{"sac": {"min_alpha": 0.5}}.get(algorithm, {}))
-    update = fused(loss)
-    packed = update.prepare(transitions_of(loss, 21, 0))
+    own = {"min_alpha": 0.5} if algorithm == "sac" else {}
+    _, update, packed = prepared(algorithm, 21, layer_norm=True, **own)
     with no_looks():
         for i, minibatch in enumerate(update.minibatches(packed, 2)):
             update.step(minibatch, update_policy=bool(i))

@@ -51,6 +51,12 @@ class ReplayTickMetadata:
         sample_count: Rows of the batch.
         batch_host_slot: Which host batch it was packed into.
         batch_gpu_slot: Which batch of the device it was copied to; None if it was not.
+
+    Example:
+        >>> from torchrl_unilab.data import ReplayTickMetadata
+        >>> tick = ReplayTickMetadata(3, 612, 512, sample_seed=43, sample_count=64)
+        >>> tick.snapshot_size
+        512
     """
 
     tick_id: int
@@ -94,18 +100,12 @@ class DoubleBufferReplayPipeline:
         last_metadata: Where the last batch sampled came from; None before the first.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
-        >>> class Rows:
-        ...     rows = TensorDict({"reward": torch.arange(100.0)}, [100])
-        ...     def snapshot(self):
-        ...         return ReplaySnapshot(ptr=100, size=100)
-        ...     def empty_batch(self, count, *, pin_memory=False):
-        ...         return TensorDict({"reward": torch.empty(count)}, [count])
-        ...     def sample(self, count, *, seed, snapshot=None, out=None):
-        ...         generator = torch.Generator().manual_seed(seed)
-        ...         index = torch.randint(snapshot.size, (count,), generator=generator)
-        ...         return out.update_(self.rows[index])
-        >>> with DoubleBufferReplayPipeline(Rows(), sample_count=8) as pipeline:
+        >>> from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
+        >>> rows = PackedReplayStorage(100)
+        >>> _ = rows.append(TensorDict(reward=torch.arange(100.0), batch_size=[100]))
+        >>> with DoubleBufferReplayPipeline(rows, sample_count=8) as pipeline:
         ...     for tick in range(3):
         ...         batch = pipeline.sample_large_batch(tick, 8)
         ...         started = pipeline.start_prepare(tick + 1, 8)  # while the learner learns
@@ -113,6 +113,7 @@ class DoubleBufferReplayPipeline:
         ...         pipeline.after_tick()
         >>> started, pipeline.last_metadata.sample_seed
         (True, 2)
+        >>> rows.close()
     """
 
     def __init__(
@@ -295,8 +296,7 @@ class DoubleBufferReplayPipeline:
                 f"cannot sample tick {tick_id}: tick {self._hot} is being learnt (expected it to "
                 "be over). Call after_tick() first."
             )
-        batch: TensorDictBase = self._transfer.acquire(1 - self._slot).copy()
-        return batch
+        return self._transfer.acquire(1 - self._slot).copy()
 
     def after_tick(self) -> None:
         """End the tick: the learner has asked for all its work on the hot batch.

@@ -36,7 +36,15 @@ class ReplaySource(Protocol):
 
 
 class ReplayPipeline(Protocol):
-    """What a learner needs of an object that prepares its batches, one for each tick."""
+    """What a learner needs of an object that prepares its batches, one for each tick.
+
+    Example:
+        >>> from torchrl_unilab.data import ReplayPipeline
+        >>> def next_batch(pipeline: ReplayPipeline, tick: int):
+        ...     batch = pipeline.sample_large_batch(tick, 256)
+        ...     pipeline.start_prepare(tick + 1, 256)  # while the learner learns
+        ...     return batch
+    """
 
     def start_prepare(
         self, tick_id: int, sample_count: int, min_snapshot_ptr: int | None = None

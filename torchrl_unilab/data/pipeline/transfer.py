@@ -84,7 +84,9 @@ class PortableTransfer(HostTransfer):
             ``torch.accelerator.synchronize`` if not given.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.data.pipeline.transfer import PortableTransfer
         >>> host = TensorDict({"reward": torch.ones(3)}, [3])
         >>> transfer = PortableTransfer([host], torch.device("cpu"), synchronize=lambda: None)
         >>> transfer.submit(0)
@@ -209,6 +211,8 @@ def transfer_to(device: torch.device) -> MakeTransfer:
         ConfigError: There is no such device here.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.data.pipeline.transfer import transfer_to
         >>> transfer_to(torch.device("cpu"))([]).submitter
         'none'
     """

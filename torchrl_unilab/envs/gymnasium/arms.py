@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.gymnasium.base import GymnasiumTask, control_cost, never, norms
-from torchrl_unilab.envs.task import Array, Fields, Outcome
+from torchrl_unilab.envs.gymnasium.base import GymnasiumTask, never, norms, sums_of_squares
+from torchrl_unilab.envs.task import Array, Fields, Model, Outcome, State
 
 _SPEED_NOISE = 0.005  # bound on the initial velocities of the joints
 
@@ -32,8 +30,7 @@ class Arm(GymnasiumTask):
 
     def position(self, fields: Fields, body: str) -> Array:
         """Where a body is, ``(nsim, 3)``, metres."""
-        position: Array = fields["xpos"][:, self.body(body)]
-        return position
+        return fields["xpos"][:, self.body(body)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +38,12 @@ class Reacher(Arm):
     """Reacher-v5: bring the tip of an arm with two joints to a target, on a plane."""
 
     name: str = "Reacher-v5"
-    model: str | Path | mujoco.MjSpec = "reacher.xml"
+    model: Model = "reacher.xml"
     frame_skip: int = 2
     max_episode_steps: int = 50
     reward_control_weight: float = 1.0
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Draw joints within 0.1 rad of the default and a target within 0.2 m of the base."""
         start = rng.uniform(-0.1, 0.1, len(qpos)) + qpos
         target = rng.uniform(-0.2, 0.2, 2)
@@ -76,7 +71,7 @@ class Reacher(Arm):
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
         """Charge the distance to the target and control, and never terminate."""
         distance = -norms(self._miss(fields)) * self.reward_dist_weight
-        control = -control_cost(action, self.reward_control_weight)
+        control = -self.reward_control_weight * sums_of_squares(action)
         terms = {"reward_dist": distance, "reward_ctrl": control}
         return Outcome(distance + control, never(fields), terms)
 
@@ -90,15 +85,13 @@ class Pusher(Arm):
     """
 
     name: str = "Pusher-v5"
-    model: str | Path | mujoco.MjSpec = "pusher_v5.xml"
+    model: Model = "pusher_v5.xml"
     frame_skip: int = 5
     max_episode_steps: int = 100
     reward_near_weight: float = 0.5
     reward_control_weight: float = 0.1
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Draw where the object lies, more than 0.17 m from the goal, and joint velocities."""
         place = np.zeros(2)
         while np.linalg.norm(place) <= 0.17:
@@ -120,7 +113,7 @@ class Pusher(Arm):
         thing = self.position(fields, "object")
         near = -norms(thing - self.position(fields, "tips_arm")) * self.reward_near_weight
         distance = -norms(thing - self.position(fields, "goal")) * self.reward_dist_weight
-        control = -control_cost(action, self.reward_control_weight)
+        control = -self.reward_control_weight * sums_of_squares(action)
         return Outcome(
             distance + control + near,
             never(fields),

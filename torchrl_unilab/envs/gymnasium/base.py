@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.task import Array, Fields, MujocoTask
+from torchrl_unilab.envs.task import Array, Fields, MujocoTask, State
 from torchrl_unilab.errors import ConfigError
 
 
@@ -97,9 +97,7 @@ class NoisyStart(GymnasiumTask):
 
     reset_noise_scale: float
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Add the noise to both."""
         scale = self.reset_noise_scale
         noisy = qpos + rng.uniform(-scale, scale, len(qpos))
@@ -146,22 +144,7 @@ def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
     squares = np.square(values)
     if values.ndim != 2:
         squares = squares.reshape(len(values), -1)
-    sums: NDArray[Any] = np.add.reduce(squares, axis=1)
-    return sums
-
-
-def control_cost(action: NDArray[Any], weight: float) -> NDArray[Any]:
-    """Weighted sum of squares of each row of ``action``, in its own dtype.
-
-    Args:
-        action: ``(nsim, nu)``.
-        weight: the factor.
-
-    Returns:
-        ``(nsim,)``, in the dtype of ``action``.
-    """
-    cost: NDArray[Any] = weight * sums_of_squares(action)
-    return cost
+    return np.add.reduce(squares, axis=1)
 
 
 def norms(vectors: Array) -> Array:
@@ -191,8 +174,7 @@ def scalar_squares(values: Array) -> Array:
     Returns:
         The shape of ``values``.
     """
-    squares: Array = np.float_power(values, 2)
-    return squares
+    return np.float_power(values, 2)
 
 
 def mass_centers(masses: Array, positions: Array) -> Array:
@@ -206,8 +188,7 @@ def mass_centers(masses: Array, positions: Array) -> Array:
         ``(nsim, 3)``, metres.
     """
     weighted: Array = np.einsum("nb,nbj->nj", masses, positions)
-    center: Array = weighted / masses.sum(axis=1)[:, None]
-    return center
+    return weighted / masses.sum(axis=1)[:, None]
 
 
 def inside(values: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:
@@ -221,5 +202,4 @@ def inside(values: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:
         The shape of ``values``.
     """
     low, high = bounds
-    within: NDArray[np.bool_] = (low < values) & (values < high)
-    return within
+    return (low < values) & (values < high)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_unilab.envs.gymnasium.base import (
     NoisyStart,
     contact_forces,
-    control_cost,
     inside,
     mass_centers,
     never,
     sums_of_squares,
 )
 from torchrl_unilab.envs.gymnasium.runners import HealthyRunner
-from torchrl_unilab.envs.task import Array, Fields, Outcome
+from torchrl_unilab.envs.task import Array, Fields, Model, Outcome
 
 _READS = (
     "cfrc_ext",
@@ -87,7 +84,7 @@ class Humanoid(HumanoidBody, HealthyRunner):
     axes = 2
 
     name: str = "Humanoid-v5"
-    model: str | Path | mujoco.MjSpec = "humanoid.xml"
+    model: Model = "humanoid.xml"
     reads: tuple[str, ...] = (*_READS, "body_mass", "xipos")
     forward_reward_weight: float = 1.25
     contact_cost_weight: float = 5e-7
@@ -107,7 +104,7 @@ class Humanoid(HumanoidBody, HealthyRunner):
         """Charge control and contact forces."""
         contact = self.contact_cost_weight * sums_of_squares(contact_forces(fields))
         return {
-            "reward_ctrl": control_cost(fields["ctrl"], self.ctrl_cost_weight),
+            "reward_ctrl": self.ctrl_cost_weight * sums_of_squares(fields["ctrl"]),
             "reward_contact": np.clip(contact, *self.contact_cost_range),
         }
 
@@ -128,7 +125,7 @@ class HumanoidStandup(HumanoidBody):
     """
 
     name: str = "HumanoidStandup-v5"
-    model: str | Path | mujoco.MjSpec = "humanoidstandup.xml"
+    model: Model = "humanoidstandup.xml"
     reads: tuple[str, ...] = (*_READS, "opt.timestep", "qpos0")
     uph_cost_weight: float = 1.0
     impact_cost_weight: float = 0.5e-6
@@ -138,7 +135,7 @@ class HumanoidStandup(HumanoidBody):
         """Reward height, charge control and contact forces, and never terminate."""
         qpos, start = fields["qpos"], fields["qpos0"]
         height = qpos[:, 2] / fields["opt.timestep"]
-        control = control_cost(fields["ctrl"], self.ctrl_cost_weight)
+        control = self.ctrl_cost_weight * sums_of_squares(fields["ctrl"])
         impact = np.clip(
             self.impact_cost_weight * sums_of_squares(contact_forces(fields)),
             *self.impact_cost_range,

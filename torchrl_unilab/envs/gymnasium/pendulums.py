@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_unilab.envs.gymnasium.base import NoisyStart, scalar_squares
-from torchrl_unilab.envs.task import Array, Fields, Outcome
+from torchrl_unilab.envs.task import Array, Fields, Model, Outcome
 
 _MAX_ANGLE = 0.2  # tilt of the single pole beyond which its episode terminates, radians
 
@@ -22,7 +20,7 @@ class InvertedPendulum(NoisyStart):
     """InvertedPendulum-v5: keep a pole on a cart upright."""
 
     name: str = "InvertedPendulum-v5"
-    model: str | Path | mujoco.MjSpec = "inverted_pendulum.xml"
+    model: Model = "inverted_pendulum.xml"
     frame_skip: int = 2
     reset_noise_scale: float = 0.01
 
@@ -50,7 +48,7 @@ class InvertedDoublePendulum(NoisyStart):
     normal_velocities = True
 
     name: str = "InvertedDoublePendulum-v5"
-    model: str | Path | mujoco.MjSpec = "inverted_double_pendulum.xml"
+    model: Model = "inverted_double_pendulum.xml"
     reads: tuple[str, ...] = ("qfrc_constraint", "site_xpos")
     frame_skip: int = 5
     reset_noise_scale: float = 0.1

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mujoco
@@ -17,13 +16,12 @@ from numpy.typing import NDArray
 from torchrl_unilab.envs.gymnasium.base import (
     NoisyStart,
     contact_forces,
-    control_cost,
     inside,
     never,
     norms,
     sums_of_squares,
 )
-from torchrl_unilab.envs.task import Array, Fields, Outcome
+from torchrl_unilab.envs.task import Array, Fields, Model, Outcome
 
 _MAX_SPEED = 10.0  # bound on the velocities that Hopper and Walker2d observe
 
@@ -49,8 +47,7 @@ class Runner(NoisyStart):
 
     def place(self, fields: Fields) -> Array:
         """What is to move, ``(nsim, axes)``, metres; by default the leading coordinates."""
-        place: Array = fields["qpos"][:, : self.axes]
-        return place
+        return fields["qpos"][:, : self.axes]
 
     def before(self, fields: Fields) -> Array:
         """Keep the place."""
@@ -76,7 +73,7 @@ class Runner(NoisyStart):
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
         """Reward speed along x, charge for control, and never terminate."""
         forward, info = self.progress(fields, before, dt)
-        control = control_cost(action, -self.ctrl_cost_weight)
+        control = -self.ctrl_cost_weight * sums_of_squares(action)
         terms = {"reward_forward": forward, "reward_ctrl": control}
         return Outcome(forward + control, never(fields), terms, info)
 
@@ -99,7 +96,7 @@ class HealthyRunner(Runner):
 
     def costs(self, fields: Fields, action: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """What is charged, by the names of the terms, which are its negatives."""
-        return {"reward_ctrl": control_cost(action, self.ctrl_cost_weight)}
+        return {"reward_ctrl": self.ctrl_cost_weight * sums_of_squares(action)}
 
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
         """Reward speed along x and health, and charge the costs."""
@@ -157,7 +154,7 @@ class HalfCheetah(Runner):
     normal_velocities = True
 
     name: str = "HalfCheetah-v5"
-    model: str | Path | mujoco.MjSpec = "half_cheetah.xml"
+    model: Model = "half_cheetah.xml"
     frame_skip: int = 5
     reset_noise_scale: float = 0.1
     ctrl_cost_weight: float = 0.1
@@ -170,7 +167,7 @@ class Swimmer(Runner):
     axes = 2
 
     name: str = "Swimmer-v5"
-    model: str | Path | mujoco.MjSpec = "swimmer.xml"
+    model: Model = "swimmer.xml"
     frame_skip: int = 4
     reset_noise_scale: float = 0.1
     ctrl_cost_weight: float = 1e-4
@@ -185,7 +182,7 @@ class Hopper(PlanarWalker):
     """
 
     name: str = "Hopper-v5"
-    model: str | Path | mujoco.MjSpec = "hopper.xml"
+    model: Model = "hopper.xml"
     frame_skip: int = 4
     healthy_state_range: tuple[float, float] = (-100.0, 100.0)
     healthy_z_range: tuple[float, float] = (0.7, float("inf"))
@@ -206,7 +203,7 @@ class Walker2d(PlanarWalker):
     """Walker2d-v5: walk forward on two legs until it falls or leans over."""
 
     name: str = "Walker2d-v5"
-    model: str | Path | mujoco.MjSpec = "walker2d_v5.xml"
+    model: Model = "walker2d_v5.xml"
     frame_skip: int = 4
     healthy_z_range: tuple[float, float] = (0.8, 2.0)
     healthy_angle_range: tuple[float, float] = (-1.0, 1.0)
@@ -228,7 +225,7 @@ class Ant(HealthyRunner):
     normal_velocities = True
 
     name: str = "Ant-v5"
-    model: str | Path | mujoco.MjSpec = "ant.xml"
+    model: Model = "ant.xml"
     reads: tuple[str, ...] = ("cfrc_ext", "time", "xpos")
     frame_skip: int = 5
     reset_noise_scale: float = 0.1
@@ -251,8 +248,7 @@ class Ant(HealthyRunner):
 
     def place(self, fields: Fields) -> Array:
         """Where the main body is."""
-        place: Array = fields["xpos"][:, self.body(self.main_body), :2]
-        return place
+        return fields["xpos"][:, self.body(self.main_body), :2]
 
     def forces(self, fields: Fields) -> Array:
         """Bounded contact forces, ``(nsim, nbody, 6)``."""
@@ -271,8 +267,7 @@ class Ant(HealthyRunner):
         low, high = self.healthy_z_range
         z = fields["qpos"][:, 2]
         finite = np.isfinite(fields["qpos"]).all(axis=1) & np.isfinite(fields["qvel"]).all(axis=1)
-        healthy: NDArray[np.bool_] = finite & (low <= z) & (z <= high)
-        return healthy
+        return finite & (low <= z) & (z <= high)
 
     def costs(self, fields: Fields, action: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Charge control and contact forces."""

@@ -17,7 +17,7 @@ from torchrl_unilab.envs.robots.task import (
     projected_gravity,
     to_body_frame,
 )
-from torchrl_unilab.envs.task import Array, Fields
+from torchrl_unilab.envs.task import Array, Fields, State
 
 __all__ = ["QUADRUPED", "QuadrupedWalk"]
 
@@ -79,8 +79,7 @@ class QuadrupedWalk(RobotTask):
 
     def phase(self, fields: Fields) -> Array:
         """The clock, radians, ``(nsim,)``."""
-        phase: Array = 2.0 * np.pi * self.stride_rate * fields["time"]
-        return phase
+        return 2.0 * np.pi * self.stride_rate * fields["time"]
 
     def actor(self, fields: Fields) -> Mapping[str, Array]:
         """What the robot's own sensors tell, and the command."""
@@ -121,12 +120,9 @@ class QuadrupedWalk(RobotTask):
         """Whether the torso is too low or too tilted."""
         qpos = fields["qpos"]
         upright = -projected_gravity(qpos[:, 3:7])[:, 2]
-        fallen: NDArray[np.bool_] = (qpos[:, 2] < self.min_height) | (upright < self.max_tilt)
-        return fallen
+        return (qpos[:, 2] < self.min_height) | (upright < self.max_tilt)
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Stand, the joints a little off."""
         start = qpos.copy()
         legs = self.joints.qpos

@@ -13,7 +13,7 @@ import numpy as np
 from mujoco import mjtJoint
 from numpy.typing import NDArray
 
-from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome
+from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
 from torchrl_unilab.errors import ConfigError
 
 __all__ = [
@@ -220,17 +220,13 @@ class RobotTask(MujocoTask):
     def joint_positions(self, fields: Fields) -> Array:
         """Positions of the joints relative to the pose of `home`, ``(nsim, k)``."""
         joints, home, _ = self._compiled
-        positions: Array = fields["qpos"][:, joints.qpos] - home[joints.qpos]
-        return positions
+        return fields["qpos"][:, joints.qpos] - home[joints.qpos]
 
     def joint_velocities(self, fields: Fields) -> Array:
         """Velocities of the joints, ``(nsim, k)``."""
-        velocities: Array = fields["qvel"][:, self.joints.qvel]
-        return velocities
+        return fields["qvel"][:, self.joints.qvel]
 
-    def initial_state(
-        self, rng: np.random.Generator, qpos: Array, qvel: Array
-    ) -> tuple[Array, Array]:
+    def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
         """Start in the pose of `home`."""
         _, home_qpos, home_qvel = self._compiled
         return home_qpos, home_qvel
@@ -238,8 +234,7 @@ class RobotTask(MujocoTask):
     def command(self, rng: np.random.Generator) -> Array:
         """Draw each number uniformly from its range."""
         low, high = np.array(list(self.commands.values()), dtype=np.float64).T
-        drawn: Array = rng.uniform(low, high)
-        return drawn
+        return rng.uniform(low, high)
 
     def before(self, fields: Fields) -> Fields:
         """Copies of what the task `remembers`."""
@@ -301,7 +296,7 @@ def to_body_frame(quaternion: Array, vector: Array) -> Array:
     vx, vy, vz = vector.T
     # v - 2w (a x v) + 2a x (a x v), the rotation by the conjugate, where a = (x, y, z)
     cx, cy, cz = 2.0 * (y * vz - z * vy), 2.0 * (z * vx - x * vz), 2.0 * (x * vy - y * vx)
-    turned: Array = np.stack(
+    return np.stack(
         (
             vx - w * cx + y * cz - z * cy,
             vy - w * cy + z * cx - x * cz,
@@ -309,7 +304,6 @@ def to_body_frame(quaternion: Array, vector: Array) -> Array:
         ),
         axis=1,
     )
-    return turned
 
 
 def projected_gravity(quaternion: Array) -> Array:
@@ -322,10 +316,9 @@ def projected_gravity(quaternion: Array) -> Array:
         ``(nsim, 3)``, of unit length.
     """
     w, x, y, z = quaternion.T
-    gravity: Array = np.stack(
+    return np.stack(
         (2.0 * (w * y - x * z), -2.0 * (w * x + y * z), 2.0 * (x * x + y * y) - 1.0), axis=1
     )
-    return gravity
 
 
 def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
@@ -344,8 +337,7 @@ def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
         >>> tracking(np.array([[0.0, 0.0], [3.0, 4.0]]), 5.0).round(4).tolist()
         [1.0, 0.3679]
     """
-    closeness: NDArray[Any] = np.exp(-np.square(_columns(error)).sum(axis=1) / scale**2)
-    return closeness
+    return np.exp(-np.square(_columns(error)).sum(axis=1) / scale**2)
 
 
 def _columns(term: NDArray[Any]) -> NDArray[Any]:

@@ -9,7 +9,7 @@ it would apply the transforms before it to the action again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,31 +120,50 @@ class _Delay(Transform):
             return torch.full((n,), low)  # nothing is drawn
         return torch.randint(low, high + 1, (n,))
 
-    def _draw(self, rows: torch.Tensor | None) -> None:
-        """Draw the delays of rows that start an episode, all if None."""
+    def _start(self, rows: torch.Tensor | None, values: Mapping[NestedKey, torch.Tensor]) -> None:
+        """Draw the delays of rows that start an episode, all if None, and forget their past.
+
+        Args:
+            rows: Those that start, ``(n,)``.
+            values: One value per key, ``(n, ...)``.
+        """
         drawn = self._drawn()
         if rows is not None:
             drawn = torch.where(rows.to(drawn.device), drawn, self.delays)
         self._delays = drawn
+        for key, value in values.items():
+            self._fill(key, rows, value)
 
     def _fill(self, key: NestedKey, rows: torch.Tensor | None, value: torch.Tensor) -> None:
-        """Let it be as if ``value`` had always gone in, in some rows; all if None."""
-        depth = self._range[1] + 1
-        filled = value.expand(depth, *value.shape)
+        """Let it be as if `_before` of a value had always gone in, in some rows; all if None."""
+        filled = self._before(value).expand(self._range[1] + 1, *value.shape)
         known = self._history.get(key)
         if rows is not None and known is not None:
             filled = torch.where(_along(rows, filled), filled, known)
         self._history[key] = filled.clone()
 
-    def _push(self, key: NestedKey, rows: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-        """Put a value in, in rows that step (all if None); return what comes out."""
-        known = self._history[key]
-        moved = torch.cat((value.unsqueeze(0), known[:-1]))
-        if rows is not None:
-            moved = torch.where(_along(rows, moved), moved, known)
-        self._history[key] = moved
-        delays = self.delays.to(moved.device)
-        return moved[delays, torch.arange(len(delays), device=moved.device)]
+    def _before(self, value: torch.Tensor) -> torch.Tensor:
+        """What comes out until an episode's first value does; by default that value."""
+        return value
+
+    def _late(
+        self, keys: Sequence[NestedKey], tensordict: TensorDictBase, rows: torch.Tensor | None
+    ) -> TensorDictBase:
+        """Put values in, in rows that step (all if None), and set what comes out in their place."""
+        for key in keys:
+            value = tensordict.get(key)
+            flat = self._flat(value)
+            if key not in self._history:
+                self._fill(key, None, flat)
+            known = self._history[key]
+            moved = torch.cat((flat.unsqueeze(0), known[:-1]))
+            if rows is not None:
+                moved = torch.where(_along(rows, moved), moved, known)
+            self._history[key] = moved
+            delays = self.delays.to(moved.device)
+            late = moved[delays, torch.arange(len(delays), device=moved.device)]
+            tensordict.set(key, late.reshape(value.shape))
+        return tensordict
 
     def _batch_size(self) -> torch.Size:
         if self.parent is None:
@@ -152,8 +171,7 @@ class _Delay(Transform):
                 f"{type(self).__name__}: it has no environment (expected a TransformedEnv). "
                 "Append it to one; it does not work on replay buffers."
             )
-        size: torch.Size = self.parent.batch_size
-        return size
+        return self.parent.batch_size
 
     def _flat(self, value: torch.Tensor) -> torch.Tensor:
         """A value with one dimension for the environment's batch."""
@@ -165,8 +183,7 @@ class _Delay(Transform):
         mask = tensordict.get(key, None)
         if mask is None or mask.all():
             return None
-        rows: torch.Tensor = mask.reshape(self._batch_size().numel(), -1).any(-1)
-        return rows
+        return mask.reshape(self._batch_size().numel(), -1).any(-1)
 
 
 def _along(rows: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
@@ -200,22 +217,13 @@ class ObservationDelay(_Delay):
         super().__init__(delay, in_keys=list(in_keys), out_keys=list(in_keys))
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        stepped = self._mask(tensordict, "_step")
-        for key in self.in_keys:
-            value = next_tensordict.get(key)
-            flat = self._flat(value)
-            if key not in self._history:
-                self._fill(key, None, flat)
-            next_tensordict.set(key, self._push(key, stepped, flat).reshape(value.shape))
-        return next_tensordict
+        return self._late(self.in_keys, next_tensordict, self._mask(tensordict, "_step"))
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        started = self._mask(tensordict, "_reset")
-        self._draw(started)
-        for key in self.in_keys:
-            self._fill(key, started, self._flat(tensordict_reset.get(key)))
+        first = {key: self._flat(tensordict_reset.get(key)) for key in self.in_keys}
+        self._start(self._mask(tensordict, "_reset"), first)
         return tensordict_reset
 
 
@@ -254,20 +262,14 @@ class ActionDelay(_Delay):
         self.register_buffer("before", torch.as_tensor(before, dtype=torch.float64))
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        stepped = self._mask(tensordict, "_step")
-        for key in self.in_keys_inv:
-            action = tensordict.get(key)
-            flat = self._flat(action)
-            if key not in self._history:
-                self._fill(key, None, self.before.to(flat).expand(flat.shape))
-            tensordict.set(key, self._push(key, stepped, flat).reshape(action.shape))
-        return tensordict
+        return self._late(self.in_keys_inv, tensordict, self._mask(tensordict, "_step"))
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        started = self._mask(tensordict, "_reset")
-        self._draw(started)
-        for key, known in self._history.items():
-            self._fill(key, started, self.before.to(known).expand(known.shape[1:]))
+        last = {key: known[0] for key, known in self._history.items()}
+        self._start(self._mask(tensordict, "_reset"), last)
         return tensordict_reset
+
+    def _before(self, value: torch.Tensor) -> torch.Tensor:
+        return self.before.to(value).expand(value.shape)

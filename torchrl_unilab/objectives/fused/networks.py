@@ -7,8 +7,11 @@ the layouts are the speed. Parameters stay where they are, as views of `FlatAdam
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -23,6 +26,8 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     They keep their identities and values; their memory moves.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.objectives.fused.networks import flatten
         >>> parts = [torch.zeros(2), torch.ones(1, 1)]
         >>> flat = flatten(parts)
         >>> _ = flat.add_(1.0)
@@ -97,14 +102,14 @@ class TanhNetwork:
     """
 
     def __init__(self, net: nn.Sequential) -> None:
-        linears = [layer for layer in net if isinstance(layer, nn.Linear)]
+        linears: list[Any] = [layer for layer in net if isinstance(layer, nn.Linear)]
         # Weights, biases as columns, and the gradients of both.
         self._layers = [
             (
                 linear.weight.detach(),
                 linear.bias.detach().unsqueeze(1),
-                _gradient(linear.weight),
-                _gradient(linear.bias).unsqueeze(1),
+                linear.weight.grad,
+                linear.bias.grad.unsqueeze(1),
             )
             for linear in linears
         ]
@@ -146,20 +151,15 @@ class TanhNetwork:
         return self._buffers[n]
 
 
-def _gradient(parameter: torch.Tensor) -> torch.Tensor:
-    assert parameter.grad is not None, "FlatAdam allocates it"
-    return parameter.grad
-
-
 @dataclass
 class _Affine:
-    """What a layer multiplies by and adds, with the gradients' memory where it learns."""
+    """What k layers multiply by and add, [k, ...], with the gradients' memory if they learn."""
 
+    eps: float
     weight: torch.Tensor
     bias: torch.Tensor
-    weight_grad: torch.Tensor | None
-    bias_grad: torch.Tensor | None
-    eps: float = 0.0
+    weight_grad: Any
+    bias_grad: Any
 
 
 class ReluNetwork:
@@ -183,7 +183,7 @@ class ReluNetwork:
         stacked: bool,
         first: bool = False,
     ) -> None:
-        def batched(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        def batched(tensor: torch.Tensor | None) -> Any:
             if tensor is None:
                 return None
             tensor = tensor.detach() if stacked else tensor.detach().unsqueeze(0)
@@ -195,17 +195,13 @@ class ReluNetwork:
             if isinstance(module, nn.ReLU):
                 continue
             weight, bias = (parameters.get((name, key)) for key in ("weight", "bias"))
-            tensors = [batched(t) for t in (weight, bias, weight.grad, bias.grad)]
-            values, shift, slopes, shift_grad = tensors
-            assert values is not None
-            assert shift is not None
+            tensors = (batched(t) for t in (weight, bias, weight.grad, bias.grad))
+            affine = _Affine(getattr(module, "eps", 0.0), *tensors)
             if isinstance(module, nn.LayerNorm):
-                norm = _Affine(values, shift, slopes, shift_grad, module.eps)
-                self._layers[-1] = (self._layers[-1][0], norm)
-                continue
-            shift = shift.unsqueeze(1)
-            shift_grad = None if shift_grad is None else shift_grad.unsqueeze(1)
-            self._layers.append((_Affine(values, shift, slopes, shift_grad), None))
+                self._layers[-1] = (self._layers[-1][0], affine)
+            else:
+                affine.bias = affine.bias.unsqueeze(1)  # the same for each of the n samples
+                self._layers.append((affine, None))
         self._k = len(self._layers[0][0].weight)
         # What `backward` needs of the last `forward`, per layer: its input, and what its
         # normalisation read and found.
@@ -231,7 +227,7 @@ class ReluNetwork:
         for i, dy in self._descend(gradient):
             linear = self._layers[i][0]
             torch.bmm(dy.transpose(1, 2), self._inputs[i], out=linear.weight_grad)
-            torch.sum(dy, 1, keepdim=True, out=linear.bias_grad)
+            torch.sum(dy, 1, out=linear.bias_grad)
 
     def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
         """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
@@ -276,20 +272,12 @@ class ReluNetwork:
     ) -> torch.Tensor:
         out = torch.empty_like(gradient)
         for j, (x, mean, rstd) in enumerate(seen):
+            own = norm.weight[j], norm.bias[j]
             dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-                gradient[j],
-                x,
-                x.shape[-1:],
-                mean,
-                rstd,
-                norm.weight[j],
-                norm.bias[j],
-                [True, learn, learn],
+                gradient[j], x, x.shape[-1:], mean, rstd, *own, [True, learn, learn]
             )
             out[j] = dx
             if learn:
-                assert norm.weight_grad is not None
-                assert norm.bias_grad is not None
                 norm.weight_grad[j] = dweight
                 norm.bias_grad[j] = dbias
         return out
@@ -301,34 +289,26 @@ def is_relu_mlp(net: nn.Module, size: int) -> bool:
     Linear layers with biases; between them relu, with or without a `nn.LayerNorm` of a
     linear layer's outputs before it.
     """
-    if type(net) is not nn.Sequential or not len(net):
-        return False
-    before: nn.Module | None = None
-    width = 0
-    for layer in net:
-        if type(layer) is nn.Linear:
-            fits = type(before) in (nn.ReLU, type(None)) and layer.bias is not None
-            width = layer.out_features
-        elif type(layer) is nn.LayerNorm:
-            fits = type(before) is nn.Linear and layer.normalized_shape == (width,)
-            fits = fits and layer.elementwise_affine and layer.bias is not None
-        else:
-            fits = type(layer) is nn.ReLU and type(before) in (nn.Linear, nn.LayerNorm)
-        if not fits:
-            return False
-        before = layer
-    return type(before) is nn.Linear and width == size
+    return _is_mlp(net, "(LN?R)*L", size)
 
 
 def is_tanh_mlp(net: nn.Module, size: int) -> bool:
     """Return whether it is as `tanh_mlp` makes it, and ends in `size` units."""
-    if type(net) is not nn.Sequential or len(net) % 2 == 0:
+    return _is_mlp(net, "(LT)*L", size)
+
+
+def _is_mlp(net: nn.Module, pattern: str, size: int) -> bool:
+    """Return whether its layers' kinds match, all with biases, and it ends in `size` units."""
+    kinds = {nn.Linear: "L", nn.LayerNorm: "N", nn.ReLU: "R", nn.Tanh: "T"}
+    layers: list[Any] = list(net) if type(net) is nn.Sequential else []
+    if not re.fullmatch(pattern, "".join(kinds.get(type(layer), "?") for layer in layers)):
         return False
-    layers = list(net)
-    linears = [layer for layer in layers[::2] if type(layer) is nn.Linear]
     return (
-        len(linears) == len(layers[::2])
-        and all(type(layer) is nn.Tanh for layer in layers[1::2])
-        and all(linear.bias is not None for linear in linears)
-        and linears[-1].out_features == size
+        bool(layers[-1].out_features == size)
+        and all(layer.bias is not None for layer in layers if hasattr(layer, "bias"))
+        and all(
+            norm.normalized_shape == (linear.out_features,)
+            for linear, norm in itertools.pairwise(layers)
+            if type(norm) is nn.LayerNorm
+        )
     )

@@ -52,8 +52,11 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         ConfigError: The loss is not supported, or `tau` is out of its range.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl.objectives import SACLoss
         >>> from torchrl_unilab.modules import make_q_value, make_sac_actor
+        >>> from torchrl_unilab.objectives import FusedSACUpdate
         >>> loss = SACLoss(make_sac_actor(3, 1), make_q_value(3, 1))
         >>> loss.make_value_estimator(gamma=0.99)
         >>> update = FusedSACUpdate(loss, lr_actor=3e-4, lr_critic=3e-4, lr_alpha=3e-4, tau=0.005)

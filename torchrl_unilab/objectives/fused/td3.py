@@ -35,8 +35,11 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         ConfigError: The loss is not supported, or `tau` is out of its range.
 
     Example:
+        >>> import torch
         >>> from tensordict import TensorDict
+        >>> from torchrl.objectives import TD3Loss
         >>> from torchrl_unilab.modules import make_q_value, make_td3_actor
+        >>> from torchrl_unilab.objectives import FusedTD3Update
         >>> loss = TD3Loss(make_td3_actor(3, 1), make_q_value(3, 1), bounds=(-1.0, 1.0))
         >>> loss.make_value_estimator(gamma=0.99)
         >>> update = FusedTD3Update(loss, lr_actor=3e-4, lr_critic=3e-4, tau=0.005)
