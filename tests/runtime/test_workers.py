@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import re
@@ -17,9 +18,12 @@ import psutil
 import pytest
 
 from tests.support.bounds import DEADLINE, PROMPT
+from tests.support.interrupts import Bytecodes
 from tests.support.processes import live_children, receive
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.runtime import link as link_module
+from torchrl_unilab.runtime import workers as workers_module
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import LOOK_SECONDS
 
@@ -160,6 +164,18 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_a_later_one():
         assert group.ask(0, "double", 21) == 42
         group.send(0, "double", 3)
         assert group.receive(0, DEADLINE) == 6
+
+
+def test_an_answer_that_an_interrupt_kept_from_its_caller_is_received_again():
+    with _group(1) as group:
+        for nth in itertools.count(1):
+            group.send(0, "double", nth)
+            wait_readable([group._workers[0].channel], DEADLINE)
+            interrupt = Bytecodes(nth, [link_module, workers_module])
+            if not interrupt.interrupts(lambda: group.receive(0)):
+                break
+            assert group.receive(0, DEADLINE) == 2 * nth
+        assert nth > 50, "the call was not traced"
 
 
 def test_a_worker_that_leaves_unasked_or_does_not_answer_is_an_error():
