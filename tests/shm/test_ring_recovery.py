@@ -210,6 +210,29 @@ def test_a_reader_that_waits_names_a_writer_that_died_until_it_is_recovered():
         assert ring.acquire(timeout=0.01) is None
 
 
+@pytest.mark.parametrize("end", [RolloutRing.resign, RolloutRing.close])
+def test_a_reader_that_waits_without_end_learns_that_all_writers_have_resigned(end):
+    with make_ring(slots=2, writers=2) as ring, attach(ring) as first, attach(ring) as second:
+        for number, writer in enumerate((first, second)):
+            writer.become_writer(number)
+            write(writer)
+            end(writer)
+        assert [ring.acquire(None).writer, ring.acquire(None).writer] == [0, 1]
+        with pytest.raises(PeerGoneError, match="all 2 writers have resigned"):
+            ring.acquire(None)
+        assert ring.acquire(0.01) is None
+
+
+def test_a_reader_waits_without_end_for_a_writer_that_is_yet_to_come():
+    with make_ring(slots=2, writers=2) as ring, attach(ring) as end, ThreadPoolExecutor(1) as pool:
+        end.become_writer(0)
+        end.resign()
+        acquired = pool.submit(ring.acquire, None)
+        end.become_writer(1)
+        write(end)
+        assert acquired.result(DEADLINE).writer == 1
+
+
 def test_what_a_writer_commits_in_its_last_moment_is_not_missed(monkeypatch):
     with make_ring() as ring:
         ring.become_writer(0)

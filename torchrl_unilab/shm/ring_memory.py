@@ -35,6 +35,7 @@ HEADER_WORDS = 3
 # Words of a writer: its process, and the counters; the reader stores the last three.
 PROCESS, COMMITTED, DROPPED, READ, SKIPPED, LOST = range(6)
 WRITER_WORDS = 6
+RESIGNED = 1 << 62  # in the place of a process: the writer has ended in order; 0: none has come
 REGISTER_SECONDS = 10.0
 """How long a process may wait to become a writer, or the reader."""
 

@@ -18,6 +18,7 @@ from torchrl_unilab.shm.ring_memory import (
     PROCESS,
     READER,
     REGISTER_SECONDS,
+    RESIGNED,
     WRITER_WORDS,
     RingMemory,
 )
@@ -62,25 +63,29 @@ class RingWriter(RingMemory):
         with self._segment.exclusively(REGISTER_SECONDS):
             owners = self._words[PROCESS::WRITER_WORDS].tolist()
             mine = [number for number in choice if owners[number] == me]
-            free = mine or [number for number in choice if not owners[number]]
+            free = mine or [number for number in choice if owners[number] in (0, RESIGNED)]
             if not free:
                 taken = {number: process_id(owners[number]) for number in choice}
                 raise ConfigError(
                     f"cannot become a ring writer: each is taken, by processes {taken} (expected "
                     "a free one). Make the ring for more writers, or recover those of the dead."
                 )
-            self.resign()
+            self.resign(replaced=True)
             self._own = free[0] * WRITER_WORDS
             self._words[self._own + PROCESS] = me
         self.writer = free[0]
         self._end_with_process()
         return self.writer
 
-    def resign(self) -> None:
-        """Stop being a writer, so that another process may be the same one."""
+    def resign(self, *, replaced: bool = False) -> None:
+        """Stop being a writer, so that another process may be the same one.
+
+        Args:
+            replaced: Whether the reader goes on waiting for one.
+        """
         if self.writer is not None and self._words[self._own + PROCESS] == this_process():
             self.abandon()
-            self._words[self._own + PROCESS] = 0
+            self._words[self._own + PROCESS] = 0 if replaced else RESIGNED
         self.writer = None
 
     def claim(self, timeout: float | None = None) -> int | None:
