@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import sys
@@ -58,6 +59,42 @@ def test_a_named_segment_is_attached_by_name_and_unlinked_by_its_creator_alone(t
     assert path.exists()
     segment.close()
     assert not path.exists()
+
+
+def _is_locked_for_others(segment: SharedSegment) -> bool:
+    """Whether another process cannot lock the segment."""
+    child = os.fork()
+    if child == 0:
+        try:
+            fcntl.lockf(segment.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return bool(os.waitpid(child, 0)[1])
+
+
+@NAMES
+def test_closing_another_attachment_of_this_process_ends_none_of_its_locks(name):
+    with SharedSegment(64, name=name) as segment:
+        with segment.exclusively():
+            _attached_again(segment).close()
+            assert _is_locked_for_others(segment)
+        assert not _is_locked_for_others(segment)
+
+
+@NAMES
+def test_the_last_attachment_closes_all_descriptors(name):
+    before = psutil.Process().num_fds()
+    with SharedSegment(64, name=name) as segment, _attached_again(segment):
+        pass
+    assert psutil.Process().num_fds() == before
+
+
+def _attached_again(segment: SharedSegment) -> SharedSegment:
+    """The segment as it comes back from another process."""
+    if segment.name is not None:
+        return SharedSegment.attach(segment.name)
+    return SharedSegment._attach_descriptor(os.dup(segment.descriptor), segment.nbytes, None)
 
 
 def test_attaching_an_unknown_name_says_so():

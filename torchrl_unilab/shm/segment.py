@@ -20,6 +20,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -154,14 +155,16 @@ class SharedSegment:
         self._descriptor = descriptor
         path = None if name is None or owner_pid is None else _path(name)
         # Also at the interpreter's end, before modules are taken down.
-        self._release = weakref.finalize(self, _release, descriptor, path, owner_pid)
-        # The array exports the map's buffer, so the map outlives every borrowed view.
+        self._unlink = weakref.finalize(self, _unlink, path, owner_pid)
         self._buffer: npt.NDArray[np.uint8] | None = None
         try:
-            self._buffer = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
+            mapping = _mapped(descriptor, nbytes)
         except (OSError, ValueError):
-            self._release()
+            os.close(descriptor)
+            self._unlink()
             raise
+        # The array exports the mapping's buffer, so the mapping outlives every borrowed view.
+        self._buffer = np.frombuffer(mapping, dtype=np.uint8)
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -222,7 +225,7 @@ class SharedSegment:
     def close(self) -> None:
         """Give up the segment; its creator also unlinks its name. Idempotent."""
         self._buffer = None
-        self._release()
+        self._unlink()
 
     def __enter__(self) -> SharedSegment:
         return self
@@ -235,6 +238,47 @@ class SharedSegment:
         if self.name is not None:
             return SharedSegment.attach, (self.name,)
         return _attach_pickled, (reduction.DupFd(self._descriptor), self.nbytes)
+
+
+class _Mapping(mmap.mmap):
+    """A file as this process has it: mapped once, whatever attachments there are.
+
+    POSIX ends all locks of a process on a file when the process closes *any* descriptor of it; a
+    map has a descriptor, too. So all descriptors of a file are closed together, with the mapping:
+    an attachment that comes and goes ends no lock of another.
+    """
+
+    descriptors: list[int]
+
+
+_mappings: weakref.WeakValueDictionary[tuple[int, int, int], _Mapping] = (
+    weakref.WeakValueDictionary()
+)
+_mappings_lock = threading.Lock()
+os.register_at_fork(
+    before=_mappings_lock.acquire,
+    after_in_parent=_mappings_lock.release,
+    after_in_child=_mappings_lock.release,
+)
+
+
+def _mapped(descriptor: int, nbytes: int) -> _Mapping:
+    """Return the mapping of a file, which owns the descriptor from now on."""
+    status = os.fstat(descriptor)
+    key = (status.st_dev, status.st_ino, nbytes)
+    with _mappings_lock:
+        mapping = _mappings.get(key)
+        if mapping is None:
+            mapping = _mappings[key] = _Mapping(descriptor, nbytes)
+            mapping.descriptors = []
+            weakref.finalize(mapping, _close_all, mapping.descriptors)
+    mapping.descriptors.append(descriptor)
+    return mapping
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -310,8 +354,7 @@ def _checked_size(descriptor: int, name: str) -> int:
     return found.st_size
 
 
-def _release(descriptor: int, path: Path | None, owner_pid: int | None) -> None:
-    os.close(descriptor)
+def _unlink(path: Path | None, owner_pid: int | None) -> None:
     if path is not None and os.getpid() == owner_pid:
         path.unlink(missing_ok=True)
 
