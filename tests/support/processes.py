@@ -21,13 +21,15 @@ from tests.support.bounds import DEADLINE
 
 
 def start_from_a_server() -> None:
-    """Start processes from one that has imported TorchRL, once and not five seconds each.
+    """Start processes from one that has imported TorchRL and pytest, once and not for each.
 
     Arguments are pickled for them as for spawned ones. Scripts that tests run, and the
     tutorials, spawn theirs.
     """
     mp.set_start_method("forkserver")
-    mp.set_forkserver_preload(["torchrl_unilab.trainers", "torchrl_unilab.envs"])
+    mp.set_forkserver_preload(
+        ["torchrl_unilab.trainers", "torchrl_unilab.envs", "pytest", "hypothesis"]
+    )
 
 
 @contextlib.contextmanager
