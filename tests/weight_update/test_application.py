@@ -100,14 +100,14 @@ def test_pulling_by_hand_waits_for_receive():
 @pytest.mark.parametrize("pull", ["step", "rollout"])
 def test_only_pull_step_takes_a_version_in_mid_rollout(pull):
     policy = make_policy(0.25)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4096, shared_init=True), shared=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1024, shared_init=True), shared=True)
     scheme = UniLabShmScheme(pull=pull)
     collector = _collector(
         policy,
         scheme,
         MultiAsyncCollector,
         replay_buffer=buffer,
-        frames_per_batch=512,
+        frames_per_batch=128,
         track_policy_version=True,
     )
     try:
@@ -115,11 +115,11 @@ def test_only_pull_step_takes_a_version_in_mid_rollout(pull):
         for value in itertools.count(1):
             _publish(collector, policy, float(value))
             scheme.wait_applied(value, timeout=DEADLINE)
-            if buffer.write_count >= 4 * 512:
+            if buffer.write_count >= 4 * 128:
                 break
     finally:
         collector.async_shutdown()
-    rollouts = buffer[: 512 * (buffer.write_count // 512)]["action"].reshape(-1, 512)
+    rollouts = buffer[: 128 * (buffer.write_count // 128)]["action"].reshape(-1, 128)
     mixed = any(len(rollout.unique()) > 1 for rollout in rollouts)
     assert mixed is (pull == "step")
 

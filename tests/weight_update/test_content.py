@@ -333,9 +333,9 @@ def test_a_workers_replaced_layer_takes_the_next_published_weights():
     sender.shutdown()
 
 
-def test_ten_thousand_leaves():
+def test_thousands_of_leaves_arrive():
     def make(value: float) -> nn.Module:
-        leaves = [nn.Parameter(torch.full((2,), value)) for _ in range(10_000)]
+        leaves = [nn.Parameter(torch.full((2,), value)) for _ in range(2_000)]
         return nn.ParameterList(leaves)
 
     learner, worker = make(1.0), make(0.0)

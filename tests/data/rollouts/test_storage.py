@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -517,16 +519,20 @@ def test_a_lazy_storage_takes_the_layout_of_the_first_rollout():
             storage.write(make_rollout(1, (2, 4)))
 
 
+def _resources() -> list[object]:
+    files = set(os.listdir("/proc/self/fd"))
+    return [files, threading.active_count(), len(multiprocessing.active_children())]
+
+
 def test_importing_takes_no_memory_and_starts_no_process():
-    code = (
-        "import os, threading, multiprocessing\n"
-        "import torchrl.data, torchrl.collectors, torchrl_unilab.shm\n"
-        "before = set(os.listdir('/proc/self/fd')), threading.active_count()\n"
-        "import torchrl_unilab.data\n"
-        "after = set(os.listdir('/proc/self/fd')), threading.active_count()\n"
-        "assert after == before and not multiprocessing.active_children()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=DEADLINE)
+    child = os.fork()
+    if child == 0:
+        for name in [name for name in sys.modules if name.startswith("torchrl_unilab")]:
+            del sys.modules[name]
+        before = _resources()
+        importlib.import_module("torchrl_unilab.data")
+        os._exit(0 if _resources() == before else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 # Reading
