@@ -29,8 +29,8 @@ from tests.support.rings import (
     write_until_refused,
     write_until_told,
 )
-from torchrl_unilab.errors import PeerGoneError, SegmentError
-from torchrl_unilab.shm import ring_memory, ring_reader, ring_writer
+from torchrl_unilab.errors import PeerGoneError, WaitTimeoutError
+from torchrl_unilab.shm import ring_memory, ring_reader
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
@@ -325,15 +325,13 @@ def test_a_writer_that_overwrites_never_waits_for_a_stopped_reader():
 
 
 def test_registration_waits_a_bounded_time_for_a_stopped_process(monkeypatch):
-    monkeypatch.setattr(ring_writer, "REGISTER_SECONDS", 0.05)
+    monkeypatch.setattr(ring_memory, "REGISTER_SECONDS", 0.05)
     with make_ring() as ring, spawned(hold_registration, ring) as (_, pipe):
         receive(pipe)
-        with pytest.raises(SegmentError, match="held by another process"):
+        with pytest.raises(WaitTimeoutError, match="cannot become a writer: lock not acquired"):
             ring.become_writer(0)
 
 
 def hold_registration(pipe, ring: RolloutRing) -> None:
     """Hold the lock under which processes become writers, until told."""
-    with ring._segment.exclusively():
-        pipe.send("held")
-        pipe.recv()
+    ring._register(lambda: pipe.send("held") or pipe.recv(), "a writer")

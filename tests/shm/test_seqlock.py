@@ -206,18 +206,6 @@ def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
         os.truncate(path, path.stat().st_size - extra)
 
 
-def test_a_publish_that_its_writer_did_not_survive_is_told_from_one_under_way():
-    with SnapshotCell(_filled(0)) as cell:
-        cut_off = [cell.publish_cut_off]
-        with spawned(publish_and_die, cell) as (writer, _):
-            writer.join(DEADLINE)
-        cut_off.append(cell.publish_cut_off)
-
-        _publish(cell, 2)
-
-        assert [*cut_off, cell.publish_cut_off] == [False, True, False]
-
-
 def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
     with SnapshotCell(_filled(0), slots=2) as cell:
         cell._words[seqlock._ANNOUNCED] = 3 * 2 + 1  # version 3 in slot 1, which holds none
@@ -240,7 +228,6 @@ def test_fewer_than_two_slots_are_refused(slots):
         lambda cell: _publish(cell, 1),
         lambda cell: cell.report_applied(0, 0),
         lambda cell: cell.reader(0),
-        lambda cell: cell.publish_cut_off,
     ],
 )
 def test_a_closed_cell_refuses_every_use(use):

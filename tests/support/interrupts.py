@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterable
@@ -23,7 +24,7 @@ def _points(code: CodeType) -> frozenset[int]:
     steps = list(dis.get_instructions(code))
     after = (
         step.offset
-        for last, step in zip(steps, steps[1:], strict=False)
+        for last, step in itertools.pairwise(steps)
         if not last.opname.startswith(_WITHOUT_EFFECT)
     )
     return frozenset({steps[0].offset, *after})

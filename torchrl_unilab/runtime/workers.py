@@ -268,9 +268,7 @@ class WorkerGroup:
             if worker.stopped:
                 raise self._error(worker, "was stopped by a signal, as SIGSTOP or SIGTSTP.")
 
-    def _receive(
-        self, worker: _Worker, timeout: float | None, watched: Sequence[_Worker]
-    ) -> Any:
+    def _receive(self, worker: _Worker, timeout: float | None, watched: Sequence[_Worker]) -> Any:
         """Return the answer to the newest request; that to request 0 comes when it is ready."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         messages = worker.channel.messages

@@ -22,7 +22,6 @@ from torchrl_unilab.shm.ring_memory import (
     PROCESS,
     READ,
     READER,
-    REGISTER_SECONDS,
     RESIGNED,
     SKIPPED,
     WRITER_WORDS,
@@ -108,19 +107,18 @@ class RingReader(RingMemory):
         return None
 
     def _become_reader(self) -> None:
-        if self._is_reader:
-            return
-        me = this_process()
-        with self._segment.exclusively(REGISTER_SECONDS):
-            reader = self._header[READER]
-            if reader not in (0, me):
-                raise RuntimeError(
-                    f"cannot read the ring: process {process_id(reader)} is its reader (expected "
-                    "this one). Read in one process."
-                )
-            self._header[READER] = me
-        self._is_reader = True
-        self._end_with_process()
+        if not self._is_reader:
+            self._register(self._take_reader, "the reader")
+            self._is_reader = True
+
+    def _take_reader(self) -> None:
+        reader, me = self._header[READER], this_process()
+        if reader not in (0, me):
+            raise RuntimeError(
+                f"cannot read the ring: process {process_id(reader)} is its reader (expected "
+                "this one). Read in one process."
+            )
+        self._header[READER] = me
 
     def _take_oldest(self) -> Lease | None:
         self._settle()
@@ -146,7 +144,9 @@ class RingReader(RingMemory):
     def _take_last(self, timeout: float | None) -> Lease | None:
         """Take what came before a writer ended; raise if nothing came and it is in vain to wait."""
         processes = self._words[PROCESS::WRITER_WORDS].tolist()
-        dead = [word for word in processes if word not in (0, RESIGNED) and not process_is_alive(word)]
+        dead = [
+            word for word in processes if word not in (0, RESIGNED) and not process_is_alive(word)
+        ]
         all_resigned = timeout is None and set(processes) == {RESIGNED}
         if not dead and not all_resigned:
             return None

@@ -10,9 +10,7 @@ The environment variable ``TORCHRL_UNILAB_SEGMENT=named`` gives each segment a g
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -21,12 +19,10 @@ import stat
 import sys
 import tempfile
 import threading
-import time
 import weakref
-from collections.abc import Iterator
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,22 +35,18 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.shm.memory import available_memory
 
-SegmentKind = Literal["anonymous", "named"]
-
-__all__ = ["SegmentKind", "SharedSegment", "default_kind", "free_bytes", "named_directory"]
+__all__ = ["SharedSegment", "free_bytes", "named_by_default", "named_directory"]
 
 
-def default_kind() -> SegmentKind:
-    """Return the kind of a segment without a name: anonymous unless the environment says else."""
-    kind = os.environ.get("TORCHRL_UNILAB_SEGMENT")
-    if kind is None:
-        return "anonymous"
+def named_by_default() -> bool:
+    """Return whether the environment gives each segment a name."""
+    kind = os.environ.get("TORCHRL_UNILAB_SEGMENT", "anonymous")
     if kind not in ("anonymous", "named"):
         raise ConfigError(
             f"TORCHRL_UNILAB_SEGMENT: {kind!r} (expected 'anonymous' or 'named'). "
             "Unset it for anonymous segments."
         )
-    return kind  # type: ignore[return-value]
+    return kind == "named"
 
 
 def named_directory() -> Path:
@@ -65,13 +57,13 @@ def named_directory() -> Path:
     return mount if mount.is_dir() else Path(tempfile.gettempdir())
 
 
-def free_bytes(kind: SegmentKind | None = None) -> int:
-    """Return how many bytes a new segment of `kind`, or of the default kind, may take now.
+def free_bytes(named: bool | None = None) -> int:
+    """Return how many bytes a new segment, or one with a name, may take now.
 
     A named segment is bounded by its mount. An anonymous one lies on a mount of the
     kernel's own, which has no size limit but memory: the machine's and the control groups'.
     """
-    if (kind or default_kind()) == "named":
+    if named_by_default() if named is None else named:
         return shutil.disk_usage(named_directory()).free
     return available_memory()
 
@@ -106,11 +98,11 @@ class SharedSegment:
                 f"cannot create a shared segment: {nbytes} bytes (expected at least 1). "
                 "Check the sizes it was computed from."
             )
-        kind = default_kind() if name is None else "named"
-        free = free_bytes(kind)
+        named = name is not None or named_by_default()
+        free = free_bytes(named)
         if nbytes > free:
-            raise SegmentSpaceError(_no_room(nbytes, free, kind))
-        if kind == "named":
+            raise SegmentSpaceError(_no_room(nbytes, free, named))
+        if named:
             name = name or f"unilab-{os.getpid()}-{secrets.token_hex(6)}"
             descriptor = _create_named(name)
         else:
@@ -122,7 +114,7 @@ class SharedSegment:
             if name is not None:
                 _path(name).unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise SegmentSpaceError(_no_room(nbytes, free_bytes(kind), kind)) from error
+                raise SegmentSpaceError(_no_room(nbytes, free_bytes(named), named)) from error
             raise
         self._open(descriptor, nbytes, name, owner_pid=os.getpid())
 
@@ -187,41 +179,6 @@ class SharedSegment:
         """Whether this process has closed the segment."""
         return self._buffer is None
 
-    @property
-    def is_owner(self) -> bool:
-        """Whether this process created the segment, and so unlinks it."""
-        return self._owner_pid == os.getpid()
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """What tells this memory from all other memory of the machine."""
-        status = os.fstat(self._descriptor)
-        return status.st_dev, status.st_ino
-
-    @contextlib.contextmanager
-    def exclusively(self, timeout: float = 10.0) -> Iterator[None]:
-        """Exclude all other processes that do so; the kernel releases those that die.
-
-        Raises:
-            SegmentError: Another process did not leave within `timeout` seconds.
-        """
-        _ = self.buffer  # a closed segment is refused
-        until = time.monotonic() + timeout
-        try:
-            try:
-                while not _try_lock(self._descriptor):
-                    if time.monotonic() > until:
-                        raise SegmentError(
-                            f"cannot lock shared segment: held by another process for {timeout:g} "
-                            "s (expected some microseconds). See whether a process is stopped."
-                        )
-                    time.sleep(0.001)
-                yield
-            finally:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
-        finally:  # an interrupt may have cut the first unlocking short
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
-
     def close(self) -> None:
         """Give up the segment; its creator also unlinks its name. Idempotent."""
         self._buffer = None
@@ -279,14 +236,6 @@ def _mapped(descriptor: int, nbytes: int) -> _Mapping:
 def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
 
 
 def _attach_pickled(descriptor: Any, nbytes: int) -> SharedSegment:
@@ -374,8 +323,8 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
 
 
-def _no_room(nbytes: int, free: int, kind: SegmentKind) -> str:
-    where = f"shared-memory mount {named_directory()}" if kind == "named" else "memory"
+def _no_room(nbytes: int, free: int, named: bool) -> str:
+    where = f"shared-memory mount {named_directory()}" if named else "memory"
     return (
         f"cannot create a shared segment: {nbytes} bytes do not fit "
         f"(expected at most {free} bytes, free in {where}). "
