@@ -74,6 +74,7 @@ class ModuleWeights:
         slots = [(dot, registry, name) for dot, registry in registries for name in registry]
         self._slots = [(registry, name) for _, registry, name in slots]
         self._absent = [registry[name] is None for registry, name in self._slots]
+        self._some_absent = any(self._absent)
         present = [slot for slot, absent in zip(slots, self._absent, strict=True) if not absent]
         self._places = [(registry, name) for _, registry, name in present]
         self.names = [_checked_name(dot + name, registry[name]) for dot, registry, name in present]
@@ -82,9 +83,12 @@ class ModuleWeights:
         self.is_stateful = bool(self._stateful)
         self.optional = frozenset(optional.union(extra))
         # What `tensors` compares: all names, also of submodules, and the submodules.
-        self._children = [m._modules for _, m in submodules]
-        self._named: list[Mapping[str, Any]] = [*(r for _, r in registries), *self._children]
-        self._all_names = list(chain.from_iterable(self._named))
+        children = [submodule._modules for _, submodule in submodules]
+        named: list[Mapping[str, Any]] = [*(registry for _, registry in registries), *children]
+        self._empty = [names for names in named if not names]
+        self._filled = [names for names in named if names]
+        self._all_names = list(chain.from_iterable(self._filled))
+        self._children = [modules for modules in children if modules]
         self._submodules = list(chain.from_iterable(map(dict.values, self._children)))
 
     def tensors(self, module: nn.Module) -> list[torch.Tensor] | None:
@@ -96,14 +100,15 @@ class ModuleWeights:
         children = chain.from_iterable(map(dict.values, self._children))
         if (
             self.module is not module
-            or list(chain.from_iterable(self._named)) != self._all_names
+            or any(self._empty)
+            or list(chain.from_iterable(self._filled)) != self._all_names
             or not all(map(is_, children, self._submodules))
         ):
             return None
         values = [registry[name] for registry, name in self._slots]
         if [value is None for value in values] != self._absent:
             return None
-        return [value for value in values if value is not None]
+        return [value for value in values if value is not None] if self._some_absent else values
 
     def extra_state(self) -> dict[str, torch.Tensor]:
         """Return the extra state as it is now, by dotted key."""
