@@ -169,16 +169,6 @@ def test_each_dtype_arrives_bit_for_bit():
             assert torch.equal(views[key], value)
 
 
-def test_rollouts_of_several_writers_come_in_the_order_of_their_commits():
-    with make_ring(elements=2, slots=3, writers=3) as ring:
-        order = [2, 0, 0, 1, 2, 1, 0, 2]
-        for writer in order:
-            ring.become_writer(writer)
-            write(ring)
-
-        assert [read(ring)[0] for _ in order] == order
-
-
 def test_an_overwriting_writer_with_two_slots_never_waits_for_a_reader_with_one_lease():
     with make_ring(slots=2) as ring:
         write(ring)
@@ -204,14 +194,11 @@ def test_a_writer_that_overwrites_drops_its_own_rollouts_only():
         assert [read(ring) for _ in range(3)] == [(1, 1), (0, 4), (0, 5)]
 
 
-def test_a_blocked_claim_ends_at_its_timeout():
+def test_waiting_ends_at_its_timeout():
     with make_ring(slots=1, overflow="block") as ring:
+        assert ring.acquire(timeout=0.01) is None
         write(ring)
-        started = time.monotonic()
-
-        assert ring.claim(timeout=0.25) is None
-
-        assert time.monotonic() - started >= 0.25
+        assert ring.claim(timeout=0.01) is None
 
 
 def test_a_blocked_claim_ends_when_a_slot_is_released():
@@ -221,15 +208,6 @@ def test_a_blocked_claim_ends_when_a_slot_is_released():
             claimed = pool.submit(end.claim, DEADLINE)
             assert read(ring) == (0, 1)
             assert claimed.result(DEADLINE) == 0
-
-
-def test_waiting_for_a_rollout_ends_at_its_timeout():
-    with make_ring() as ring:
-        started = time.monotonic()
-
-        assert ring.acquire(timeout=0.25) is None
-
-        assert time.monotonic() - started >= 0.25
 
 
 @pytest.mark.parametrize("timeout", [DEADLINE, None])
@@ -321,12 +299,15 @@ def test_a_writer_is_not_changed_while_a_slot_is_claimed():
         assert ring.written == (0, 1)
 
 
-def test_a_process_that_writes_first_becomes_the_first_writer_that_is_free():
-    with make_ring(writers=2) as ring:
+@pytest.mark.parametrize("writer", [None, 1])
+def test_another_process_writes_as_the_writer_it_says_or_as_the_first_that_is_free(writer):
+    with make_ring(slots=3, writers=2, overflow="block") as ring:
         ring.become_writer(0)
-        with spawned(write_one, ring, None) as (_, pipe):
-            assert receive(pipe)[0] == 1
-        assert ring.written == (0, 1)
+        with spawned(write_one, ring, writer) as (_, pipe):
+            assert receive(pipe) == (1, 3, 2, "block")
+            assert read(ring, DEADLINE) == (1, 1)
+        # It has ended, but had closed the ring: it is not taken for a dead writer.
+        assert ring.acquire(timeout=0.01) is None
 
 
 def test_no_two_processes_are_one_writer():
@@ -420,15 +401,6 @@ def test_a_forked_child_has_no_token_of_its_parent():
         ring.release(lease)
         assert read(ring, DEADLINE) is not None
         assert ring.acquire() is None
-
-
-def test_another_process_shares_a_ring_that_it_is_given():
-    with make_ring(slots=3, writers=2, overflow="block") as ring:
-        with spawned(write_one, ring, 1) as (_, pipe):
-            assert receive(pipe) == (1, 3, 2, "block")
-            assert read(ring, DEADLINE) == (1, 1)
-        # It has ended, but had closed the ring: it is not taken for a dead writer.
-        assert ring.acquire(timeout=0.01) is None
 
 
 # Slots that are written while the reader holds them

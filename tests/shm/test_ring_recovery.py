@@ -106,24 +106,6 @@ def _reap(process) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("overflow", "whole"), [("block", 1), ("overwrite", 1), ("overwrite", 3)])
-def test_a_process_killed_at_each_step_leaves_its_slots_to_the_one_in_its_place(overflow, whole):
-    with make_ring(slots=3, overflow=overflow) as ring:
-        for step in range(1, STEPS + 1):
-            before = ring.written[0]
-            struck = (ring, 0, whole, step, signal.SIGKILL)
-            with spawned(write_and_be_struck, *struck) as (process, pipe):
-                assert receive(pipe) == before + whole
-                _reap(process)
-            ring.recover(0)
-            while (found := read(ring)) is not None:
-                assert found[0] == 0
-                assert before < found[1] <= ring.written[0]
-            check_all_free(ring)
-        assert 0 < ring.lost[0] < STEPS
-        assert (ring.dropped[0] > 0) == (whole == 3)
-
-
 @OVERFLOW
 def test_a_writer_is_killed_and_replaced_again_and_again_while_another_writes_on(overflow):
     until = time.monotonic() + 4 * DEADLINE
@@ -309,19 +291,6 @@ def test_a_second_reader_is_refused():
         for use in (ring.acquire, lambda: ring.recover(0)):
             with pytest.raises(RuntimeError, match=f"process {process.pid} is its reader"):
                 use()
-
-
-def test_a_writer_that_overwrites_never_waits_for_a_stopped_reader():
-    with make_ring(slots=2) as ring, spawned(hold_one, ring) as (process, pipe):
-        write(ring)
-        assert receive(pipe) == (0, 1)
-        os.kill(process.pid, signal.SIGSTOP)
-        pipe.send("release")
-        for _ in range(100):
-            assert write(ring, timeout=0)
-        os.kill(process.pid, signal.SIGCONT)
-        assert receive(pipe) == "released"  # and what it held was whole
-        assert (ring.written, ring.read, ring.dropped) == ((101,), (1,), (99,))
 
 
 def test_registration_waits_a_bounded_time_for_a_stopped_process(monkeypatch):

@@ -53,22 +53,11 @@ def test_versions_that_skip_numbers_are_read_like_those_that_do_not(slots, versi
         for least in versions:
             newest = max(newest + 1, least)
             assert _publish(cell, newest, version=least) == newest
-            version, values = read(cell)
-            assert (version, values["n"].item()) == (newest, newest)
-
-
-@given(st.integers(2, 5), st.lists(st.booleans(), max_size=30))
-def test_a_reader_sees_what_a_serial_oracle_holds(slots, actions):
-    published = 0
-    with SnapshotCell(_filled(0), slots=slots) as cell:
-        for publish in actions:
-            if publish:
-                published += 1
-                assert _publish(cell, published) == published
-            version, values = read(cell)
-            assert version == cell.version == published
-            assert values["n"].item() == published
-            assert values["w"].tolist() == [published] * 5
+            for _ in range(2):
+                version, values = read(cell)
+                assert version == cell.version == newest
+                assert values["n"].item() == newest
+                assert values["w"].tolist() == [newest] * 5
 
 
 def test_each_dtype_and_shape_arrives_bit_for_bit():
@@ -184,14 +173,6 @@ def test_another_process_publishes_once_the_writer_has_closed():
         receive(pipe)
         pipe.send("close")
         assert receive(pipe) == "closed"
-
-        assert _publish(cell, 2) == 2
-
-
-def test_another_process_publishes_once_the_writer_has_died():
-    with SnapshotCell(_filled(0)) as cell:
-        with spawned(_publish_and_stay, cell, 1) as (_, pipe):
-            receive(pipe)
 
         assert _publish(cell, 2) == 2
 
