@@ -1,23 +1,24 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
-import signal
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.processes import DEADLINE, receive, spawned
-from tests.support.traces import assert_nested, load_events, names, spans
+from tests.support.traces import Event, assert_nested, load_events, names, spans
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import Tracer, TraceSettings
@@ -32,26 +33,55 @@ def parts(tmp_path, monkeypatch) -> Path:
     return directory
 
 
-def _record(path: Path) -> Tracer:
+@pytest.fixture
+def tracer(tmp_path) -> Iterator[Tracer]:
+    """A tracer that records to `tmp_path / "trace.json"`."""
     tracer = Tracer()
-    tracer.start(path)
-    return tracer
+    tracer.start(tmp_path / "trace.json")
+    yield tracer
+    tracer.stop(keep=False)
+
+
+def _stopped(tracer: Tracer) -> list[Event]:
+    """Stop, and return all events."""
+    path = tracer.stop()
+    assert path is not None
+    return load_events(path)
+
+
+def _span_names(tracer: Tracer) -> list[str]:
+    return [event["name"] for event in spans(_stopped(tracer))]
+
+
+def _record(tracer: Tracer, *names: str) -> None:
+    for name in names:
+        with tracer.span(name):
+            pass
+
+
+def _append(tracer: Tracer, *lines: str) -> None:
+    """Append lines to what this process has recorded."""
+    settings = tracer.settings()
+    assert settings is not None
+    with (Path(settings.directory) / f"{os.getpid()}.jsonl").open("a") as part:
+        part.writelines(lines)
 
 
 def test_spans_and_counters_are_written_in_the_trace_event_format(tmp_path, parts):
     path = tmp_path / "new" / "trace.json"
-    tracer = _record(path)
+    tracer = Tracer()
+    tracer.start(path)
     begin = time.monotonic_ns()
     with tracer.span("update"):
         with tracer.span("sample"):
             tracer.counter("policy_lag", 3)
-        with tracer.span("publish"):
-            time.sleep(0.002)
+        _record(tracer, "publish")
     took = (time.monotonic_ns() - begin) / 1e3
     assert not path.exists()
+
     assert tracer.stop() == path
-    whole = json.loads(path.read_text())
-    assert whole["displayTimeUnit"] == "ms"
+
+    assert json.loads(path.read_text())["displayTimeUnit"] == "ms"
     events = load_events(path)
     assert [(event["ph"], event["name"]) for event in events] == [
         ("M", "process_name"),
@@ -61,56 +91,51 @@ def test_spans_and_counters_are_written_in_the_trace_event_format(tmp_path, part
         ("C", "policy_lag"),
         ("X", "publish"),
     ]
-    assert {event["pid"] for event in events} == {os.getpid()}
-    assert {event["tid"] for event in events} == {0, threading.get_native_id()}
-    assert names(events) == {(os.getpid(), 0): "learner", (os.getpid(), events[1]["tid"]): "main"}
+    pid, tid = os.getpid(), threading.get_native_id()
+    assert {(event["pid"], event["tid"]) for event in events} == {(pid, 0), (pid, tid)}
+    assert names(events) == {(pid, 0): "learner", (pid, tid): "main"}
     assert events[4]["args"] == {"value": 3.0}
-    publish = events[5]
-    assert 2000 <= publish["dur"] <= events[2]["dur"] <= took
+    assert 0 < events[5]["dur"] <= events[2]["dur"] <= took
     assert_nested(events)
     assert list(parts.iterdir()) == []
 
 
-def test_off_nothing_is_recorded_and_no_file_is_made(tmp_path, parts):
+def test_off_nothing_is_recorded_and_no_file_is_made(parts):
     tracer = Tracer()
     assert tracer.span("update") is tracer.span("sample")
-    with tracer.span("update"):
-        tracer.counter("policy_lag", 1)
-    assert tracer.settings() is None
+    _record(tracer, "update")
+    tracer.counter("policy_lag", 1)
     tracer.join(tracer.settings(), "collector 0")
-    assert tracer.stop() is None
+    assert (tracer.settings(), tracer.stop()) == (None, None)
     assert list(parts.iterdir()) == []
-    tracer.start(tmp_path / "trace.json")
+
+
+def test_after_the_stop_nothing_is_recorded(tmp_path, tracer):
     tracer.stop()
-    with tracer.span("too late"):
-        pass
+    _record(tracer, "too late")
     assert [event["ph"] for event in load_events(tmp_path / "trace.json")] == ["M"]
 
 
-def test_what_fails_in_a_span_is_recorded_and_raised(tmp_path):
-    tracer = _record(tmp_path / "trace.json")
+def test_what_fails_in_a_span_is_recorded_and_raised(tracer):
     with pytest.raises(LookupError), tracer.span("update"):
         raise LookupError
-    tracer.stop()
-    assert [event["name"] for event in spans(load_events(tmp_path / "trace.json"))] == ["update"]
+    assert _span_names(tracer) == ["update"]
 
 
 def test_a_trace_that_is_not_kept_leaves_nothing(tmp_path, parts):
-    tracer = _record(tmp_path / "run" / "trace.json")
-    assert tracer.stop(keep=False) is None
+    tracer = Tracer()
+    tracer.start(tmp_path / "run" / "trace.json")
+    assert (tracer.stop(keep=False), tracer.stop()) == (None, None)
     assert list(parts.iterdir()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["parts"]
-    assert tracer.stop() is None
 
 
-def test_a_trace_replaces_the_one_before_and_starts_anew(tmp_path):
-    path = tmp_path / "trace.json"
-    for name in ("first", "second"):
-        tracer = _record(path)
-        with tracer.span(name):
-            pass
-        tracer.stop()
-    assert [event["name"] for event in spans(load_events(path))] == ["second"]
+def test_a_trace_replaces_the_one_before_and_starts_anew(tmp_path, tracer):
+    _record(tracer, "first")
+    tracer.stop()
+    tracer.start(tmp_path / "trace.json")
+    _record(tracer, "second")
+    assert _span_names(tracer) == ["second"]
 
 
 def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, parts):
@@ -125,44 +150,46 @@ def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, parts):
     tracer.stop(keep=False)
 
 
+@contextlib.contextmanager
+def _tracing() -> Iterator[Tracer]:
+    with tempfile.TemporaryDirectory() as directory:
+        tracer = Tracer()
+        tracer.start(Path(directory) / "trace.json")
+        yield tracer
+
+
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.text(), st.floats())))
 def test_any_name_and_any_number_leave_valid_json(given_counters):
-    with tempfile.TemporaryDirectory() as directory:
-        tracer = _record(Path(directory) / "trace.json")
+    with _tracing() as tracer:
         for name, value in given_counters:
             tracer.counter(name, value)
-        path = tracer.stop()
-        assert path is not None
-        written = [(e["name"], e["args"]["value"]) for e in load_events(path) if e["ph"] == "C"]
+        written = [(e["name"], e["args"]["value"]) for e in _stopped(tracer) if e["ph"] == "C"]
     finite = [(name, value) for name, value in given_counters if abs(value) < float("inf")]
     assert written == finite
 
 
-def _tree(tracer: Tracer, children: Any) -> None:
+def _tree(tracer: Tracer, children: Any) -> int:
+    """Record a tree of spans; return how many."""
+    count = 0
     for child in children:
         with tracer.span("node"):
-            _tree(tracer, child)
+            count += 1 + _tree(tracer, child)
+    return count
 
 
-def _size(children: Any) -> int:
-    return sum(1 + _size(child) for child in children)
-
-
+@settings(max_examples=25)
 @given(st.recursive(st.just([]), st.lists, max_leaves=20))
 def test_spans_of_a_thread_are_nested_as_the_code_is(tree):
-    with tempfile.TemporaryDirectory() as directory:
-        tracer = _record(Path(directory) / "trace.json")
-        _tree(tracer, tree)
-        path = tracer.stop()
-        assert path is not None
-        events = load_events(path)
-    assert len(spans(events)) == _size(tree)
+    with _tracing() as tracer:
+        count = _tree(tracer, tree)
+        events = _stopped(tracer)
+    assert len(spans(events)) == count
     assert_nested(events)
 
 
-def test_threads_record_at_the_same_time_and_lose_nothing(tmp_path):
-    threads, count = 4, 500
-    tracer = _record(tmp_path / "trace.json")
+def test_threads_record_at_the_same_time_and_lose_nothing(tracer):
+    threads, count = 4, 100
     together = threading.Barrier(threads)
 
     def work(number: int) -> None:
@@ -176,68 +203,51 @@ def test_threads_record_at_the_same_time_and_lose_nothing(tmp_path):
         worker.start()
     for worker in workers:
         worker.join(DEADLINE)
-    tracer.stop()
-    events = load_events(tmp_path / "trace.json")
+    events = _stopped(tracer)
     assert_nested(events)
-    by_thread = defaultdict(list)
-    for event in spans(events):
-        by_thread[names(events)[event["pid"], event["tid"]]].append(event["name"])
-    assert set(by_thread) == {f"t{i}" for i in range(threads)}
-    for i in range(threads):
-        assert sorted(by_thread[f"t{i}"]) == ["inner"] * count + [f"work {i}"] * count
+    found = Counter(
+        (names(events)[event["pid"], event["tid"]], event["name"]) for event in spans(events)
+    )
+    assert found == {
+        (f"t{i}", name): count for i in range(threads) for name in ("inner", f"work {i}")
+    }
 
 
 def test_a_process_that_has_too_much_to_tell_is_cut_off_and_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(trace, "MAX_EVENTS", 3)
-    tracer = _record(tmp_path / "trace.json")
+    tracer = Tracer()
+    tracer.start(tmp_path / "trace.json")
     for i in range(10):
         tracer.counter("size", i)
-    tracer.stop()
-    events = load_events(tmp_path / "trace.json")
+    events = _stopped(tracer)
     assert [event["args"]["value"] for event in events if event["ph"] == "C"] == [0, 1, 2]
     (label,) = [event["args"]["labels"] for event in events if event["name"] == "process_labels"]
     assert "cut off" in label
 
 
-def test_a_line_that_was_cut_off_is_left_out_and_the_rest_kept(tmp_path):
-    tracer = _record(tmp_path / "trace.json")
-    with tracer.span("whole"):
-        pass
-    settings = tracer.settings()
-    assert settings is not None
-    with (Path(settings.directory) / f"{os.getpid()}.jsonl").open("a") as part:
-        part.write('{"ph":"X","na')
-    tracer.stop()
-    assert [event["name"] for event in spans(load_events(tmp_path / "trace.json"))] == ["whole"]
+def test_a_line_that_was_cut_off_is_left_out_and_the_rest_kept(tracer):
+    _record(tracer, "whole")
+    _append(tracer, '{"ph":"X","na')
+    assert _span_names(tracer) == ["whole"]
 
 
-def test_of_spans_that_begin_together_the_outer_one_comes_first(tmp_path):
-    tracer = _record(tmp_path / "trace.json")
+def test_of_spans_that_begin_together_the_outer_one_comes_first(tracer):
     tracer.counter("known", 1)  # names process and thread
-    settings, ids = tracer.settings(), (os.getpid(), threading.get_native_id())
-    assert settings is not None
-    with (Path(settings.directory) / f"{os.getpid()}.jsonl").open("a") as part:
-        for name, dur in [("inner", 1.5), ("outer", 2.5)]:
-            span = {"ph": "X", "name": name, "pid": ids[0], "tid": ids[1], "ts": 9.0, "dur": dur}
-            part.write(json.dumps(span) + "\n")
-    tracer.stop()
-    found = [event["name"] for event in spans(load_events(tmp_path / "trace.json"))]
-    assert found == ["outer", "inner"]
+    span = {"ph": "X", "pid": os.getpid(), "tid": threading.get_native_id(), "ts": 9.0}
+    for name, dur in [("inner", 1.5), ("outer", 2.5)]:
+        _append(tracer, json.dumps({**span, "name": name, "dur": dur}) + "\n")
+    assert _span_names(tracer) == ["outer", "inner"]
 
 
-def test_a_full_disk_costs_the_trace_and_not_the_work(tmp_path):
-    tracer = _record(tmp_path / "trace.json")
-    with tracer.span("before"):
-        pass
+def test_a_full_disk_costs_the_trace_and_not_the_work(tracer):
+    _record(tracer, "before")
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, tracer._part._file)  # type: ignore[union-attr,arg-type]
     os.close(full)
-    with pytest.warns(UserWarning, match="No space left"), tracer.span("lost"):
-        pass
-    with tracer.span("lost too"):
-        pass
-    tracer.stop()
-    assert [event["name"] for event in spans(load_events(tmp_path / "trace.json"))] == ["before"]
+    with pytest.warns(UserWarning, match="No space left"):
+        _record(tracer, "lost")
+    _record(tracer, "lost too")
+    assert _span_names(tracer) == ["before"]
 
 
 # Processes
@@ -256,30 +266,26 @@ def _collect(pipe: Connection, settings: TraceSettings | None) -> None:
         pipe.recv()
 
 
-def test_all_processes_are_on_one_clock_and_a_killed_one_keeps_its_events(tmp_path):
-    tracer = _record(tmp_path / "trace.json")
+def test_all_processes_are_on_one_clock_and_a_killed_one_keeps_its_events(tracer):
     with spawned(_collect, pickle.loads(pickle.dumps(tracer.settings()))) as (process, pipe):
         assert receive(pipe) == "ready"
         with tracer.span("around"):
             pipe.send("go")
             assert receive(pipe) == "within"
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join(DEADLINE)
         child = process.pid
-    with tracer.span("after"):
-        pass
-    tracer.stop()
-    events = load_events(tmp_path / "trace.json")
+    _record(tracer, "after")
+    events = _stopped(tracer)
     assert names(events)[child, 0] == "collector 0"
-    found = {event["name"]: event for event in spans(events)}
-    assert set(found) == {"around", "rollout", "after"}
-    around, rollout = found["around"], found["rollout"]
-    assert (around["pid"], rollout["pid"]) == (os.getpid(), child)
-    assert around["ts"] <= rollout["ts"]
-    assert rollout["ts"] + rollout["dur"] <= around["ts"] + around["dur"] <= found["after"]["ts"]
-    (size,) = [event for event in events if event["ph"] == "C"]
-    assert (size["pid"], size["args"]) == (child, {"value": 7.0})
-    assert rollout["ts"] <= size["ts"] <= around["ts"] + around["dur"]
+    found = {event["name"]: event for event in events if event["ph"] != "M"}
+    assert set(found) == {"around", "rollout", "size", "after"}
+    around, rollout, size = found["around"], found["rollout"], found["size"]
+    assert (around["pid"], rollout["pid"], size["pid"]) == (os.getpid(), child, child)
+    assert size["args"] == {"value": 7.0}
+    begin, end = around["ts"], around["ts"] + around["dur"]
+    assert begin <= rollout["ts"] <= rollout["ts"] + rollout["dur"] <= size["ts"] <= end
+    assert end <= found["after"]["ts"]
 
 
 def _traced_parent(pipe: Connection, path: str) -> None:

@@ -1,27 +1,43 @@
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_readable
-from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.support.bounds import DEADLINE, PROMPT
-from tests.support.processes import live_children, receive
+from tests.support.interrupts import Bytecodes
+from tests.support.processes import (
+    live_children,
+    receive,
+    server_of_this_process,
+    use_server,
+    wait_for,
+)
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.runtime import link as link_module
+from torchrl_unilab.runtime import workers as workers_module
 from torchrl_unilab.runtime.link import Link
-from torchrl_unilab.runtime.workers import LOOK_SECONDS
+
+LARGE = 20_000_000
+"""Bytes of a message that no pipe holds as a whole."""
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    """Look for stopped workers more often than in runs."""
+    monkeypatch.setattr(workers_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(workers_module, "CONTINUE_SECONDS", 0.05)
 
 
 def _serve(link: Link, number: int) -> None:
@@ -51,170 +67,34 @@ def _raise(message: str) -> None:
 def _fail_at_start(link: Link, number: int) -> None:
     """The last one fails; the first one never gets ready."""
     if number:
-        raise LookupError(f"at {time.monotonic()}")
+        raise LookupError("no such thing")
     threading.Event().wait()
 
 
-def _group(count: int = 2) -> WorkerGroup:
+def _leave_at_start(link: Link) -> None:
+    os._exit(3)
+
+
+def _group(count: int = 1) -> WorkerGroup:
     return WorkerGroup(_serve, [(i,) for i in range(count)], name="server")
 
 
-def _gone(pids: list[int], within: float = DEADLINE) -> bool:
-    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return psutil.wait_procs(processes, timeout=within)[1] == []
-
-
-def test_workers_say_that_they_are_ready_answer_and_end_when_told():
-    group = _group()
-    pids = group.pids
-    assert len(group) == 2
-    assert group.started == [{"number": i, "pid": pid} for i, pid in enumerate(pids)]
-    assert group.ask(1, "double", 21) == 42
-    group.send(0, "double", 1)
-    assert group.ask(1, "double", 4) == 8
-    group.check()
-    assert group.wait([], 0.05) is False
-    readable, writable = os.pipe()
-    os.write(writable, b"x")
-    assert group.wait([readable], None) is True
-    os.close(readable)
-    os.close(writable)
-    began = time.monotonic()
-    group.stop(timeout=DEADLINE)
-    assert time.monotonic() - began < DEADLINE  # they ended by themselves
-    group.stop()
-    assert len(group) == 0
-    assert _gone(pids, 0.0)
-
-
 @pytest.fixture(scope="module")
-def refusals() -> dict[str, object]:
-    """One group whose worker 1 raises a long error while worker 0 goes on."""
-    group = _group()
-    pids = group.pids
-    try:
-        began = time.monotonic()
-        group.send(1, "raise", "no such thing " + "x" * 1_000_000)
-        with pytest.raises(WorkerError) as waited:
-            group.wait([], DEADLINE)
-        seconds = time.monotonic() - began
-        with pytest.raises(WorkerError) as checked:
-            group.check()
-        with pytest.raises(WorkerError) as asked:
-            group.ask(1, "double", 1)
-    finally:
-        group.stop()
-    return {
-        "pids": pids,
-        "seconds": seconds,
-        "error": waited.value,
-        "later": [checked.value, asked.value],
-    }
+def group() -> Iterator[WorkerGroup]:
+    """Two workers at work, which each test leaves at work."""
+    with _group(2) as group:
+        yield group
 
 
-def test_what_a_worker_raises_surfaces_promptly_with_its_traceback(refusals):
-    assert refusals["seconds"] < PROMPT
-    message = str(refusals["error"])
-    assert message.startswith(f"server 1, process {refusals['pids'][1]}, failed:\nTraceback")
-    assert "in _raise" in message
-    assert "LookupError: no such thing" in message
-    assert len(message) < 30_000  # or the worker would wait for a reader of its pipe
+@pytest.fixture
+def lone() -> Iterator[WorkerGroup]:
+    """One worker that a test may end, stop or deafen."""
+    with _group() as group:
+        yield group
 
 
-def test_a_failure_stays_what_it_was(refusals):
-    assert refusals["later"] == [refusals["error"]] * 2
-
-
-def test_a_group_with_a_failure_leaves_no_process(refusals):
-    assert _gone(refusals["pids"], 0.0)
-
-
-def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_ready():
-    with pytest.raises(WorkerError, match=r"server 1, process \d+, failed") as caught:
-        WorkerGroup(_fail_at_start, [(0,), (1,)], name="server")
-    failed = float(str(caught.value).partition("LookupError: at ")[2].split()[0])
-    assert time.monotonic() - failed < PROMPT
-    assert not live_children()
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [("SIGKILL", "out of memory"), ("SIGSEGV", "Native code crashed"), ("signal 40", "")],
-)
-def test_a_worker_that_is_killed_is_named_with_its_signal_and_a_hint(name, hint):
-    group = _group(1)
-    try:
-        began = time.monotonic()
-        os.kill(group.pids[0], 40 if name == "signal 40" else getattr(signal, name))
-        with pytest.raises(WorkerError, match=rf"server 0, .* was ended by {name}.*{hint}"):
-            group.ask(0, "double", 1)
-        assert time.monotonic() - began < PROMPT
-    finally:
-        group.stop()
-
-
-def test_an_answer_that_nobody_waited_for_is_not_taken_for_a_later_one():
-    with _group(1) as group:
-        group.send(0, "double", 1)
-        group.send(0, "double", 2)
-        assert group.ask(0, "double", 21) == 42
-        group.send(0, "double", 3)
-        assert group.receive(0, DEADLINE) == 6
-
-
-def test_a_worker_that_leaves_unasked_or_does_not_answer_is_an_error():
-    group = _group()
-    try:
-        group.send(0, "mumble")
-        with pytest.raises(WorkerError, match=r"no answer within 0\.05 s"):
-            group.ask(0, "mumble", timeout=0.05)
-        group.send(1, "leave")
-        with pytest.raises(WorkerError, match="ended by itself with exit code 0"):
-            group.wait([], DEADLINE)
-    finally:
-        group.stop()
-
-
-def test_a_stopped_worker_is_named_wherever_it_is_waited_for():
-    group = _group(3)
-    try:
-        assert group.wait([], 2 * LOOK_SECONDS) is False  # nobody is stopped
-        os.kill(group.pids[1], signal.SIGSTOP)
-        began = time.monotonic()
-        with pytest.raises(WorkerError, match=r"server 1, .* was stopped by a signal") as waited:
-            group.wait([], DEADLINE)
-        assert time.monotonic() - began < PROMPT
-        assert waited.value.worker == 1
-        assert not waited.value.args[0].count("SIGKILL")
-        with pytest.raises(WorkerError, match="was stopped by a signal"):
-            group.check()
-    finally:
-        began = time.monotonic()
-        group.stop(DEADLINE)  # and need not wait for it
-        assert time.monotonic() - began < PROMPT
-    group = _group(2)
-    try:
-        os.kill(group.pids[1], signal.SIGSTOP)
-        with pytest.raises(WorkerError, match=r"server 1, .* was stopped by a signal"):
-            group.ask(1, "double", 2)
-    finally:
-        group.stop()
-
-
-LARGE = 20_000_000
-"""Bytes of a message that no pipe holds as a whole."""
-
-
-def _stop(pid: int) -> None:
-    """Stop a process, and return when it is."""
-    os.kill(pid, signal.SIGSTOP)
-    process = psutil.Process(pid)
-    while process.status() != psutil.STATUS_STOPPED:
-        time.sleep(0.001)
-
-
-def _raised(call: Callable[[], object], within: float) -> BaseException | None:
-    """What `call` raises, in a thread: a call that does not return is an error."""
+def _within(seconds: float, call: Callable[[], object]) -> BaseException | None:
+    """Return what `call` raises, in a thread: a call that does not return is an error."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -225,120 +105,250 @@ def _raised(call: Callable[[], object], within: float) -> BaseException | None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(within)
-    assert not thread.is_alive(), f"no return within {within:g} s"
+    thread.join(seconds)
+    assert not thread.is_alive(), f"no return within {seconds:g} s"
     return raised[0] if raised else None
 
 
-def test_a_worker_that_is_stopped_while_it_answers_is_named():
-    group = _group(1)
-    try:
-        group.send(0, "answer at length", LARGE)
+def _stop(pid: int) -> psutil.Process:
+    """Stop a process, and return when it is."""
+    os.kill(pid, signal.SIGSTOP)
+    process = psutil.Process(pid)
+    wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
+    return process
+
+
+def _gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_workers_report_that_they_are_ready_and_answer(group):
+    assert len(group) == 2
+    assert group.started == [{"number": i, "pid": pid} for i, pid in enumerate(group.pids)]
+    group.send(0, "double", 1)
+    assert group.ask(1, "double", 4) == 8
+    assert group.receive(0, DEADLINE) == 2
+    group.check()
+
+
+def test_waiting_ends_with_a_readable_descriptor_or_at_its_timeout(group):
+    readable, writable = os.pipe()
+    os.write(writable, b"x")
+    assert group.wait([readable], None) is True
+    assert (
+        group.wait([], 2 * workers_module.LOOK_SECONDS) is False
+    )  # it has looked for stopped workers
+    os.close(readable)
+    os.close(writable)
+
+
+def test_workers_that_are_told_to_end_do_so_by_themselves(monkeypatch):
+    group = _group(2)
+    pids = group.pids
+    monkeypatch.setattr(mp.process.BaseProcess, "kill", pytest.fail)
+
+    group.stop(timeout=DEADLINE)
+    group.stop()
+
+    assert len(group) == 0
+    assert _gone(pids)
+
+
+@pytest.fixture(scope="module")
+def refusals() -> dict[str, object]:
+    """One group whose worker 1 raises a long error while worker 0 goes on."""
+    with _group(2) as group:
+        pids = group.pids
+        group.send(1, "raise", "no such thing " + "x" * 1_000_000)
+        errors = [
+            _within(PROMPT, call)
+            for call in (
+                lambda: group.wait([], DEADLINE),
+                group.check,
+                lambda: group.ask(1, "double", 1),
+            )
+        ]
+    return {"pids": pids, "errors": errors}
+
+
+def test_what_a_worker_raises_surfaces_promptly_with_its_traceback(refusals):
+    error = refusals["errors"][0]
+    assert isinstance(error, WorkerError)
+    message = str(error)
+    assert message.startswith(f"server 1, process {refusals['pids'][1]}, failed:\nTraceback")
+    assert "in _raise" in message
+    assert "LookupError: no such thing" in message
+    assert len(message) < 30_000  # or the worker would wait for a reader of its pipe
+
+
+def test_a_failure_stays_what_it_was(refusals):
+    first, *later = refusals["errors"]
+    assert later == [first] * 2
+
+
+def test_a_group_with_a_failure_leaves_no_process(refusals):
+    assert _gone(refusals["pids"])
+
+
+def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_ready():
+    before = set(live_children())
+    error = _within(PROMPT, lambda: WorkerGroup(_fail_at_start, [(0,), (1,)], name="server"))
+    assert re.match(r"server 1, process \d+, failed:(.|\n)*LookupError: no such thing", str(error))
+    assert set(live_children()) == before
+
+
+def test_a_worker_that_ends_before_it_is_ready_reminds_of_the_main_guard():
+    with pytest.raises(WorkerError, match=r"exit code 3 before .*`if __name__ == \"__main__\":`"):
+        WorkerGroup(_leave_at_start, [()], name="server")
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "hint"),
+    [
+        (signal.SIGKILL, "SIGKILL", "out of memory"),
+        (signal.SIGSEGV, "SIGSEGV", "Native code crashed"),
+        (40, "signal 40", ""),
+    ],
+)
+def test_a_worker_that_is_killed_is_named_with_its_signal_and_a_hint(lone, number, name, hint):
+    os.kill(lone.pids[0], number)
+    error = _within(PROMPT, lambda: lone.ask(0, "double", 1))
+    assert re.match(rf"server 0, .* was ended by {name}.*{hint}", str(error))
+
+
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_a_later_one(group):
+    group.send(0, "double", 1)
+    group.send(0, "double", 2)
+    assert group.ask(0, "double", 21) == 42
+
+
+def test_an_answer_that_an_interrupt_kept_from_its_caller_is_received_again(group):
+    for nth in itertools.count(1):
+        group.send(0, "double", nth)
         wait_readable([group._workers[0].channel], DEADLINE)
-        _stop(group.pids[0])
-        error = _raised(lambda: group.receive(0, DEADLINE), PROMPT)
-        assert re.match(r"server 0, .* was stopped by a signal", str(error))
-    finally:
-        group.stop()
+        interrupt = Bytecodes(nth, [link_module, workers_module])
+        if not interrupt.interrupts(lambda: group.receive(0)):
+            break
+        assert group.receive(0, DEADLINE) == 2 * nth
+    assert nth > 30, "the call was not traced"
 
 
-def test_a_large_request_to_a_stopped_worker_names_it():
-    group = _group(1)
-    try:
-        _stop(group.pids[0])
-        error = _raised(lambda: group.send(0, "measure", bytes(LARGE)), PROMPT)
-        assert re.match(r"server 0, .* was stopped by a signal", str(error))
-    finally:
-        group.stop()
+def test_a_worker_that_does_not_answer_is_an_error(lone):
+    with pytest.raises(WorkerError, match=r"no answer within 0\.05 s"):
+        lone.ask(0, "mumble", timeout=0.05)
 
 
-def test_a_large_request_to_a_worker_that_is_killed_meanwhile_names_it():
-    group = _group(1)
-    try:
-        group.ask(0, "be deaf")
-        threading.Timer(0.2, os.kill, (group.pids[0], signal.SIGKILL)).start()
-        error = _raised(lambda: group.send(0, "measure", bytes(LARGE)), 0.2 + PROMPT)
-        assert re.match(r"server 0, .* was ended by SIGKILL", str(error))
-    finally:
-        group.stop()
+def test_a_worker_that_leaves_unasked_is_an_error(lone):
+    lone.send(0, "leave")
+    with pytest.raises(WorkerError, match="ended by itself with exit code 0"):
+        lone.wait([], DEADLINE)
 
 
-def test_a_large_request_to_a_worker_that_does_not_listen_is_bounded():
-    group = _group(1)
-    try:
-        group.ask(0, "be deaf")
-        error = _raised(lambda: group.ask(0, "measure", bytes(LARGE), timeout=0.1), PROMPT)
-        assert re.match(r"server 0, .*: request not taken within 0\.1 s", str(error))
-    finally:
-        group.stop()
+STOPPED = r"server 0, .* was stopped by a signal"
 
 
-def test_a_large_request_and_a_large_answer_may_cross():
-    group = _group(1)
-    try:
-        group.send(0, "answer at length", LARGE)
-        assert _raised(lambda: group.send(0, "measure", bytes(LARGE)), DEADLINE) is None
-        assert group.receive(0, DEADLINE) == LARGE
-    finally:
-        group.stop()
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.wait([], DEADLINE),
+        lambda group: group.ask(0, "double", 2),
+        lambda group: group.send(0, "measure", bytes(LARGE)),
+    ],
+    ids=["wait", "ask", "send"],
+)
+def test_a_stopped_worker_is_named_wherever_it_is_waited_for(lone, call):
+    _stop(lone.pids[0])
+    error = _within(PROMPT, lambda: call(lone))
+    assert re.match(STOPPED, str(error))
+    assert error.worker == 0
+    with pytest.raises(WorkerError, match=STOPPED):
+        lone.check()
+    # Nor is a stopped worker waited for when the group ends.
+    assert _within(PROMPT, lambda: lone.stop(DEADLINE)) is None
 
 
-def test_a_worker_that_is_continued_at_once_is_no_failure(monkeypatch):
-    group = _group(1)
-    process = psutil.Process(group.pids[0])
+def test_a_worker_that_is_stopped_while_it_answers_is_named(lone):
+    lone.send(0, "answer at length", LARGE)
+    wait_readable([lone._workers[0].channel], DEADLINE)
+    _stop(lone.pids[0])
+    error = _within(PROMPT, lambda: lone.receive(0, DEADLINE))
+    assert re.match(STOPPED, str(error))
+
+
+def test_a_worker_that_is_continued_at_once_is_no_failure(lone, monkeypatch):
+    process = _stop(lone.pids[0])
 
     def continued(sentinels: object, timeout: float) -> list[object]:
-        assert process.status() == psutil.STATUS_STOPPED
         process.resume()
         return []
 
-    try:
-        process.suspend()
-        while process.status() != psutil.STATUS_STOPPED:
-            pass
-        with monkeypatch.context() as patch:
-            patch.setattr("torchrl_unilab.runtime.workers.wait", continued)
-            patch.setattr(group, "_next_look", 0.0)  # whenever it looked last
-            group._look_for_stopped()
-        assert group.ask(0, "double", 4) == 8
-    finally:
-        group.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrl_unilab.runtime.workers.wait", continued)
+        patch.setattr(lone, "_next_look", 0.0)  # whenever it looked last
+        lone.check()
+    assert lone.ask(0, "double", 4) == 8
+
+
+def test_a_large_request_to_a_worker_that_is_killed_meanwhile_names_it(lone, monkeypatch):
+    lone.ask(0, "be deaf")
+    wait = lone._workers[0].channel.wait
+
+    def kill_and_wait(**settings: object) -> None:
+        os.kill(lone.pids[0], signal.SIGKILL)
+        wait(**settings)
+
+    monkeypatch.setattr(lone._workers[0].channel, "wait", kill_and_wait)
+    error = _within(PROMPT, lambda: lone.send(0, "measure", bytes(LARGE)))
+    assert re.match(r"server 0, .* was ended by SIGKILL", str(error))
+
+
+def test_a_large_request_to_a_worker_that_does_not_listen_is_bounded(lone):
+    lone.ask(0, "be deaf")
+    error = _within(PROMPT, lambda: lone.ask(0, "measure", bytes(LARGE), timeout=0.1))
+    assert re.match(r"server 0, .*: request not taken within 0\.1 s", str(error))
+    lone.stop(0.0)
+
+
+def test_a_large_request_and_a_large_answer_may_cross(group):
+    group.send(0, "answer at length", LARGE)
+    assert _within(DEADLINE, lambda: group.send(0, "measure", bytes(LARGE))) is None
+    assert group.receive(0, DEADLINE) == LARGE
 
 
 def test_a_worker_that_failed_is_replaced_while_the_others_go_on():
-    group = _group(2)
-    try:
+    with _group(2) as group:
         first = group.pids
         group.send(0, "double", 8)
         os.kill(first[1], signal.SIGKILL)
         with pytest.raises(WorkerError) as lost:
             group.wait([], DEADLINE)
         assert lost.value.worker == 1
+
         started = group.restart(1)
+
         assert started == group.started[1] == {"number": 1, "pid": group.pids[1]}
         assert group.pids[0] == first[0]
         assert group.pids[1] != first[1]
-        assert group.receive(0) == 16
-        assert group.ask(1, "double", 2) == 4
+        assert (group.receive(0, DEADLINE), group.ask(1, "double", 2)) == (16, 4)
         group.check()
-        os.kill(group.pids[0], signal.SIGSTOP)
-        group.restart(0)  # which ends it first
-        assert group.ask(0, "double", 3) == 6
-        assert not psutil.pid_exists(first[0])
-    finally:
-        group.stop()
-    assert not live_children()
 
 
-def test_threads_stop_a_group_together_and_return_when_it_has_ended():
-    group = _group(2)
-    pids = group.pids
+def test_a_stopped_worker_is_ended_before_it_is_replaced(lone):
+    (first,) = lone.pids
+    _stop(first)
+    lone.restart(0)
+    assert lone.ask(0, "double", 3) == 6
+    assert _gone([first])
+
+
+def test_threads_stop_a_group_together_and_return_when_it_has_ended(lone):
+    pids = lone.pids
     gate = threading.Barrier(8)
     left: list[int] = []
 
     def stop() -> None:
         gate.wait(DEADLINE)
-        group.stop()
+        lone.stop()
         left.extend(pid for pid in pids if psutil.pid_exists(pid))
 
     threads = [threading.Thread(target=stop) for _ in range(8)]
@@ -349,84 +359,46 @@ def test_threads_stop_a_group_together_and_return_when_it_has_ended():
     assert left == []
 
 
-def test_a_forked_copy_that_stops_a_group_leaves_it_at_work():
-    group = _group(1)
-    try:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                group.stop()
-                code = len(group)
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-        assert group.ask(0, "double", 2) == 4
-    finally:
-        group.stop()
-
-
-def _leave_at_start(link: Link) -> None:
-    os._exit(3)
-
-
-def test_a_worker_that_ends_before_it_is_ready_reminds_of_the_main_guard():
-    with pytest.raises(WorkerError, match=r"exit code 3 before .*`if __name__ == \"__main__\":`"):
-        WorkerGroup(_leave_at_start, [()], name="server")
+def test_a_forked_copy_that_stops_a_group_leaves_it_at_work(group):
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            group.stop()
+            code = len(group)
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert group.ask(0, "double", 2) == 4
 
 
 def test_stop_kills_in_time_those_that_do_not_listen():
-    group = _group(3)
+    group = _group(2)
     pids = group.pids
     group.ask(0, "be deaf")
-    os.kill(pids[1], signal.SIGSTOP)
-    began = time.monotonic()
-    group.stop(timeout=0.5)
-    assert 0.5 <= time.monotonic() - began < 0.5 + PROMPT  # for the deaf one alone
-    assert _gone(pids, 0.0)
+    _stop(pids[1])
+    assert _within(PROMPT, lambda: group.stop(timeout=0.1)) is None
+    assert _gone(pids)
 
 
-def _make_a_group(pipe: Connection) -> None:
-    pipe.send(_group(1).pids)
-    threading.Event().wait()
+def _start_a_group(pipe: Connection, server: dict[str, Any]) -> None:
+    """Start a group, and leave when told, as an interpreter does that exits."""
+    use_server(server)
+    group = _group()
+    pipe.send(group.pids)
+    pipe.recv()
 
 
-def test_workers_end_when_their_parent_is_killed():
+@pytest.mark.parametrize("end", ["killed", "exits"])
+def test_workers_end_with_their_parent(end):
     # Not daemonic, as it has children of its own.
     here, there = mp.Pipe()
-    parent = mp.Process(target=_make_a_group, args=(there,))
+    parent = mp.Process(target=_start_a_group, args=(there, server_of_this_process()))
     parent.start()
     there.close()
-    try:
-        workers = [psutil.Process(pid) for pid in receive(here)]
-    finally:
-        parent.kill()
-        parent.join(DEADLINE)
-        parent.close()
-        here.close()
+    workers = [psutil.Process(pid) for pid in receive(here)]
+    parent.kill() if end == "killed" else here.send("leave")
+    parent.join(DEADLINE)
+    parent.close()
+    here.close()
     assert psutil.wait_procs(workers, timeout=DEADLINE)[1] == []
-
-
-_LEFT_OPEN = """
-from tests.runtime.test_workers import _group
-
-if __name__ == "__main__":
-    group = _group(1)
-    print(group.pids[0], flush=True)
-"""
-
-
-def test_an_interpreter_that_exits_with_workers_at_work_takes_them_along(tmp_path):
-    script = tmp_path / "leaves_open.py"
-    script.write_text(_LEFT_OPEN)
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-        env={**os.environ, "PYTHONPATH": root},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not psutil.pid_exists(int(done.stdout))

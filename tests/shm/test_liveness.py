@@ -91,14 +91,14 @@ def test_a_process_under_the_id_of_a_dead_one_is_not_taken_for_it():
             assert not process_is_alive(word)
 
 
-def test_a_publish_is_cut_off_though_another_process_has_its_writers_id():
+def test_a_dead_publisher_is_replaced_though_another_process_has_its_id():
     with (
         SnapshotCell({"w": torch.zeros(3)}) as cell,
         spawned(publish_and_die, cell) as (process, _),
     ):
         process.join(DEADLINE)
         with process_with_id(process.pid):
-            assert cell.publish_cut_off
+            assert cell.publish([torch.ones(3)]) == 1
 
 
 def test_a_dead_writer_of_a_ring_is_found_though_another_process_has_its_id():

@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -41,10 +41,18 @@ from torchrl_unilab.shm.ring import RolloutRing
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
 
 
-def _descriptors() -> int:
-    """How many descriptors this process holds, without those of garbage."""
+@pytest.fixture(scope="module")
+def descriptors() -> Iterator[Callable[[], int]]:
+    """Counts the descriptors that this process holds, without those of garbage."""
+
+    def count() -> int:
+        gc.collect()
+        return psutil.Process().num_fds()
+
     gc.collect()
-    return psutil.Process().num_fds()
+    gc.freeze()  # what is there now is no garbage, and need not be looked through again
+    yield count
+    gc.unfreeze()
 
 
 class Oracle:
@@ -161,16 +169,6 @@ def test_each_dtype_arrives_bit_for_bit():
             assert torch.equal(views[key], value)
 
 
-def test_rollouts_of_several_writers_come_in_the_order_of_their_commits():
-    with make_ring(elements=2, slots=3, writers=3) as ring:
-        order = [2, 0, 0, 1, 2, 1, 0, 2]
-        for writer in order:
-            ring.become_writer(writer)
-            write(ring)
-
-        assert [read(ring)[0] for _ in order] == order
-
-
 def test_an_overwriting_writer_with_two_slots_never_waits_for_a_reader_with_one_lease():
     with make_ring(slots=2) as ring:
         write(ring)
@@ -196,14 +194,11 @@ def test_a_writer_that_overwrites_drops_its_own_rollouts_only():
         assert [read(ring) for _ in range(3)] == [(1, 1), (0, 4), (0, 5)]
 
 
-def test_a_blocked_claim_ends_at_its_timeout():
+def test_waiting_ends_at_its_timeout():
     with make_ring(slots=1, overflow="block") as ring:
+        assert ring.acquire(timeout=0.01) is None
         write(ring)
-        started = time.monotonic()
-
-        assert ring.claim(timeout=0.25) is None
-
-        assert time.monotonic() - started >= 0.25
+        assert ring.claim(timeout=0.01) is None
 
 
 def test_a_blocked_claim_ends_when_a_slot_is_released():
@@ -213,15 +208,6 @@ def test_a_blocked_claim_ends_when_a_slot_is_released():
             claimed = pool.submit(end.claim, DEADLINE)
             assert read(ring) == (0, 1)
             assert claimed.result(DEADLINE) == 0
-
-
-def test_waiting_for_a_rollout_ends_at_its_timeout():
-    with make_ring() as ring:
-        started = time.monotonic()
-
-        assert ring.acquire(timeout=0.25) is None
-
-        assert time.monotonic() - started >= 0.25
 
 
 @pytest.mark.parametrize("timeout", [DEADLINE, None])
@@ -251,20 +237,20 @@ def test_a_lease_is_released_once():
         assert ring.read == (1,)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"slots": 0}, "slots: 0 .*expected 1 to"),
-        ({"slots": 1000}, "slots: 1000 .*expected 1 to"),
-        ({"writers": 0}, "writers: 0 .*expected 1 to"),
-        ({"overflow": "wait"}, "overflow: 'wait' .*'overwrite', 'block'"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, message):
-    before = _descriptors()
-    with pytest.raises(ConfigError, match=message):
-        make_ring(**settings)
-    assert _descriptors() == before
+REFUSED = [
+    ({"slots": 0}, "slots: 0 .*expected 1 to"),
+    ({"slots": 1000}, "slots: 1000 .*expected 1 to"),
+    ({"writers": 0}, "writers: 0 .*expected 1 to"),
+    ({"overflow": "wait"}, "overflow: 'wait' .*'overwrite', 'block'"),
+]
+
+
+def test_settings_that_cannot_work_are_refused(descriptors):
+    before = descriptors()
+    for settings_of_ring, message in REFUSED:
+        with pytest.raises(ConfigError, match=message):
+            make_ring(**settings_of_ring)
+    assert descriptors() == before
 
 
 def test_as_many_slots_as_are_allowed_fit_the_smallest_pipe():
@@ -279,15 +265,15 @@ def test_as_many_slots_as_are_allowed_fit_the_smallest_pipe():
                 assert read(ring) is not None
 
 
-def test_a_ring_larger_than_the_memory_is_refused_and_leaves_nothing(monkeypatch):
+def test_a_ring_larger_than_the_memory_is_refused_and_leaves_nothing(descriptors, monkeypatch):
     layout = BlockLayout.of(stamped(0, 0))
     room = RolloutRing.nbytes(layout, 3, 2)
     monkeypatch.setattr(segment_module, "free_bytes", lambda _: room)
-    before = _descriptors()
+    before = descriptors()
     RolloutRing(layout, slots=3, writers=2).close()
     with pytest.raises(SegmentSpaceError, match=f"expected at most {room}"):
         RolloutRing(layout, slots=4, writers=2)
-    assert _descriptors() == before
+    assert descriptors() == before
 
 
 # Writers
@@ -313,12 +299,15 @@ def test_a_writer_is_not_changed_while_a_slot_is_claimed():
         assert ring.written == (0, 1)
 
 
-def test_a_process_that_writes_first_becomes_the_first_writer_that_is_free():
-    with make_ring(writers=2) as ring:
+@pytest.mark.parametrize("writer", [None, 1])
+def test_another_process_writes_as_the_writer_it_says_or_as_the_first_that_is_free(writer):
+    with make_ring(slots=3, writers=2, overflow="block") as ring:
         ring.become_writer(0)
-        with spawned(write_one, ring, None) as (_, pipe):
-            assert receive(pipe)[0] == 1
-        assert ring.written == (0, 1)
+        with spawned(write_one, ring, writer) as (_, pipe):
+            assert receive(pipe) == (1, 3, 2, "block")
+            assert read(ring, DEADLINE) == (1, 1)
+        # It has ended, but had closed the ring: it is not taken for a dead writer.
+        assert ring.acquire(timeout=0.01) is None
 
 
 def test_no_two_processes_are_one_writer():
@@ -332,8 +321,8 @@ def test_no_two_processes_are_one_writer():
 # End
 
 
-def test_a_closed_ring_refuses_every_use_and_leaves_nothing():
-    before = _descriptors()
+def test_a_closed_ring_refuses_every_use_and_leaves_nothing(descriptors):
+    before = descriptors()
     ring = make_ring()
     write(ring)
     lease = ring.acquire()
@@ -359,13 +348,13 @@ def test_a_closed_ring_refuses_every_use_and_leaves_nothing():
         with pytest.raises(SegmentClosedError):
             use()
     del lease, use
-    assert _descriptors() == before
+    assert descriptors() == before
 
 
-def test_a_ring_that_is_forgotten_leaves_nothing():
-    before = _descriptors()
+def test_a_ring_that_is_forgotten_leaves_nothing(descriptors):
+    before = descriptors()
     make_ring()
-    assert _descriptors() == before
+    assert descriptors() == before
 
 
 def test_a_writer_that_closes_gives_its_claimed_slot_back():
@@ -412,15 +401,6 @@ def test_a_forked_child_has_no_token_of_its_parent():
         ring.release(lease)
         assert read(ring, DEADLINE) is not None
         assert ring.acquire() is None
-
-
-def test_another_process_shares_a_ring_that_it_is_given():
-    with make_ring(slots=3, writers=2, overflow="block") as ring:
-        with spawned(write_one, ring, 1) as (_, pipe):
-            assert receive(pipe) == (1, 3, 2, "block")
-            assert read(ring, DEADLINE) == (1, 1)
-        # It has ended, but had closed the ring: it is not taken for a dead writer.
-        assert ring.acquire(timeout=0.01) is None
 
 
 # Slots that are written while the reader holds them

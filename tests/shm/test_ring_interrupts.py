@@ -1,4 +1,4 @@
-"""An interrupt at any bytecode of a call on the ring loses no slot and no count."""
+"""An interrupt at any point of a call on the ring loses no slot and no count."""
 
 from __future__ import annotations
 
@@ -8,46 +8,16 @@ import struct
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
 
+from tests.support.interrupts import Bytecodes
 from tests.support.rings import DEAD, attach, check_all_free, make_ring, read, slots_of, write
-from torchrl_unilab.shm import ring, ring_memory, ring_reader, ring_writer, segment, tokens
+from torchrl_unilab.shm import lock, ring, ring_memory, ring_reader, ring_writer, tokens
 from torchrl_unilab.shm.ring import RolloutRing
 
-MODULES = (ring, ring_memory, ring_reader, ring_writer, segment, tokens)
-FILES = {module.__file__ for module in MODULES}
-
-
-class Bytecodes:
-    """Raises KeyboardInterrupt before the `nth` bytecode that the ring's modules execute."""
-
-    def __init__(self, nth: int) -> None:
-        self.left = nth
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self
-
-    def interrupts(self, call: Callable[[], object]) -> bool:
-        """Make the call; return whether it was interrupted."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
+MODULES = (lock, ring, ring_memory, ring_reader, ring_writer, tokens)
 
 
 class Parties:
@@ -93,7 +63,7 @@ def interrupted(
     overflow: str = "overwrite",
     orphans: bool = False,
 ) -> Iterator[tuple[Parties, Any]]:
-    """Yield parties of which `call` was interrupted: once for each bytecode of it.
+    """Yield parties of which `call` was interrupted: once for each of its points.
 
     Before that each slot is accounted for, but for orphaned ones. When the test has made its own
     checks, all parties write and read, and all rollouts are accounted for.
@@ -101,8 +71,8 @@ def interrupted(
     for nth in range(1, 10_000):
         parties = two_of_writer_0_and_one_of_writer_1(overflow)
         prepared = prepare(parties)
-        if not Bytecodes(nth).interrupts(partial(call, parties, prepared)):
-            assert nth > 20, "the call was not traced"
+        if not Bytecodes(nth, MODULES).interrupts(partial(call, parties, prepared)):
+            assert nth > 10, "the call was not traced"
             parties.close()
             return
         orphans or parties.check_owners()

@@ -29,8 +29,8 @@ from tests.support.rings import (
     write_until_refused,
     write_until_told,
 )
-from torchrl_unilab.errors import PeerGoneError, SegmentError
-from torchrl_unilab.shm import ring_memory, ring_reader, ring_writer
+from torchrl_unilab.errors import PeerGoneError, WaitTimeoutError
+from torchrl_unilab.shm import ring_memory, ring_reader
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
@@ -104,24 +104,6 @@ def test_whichever_writer_is_killed_whenever_nothing_is_lost_but_what_is_counted
 def _reap(process) -> None:
     process.join(DEADLINE)
     assert process.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize(("overflow", "whole"), [("block", 1), ("overwrite", 1), ("overwrite", 3)])
-def test_a_process_killed_at_each_step_leaves_its_slots_to_the_one_in_its_place(overflow, whole):
-    with make_ring(slots=3, overflow=overflow) as ring:
-        for step in range(1, STEPS + 1):
-            before = ring.written[0]
-            struck = (ring, 0, whole, step, signal.SIGKILL)
-            with spawned(write_and_be_struck, *struck) as (process, pipe):
-                assert receive(pipe) == before + whole
-                _reap(process)
-            ring.recover(0)
-            while (found := read(ring)) is not None:
-                assert found[0] == 0
-                assert before < found[1] <= ring.written[0]
-            check_all_free(ring)
-        assert 0 < ring.lost[0] < STEPS
-        assert (ring.dropped[0] > 0) == (whole == 3)
 
 
 @OVERFLOW
@@ -210,6 +192,29 @@ def test_a_reader_that_waits_names_a_writer_that_died_until_it_is_recovered():
         assert ring.acquire(timeout=0.01) is None
 
 
+@pytest.mark.parametrize("end", [RolloutRing.resign, RolloutRing.close])
+def test_a_reader_that_waits_without_end_learns_that_all_writers_have_resigned(end):
+    with make_ring(slots=2, writers=2) as ring, attach(ring) as first, attach(ring) as second:
+        for number, writer in enumerate((first, second)):
+            writer.become_writer(number)
+            write(writer)
+            end(writer)
+        assert [ring.acquire(None).writer, ring.acquire(None).writer] == [0, 1]
+        with pytest.raises(PeerGoneError, match="all 2 writers have resigned"):
+            ring.acquire(None)
+        assert ring.acquire(0.01) is None
+
+
+def test_a_reader_waits_without_end_for_a_writer_that_is_yet_to_come():
+    with make_ring(slots=2, writers=2) as ring, attach(ring) as end, ThreadPoolExecutor(1) as pool:
+        end.become_writer(0)
+        end.resign()
+        acquired = pool.submit(ring.acquire, None)
+        end.become_writer(1)
+        write(end)
+        assert acquired.result(DEADLINE).writer == 1
+
+
 def test_what_a_writer_commits_in_its_last_moment_is_not_missed(monkeypatch):
     with make_ring() as ring:
         ring.become_writer(0)
@@ -288,29 +293,14 @@ def test_a_second_reader_is_refused():
                 use()
 
 
-def test_a_writer_that_overwrites_never_waits_for_a_stopped_reader():
-    with make_ring(slots=2) as ring, spawned(hold_one, ring) as (process, pipe):
-        write(ring)
-        assert receive(pipe) == (0, 1)
-        os.kill(process.pid, signal.SIGSTOP)
-        pipe.send("release")
-        for _ in range(100):
-            assert write(ring, timeout=0)
-        os.kill(process.pid, signal.SIGCONT)
-        assert receive(pipe) == "released"  # and what it held was whole
-        assert (ring.written, ring.read, ring.dropped) == ((101,), (1,), (99,))
-
-
 def test_registration_waits_a_bounded_time_for_a_stopped_process(monkeypatch):
-    monkeypatch.setattr(ring_writer, "REGISTER_SECONDS", 0.05)
+    monkeypatch.setattr(ring_memory, "REGISTER_SECONDS", 0.05)
     with make_ring() as ring, spawned(hold_registration, ring) as (_, pipe):
         receive(pipe)
-        with pytest.raises(SegmentError, match="held by another process"):
+        with pytest.raises(WaitTimeoutError, match="cannot become a writer: lock not acquired"):
             ring.become_writer(0)
 
 
 def hold_registration(pipe, ring: RolloutRing) -> None:
     """Hold the lock under which processes become writers, until told."""
-    with ring._segment.exclusively():
-        pipe.send("held")
-        pipe.recv()
+    ring._register(lambda: pipe.send("held") or pipe.recv(), "a writer")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ NAMES = pytest.mark.parametrize(
 
 def _add_one(pipe: Connection, segment: SharedSegment) -> None:
     segment.buffer[:] += 1
-    pipe.send((segment.is_owner, segment.nbytes))
+    pipe.send(segment.nbytes)
     segment.close()
 
 
@@ -33,18 +34,18 @@ def _create_and_wait(pipe: Connection) -> None:
 
 
 @NAMES
-def test_a_new_segment_is_zero_filled_and_owned(name):
+def test_a_new_segment_is_zero_filled(name):
     with SharedSegment(1000, name=name) as segment:
         assert segment.buffer.nbytes == segment.nbytes == 1000
         assert not segment.buffer.any()
-        assert segment.is_owner
 
 
 @NAMES
 def test_a_spawned_process_shares_the_bytes_but_does_not_own_them(name):
     with SharedSegment(64, name=name) as segment:
         with spawned(_add_one, segment) as (_, pipe):
-            assert receive(pipe) == (False, 64)
+            assert receive(pipe) == 64
+        assert name is None or (named_directory() / name).exists()
         assert segment.buffer.tolist() == [1] * 64
 
 
@@ -58,6 +59,43 @@ def test_a_named_segment_is_attached_by_name_and_unlinked_by_its_creator_alone(t
     assert path.exists()
     segment.close()
     assert not path.exists()
+
+
+def _is_locked_for_others(segment: SharedSegment) -> bool:
+    """Whether another process cannot lock the segment."""
+    child = os.fork()
+    if child == 0:
+        try:
+            fcntl.lockf(segment.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return bool(os.waitpid(child, 0)[1])
+
+
+@NAMES
+def test_closing_another_attachment_of_this_process_ends_none_of_its_locks(name):
+    with SharedSegment(64, name=name) as segment:
+        fcntl.lockf(segment.descriptor, fcntl.LOCK_EX, 1)
+        _attached_again(segment).close()
+        assert _is_locked_for_others(segment)
+        fcntl.lockf(segment.descriptor, fcntl.LOCK_UN, 1)
+        assert not _is_locked_for_others(segment)
+
+
+@NAMES
+def test_the_last_attachment_closes_all_descriptors(name):
+    before = psutil.Process().num_fds()
+    with SharedSegment(64, name=name) as segment, _attached_again(segment):
+        pass
+    assert psutil.Process().num_fds() == before
+
+
+def _attached_again(segment: SharedSegment) -> SharedSegment:
+    """The segment as it comes back from another process."""
+    if segment.name is not None:
+        return SharedSegment.attach(segment.name)
+    return SharedSegment._attach_descriptor(os.dup(segment.descriptor), segment.nbytes, None)
 
 
 def test_attaching_an_unknown_name_says_so():
@@ -117,7 +155,7 @@ def test_a_name_that_is_no_file_is_not_attached():
 
 def test_the_room_of_an_anonymous_segment_is_what_the_control_group_leaves(monkeypatch):
     monkeypatch.setattr("torchrl_unilab.shm.memory.cgroup_headroom", lambda: 1000)
-    assert segment_module.free_bytes("anonymous") == 1000
+    assert segment_module.free_bytes(named=False) == 1000
     with pytest.raises(SegmentSpaceError, match="at most 1000"):
         SharedSegment(1001)
 
@@ -149,7 +187,7 @@ def test_a_size_below_one_is_refused(nbytes):
 
 @NAMES
 def test_a_segment_that_does_not_fit_is_refused_before_allocation(name, monkeypatch):
-    monkeypatch.setattr(segment_module, "free_bytes", lambda kind: 1023)
+    monkeypatch.setattr(segment_module, "free_bytes", lambda named: 1023)
     monkeypatch.setattr(segment_module, "_create_named", pytest.fail)
     monkeypatch.setattr(segment_module, "_create_anonymous", pytest.fail)
     with pytest.raises(SegmentSpaceError, match=r"1024 bytes do not fit .*at most 1023"):
@@ -159,7 +197,7 @@ def test_a_segment_that_does_not_fit_is_refused_before_allocation(name, monkeypa
 def test_the_room_of_a_named_segment_is_that_of_its_mount(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
     stat = os.statvfs(tmp_path)
-    free = segment_module.free_bytes("named")
+    free = segment_module.free_bytes(named=True)
     assert free == pytest.approx(stat.f_bavail * stat.f_frsize, rel=0.01)
 
 

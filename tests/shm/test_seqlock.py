@@ -53,22 +53,11 @@ def test_versions_that_skip_numbers_are_read_like_those_that_do_not(slots, versi
         for least in versions:
             newest = max(newest + 1, least)
             assert _publish(cell, newest, version=least) == newest
-            version, values = read(cell)
-            assert (version, values["n"].item()) == (newest, newest)
-
-
-@given(st.integers(2, 5), st.lists(st.booleans(), max_size=30))
-def test_a_reader_sees_what_a_serial_oracle_holds(slots, actions):
-    published = 0
-    with SnapshotCell(_filled(0), slots=slots) as cell:
-        for publish in actions:
-            if publish:
-                published += 1
-                assert _publish(cell, published) == published
-            version, values = read(cell)
-            assert version == cell.version == published
-            assert values["n"].item() == published
-            assert values["w"].tolist() == [published] * 5
+            for _ in range(2):
+                version, values = read(cell)
+                assert version == cell.version == newest
+                assert values["n"].item() == newest
+                assert values["w"].tolist() == [newest] * 5
 
 
 def test_each_dtype_and_shape_arrives_bit_for_bit():
@@ -188,14 +177,6 @@ def test_another_process_publishes_once_the_writer_has_closed():
         assert _publish(cell, 2) == 2
 
 
-def test_another_process_publishes_once_the_writer_has_died():
-    with SnapshotCell(_filled(0)) as cell:
-        with spawned(_publish_and_stay, cell, 1) as (_, pipe):
-            receive(pipe)
-
-        assert _publish(cell, 2) == 2
-
-
 @pytest.mark.parametrize("extra", [-64, 64])
 def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
     with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
@@ -204,18 +185,6 @@ def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
         with pytest.raises(LayoutError, match=r"\d+ bytes \(expected \d+"):
             SnapshotCell.attach(cell.name, cell.layout)
         os.truncate(path, path.stat().st_size - extra)
-
-
-def test_a_publish_that_its_writer_did_not_survive_is_told_from_one_under_way():
-    with SnapshotCell(_filled(0)) as cell:
-        cut_off = [cell.publish_cut_off]
-        with spawned(publish_and_die, cell) as (writer, _):
-            writer.join(DEADLINE)
-        cut_off.append(cell.publish_cut_off)
-
-        _publish(cell, 2)
-
-        assert [*cut_off, cell.publish_cut_off] == [False, True, False]
 
 
 def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
@@ -240,7 +209,6 @@ def test_fewer_than_two_slots_are_refused(slots):
         lambda cell: _publish(cell, 1),
         lambda cell: cell.report_applied(0, 0),
         lambda cell: cell.reader(0),
-        lambda cell: cell.publish_cut_off,
     ],
 )
 def test_a_closed_cell_refuses_every_use(use):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule
@@ -73,3 +77,13 @@ def make_policy_at_quarter() -> TensorDictModule:
 def actions(batch: TensorDictBase) -> set[float]:
     """The distinct actions of a batch."""
     return set(batch["action"].unique().tolist())
+
+
+@contextlib.contextmanager
+def collecting(cls: type, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    """Yield a collector of small rollouts without end, which is shut down on the way out."""
+    collector = cls(*args, **({"frames_per_batch": 8, "total_frames": -1} | kwargs))
+    try:
+        yield collector
+    finally:
+        collector.shutdown()

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
-from tests.support.acting import StillEnv, actions, make_policy, set_action
+from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.errors import ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import SnapshotCell
@@ -21,9 +21,8 @@ from torchrl_unilab.weight_update import UniLabShmScheme
 CPU = torch.device("cpu")
 
 
-def _collector(policy, scheme, cls=MultiSyncCollector, **kwargs):
-    settings = {"frames_per_batch": 8, "total_frames": -1} | kwargs
-    return cls([StillEnv], policy, weight_sync_schemes={"policy": scheme}, **settings)
+def _collecting(policy, scheme, cls=MultiSyncCollector, **settings):
+    return collecting(cls, [StillEnv], policy, weight_sync_schemes={"policy": scheme}, **settings)
 
 
 def _publish(collector, policy, value: float) -> None:
@@ -44,12 +43,9 @@ class Notes:
 def test_building_a_collector_and_publishing_leave_the_learners_tensors_alone():
     policy = make_policy(0.25)
     before = [(t.data_ptr(), t.requires_grad) for t in (*policy.parameters(), *policy.buffers())]
-    collector = _collector(policy, UniLabShmScheme())
-    try:
+    with _collecting(policy, UniLabShmScheme()) as collector:
         next(iter(collector))
         collector.update_policy_weights_()
-    finally:
-        collector.shutdown()
     tensors = (*policy.parameters(), *policy.buffers())
     assert [(t.data_ptr(), t.requires_grad) for t in tensors] == before
     assert not any(t.is_shared() for t in tensors)
@@ -60,13 +56,12 @@ def test_hooks_of_the_user_run_and_never_disconnect_the_pull(tmp_path):
     for directory in (before, after, replaced):
         directory.mkdir()
     policy = make_policy(0.25)
-    collector = _collector(
+    with _collecting(
         policy,
         UniLabShmScheme(),
         pre_collect_hook=Notes(str(before)),
         post_collect_hook=Notes(str(after)),
-    )
-    try:
+    ) as collector:
         batches = iter(collector)
         assert actions(next(batches)) == {0.25}
         _publish(collector, policy, 0.5)
@@ -78,48 +73,40 @@ def test_hooks_of_the_user_run_and_never_disconnect_the_pull(tmp_path):
         assert actions(next(batches)) == {0.75}
         assert len(list(before.iterdir())) == len(list(after.iterdir())) == 2
         assert len(list(replaced.iterdir())) == 1
-    finally:
-        collector.shutdown()
 
 
 def test_pulling_by_hand_waits_for_receive():
     policy = make_policy(0.25)
     scheme = UniLabShmScheme(pull="manual")
-    collector = _collector(policy, scheme)
-    try:
+    with _collecting(policy, scheme) as collector:
         batches = iter(collector)
         next(batches)
         _publish(collector, policy, 0.75)
         assert actions(next(batches)) == {0.25}
         collector.map_fn("_receiver_schemes['policy'].pull")
         assert actions(next(batches)) == {0.75}
-    finally:
-        collector.shutdown()
 
 
 @pytest.mark.parametrize("pull", ["step", "rollout"])
 def test_only_pull_step_takes_a_version_in_mid_rollout(pull):
     policy = make_policy(0.25)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(4096, shared_init=True), shared=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1024, shared_init=True), shared=True)
     scheme = UniLabShmScheme(pull=pull)
-    collector = _collector(
+    with _collecting(
         policy,
         scheme,
         MultiAsyncCollector,
         replay_buffer=buffer,
-        frames_per_batch=512,
+        frames_per_batch=128,
         track_policy_version=True,
-    )
-    try:
+    ) as collector:
         collector.start()
         for value in itertools.count(1):
             _publish(collector, policy, float(value))
             scheme.wait_applied(value, timeout=DEADLINE)
-            if buffer.write_count >= 4 * 512:
+            if buffer.write_count >= 4 * 128:
                 break
-    finally:
-        collector.async_shutdown()
-    rollouts = buffer[: 512 * (buffer.write_count // 512)]["action"].reshape(-1, 512)
+    rollouts = buffer[: 128 * (buffer.write_count // 128)]["action"].reshape(-1, 128)
     mixed = any(len(rollout.unique()) > 1 for rollout in rollouts)
     assert mixed is (pull == "step")
 
@@ -127,45 +114,38 @@ def test_only_pull_step_takes_a_version_in_mid_rollout(pull):
 def test_trajectories_and_random_frames_pull_too():
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()
-    collector = _collector(
+    with _collecting(
         policy,
         scheme,
         init_random_frames=8,
         max_frames_per_traj=4,
         trajs_per_batch=2,
         traj_format="cat",
-    )
-    try:
+    ) as collector:
         batches = iter(collector)
         next(batches)
         _publish(collector, policy, 0.75)
         for _ in range(3):
             batch = next(batches)
         assert actions(batch) == {0.75}
-    finally:
-        collector.shutdown()
 
 
 def test_a_paused_worker_answers_with_what_was_published():
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()
     buffer = ReplayBuffer(storage=LazyTensorStorage(64, shared_init=True), shared=True)
-    collector = _collector(policy, scheme, MultiAsyncCollector, replay_buffer=buffer)
-    try:
+    with _collecting(policy, scheme, MultiAsyncCollector, replay_buffer=buffer) as collector:
         collector.start()
         with collector.pause():
             _publish(collector, policy, 0.75)
             collector.map_fn("stats")
             assert scheme.applied_versions == {0: 1}
-    finally:
-        collector.async_shutdown()
 
 
 def test_a_state_that_was_loaded_acts_until_the_next_publish_and_is_not_called_published():
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()
-    collector = _collector(policy, scheme)
-    try:
+    with _collecting(policy, scheme) as collector:
         batches = iter(collector)
         next(batches)
         state = collector.state_dict()
@@ -178,46 +158,30 @@ def test_a_state_that_was_loaded_acts_until_the_next_publish_and_is_not_called_p
         _publish(collector, policy, 0.75)
         assert actions(next(batches)) == {0.75}
         assert scheme.applied_versions == {0: 2}
-    finally:
-        collector.shutdown()
 
 
 def test_an_idle_workers_policy_attributes_show_what_was_published():
     policy = make_policy(0.25)
-    collector = _collector(policy, UniLabShmScheme())
-    try:
+    with _collecting(policy, UniLabShmScheme()) as collector:
         next(iter(collector))
         _publish(collector, policy, 0.75)
         module = collector.getattr_policy("module")
         module = module[0] if isinstance(module, list) else module
         assert module[2].bias.item() == 0.75
-    finally:
-        collector.shutdown()
 
 
-def _pair(learner, acting, **kwargs) -> tuple[UniLabShmScheme, UniLabShmScheme]:
-    sender, receiver = UniLabShmScheme(**kwargs), UniLabShmScheme()
-    sender.init_on_sender(model=learner, devices=[CPU])
-    sender.connect()
-    receiver.__setstate__(sender.__getstate__())
-    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
-    receiver.connect()
-    return sender, receiver
-
-
-def test_a_policy_that_was_copied_after_connecting_is_found_again():
+def test_a_policy_that_was_copied_after_connecting_is_found_again(pair):
     learner, acting = make_policy(0.25), make_policy()
-    sender, receiver = _pair(learner, acting)
+    _, receiver = pair(learner, acting)
     moved = copy.deepcopy(make_policy(-1.0))  # as a collector does for another device
     receiver.model = moved
     assert receiver.pull()
     assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
     assert not receiver.pull()
-    sender.shutdown()
 
 
-def test_a_replaced_model_is_filled_even_if_its_first_pull_was_overtaken(monkeypatch):
-    sender, receiver = _pair(make_policy(0.25), make_policy())
+def test_a_replaced_model_is_filled_even_if_its_first_pull_was_overtaken(pair, monkeypatch):
+    _, receiver = pair(make_policy(0.25), make_policy())
     receiver.model = moved = make_policy(-1.0)
 
     def overtaken(*_, **__):
@@ -229,21 +193,19 @@ def test_a_replaced_model_is_filled_even_if_its_first_pull_was_overtaken(monkeyp
             receiver.pull()
     assert receiver.pull()
     assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
-    sender.shutdown()
 
 
-def test_invalid_weights_are_reported_until_the_next_publish():
-    sender, receiver = _pair(make_policy(0.25), make_policy())
+def test_invalid_weights_are_reported_until_the_next_publish(pair):
+    sender, receiver = pair(make_policy(0.25), make_policy())
 
     receiver.invalidate()
 
     assert sender.applied_versions == {0: None}
-    sender.shutdown()
 
 
-def test_receive_applies_and_says_what_or_nothing():
+def test_receive_applies_and_says_what_or_nothing(pair):
     learner, acting = make_policy(0.25), make_policy()
-    sender, receiver = _pair(learner, acting, pull="manual")
+    sender, receiver = pair(learner, acting, pull="manual")
     assert receiver.receive() is None
     assert receiver.receive(timeout=0.01) is None
     set_action(learner, 0.75)
@@ -252,32 +214,25 @@ def test_receive_applies_and_says_what_or_nothing():
     assert sender.lag == {0: 0}
     assert sender.statistics["publishes"] == 1
     assert sender.statistics["bytes"] > 0
-    sender.shutdown()
 
 
 @pytest.mark.slow
 def test_a_compiled_policy_acts_with_published_weights():
     policy = make_policy(0.25)
-    collector = _collector(policy, UniLabShmScheme(), compile_policy=True)
-    try:
+    with _collecting(policy, UniLabShmScheme(), compile_policy=True) as collector:
         batches = iter(collector)
         assert actions(next(batches)) == {0.25}
         _publish(collector, policy, 0.75)
         assert actions(next(batches)) == {0.75}
-    finally:
-        collector.shutdown()
 
 
 @pytest.mark.gpu
 def test_a_policy_on_the_gpu_acts_with_published_weights_and_graphs_stay_valid():
     policy = make_policy(0.25).cuda()
-    collector = _collector(
+    with _collecting(
         policy, UniLabShmScheme(), policy_device="cuda", env_device="cpu", cudagraph_policy=True
-    )
-    try:
+    ) as collector:
         batches = iter(collector)
         assert actions(next(batches)) == {0.25}
         _publish(collector, policy, 0.75)
         assert actions(next(batches)) == {0.75}
-    finally:
-        collector.shutdown()

@@ -63,16 +63,6 @@ class Counter(nn.Module):
         self.statistics = state["statistics"]
 
 
-def _pair(learner: nn.Module, worker: nn.Module) -> tuple[UniLabShmScheme, UniLabShmScheme]:
-    sender, receiver = UniLabShmScheme(), UniLabShmScheme()
-    sender.init_on_sender(model_id="policy", model=learner, devices=[CPU])
-    sender.connect()
-    receiver.__setstate__(sender.__getstate__())
-    receiver.init_on_receiver(model_id="policy", model=worker, worker_idx=0)
-    receiver.connect()
-    return sender, receiver
-
-
 def _describe(module: nn.Module) -> dict[str, tuple]:
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {
@@ -92,30 +82,22 @@ def _equal(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
-def test_every_kind_of_tensor_and_extra_state_arrives():
+def test_every_kind_of_tensor_and_extra_state_arrives(pair):
     learner, worker = Mixed(1.0), Mixed(5.0)
-    sender, receiver = _pair(learner, worker)
+    sender, receiver = pair(learner, worker)
     assert _equal(worker, learner)
     learner.fill(2.0)
     sender.send()
     assert receiver.pull()
     assert _equal(worker, learner)
     assert type(worker.counter.count) is int
-    sender.shutdown()
 
 
-def test_ties_stay_ties():
-    worker = Mixed()
-    sender, _ = _pair(Mixed(3.0), worker)
-    assert worker.tied.weight is worker.first.weight
-    sender.shutdown()
-
-
-def test_a_thousand_publishes_leave_both_modules_registered_as_they_were():
+def test_a_thousand_publishes_leave_both_modules_registered_as_they_were(pair):
     learner, worker = Mixed(1.0), Mixed()
     before = _describe(learner), _describe(worker), list(learner.state_dict())
     pointers = {key: t.data_ptr() for key, t in learner.named_parameters()}
-    sender, receiver = _pair(learner, worker)
+    sender, receiver = pair(learner, worker)
     acting = {key: t.data_ptr() for key, t in worker.named_parameters()}
     for i in range(1000):
         learner.scalar.data.fill_(i)
@@ -127,21 +109,19 @@ def test_a_thousand_publishes_leave_both_modules_registered_as_they_were():
     # In place: what was compiled or captured on the worker's tensors stays valid.
     assert {key: t.data_ptr() for key, t in worker.named_parameters()} == acting
     assert not any(t.is_shared() for t in learner.parameters())
-    sender.shutdown()
 
 
-def test_a_worker_takes_private_tensors_where_it_was_given_shared_ones():
+def test_a_worker_takes_private_tensors_where_it_was_given_shared_ones(pair):
     worker = Mixed().share_memory()
-    sender, _ = _pair(Mixed(4.0), worker)
+    pair(Mixed(4.0), worker)
     assert not any(t.is_shared() for t in (*worker.parameters(), *worker.buffers()))
     assert worker.params["a", "b"].tolist() == [4.0, 4.0]
-    sender.shutdown()
 
 
-def test_a_state_dict_without_what_is_not_persistent_keeps_the_last_published():
+def test_a_state_dict_without_what_is_not_persistent_keeps_the_last_published(pair):
     learner = Mixed(1.0)
     worker = Mixed()
-    sender, receiver = _pair(learner, worker)
+    sender, receiver = pair(learner, worker)
     state = {k: v for k, v in Mixed(7.0).state_dict().items() if "_extra_state" not in k}
     assert "cache" not in state
     sender.send(state)
@@ -149,30 +129,27 @@ def test_a_state_dict_without_what_is_not_persistent_keeps_the_last_published():
     assert worker.scalar.item() == 7.0
     assert worker.cache.tolist() == [1.0, 1.0]
     assert worker.counter.count == 1
-    sender.shutdown()
 
 
-def test_a_full_state_dict_carries_extra_state():
+def test_a_full_state_dict_carries_extra_state(pair):
     worker = Mixed()
-    sender, receiver = _pair(Mixed(1.0), worker)
+    sender, receiver = pair(Mixed(1.0), worker)
     sender.send(Mixed(6.0).state_dict())
     receiver.pull()
     assert worker.counter.count == 6
-    sender.shutdown()
 
 
-def test_a_policy_that_came_through_the_meta_device_gets_memory_everywhere():
+def test_a_policy_that_came_through_the_meta_device_gets_memory_everywhere(pair):
     # As TorchRL sends a policy to a spawned worker; MultiAgentMLP keeps TensorDictParams.
     learner = MultiAgentMLP(
         3, 1, 2, centralized=False, share_params=False, depth=1, num_cells=4, device="cpu"
     )
     with _make_meta_policy(learner):
         worker = pickle.loads(pickle.dumps(learner))
-    sender, _ = _pair(learner, worker)
+    pair(learner, worker)
     assert not any(t.is_meta for t in worker.parameters())
     observation = torch.randn(5, 2, 3)
     assert torch.equal(worker(observation), learner(observation))
-    sender.shutdown()
 
 
 class Ensemble(nn.Module):
@@ -190,17 +167,16 @@ class Ensemble(nn.Module):
         return nn.functional.linear(observation, params["weight"], params["bias"])
 
 
-def test_parameters_at_the_top_of_a_tensordict_leave_the_meta_device():
+def test_parameters_at_the_top_of_a_tensordict_leave_the_meta_device(pair):
     learner = Ensemble()
     with _make_meta_policy(learner):
         worker = pickle.loads(pickle.dumps(learner))
-    sender, _ = _pair(learner, worker)
+    pair(learner, worker)
     observation = torch.randn(5, 3)
 
     acted = worker(observation)
 
     assert torch.equal(acted, learner(observation))
-    sender.shutdown()
 
 
 def _net() -> nn.Sequential:
@@ -215,38 +191,25 @@ class Context:
         self.policy_device = [CPU]
 
 
-def _context_pair(
-    policy: nn.Module, worker: nn.Module
-) -> tuple[Context, UniLabShmScheme, UniLabShmScheme]:
-    context, sender, receiver = Context(policy), UniLabShmScheme(), UniLabShmScheme()
-    sender.init_on_sender(model_id="policy", context=context)
-    sender.connect()
-    receiver.__setstate__(sender.__getstate__())
-    receiver.init_on_receiver(model_id="policy", model=worker, worker_idx=0)
-    receiver.connect()
-    return context, sender, receiver
-
-
 def _same(one: nn.Module, other: nn.Module) -> bool:
     observation = torch.randn(5, 3)
     return torch.equal(one(observation), other(observation))
 
 
-def test_a_replaced_layer_is_published():
+def test_a_replaced_layer_is_published(pair):
     policy, worker = _net(), _net()
-    sender, receiver = _pair(policy, worker)
+    sender, receiver = pair(policy, worker)
     policy[2] = nn.Linear(4, 2)
 
     sender.send()
 
     receiver.pull()
     assert _same(policy, worker)
-    sender.shutdown()
 
 
-def test_a_replaced_layer_of_a_module_that_is_sent_again_is_published():
+def test_a_replaced_layer_of_a_module_that_is_sent_again_is_published(pair):
     worker, other = _net(), _net()
-    sender, receiver = _pair(_net(), worker)
+    sender, receiver = pair(_net(), worker)
     sender.send(other)
     other[2] = nn.Linear(4, 2)
 
@@ -254,12 +217,12 @@ def test_a_replaced_layer_of_a_module_that_is_sent_again_is_published():
 
     receiver.pull()
     assert _same(other, worker)
-    sender.shutdown()
 
 
-def test_a_replaced_policy_of_the_context_is_published():
-    worker = _net()
-    context, sender, receiver = _context_pair(_net(), worker)
+def test_a_replaced_policy_of_the_context_is_published(make_sender, make_receiver):
+    worker, context = _net(), Context(_net())
+    sender = make_sender(model_id="policy", context=context)
+    receiver = make_receiver(sender, worker)
     sender.send()
     context.policy = _net()
 
@@ -267,20 +230,18 @@ def test_a_replaced_policy_of_the_context_is_published():
 
     receiver.pull()
     assert _same(context.policy, worker)
-    sender.shutdown()
 
 
-def test_a_replaced_parameter_dictionary_leaf_is_published():
+def test_a_replaced_parameter_dictionary_leaf_is_published(pair):
     learner = Ensemble()
     worker = copy.deepcopy(learner)
-    sender, receiver = _pair(learner, worker)
+    sender, receiver = pair(learner, worker)
     learner.params = from_modules(nn.Linear(3, 1), nn.Linear(3, 1), as_module=True)
 
     sender.send()
 
     receiver.pull()
     assert _same(learner, worker)
-    sender.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -298,69 +259,59 @@ def test_a_replaced_parameter_dictionary_leaf_is_published():
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_a_policy_that_has_other_tensors_now_is_refused_by_their_names(change, error, message):
+def test_a_policy_that_has_other_tensors_now_is_refused_by_their_names(
+    pair, change, error, message
+):
     policy, worker = _net(), _net()
-    sender, _ = _pair(policy, worker)
+    sender, _ = pair(policy, worker)
     change(policy)
 
     with pytest.raises(error, match=message):
         sender.send()
 
     assert sender.version == 0
-    sender.shutdown()
 
 
-def test_a_parameter_that_was_absent_is_refused_by_its_name():
+def test_a_parameter_that_was_absent_is_refused_by_its_name(pair):
     policy, worker = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
-    sender, _ = _pair(policy, worker)
+    sender, _ = pair(policy, worker)
     policy.bias = nn.Parameter(torch.zeros(2))
 
     with pytest.raises(LayoutKeyError, match=r"unknown \['bias'\]"):
         sender.send()
 
-    sender.shutdown()
 
-
-def test_a_workers_replaced_layer_takes_the_next_published_weights():
+def test_a_workers_replaced_layer_takes_the_next_published_weights(pair):
     policy, worker = _net(), _net()
-    sender, receiver = _pair(policy, worker)
+    sender, receiver = pair(policy, worker)
     worker[2] = nn.Linear(4, 2)
     sender.send()
 
     receiver.pull()
 
     assert _same(policy, worker)
-    sender.shutdown()
 
 
-def test_ten_thousand_leaves():
+def test_thousands_of_leaves_arrive(pair):
     def make(value: float) -> nn.Module:
-        leaves = [nn.Parameter(torch.full((2,), value)) for _ in range(10_000)]
+        leaves = [nn.Parameter(torch.full((2,), value)) for _ in range(2_000)]
         return nn.ParameterList(leaves)
 
     learner, worker = make(1.0), make(0.0)
-    sender, receiver = _pair(learner, worker)
+    sender, receiver = pair(learner, worker)
     with torch.no_grad():
         for i, leaf in enumerate(learner):
             leaf.fill_(i)
     sender.send()
     receiver.pull()
     assert all(leaf[0].item() == i for i, leaf in enumerate(worker))
-    sender.shutdown()
 
 
-def test_a_model_without_weights_is_published_too():
-    sender, receiver = _pair(nn.Tanh(), nn.Tanh())
+def test_a_model_without_weights_is_published_too(pair):
+    sender, receiver = pair(nn.Tanh(), nn.Tanh())
     sender.send()
     assert receiver.pull()
     assert receiver.applied_versions == {0: 1}
-    sender.shutdown()
-
-
-def test_lazy_modules_are_refused_by_name():
-    scheme = UniLabShmScheme()
-    with pytest.raises(ConfigError, match=r"'weight' is lazy"):
-        scheme.init_on_sender(model=nn.LazyLinear(2), devices=[CPU])
 
 
 def test_extra_state_that_is_no_tensor_or_number_is_refused_by_name():
@@ -371,30 +322,25 @@ def test_extra_state_that_is_no_tensor_or_number_is_refused_by_name():
         scheme.init_on_sender(model=model, devices=[CPU])
 
 
-def test_a_worker_with_another_architecture_is_refused_at_connect():
+def test_a_worker_with_another_architecture_is_refused_at_connect(pair):
     with pytest.raises(LayoutKeyError, match="the same architecture"):
-        _pair(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+        pair(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
 
 
 @pytest.mark.parametrize("way", ["params_map", "device_map_fn"])
-def test_workers_that_were_given_dtypes_of_their_own_keep_them(way):
+def test_workers_that_were_given_dtypes_of_their_own_keep_them(way, make_sender):
     learner = nn.Linear(2, 2)
     weights = TensorDict.from_module(learner).data
-    scheme = UniLabShmScheme()
-    if way == "params_map":
-        scheme.init_on_sender(params_map={0: weights, 1: weights.bfloat16()})
-    else:
-        scheme.init_on_sender(
-            model=learner,
-            device_map_fn=lambda i, weights: weights.bfloat16() if i else weights,
-            num_workers=2,
-        )
-    scheme.connect()
+    mapped = {
+        "model": learner,
+        "device_map_fn": lambda i, weights: weights.bfloat16() if i else weights,
+        "num_workers": 2,
+    }
+    given = {0: weights, 1: weights.bfloat16()}
+    scheme = make_sender(**({"params_map": given} if way == "params_map" else mapped))
     nn.init.constant_(learner.weight, 3.0)
     scheme.send(learner)
-    transport = scheme.create_transport()
     for worker, dtype in ((0, torch.float32), (1, torch.bfloat16)):
-        _, values = transport.newest(worker)
+        _, values = scheme.create_transport().newest(worker)
         assert values["weight"].dtype is dtype
         assert values["weight"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
-    scheme.shutdown()

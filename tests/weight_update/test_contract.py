@@ -29,6 +29,7 @@ from tests.support.acting import (
     StillEnv,
     ValuedEnv,
     actions,
+    collecting,
     make_policy,
     make_policy_at_half,
     make_policy_at_quarter,
@@ -42,15 +43,6 @@ CPU = torch.device("cpu")
 LEARNER, OTHER = 0.25, 0.75
 
 SchemeClass = Callable[..., WeightSyncScheme]
-
-
-@contextlib.contextmanager
-def _collecting(cls: type, *args: Any, **kwargs: Any) -> Iterator[Any]:
-    collector = cls(*args, **({"frames_per_batch": 8, "total_frames": -1} | kwargs))
-    try:
-        yield collector
-    finally:
-        collector.shutdown()
 
 
 def _settled(batches: Iterator[TensorDict], workers: int = 2) -> set[float]:
@@ -79,7 +71,7 @@ def test_weights_arrive_in_every_form(scheme_cls: SchemeClass, cls, form):
         "TensorDict": lambda: TensorDict.from_module(source),
     }
     schemes = {"policy": scheme_cls()}
-    with _collecting(cls, [StillEnv], policy, weight_sync_schemes=schemes) as collector:
+    with collecting(cls, [StillEnv], policy, weight_sync_schemes=schemes) as collector:
         batches = iter(collector)
         assert actions(next(batches)) == {LEARNER}
         set_action(source, OTHER)
@@ -91,7 +83,7 @@ def test_weights_arrive_in_every_form(scheme_cls: SchemeClass, cls, form):
 def test_a_free_running_collector_fills_its_buffer_with_published_weights(scheme_cls: SchemeClass):
     policy = make_policy(LEARNER)
     buffer = ReplayBuffer(storage=LazyTensorStorage(64, shared_init=True), shared=True)
-    with _collecting(
+    with collecting(
         MultiAsyncCollector,
         [StillEnv] * 2,
         policy,
@@ -114,9 +106,9 @@ def test_the_other_process_collectors_take_it(scheme_cls: SchemeClass, kind):
     policy = make_policy(LEARNER)
     schemes = {"policy": scheme_cls()}
     if kind == "AsyncCollector":
-        make = partial(_collecting, AsyncCollector, StillEnv, policy)
+        make = partial(collecting, AsyncCollector, StillEnv, policy)
     else:
-        make = partial(_collecting, Collector, StillEnv, policy, num_collectors=2, sync=True)
+        make = partial(collecting, Collector, StillEnv, policy, num_collectors=2, sync=True)
     with make(weight_sync_schemes=schemes) as collector:
         batches = iter(collector)
         assert actions(next(batches)) == {LEARNER}
@@ -155,7 +147,7 @@ def _mean_action(trajectories: TensorDict) -> dict[str, float]:
 
 @BOTH
 def test_a_uniform_factory_starts_from_its_own_weights(scheme_cls: SchemeClass):
-    with _collecting(
+    with collecting(
         MultiSyncCollector,
         [StillEnv],
         policy_factory=make_policy_at_half,
@@ -170,7 +162,7 @@ def test_a_uniform_factory_starts_from_its_own_weights(scheme_cls: SchemeClass):
 @BOTH
 def test_distinct_factories_have_weights_of_their_own(scheme_cls: SchemeClass):
     scheme = scheme_cls()
-    with _collecting(
+    with collecting(
         MultiSyncCollector,
         [StillEnv] * 2,
         policy_factory=[make_policy_at_half, make_policy_at_quarter],
@@ -208,7 +200,7 @@ def test_a_scheme_may_be_initialised_before_the_collector(scheme_cls: SchemeClas
         },
     }
     scheme.init_on_sender(**ways[way])
-    with _collecting(
+    with collecting(
         MultiSyncCollector,
         [StillEnv],
         policy_factory=make_policy,
@@ -229,7 +221,7 @@ def _shared_weights(worker: int, weights: TensorDict) -> TensorDict:
 def test_state_seed_and_reset_go_on_working(scheme_cls: SchemeClass):
     policy = make_policy(LEARNER)
     schemes = {"policy": scheme_cls()}
-    with _collecting(MultiSyncCollector, [StillEnv], policy, weight_sync_schemes=schemes) as c:
+    with collecting(MultiSyncCollector, [StillEnv], policy, weight_sync_schemes=schemes) as c:
         c.set_seed(3)
         batches = iter(c)
         next(batches)
@@ -291,7 +283,7 @@ def test_unlike_stock_a_workers_weights_change_by_publishing_alone():
     for scheme_cls in (SharedMemWeightSyncScheme, UniLabShmScheme):
         policy = make_policy(LEARNER)
         schemes = {"policy": scheme_cls()}
-        with _collecting(MultiSyncCollector, [StillEnv], policy, weight_sync_schemes=schemes) as c:
+        with collecting(MultiSyncCollector, [StillEnv], policy, weight_sync_schemes=schemes) as c:
             batches = iter(c)
             next(batches)
             c.update_policy_weights_()
@@ -307,7 +299,7 @@ def test_unlike_stock_state_dicts_and_plain_dictionaries_are_taken():
     with pytest.warns(UserWarning, match="state_dict strategy is experimental"):
         scheme = UniLabShmScheme(strategy="state_dict")
     schemes = {"policy": scheme}
-    with _collecting(MultiSyncCollector, [StillEnv], policy, weight_sync_schemes=schemes) as c:
+    with collecting(MultiSyncCollector, [StillEnv], policy, weight_sync_schemes=schemes) as c:
         batches = iter(c)
         set_action(policy, 0.125)
         c.update_policy_weights_()
@@ -344,7 +336,7 @@ def test_unlike_stock_two_models_of_one_collector_are_published_apart():
     value_scheme = UniLabShmScheme()
     value_scheme.init_on_sender(model_id="env.value", model=value, devices=[CPU])
     schemes = {"policy": UniLabShmScheme(), "env.value": value_scheme}
-    with _collecting(MultiSyncCollector, [ValuedEnv], policy, weight_sync_schemes=schemes) as c:
+    with collecting(MultiSyncCollector, [ValuedEnv], policy, weight_sync_schemes=schemes) as c:
         batches = iter(c)
         batch = next(batches)
         assert actions(batch) == {LEARNER}

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torchrl.collectors import Collector, MultiAsyncCollector, MultiSyncCollecto
 from torchrl.modules.inference_server import InferenceServer, ThreadingTransport
 from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
-from tests.support.acting import StillEnv, actions, make_policy, make_policy_at_half, set_action
+from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.errors import (
     ConfigError,
@@ -25,29 +24,11 @@ from torchrl_unilab.errors import (
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CPU = torch.device("cpu")
-NEVER_ENDING = {"frames_per_batch": 8, "total_frames": -1}
 
 
 def _multi(cls, *, policy=None, scheme=None, workers=2, **kwargs):
-    return cls(
-        [StillEnv] * workers,
-        policy,
-        weight_sync_schemes={"policy": scheme or UniLabShmScheme()},
-        **(NEVER_ENDING | kwargs),
-    )
-
-
-def _pair(model: nn.Module, **kwargs) -> tuple[UniLabShmScheme, UniLabShmScheme, nn.Module]:
-    """A connected sender and receiver in one process, without a collector."""
-    sender = UniLabShmScheme(**kwargs)
-    sender.init_on_sender(model_id="policy", model=model, devices=[CPU])
-    sender.connect()
-    receiver = UniLabShmScheme()
-    receiver.__setstate__(sender.__getstate__())
-    acting = make_policy(-1.0)
-    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
-    receiver.connect()
-    return sender, receiver, acting
+    schemes = {"policy": scheme or UniLabShmScheme()}
+    return collecting(cls, [StillEnv] * workers, policy, weight_sync_schemes=schemes, **kwargs)
 
 
 def test_it_is_registered_as_a_torchrl_backend():
@@ -62,8 +43,7 @@ def test_it_is_registered_as_a_torchrl_backend():
 def test_rollouts_after_a_publish_act_with_it_and_carry_its_version(cls, first):
     policy = make_policy(0.25)
     scheme = UniLabShmScheme(first_version=first)
-    collector = _multi(cls, policy=policy, scheme=scheme, track_policy_version=True)
-    try:
+    with _multi(cls, policy=policy, scheme=scheme, track_policy_version=True) as collector:
         batches = iter(collector)
         batch = next(batches)
         assert actions(batch) == {0.25}
@@ -83,54 +63,23 @@ def test_rollouts_after_a_publish_act_with_it_and_carry_its_version(cls, first):
             assert actions(batch) == {0.75 if newest > first else 0.25}
         scheme.wait_applied(published, timeout=DEADLINE)
         assert scheme.applied_versions == {0: published, 1: published}
-    finally:
-        collector.shutdown()
-
-
-def test_a_uniform_policy_factory_is_served_and_a_hook_of_the_user_still_runs():
-    calls: list[int] = []
-    collector = _multi(
-        MultiSyncCollector,
-        policy_factory=make_policy_at_half,
-        pre_collect_hook=partial(calls.append, 1),
-        workers=1,
-    )
-    try:
-        batches = iter(collector)
-        assert actions(next(batches)) == {0.5}
-        collector.update_policy_weights_(make_policy(0.75))
-        assert actions(next(batches)) == {0.75}
-        collector.pre_collect_hook = None
-        collector.update_policy_weights_(TensorDict.from_module(make_policy(0.125)))
-        assert actions(next(batches)) == {0.125}
-        state = make_policy(1.5).state_dict()
-        collector.update_policy_weights_(state)
-        assert actions(next(batches)) == {1.5}
-    finally:
-        collector.shutdown()
 
 
 def test_an_idle_worker_answers_with_what_was_published():
     policy = make_policy(0.25)
-    collector = _multi(MultiSyncCollector, policy=policy, workers=1)
-    try:
+    with _multi(MultiSyncCollector, policy=policy, workers=1) as collector:
         next(iter(collector))
         set_action(policy, 0.75)
         collector.update_policy_weights_()
         state = collector.state_dict()["worker0"]["policy_state_dict"]
         assert state["module.2.bias"].item() == 0.75
-    finally:
-        collector.shutdown()
 
 
-def test_a_node_with_sub_collectors_hands_the_weights_on():
-    inner_policy = make_policy(0.25)
-    inner = _multi(MultiSyncCollector, policy=inner_policy, workers=1)
+def test_a_node_with_sub_collectors_hands_the_weights_on(make_sender):
     outer_policy = make_policy(0.5)
-    sender, receiver = UniLabShmScheme(), UniLabShmScheme()
-    try:
-        sender.init_on_sender(model_id="policy", model=outer_policy, devices=[CPU])
-        sender.connect()
+    sender = make_sender(model_id="policy", model=outer_policy, devices=[CPU])
+    receiver = UniLabShmScheme()
+    with _multi(MultiSyncCollector, policy=make_policy(0.25), workers=1) as inner:
         receiver.__setstate__(sender.__getstate__())
         inner.worker_idx = 0
         inner.register_scheme_receiver({"policy": receiver})
@@ -140,110 +89,78 @@ def test_a_node_with_sub_collectors_hands_the_weights_on():
         sender.send()
         inner.receive_weights()
         assert actions(next(batches)) == {0.75}
-    finally:
-        inner.shutdown()
-        sender.shutdown()
 
 
 @pytest.mark.filterwarnings("ignore:The env passed to Collector is missing:FutureWarning")
-def test_a_single_process_collector_publishes_to_whoever_attaches():
+def test_a_single_process_collector_publishes_to_whoever_attaches(make_receiver):
     policy = make_policy(0.25)
-    scheme = UniLabShmScheme()
-    collector = Collector(StillEnv, policy, weight_sync_schemes={"policy": scheme}, **NEVER_ENDING)
-    receiver, acting = UniLabShmScheme(), make_policy()
-    try:
-        receiver.__setstate__(scheme.__getstate__())
-        receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=0)
-        receiver.connect()
+    scheme, acting = UniLabShmScheme(), make_policy()
+    schemes = {"policy": scheme}
+    with collecting(Collector, StillEnv, policy, weight_sync_schemes=schemes) as collector:
+        receiver = make_receiver(scheme, acting)
         set_action(policy, 0.75)
         collector.update_policy_weights_()
         assert receiver.pull()
         assert acting(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.75
         assert scheme.applied_versions == {0: 1}
-    finally:
-        collector.shutdown()
-        scheme.shutdown()
+    scheme.shutdown()
 
 
-def test_publishing_waits_for_nobody():
-    policy = make_policy()
-    scheme = UniLabShmScheme()
-    scheme.init_on_sender(model=policy, devices=[CPU] * 3)
-    scheme.connect()
+def test_publishing_waits_for_nobody(make_sender):
+    scheme = make_sender(model=make_policy(), devices=[CPU] * 3)
     for _ in range(1000):
         scheme.send()
     assert scheme.version == 1000
     assert scheme.applied_versions == {0: None, 1: None, 2: None}
     with pytest.raises(WaitTimeoutError, match="worker 0 never connected"):
         scheme.wait_applied(timeout=0.01)
-    scheme.shutdown()
 
 
-def _per_worker(workers: int) -> UniLabShmScheme:
-    """A sender whose workers have weights apart, all at version 0."""
-    weights = {i: TensorDict.from_module(make_policy()).data for i in range(workers)}
-    scheme = UniLabShmScheme(per_worker_weights=True)
-    scheme.init_on_sender(params_map=weights)
-    scheme.connect()
-    return scheme
+@pytest.fixture
+def apart(make_sender, make_receiver) -> tuple[UniLabShmScheme, list[UniLabShmScheme]]:
+    """A sender whose two workers have weights apart, all at version 0, and both receivers."""
+    weights = {i: TensorDict.from_module(make_policy()).data for i in range(2)}
+    sender = make_sender({"per_worker_weights": True}, params_map=weights)
+    return sender, [make_receiver(sender, make_policy(-1.0), worker) for worker in weights]
 
 
-def _receiver(sender: UniLabShmScheme, worker: int) -> tuple[UniLabShmScheme, nn.Module]:
-    receiver, acting = UniLabShmScheme(), make_policy(-1.0)
-    receiver.__setstate__(sender.__getstate__())
-    receiver.init_on_receiver(model_id="policy", model=acting, worker_idx=worker)
-    receiver.connect()
-    return receiver, acting
-
-
-def test_workers_that_a_publish_left_out_are_not_waited_for():
-    sender = _per_worker(2)
-    (first, _), (_second, _) = _receiver(sender, 0), _receiver(sender, 1)
+def test_workers_that_a_publish_left_out_are_not_waited_for(apart):
+    sender, receivers = apart
     sender.send(make_policy(), worker_ids=0)
-    first.pull()
+    receivers[0].pull()
 
     sender.wait_applied(sender.version, timeout=0)
 
     assert sender.applied_versions == {0: 1, 1: 0}
-    sender.shutdown()
 
 
-def test_each_publish_raises_the_version_whichever_workers_it_is_for():
-    sender = _per_worker(2)
-    receiver, _ = _receiver(sender, 1)
+def test_each_publish_raises_the_version_whichever_workers_it_is_for(apart):
+    sender, receivers = apart
     sender.send(make_policy(), worker_ids=0)
 
     sender.send(make_policy(), worker_ids=1)
 
-    receiver.pull()
-    assert sender.version == receiver.applied_version == 2
-    sender.shutdown()
+    receivers[1].pull()
+    assert sender.version == receivers[1].applied_version == 2
 
 
-def test_an_inference_server_counts_updates_as_with_the_stock_scheme():
-    learner = make_policy(0.25)
-    sender = UniLabShmScheme()
-    sender.init_on_sender(model_id="policy", model=learner, devices=[CPU])
-    sender.connect()
-    receiver, acting = UniLabShmScheme(), make_policy()
+def test_an_inference_server_counts_updates_as_with_the_stock_scheme(make_sender):
+    sender = make_sender(model_id="policy", model=make_policy(0.25), devices=[CPU])
+    receiver = UniLabShmScheme()
     receiver.__setstate__(sender.__getstate__())
-    server = InferenceServer(acting, ThreadingTransport(), weight_sync=receiver)
+    server = InferenceServer(make_policy(), ThreadingTransport(), weight_sync=receiver)
     server._init_weight_sync()
     versions = [server.policy_version]
     sender.send()
 
     server._poll_weight_update()
 
-    versions.append(server.policy_version)
-    assert versions == [0, 1]
-    sender.shutdown()
+    assert [*versions, server.policy_version] == [0, 1]
 
 
 @pytest.mark.parametrize("end", ["collected", "shut down"])
-def test_the_end_of_a_copy_leaves_the_originals_memory_open(end):
-    sender = UniLabShmScheme()
-    sender.init_on_sender(model=make_policy(), devices=[CPU])
-    sender.connect()
+def test_the_end_of_a_copy_leaves_the_originals_memory_open(end, make_sender):
+    sender = make_sender(model=make_policy(), devices=[CPU])
     other = copy.copy(sender)
     if end == "shut down":
         other.shutdown()
@@ -253,7 +170,6 @@ def test_the_end_of_a_copy_leaves_the_originals_memory_open(end):
     sender.send()
 
     assert sender.version == 1
-    sender.shutdown()
 
 
 class Bare:
@@ -275,8 +191,8 @@ class Finder:
 
 
 @pytest.mark.parametrize("context", [Bare(), Finder()], ids=["bare", "get_model"])
-def test_a_receivers_context_may_lack_what_the_stock_scheme_does_not_need(context):
-    sender, _, _ = _pair(make_policy(0.25))
+def test_a_receivers_context_may_lack_what_the_stock_scheme_does_not_need(pair, context):
+    sender, _ = pair(make_policy(0.25), make_policy(-1.0))
     receiver = UniLabShmScheme()
     receiver.__setstate__(sender.__getstate__())
 
@@ -285,7 +201,6 @@ def test_a_receivers_context_may_lack_what_the_stock_scheme_does_not_need(contex
 
     acting = context.policy if isinstance(context, Bare) else context.found
     assert acting(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
-    sender.shutdown()
 
 
 class Halved(UniLabShmScheme):
@@ -295,16 +210,13 @@ class Halved(UniLabShmScheme):
         return super().prepare_weights(weights, model_id, strategy, context).data * 0.5
 
 
-def test_prepare_weights_of_a_subclass_is_called_as_by_the_stock_scheme():
-    sender = Halved()
-    sender.init_on_sender(model_id="policy", model=nn.Linear(1, 1), devices=[CPU])
-    sender.connect()
+def test_prepare_weights_of_a_subclass_is_called_as_by_the_stock_scheme(make_sender):
+    sender = make_sender(scheme=Halved, model_id="policy", model=nn.Linear(1, 1), devices=[CPU])
 
     sender.send(TensorDict(weight=torch.ones(1, 1), bias=torch.ones(1)))
 
     _, published = sender.create_transport().newest(0)
     assert published["weight"].item() == 0.5
-    sender.shutdown()
 
 
 @pytest.mark.parametrize("scheme_cls", [SharedMemWeightSyncScheme, UniLabShmScheme])
@@ -337,9 +249,9 @@ def test_initial_weights_on_the_meta_device_are_refused_by_their_keys():
         )
 
 
-def test_versions_go_on_from_the_first_on_both_sides():
+def test_versions_go_on_from_the_first_on_both_sides(pair):
     policy = make_policy(0.5)
-    sender, receiver, _ = _pair(policy, first_version=40)
+    sender, receiver = pair(policy, make_policy(-1.0), first_version=40)
     assert (sender.version, receiver.applied_version, sender.applied_versions) == (40, 40, {0: 40})
     for version in (41, 42, 43, 44):  # more than there are slots
         set_action(policy, version / 100)
@@ -359,19 +271,18 @@ def test_versions_go_on_from_the_first_on_both_sides():
     assert sender.statistics["publishes"] == 4
     with pytest.raises(WaitTimeoutError):
         sender.wait_applied(45, timeout=0)
-    sender.shutdown()
 
 
-def test_a_receiver_has_tensors_of_its_own():
+def test_a_receiver_has_tensors_of_its_own(pair):
     policy = make_policy(0.25)
-    sender, receiver, acting = _pair(policy)
+    acting = make_policy(-1.0)
+    sender, receiver = pair(policy, acting)
     set_action(policy, 0.75)
     assert acting(TensorDict(observation=torch.zeros(1, 3)))["action"].item() == 0.25
     assert receiver.pull() is False
     sender.send()
     assert receiver.pull() is True
     assert acting(TensorDict(observation=torch.zeros(1, 3)))["action"].item() == 0.75
-    sender.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -390,15 +301,16 @@ def test_a_receiver_has_tensors_of_its_own():
         ),
     ],
 )
-def test_weights_that_do_not_match_are_refused_before_anything_changes(change, error, message):
-    sender, receiver, _ = _pair(make_policy(0.25))
+def test_weights_that_do_not_match_are_refused_before_anything_changes(
+    pair, change, error, message
+):
+    sender, receiver = pair(make_policy(0.25), make_policy(-1.0))
     state = make_policy(0.75).state_dict()
     change(state)
     with pytest.raises(error, match=message):
         sender.send(state)
     assert sender.version == 0
     assert receiver.pull() is False
-    sender.shutdown()
 
 
 @pytest.mark.parametrize("kwargs", [{"pull": "sometimes"}, {"slots": 1}, {"first_version": -1}])
@@ -407,21 +319,14 @@ def test_settings_that_cannot_work_are_refused(kwargs):
         UniLabShmScheme(**kwargs)
 
 
-def test_misuse_raises_what_the_stock_scheme_raises():
-    scheme = UniLabShmScheme()
-    with pytest.raises(RuntimeError, match="initialized on sender before"):
-        scheme.send()
-    with pytest.raises(ValueError, match="must be provided"):
-        scheme.init_on_sender(model_id="policy")
-    scheme.init_on_sender(model=make_policy(), devices=[CPU])
-    with pytest.raises(RuntimeError, match="synchronized on sender before"):
-        scheme.send()
-    scheme.connect()
-    with pytest.raises(RuntimeError, match="twice"):
-        scheme.connect()
-    with pytest.raises(ValueError, match="Worker 7 not registered"):
-        scheme.send(worker_ids=7)
+def test_a_scheme_that_was_shut_down_says_so(make_sender):
+    scheme = make_sender(model=make_policy(), devices=[CPU])
     scheme.shutdown()
     scheme.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         scheme.send()
+
+
+def test_an_unknown_worker_is_named(make_sender):
+    with pytest.raises(ValueError, match="Worker 7 not registered"):
+        make_sender(model=make_policy(), devices=[CPU]).send(worker_ids=7)

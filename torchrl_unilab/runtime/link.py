@@ -14,6 +14,7 @@ import select
 import signal
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from types import FrameType
@@ -35,6 +36,9 @@ class Channel:
     Args:
         connection: The pipe's end, used by this channel alone.
 
+    Attributes:
+        messages: Whole messages that have arrived and were not taken.
+
     Example:
         >>> import multiprocessing as mp
         >>> here, there = (Channel(end) for end in mp.Pipe())
@@ -46,8 +50,9 @@ class Channel:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         os.set_blocking(connection.fileno(), False)
-        self._outgoing, self._sent = b"", 0
+        self._outgoing = bytearray()
         self._incoming = bytearray()
+        self.messages: deque[Any] = deque()
 
     def fileno(self) -> int:
         """File descriptor; readable when there may be a message."""
@@ -56,8 +61,7 @@ class Channel:
     def post(self, message: Any) -> None:
         """Append a message to what `flush` sends."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._outgoing = self._outgoing[self._sent :] + _LENGTH.pack(len(data)) + data
-        self._sent = 0
+        self._outgoing += _LENGTH.pack(len(data)) + data
 
     def flush(self) -> bool:
         """Send what the pipe takes now; return whether that was all.
@@ -65,13 +69,13 @@ class Channel:
         Raises:
             OSError: The other end is closed.
         """
-        with _deferred_interrupt(), memoryview(self._outgoing) as data:
-            while self._sent < len(data):
+        with _deferred_interrupt():
+            while self._outgoing:
                 try:
-                    self._sent += os.write(self.fileno(), data[self._sent :])
+                    sent = os.write(self.fileno(), self._outgoing)
                 except BlockingIOError:
                     return False
-            self._outgoing, self._sent = b"", 0
+                del self._outgoing[:sent]
             return True
 
     def take(self) -> Any:
@@ -80,14 +84,12 @@ class Channel:
         Raises:
             EOFError: No message is left, and the other end is closed.
         """
-        message = self._next()
-        if message is None:
+        if not self.messages:
             self.fill()
-            message = self._next()
-        return message
+        return self.messages.popleft() if self.messages else None
 
     def fill(self) -> None:
-        """Read what has arrived.
+        """Append to `messages` what has arrived.
 
         Raises:
             EOFError: Nothing has, and the other end is closed.
@@ -98,6 +100,8 @@ class Channel:
                 self._incoming += data
             if data is not None and len(self._incoming) == before:
                 raise EOFError("the other end is closed")
+            while (message := self._next_whole()) is not None:
+                self.messages.append(pickle.loads(message))
 
     def _read(self) -> bytes | None:
         """Return some of what has arrived; None if nothing has, b"" if nothing will."""
@@ -108,14 +112,17 @@ class Channel:
         except ConnectionResetError:  # closed with messages of ours unread
             return b""
 
-    def _next(self) -> Any:
-        end = _LENGTH.size
-        if len(self._incoming) >= end:
-            end += _LENGTH.unpack_from(self._incoming)[0]
-            if len(self._incoming) >= end:
-                data, self._incoming = self._incoming[:end], self._incoming[end:]
-                return pickle.loads(memoryview(data)[_LENGTH.size :])
-        return None
+    def _next_whole(self) -> bytearray | None:
+        """Remove the next whole pickle from the bytes that have arrived, if there is one."""
+        begin = _LENGTH.size
+        if len(self._incoming) < begin:
+            return None
+        end = begin + _LENGTH.unpack_from(self._incoming)[0]
+        if len(self._incoming) < end:
+            return None
+        message = self._incoming[begin:end]
+        del self._incoming[:end]
+        return message
 
     def wait(self, *, to_send: bool = False, timeout: float | None = None) -> None:
         """Wait until something has arrived or, with `to_send`, the pipe takes more.
@@ -169,10 +176,6 @@ class Link:
         self._channel = Channel(connection)
         self._number = 0  # of the request that the next answer is to
 
-    def ready(self, value: Any = None) -> None:
-        """Report that the worker has started, once, with what the parent wants to know."""
-        self._send("ready", value)
-
     def request(self, *, block: bool) -> tuple[Any, ...] | None:
         """Return the parent's next request, or None if none is complete and `block` is false.
 
@@ -193,6 +196,9 @@ class Link:
     def answer(self, value: Any = None) -> None:
         """Answer the parent's request."""
         self._send("answer", value)
+
+    ready = answer
+    """Report that the worker has started, once, with what the parent wants to know."""
 
     def fail(self, traceback: str) -> None:
         """Report what the worker failed with."""

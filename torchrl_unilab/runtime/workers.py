@@ -13,6 +13,7 @@ milliseconds. They are never forked from the parent, whose threads and locks the
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import signal
@@ -109,7 +110,7 @@ class WorkerGroup:
             for index in range(len(arguments)):
                 self._workers.append(self._start(index))
             self.started = [
-                self._receive(worker, "ready", START_SECONDS) for worker in self._workers
+                self._receive(worker, START_SECONDS, self._workers) for worker in self._workers
             ]
         except BaseException:
             self.stop(FAILED_START_SECONDS)
@@ -173,16 +174,18 @@ class WorkerGroup:
         """
         self.send(index, *request, timeout=timeout)
         worker = self._workers[index]
-        return self._receive(worker, "answer", timeout, among=[worker])
+        return self._receive(worker, timeout, [worker])
 
     def receive(self, index: int, timeout: float | None = None) -> Any:
         """Return the answer to the newest request; those to older ones are discarded.
+
+        Call it again if an interrupt kept the answer from you.
 
         Raises:
             WorkerError: The worker has failed, or has not answered in `timeout` seconds,
                 None being as many as it lives.
         """
-        return self._receive(self._workers[index], "answer", timeout)
+        return self._receive(self._workers[index], timeout, self._workers)
 
     def wait(self, descriptors: Sequence[int], timeout: float | None) -> bool:
         """Wait until one of `descriptors` is readable; return whether one is.
@@ -191,7 +194,7 @@ class WorkerGroup:
             WorkerError: A worker failed meanwhile, or had before, and no descriptor is
                 readable.
         """
-        ready = self._wait(descriptors, timeout)
+        ready = self._wait(descriptors, timeout, self._workers)
         if any(descriptor in ready for descriptor in descriptors):
             return True
         self.check()
@@ -208,7 +211,7 @@ class WorkerGroup:
         for worker in self._workers:
             if wait([worker.process.sentinel], 0):  # knows before `is_alive` does
                 self._fail(worker)
-        self._look_for_stopped()
+        self._look_for_stopped(self._workers)
 
     def end(self, index: int) -> None:
         """Kill a worker, if it lives; what it held may then be taken from it. Idempotent."""
@@ -231,36 +234,33 @@ class WorkerGroup:
         old.channel.close()
         old.process.close()
         self._failed = None
-        self.started[index] = self._receive(worker, "ready", START_SECONDS, among=[worker])
+        self.started[index] = self._receive(worker, START_SECONDS, [worker])
         return self.started[index]
 
     def _wait(
-        self,
-        objects: Sequence[Any],
-        timeout: float | None,
-        among: Sequence[_Worker] | None = None,
+        self, objects: Sequence[Any], timeout: float | None, watched: Sequence[_Worker]
     ) -> list[Any]:
-        """Wait for one of `objects` or a worker's end; return what is ready.
+        """Wait for one of `objects` or the end of a watched worker; return what is ready.
 
         Raises:
-            WorkerError: A worker is stopped.
+            WorkerError: A watched worker is stopped.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
-        sentinels = [worker.process.sentinel for worker in among or self._workers]
+        sentinels = [worker.process.sentinel for worker in watched]
         while True:
             left = max(0.0, until - time.monotonic())
             ready = wait([*objects, *sentinels], min(left, LOOK_SECONDS))
             if ready or left <= LOOK_SECONDS:
                 return ready
-            self._look_for_stopped(among)
+            self._look_for_stopped(watched)
 
-    def _look_for_stopped(self, among: Sequence[_Worker] | None = None) -> None:
+    def _look_for_stopped(self, watched: Sequence[_Worker]) -> None:
         """Raise if a worker is stopped, now and then."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + LOOK_SECONDS
-        stopped = [worker for worker in among or self._workers if worker.stopped]
+        stopped = [worker for worker in watched if worker.stopped]
         if stopped:
             # This process may have been stopped with them, and be the first to go on.
             wait([worker.process.sentinel for worker in stopped], CONTINUE_SECONDS)
@@ -268,29 +268,28 @@ class WorkerGroup:
             if worker.stopped:
                 raise self._error(worker, "was stopped by a signal, as SIGSTOP or SIGTSTP.")
 
-    def _receive(
-        self,
-        worker: _Worker,
-        kind: str,
-        timeout: float | None,
-        among: Sequence[_Worker] | None = None,
-    ) -> Any:
+    def _receive(self, worker: _Worker, timeout: float | None, watched: Sequence[_Worker]) -> Any:
+        """Return the answer to the newest request; that to request 0 comes when it is ready."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
+        messages = worker.channel.messages
         while True:
             try:
-                while (message := worker.channel.take()) is not None:
-                    found, number, value = message
-                    if found == "error":
-                        raise self._error(worker, f"failed:\n{value}")
-                    if found == kind and number == worker.requests:
-                        worker.ready = True
-                        return value
+                worker.channel.fill()
             except EOFError:
-                self._fail(worker)
+                if not messages:
+                    self._fail(worker)
+            while messages:
+                kind, number, value = messages[0]
+                if kind == "error":
+                    raise self._error(worker, f"failed:\n{value}")
+                if number == worker.requests:
+                    worker.ready = True
+                    return value  # and keep it: an interrupt may keep it from the caller
+                messages.popleft()
             left = until - time.monotonic()
             if left < 0.0:
                 raise self._late(worker, "no answer", timeout or 0.0)
-            ready = self._wait([worker.channel], None if timeout is None else left, among)
+            ready = self._wait([worker.channel], None if timeout is None else left, watched)
             if ready and worker.channel not in ready:
                 self.check()  # another one failed, which is no less of a reason
 
@@ -306,13 +305,11 @@ class WorkerGroup:
         if self._failed is not None:
             raise self._failed  # the pipe told it once
         worker.process.join(STOP_SECONDS)
-        try:
-            while (message := worker.channel.take()) is not None:
-                kind, _, value = message
-                if kind == "error":
-                    raise self._error(worker, f"failed:\n{value}")
-        except EOFError:
-            pass
+        with contextlib.suppress(EOFError):
+            worker.channel.fill()
+        for kind, _, value in worker.channel.messages:
+            if kind == "error":
+                raise self._error(worker, f"failed:\n{value}")
         code = worker.process.exitcode
         if code is not None and code < 0:
             known = -code in {*signal.Signals}  # of real-time signals, only the first and last

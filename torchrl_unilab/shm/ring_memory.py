@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ import torch
 
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import this_process
+from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token
 from torchrl_unilab.shm.words import SharedWords
@@ -35,6 +36,7 @@ HEADER_WORDS = 3
 # Words of a writer: its process, and the counters; the reader stores the last three.
 PROCESS, COMMITTED, DROPPED, READ, SKIPPED, LOST = range(6)
 WRITER_WORDS = 6
+RESIGNED = 1 << 62  # in the place of a process: the writer has ended in order; 0: none has come
 REGISTER_SECONDS = 10.0
 """How long a process may wait to become a writer, or the reader."""
 
@@ -74,6 +76,7 @@ class RingMemory:
         self._header, self._words, self._generations = words
         blocks = torch.from_numpy(buffer)[end:].view(-1, layout.nbytes)
         self.views = [dict(zip(layout.keys, layout.views(block), strict=True)) for block in blocks]
+        self._registration = RangeLock(self._segment, REGISTER_SECONDS)
         self._start_process()
         self._at_end: Finalize | None = None  # last: `__del__` closes what has it
 
@@ -97,6 +100,11 @@ class RingMemory:
             _ = self._segment.buffer  # refuses a closed ring
         if self._pid != os.getpid():
             self._start_process()
+
+    def _register(self, action: Callable[[], None], as_what: str) -> None:
+        """Run `action`, which makes this process a writer or the reader, alone of all."""
+        self._registration.run(0, 1, action, lambda: f"ring: cannot become {as_what}")
+        self._end_with_process()
 
     def _end_with_process(self) -> None:
         """Resign when this process ends: a process that ended in order has not died.

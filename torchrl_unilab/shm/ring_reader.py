@@ -22,7 +22,7 @@ from torchrl_unilab.shm.ring_memory import (
     PROCESS,
     READ,
     READER,
-    REGISTER_SECONDS,
+    RESIGNED,
     SKIPPED,
     WRITER_WORDS,
     RingMemory,
@@ -89,7 +89,8 @@ class RingReader(RingMemory):
             The lease; None if no rollout came in time.
 
         Raises:
-            PeerGoneError: No rollout came, and a writer has died; names its process.
+            PeerGoneError: No rollout came, and a writer has died, whose process it names; or all
+                writers have resigned and there is no `timeout`.
             RuntimeError: Another process is the reader.
             SegmentError: The slot was written without a claim.
         """
@@ -100,25 +101,24 @@ class RingReader(RingMemory):
         if lease is not None or timeout == 0.0:
             return lease
         for _ in waits(self._ready, timeout):
-            lease = self._take_oldest() or self._take_last_of_dead()
+            lease = self._take_oldest() or self._take_last(timeout)
             if lease is not None:
                 return lease
         return None
 
     def _become_reader(self) -> None:
-        if self._is_reader:
-            return
-        me = this_process()
-        with self._segment.exclusively(REGISTER_SECONDS):
-            reader = self._header[READER]
-            if reader not in (0, me):
-                raise RuntimeError(
-                    f"cannot read the ring: process {process_id(reader)} is its reader (expected "
-                    "this one). Read in one process."
-                )
-            self._header[READER] = me
-        self._is_reader = True
-        self._end_with_process()
+        if not self._is_reader:
+            self._register(self._take_reader, "the reader")
+            self._is_reader = True
+
+    def _take_reader(self) -> None:
+        reader, me = self._header[READER], this_process()
+        if reader not in (0, me):
+            raise RuntimeError(
+                f"cannot read the ring: process {process_id(reader)} is its reader (expected "
+                "this one). Read in one process."
+            )
+        self._header[READER] = me
 
     def _take_oldest(self) -> Lease | None:
         self._settle()
@@ -141,18 +141,27 @@ class RingReader(RingMemory):
                 oldest[writer] = generation
         return sorted(range(self.writers), key=oldest.__getitem__)
 
-    def _take_last_of_dead(self) -> Lease | None:
-        """Take what came before a writer died; raise if one has died and nothing came."""
-        for writer, process in enumerate(self._words[PROCESS::WRITER_WORDS]):
-            if process and not process_is_alive(process):
-                lease = self._take_oldest()
-                if lease is not None:
-                    return lease
-                raise PeerGoneError(
-                    f"ring writer {writer}: process {process_id(process)} has died (expected it "
-                    "to write). See its own output for the cause, and recover the writer."
-                )
-        return None
+    def _take_last(self, timeout: float | None) -> Lease | None:
+        """Take what came before a writer ended; raise if nothing came and it is in vain to wait."""
+        processes = self._words[PROCESS::WRITER_WORDS].tolist()
+        dead = [
+            word for word in processes if word not in (0, RESIGNED) and not process_is_alive(word)
+        ]
+        all_resigned = timeout is None and set(processes) == {RESIGNED}
+        if not dead and not all_resigned:
+            return None
+        lease = self._take_oldest()
+        if lease is not None:
+            return lease
+        if dead:
+            raise PeerGoneError(
+                f"ring writer {processes.index(dead[0])}: process {process_id(dead[0])} has died "
+                "(expected it to write). See its own output for the cause, and recover the writer."
+            )
+        raise PeerGoneError(
+            f"ring: no rollout is ready and all {self.writers} writers have resigned (expected one "
+            "to write). Read until `available()` is 0, or wait with a timeout."
+        )
 
     def _lease(self, token: bytes) -> Lease:
         generation, slot = unpack_token(token)

@@ -7,6 +7,8 @@ succeeded, so a call after an interrupt stores the same numbers. `RolloutRing` i
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from functools import partial
 
 from torchrl_unilab.errors import ConfigError, PeerGoneError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
@@ -17,7 +19,7 @@ from torchrl_unilab.shm.ring_memory import (
     DROPPED,
     PROCESS,
     READER,
-    REGISTER_SECONDS,
+    RESIGNED,
     WRITER_WORDS,
     RingMemory,
 )
@@ -43,7 +45,7 @@ class RingWriter(RingMemory):
         Raises:
             ConfigError: There is no such writer, or another process is it. The writer of a dead
                 process is free again after `recover`.
-            SegmentError: Another process has been registering for seconds.
+            WaitTimeoutError: Another process has been registering for seconds.
             RuntimeError: A slot is claimed.
         """
         self._check_open()
@@ -58,29 +60,34 @@ class RingWriter(RingMemory):
                 f"cannot become writer {writer}: a slot is claimed (expected none). "
                 "Commit or abandon it first."
             )
-        me = this_process()
-        with self._segment.exclusively(REGISTER_SECONDS):
-            owners = self._words[PROCESS::WRITER_WORDS].tolist()
-            mine = [number for number in choice if owners[number] == me]
-            free = mine or [number for number in choice if not owners[number]]
-            if not free:
-                taken = {number: process_id(owners[number]) for number in choice}
-                raise ConfigError(
-                    f"cannot become a ring writer: each is taken, by processes {taken} (expected "
-                    "a free one). Make the ring for more writers, or recover those of the dead."
-                )
-            self.resign()
-            self._own = free[0] * WRITER_WORDS
-            self._words[self._own + PROCESS] = me
-        self.writer = free[0]
-        self._end_with_process()
+        self._register(partial(self._take_writer, choice), "a writer")
+        assert self.writer is not None
         return self.writer
 
-    def resign(self) -> None:
-        """Stop being a writer, so that another process may be the same one."""
+    def _take_writer(self, choice: Sequence[int]) -> None:
+        me, owners = this_process(), self._words[PROCESS::WRITER_WORDS].tolist()
+        mine = [number for number in choice if owners[number] == me]
+        free = mine or [number for number in choice if owners[number] in (0, RESIGNED)]
+        if not free:
+            taken = {number: process_id(owners[number]) for number in choice}
+            raise ConfigError(
+                f"cannot become a ring writer: each is taken, by processes {taken} (expected a "
+                "free one). Make the ring for more writers, or recover those of the dead."
+            )
+        self.resign(replaced=True)
+        self._own = free[0] * WRITER_WORDS
+        self._words[self._own + PROCESS] = me
+        self.writer = free[0]
+
+    def resign(self, *, replaced: bool = False) -> None:
+        """Stop being a writer, so that another process may be the same one.
+
+        Args:
+            replaced: Whether the reader goes on waiting for one.
+        """
         if self.writer is not None and self._words[self._own + PROCESS] == this_process():
             self.abandon()
-            self._words[self._own + PROCESS] = 0
+            self._words[self._own + PROCESS] = 0 if replaced else RESIGNED
         self.writer = None
 
     def claim(self, timeout: float | None = None) -> int | None:

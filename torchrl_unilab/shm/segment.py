@@ -10,9 +10,7 @@ The environment variable ``TORCHRL_UNILAB_SEGMENT=named`` gives each segment a g
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -20,12 +18,11 @@ import shutil
 import stat
 import sys
 import tempfile
-import time
+import threading
 import weakref
-from collections.abc import Iterator
 from multiprocessing import reduction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,22 +35,18 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.shm.memory import available_memory
 
-SegmentKind = Literal["anonymous", "named"]
-
-__all__ = ["SegmentKind", "SharedSegment", "default_kind", "free_bytes", "named_directory"]
+__all__ = ["SharedSegment", "free_bytes", "named_by_default", "named_directory"]
 
 
-def default_kind() -> SegmentKind:
-    """Return the kind of a segment without a name: anonymous unless the environment says else."""
-    kind = os.environ.get("TORCHRL_UNILAB_SEGMENT")
-    if kind is None:
-        return "anonymous"
+def named_by_default() -> bool:
+    """Return whether the environment gives each segment a name."""
+    kind = os.environ.get("TORCHRL_UNILAB_SEGMENT", "anonymous")
     if kind not in ("anonymous", "named"):
         raise ConfigError(
             f"TORCHRL_UNILAB_SEGMENT: {kind!r} (expected 'anonymous' or 'named'). "
             "Unset it for anonymous segments."
         )
-    return kind  # type: ignore[return-value]
+    return kind == "named"
 
 
 def named_directory() -> Path:
@@ -64,13 +57,13 @@ def named_directory() -> Path:
     return mount if mount.is_dir() else Path(tempfile.gettempdir())
 
 
-def free_bytes(kind: SegmentKind | None = None) -> int:
-    """Return how many bytes a new segment of `kind`, or of the default kind, may take now.
+def free_bytes(named: bool | None = None) -> int:
+    """Return how many bytes a new segment, or one with a name, may take now.
 
     A named segment is bounded by its mount. An anonymous one lies on a mount of the
     kernel's own, which has no size limit but memory: the machine's and the control groups'.
     """
-    if (kind or default_kind()) == "named":
+    if named_by_default() if named is None else named:
         return shutil.disk_usage(named_directory()).free
     return available_memory()
 
@@ -105,11 +98,11 @@ class SharedSegment:
                 f"cannot create a shared segment: {nbytes} bytes (expected at least 1). "
                 "Check the sizes it was computed from."
             )
-        kind = default_kind() if name is None else "named"
-        free = free_bytes(kind)
+        named = name is not None or named_by_default()
+        free = free_bytes(named)
         if nbytes > free:
-            raise SegmentSpaceError(_no_room(nbytes, free, kind))
-        if kind == "named":
+            raise SegmentSpaceError(_no_room(nbytes, free, named))
+        if named:
             name = name or f"unilab-{os.getpid()}-{secrets.token_hex(6)}"
             descriptor = _create_named(name)
         else:
@@ -121,7 +114,7 @@ class SharedSegment:
             if name is not None:
                 _path(name).unlink(missing_ok=True)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise SegmentSpaceError(_no_room(nbytes, free_bytes(kind), kind)) from error
+                raise SegmentSpaceError(_no_room(nbytes, free_bytes(named), named)) from error
             raise
         self._open(descriptor, nbytes, name, owner_pid=os.getpid())
 
@@ -154,14 +147,16 @@ class SharedSegment:
         self._descriptor = descriptor
         path = None if name is None or owner_pid is None else _path(name)
         # Also at the interpreter's end, before modules are taken down.
-        self._release = weakref.finalize(self, _release, descriptor, path, owner_pid)
-        # The array exports the map's buffer, so the map outlives every borrowed view.
+        self._unlink = weakref.finalize(self, _unlink, path, owner_pid)
         self._buffer: npt.NDArray[np.uint8] | None = None
         try:
-            self._buffer = np.frombuffer(mmap.mmap(descriptor, nbytes), dtype=np.uint8)
+            mapping = _mapped(descriptor, nbytes)
         except (OSError, ValueError):
-            self._release()
+            os.close(descriptor)
+            self._unlink()
             raise
+        # The array exports the mapping's buffer, so the mapping outlives every borrowed view.
+        self._buffer = np.frombuffer(mapping, dtype=np.uint8)
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
@@ -184,45 +179,10 @@ class SharedSegment:
         """Whether this process has closed the segment."""
         return self._buffer is None
 
-    @property
-    def is_owner(self) -> bool:
-        """Whether this process created the segment, and so unlinks it."""
-        return self._owner_pid == os.getpid()
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """What tells this memory from all other memory of the machine."""
-        status = os.fstat(self._descriptor)
-        return status.st_dev, status.st_ino
-
-    @contextlib.contextmanager
-    def exclusively(self, timeout: float = 10.0) -> Iterator[None]:
-        """Exclude all other processes that do so; the kernel releases those that die.
-
-        Raises:
-            SegmentError: Another process did not leave within `timeout` seconds.
-        """
-        _ = self.buffer  # a closed segment is refused
-        until = time.monotonic() + timeout
-        try:
-            try:
-                while not _try_lock(self._descriptor):
-                    if time.monotonic() > until:
-                        raise SegmentError(
-                            f"cannot lock shared segment: held by another process for {timeout:g} "
-                            "s (expected some microseconds). See whether a process is stopped."
-                        )
-                    time.sleep(0.001)
-                yield
-            finally:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
-        finally:  # an interrupt may have cut the first unlocking short
-            fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
-
     def close(self) -> None:
         """Give up the segment; its creator also unlinks its name. Idempotent."""
         self._buffer = None
-        self._release()
+        self._unlink()
 
     def __enter__(self) -> SharedSegment:
         return self
@@ -237,12 +197,45 @@ class SharedSegment:
         return _attach_pickled, (reduction.DupFd(self._descriptor), self.nbytes)
 
 
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-    except (BlockingIOError, PermissionError):
-        return False
-    return True
+class _Mapping(mmap.mmap):
+    """A file as this process has it: mapped once, whatever attachments there are.
+
+    POSIX ends all locks of a process on a file when the process closes *any* descriptor of it; a
+    map has a descriptor, too. So all descriptors of a file are closed together, with the mapping:
+    an attachment that comes and goes ends no lock of another.
+    """
+
+    descriptors: list[int]
+
+
+_mappings: weakref.WeakValueDictionary[tuple[int, int, int], _Mapping] = (
+    weakref.WeakValueDictionary()
+)
+_mappings_lock = threading.Lock()
+os.register_at_fork(
+    before=_mappings_lock.acquire,
+    after_in_parent=_mappings_lock.release,
+    after_in_child=_mappings_lock.release,
+)
+
+
+def _mapped(descriptor: int, nbytes: int) -> _Mapping:
+    """Return the mapping of a file, which owns the descriptor from now on."""
+    status = os.fstat(descriptor)
+    key = (status.st_dev, status.st_ino, nbytes)
+    with _mappings_lock:
+        mapping = _mappings.get(key)
+        if mapping is None:
+            mapping = _mappings[key] = _Mapping(descriptor, nbytes)
+            mapping.descriptors = []
+            weakref.finalize(mapping, _close_all, mapping.descriptors)
+    mapping.descriptors.append(descriptor)
+    return mapping
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _attach_pickled(descriptor: Any, nbytes: int) -> SharedSegment:
@@ -310,8 +303,7 @@ def _checked_size(descriptor: int, name: str) -> int:
     return found.st_size
 
 
-def _release(descriptor: int, path: Path | None, owner_pid: int | None) -> None:
-    os.close(descriptor)
+def _unlink(path: Path | None, owner_pid: int | None) -> None:
     if path is not None and os.getpid() == owner_pid:
         path.unlink(missing_ok=True)
 
@@ -331,8 +323,8 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
 
 
-def _no_room(nbytes: int, free: int, kind: SegmentKind) -> str:
-    where = f"shared-memory mount {named_directory()}" if kind == "named" else "memory"
+def _no_room(nbytes: int, free: int, named: bool) -> str:
+    where = f"shared-memory mount {named_directory()}" if named else "memory"
     return (
         f"cannot create a shared segment: {nbytes} bytes do not fit "
         f"(expected at most {free} bytes, free in {where}). "

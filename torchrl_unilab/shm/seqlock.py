@@ -29,7 +29,7 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
-from torchrl_unilab.shm.lock import thread_lock
+from torchrl_unilab.shm.lock import RangeLock, thread_lock
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import SharedWords, fence
 
@@ -39,9 +39,11 @@ DEFAULT_SLOTS = 3
 DEFAULT_RETRIES = 1000
 _YIELD_AFTER = 8  # retries without giving the core to a writer that may need it
 
-_MAGIC = 0x554E494C_41420002
-_KIND, _DIGEST, _SLOTS, _READERS, _READY, _WRITER, _ANNOUNCED = range(7)  # words of a cell
-_CELL_WORDS = 7
+REGISTER_SECONDS = 10.0
+"""How long a process may wait to become the writer."""
+
+_DIGEST, _SLOTS, _READERS, _WRITER, _ANNOUNCED = range(5)  # words of a cell
+_CELL_WORDS = 5
 _APPLIED, _PROCESS, _OVERTAKEN = range(3)  # words of a reader; the version it applied plus one
 _READER_WORDS = 3
 
@@ -138,7 +140,6 @@ class SnapshotCell:
         segment = SharedSegment(self.nbytes(layout, slots, readers), name=name)
         self._open(segment, layout, slots, readers)
         words = self._words
-        words[_KIND], words[_DIGEST] = _MAGIC, layout.digest
         words[_SLOTS], words[_READERS] = slots, readers
         if initial:
             with torch.no_grad():
@@ -146,7 +147,7 @@ class SnapshotCell:
         self._sequence[0] = 2 * first_version
         words[_ANNOUNCED] = first_version * slots
         fence()
-        words[_READY] = 1
+        words[_DIGEST] = layout.digest  # last: without it nothing is attached
 
     @staticmethod
     def nbytes(layout: BlockLayout, slots: int = DEFAULT_SLOTS, readers: int = 0) -> int:
@@ -177,15 +178,11 @@ class SnapshotCell:
         """Return slots and readers of a complete cell of `layout`."""
         large_enough = segment.nbytes >= SharedWords.nbytes(_CELL_WORDS)
         words = SharedWords(segment.buffer, 0, _CELL_WORDS).view if large_enough else None
-        if words is None or words[_KIND] != _MAGIC or not words[_READY]:
+        if words is None or words[_DIGEST] != layout.digest:
             raise LayoutError(
-                f"cannot attach {segment.name!r}: not a complete snapshot cell (expected one). "
-                "Check the name, and that its creator has started."
-            )
-        if words[_DIGEST] != layout.digest:
-            raise LayoutError(
-                f"cannot attach {segment.name!r}: layout digest {words[_DIGEST]:#x} (expected "
-                f"{layout.digest:#x}). Both sides must name the same keys, shapes and dtypes."
+                f"cannot attach {segment.name!r}: not a complete snapshot cell of this layout "
+                f"(expected digest {layout.digest:#x}). Check the name, that its creator has "
+                "started, and that both sides name the same keys, shapes and dtypes."
             )
         fence()
         slots, readers = words[_SLOTS], words[_READERS]
@@ -209,9 +206,8 @@ class SnapshotCell:
         payloads = segment.buffer[SharedWords.nbytes(count) :]
         self._payloads = payloads.reshape(slots, layout.nbytes)
         self._views = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
+        self._registration = RangeLock(segment, REGISTER_SECONDS)
         self._writer_pid = 0  # this process, once it publishes
-        # Threads of the one writing process, whichever attachment they publish through.
-        self._publishing = thread_lock(segment)
         self.publishes = 0
         self.overtaken = 0
 
@@ -245,14 +241,13 @@ class SnapshotCell:
         Raises:
             LayoutError: Shapes or dtypes differ; the published version is untouched.
             SegmentError: Another living process publishes here, or the cell is closed.
+            WaitTimeoutError: Another process has been registering for seconds.
         """
         self.layout.check(tensors)
-        if self._writer_pid != os.getpid() and not self.closed:  # a forked copy has its own lock
-            self._publishing = thread_lock(self._segment)
+        if self._writer_pid != os.getpid():  # also in a forked copy
+            self._registration.run(0, 1, self._become_writer, lambda: "writer of a snapshot cell")
         with self._publishing:
             words, sequence = self._words, self._sequence
-            if self._writer_pid != os.getpid():  # also in a forked copy
-                self._become_writer()
             newest, slot = divmod(words[_ANNOUNCED], self.slots)
             version = max(newest + 1, version)
             slot = (slot + 1) % self.slots
@@ -268,22 +263,16 @@ class SnapshotCell:
         return version
 
     def _become_writer(self) -> None:
-        with self._segment.exclusively():
-            writer = self._words[_WRITER]
-            if writer != this_process() and process_is_alive(writer):
-                raise SegmentError(
-                    f"cannot publish a snapshot: process {process_id(writer)} publishes here "
-                    "(expected one writer). Publish from there, or close it there first."
-                )
-            self._words[_WRITER] = this_process()
+        writer = self._words[_WRITER]
+        if writer != this_process() and process_is_alive(writer):
+            raise SegmentError(
+                f"cannot publish a snapshot: process {process_id(writer)} publishes here "
+                "(expected one writer). Publish from there, or close it there first."
+            )
+        self._words[_WRITER] = this_process()
+        # Of the threads of this process, whichever attachment they publish through.
+        self._publishing = thread_lock(self._segment)
         self._writer_pid = os.getpid()
-
-    @property
-    def publish_cut_off(self) -> bool:
-        """Whether the writer died in the middle of a publish; readers keep the version before."""
-        next_slot = (self._words[_ANNOUNCED] + 1) % self.slots
-        is_writing = self._sequence[next_slot] % 2 == 1
-        return is_writing and not process_is_alive(self._words[_WRITER])
 
     # Readers
 

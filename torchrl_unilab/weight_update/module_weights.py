@@ -61,49 +61,35 @@ class ModuleWeights:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.names: list[str] = []
-        self._places: list[tuple[_Registry, str]] = []
         self._stateful: list[tuple[str, nn.Module]] = []
         optional: set[str] = set()
-        registries: list[_Registry] = []
+        registries: list[tuple[str, _Registry]] = []
         submodules = list(module.named_modules(remove_duplicate=False))
         for prefix, submodule in submodules:
             dot = f"{prefix}." if prefix else ""
-            for registry in _registries_of(submodule):
-                registries.append(registry)
-                self._add(registry, dot)
+            registries += [(dot, registry) for registry in _registries_of(submodule)]
             optional.update(dot + name for name in submodule._non_persistent_buffers_set)
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
                 self._stateful.append((dot + EXTRA_STATE, submodule))
+        slots = [(dot, registry, name) for dot, registry in registries for name in registry]
+        self._slots = [(registry, name) for _, registry, name in slots]
+        self._absent = [registry[name] is None for registry, name in self._slots]
+        self._some_absent = any(self._absent)
+        present = [slot for slot, absent in zip(slots, self._absent, strict=True) if not absent]
+        self._places = [(registry, name) for _, registry, name in present]
+        self.names = [_checked_name(dot + name, registry[name]) for dot, registry, name in present]
         extra = self.extra_state()
         self.keys = (*self.names, *extra)
         self.is_stateful = bool(self._stateful)
         self.optional = frozenset(optional.union(extra))
-        self._remember(registries, [m._modules for _, m in submodules])
-
-    def _add(self, registry: _Registry, prefix: str) -> None:
-        for name in registry:
-            if registry[name] is None:
-                continue
-            if is_lazy(registry[name]):
-                raise ConfigError(
-                    f"cannot share weights: {prefix + name!r} is lazy and has no shape yet "
-                    "(expected an initialised parameter). Run one forward pass first."
-                )
-            self.names.append(prefix + name)
-            self._places.append((registry, name))
-
-    def _remember(
-        self, registries: Sequence[_Registry], children: Sequence[dict[str, nn.Module | None]]
-    ) -> None:
-        both: list[Mapping[str, Any]] = [*registries, *children]
-        self._filled = [names for names in both if names]
-        self._empty = [names for names in both if not names]
-        self._registered = list(chain.from_iterable(self._filled))
+        # What `tensors` compares: all names, also of submodules, and the submodules.
+        children = [submodule._modules for _, submodule in submodules]
+        named: list[Mapping[str, Any]] = [*(registry for _, registry in registries), *children]
+        self._empty = [names for names in named if not names]
+        self._filled = [names for names in named if names]
+        self._all_names = list(chain.from_iterable(self._filled))
         self._children = [modules for modules in children if modules]
-        self._submodules = [module for modules in self._children for module in modules.values()]
-        self._slots = [(registry, name) for registry in registries for name in registry]
-        self._absent = [registry[name] is None for registry, name in self._slots]
+        self._submodules = list(chain.from_iterable(map(dict.values, self._children)))
 
     def tensors(self, module: nn.Module) -> list[torch.Tensor] | None:
         """Return parameters and buffers as they are now, in the order of `names`.
@@ -111,16 +97,18 @@ class ModuleWeights:
         None if it is another module, or has other submodules or names than before. Part of each
         publish and pull, so in as few steps as it takes.
         """
-        unchanged = (
-            self.module is module
-            and not any(self._empty)
-            and list(chain.from_iterable(self._filled)) == self._registered
-            and [registry[name] is None for registry, name in self._slots] == self._absent
-            and all(
-                map(is_, chain.from_iterable(map(dict.values, self._children)), self._submodules)
-            )
-        )
-        return [registry[name] for registry, name in self._places] if unchanged else None
+        children = chain.from_iterable(map(dict.values, self._children))
+        if (
+            self.module is not module
+            or any(self._empty)
+            or list(chain.from_iterable(self._filled)) != self._all_names
+            or not all(map(is_, children, self._submodules))
+        ):
+            return None
+        values = [registry[name] for registry, name in self._slots]
+        if [value is None for value in values] != self._absent:
+            return None
+        return [value for value in values if value is not None] if self._some_absent else values
 
     def extra_state(self) -> dict[str, torch.Tensor]:
         """Return the extra state as it is now, by dotted key."""
@@ -198,6 +186,15 @@ def _registries_of(module: nn.Module) -> Sequence[_Registry]:
     if isinstance(module, TensorDictParams):
         return (_ParamsRegistry(module),)
     return (module._parameters, module._buffers)
+
+
+def _checked_name(name: str, tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        raise ConfigError(
+            f"cannot share weights: {name!r} is lazy and has no shape yet (expected an "
+            "initialised parameter). Run one forward pass first."
+        )
+    return name
 
 
 def _is_under(key: str, prefix: str) -> bool:

@@ -28,12 +28,7 @@ from torchrl_unilab.weight_update.initial_weights import (
     initial_weights,
 )
 from torchrl_unilab.weight_update.module_weights import ModuleWeights
-from torchrl_unilab.weight_update.receiver import (
-    GivesModels,
-    TakesWeights,
-    WeightReceiver,
-    pull_in_rollouts,
-)
+from torchrl_unilab.weight_update.receiver import WeightReceiver, pull_in_rollouts
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, Weights, nested
 from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 
@@ -253,7 +248,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if context is not None:
             if model_id is None:
                 raise ValueError("model_id is required when context is provided")
-            if isinstance(context, GivesModels):
+            if hasattr(context, "get_model"):
                 model = context.get_model(model_id)
             elif model is None:
                 model = _resolve_model(context, model_id)
@@ -327,11 +322,11 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
     def _hand_on(self, receiver: WeightReceiver) -> None:
         """Let the context know of applied weights: their version, or the weights themselves."""
-        context = None if self._context_ref is None else self._context_ref()
+        context: Any = None if self._context_ref is None else self._context_ref()
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             if self._model_id in (None, "policy"):
                 context._set_received_policy_version(receiver.applied)
-        elif isinstance(context, TakesWeights):
+        elif hasattr(context, "update_policy_weights_"):  # sub-collectors, an inference server
             context.update_policy_weights_(
                 model_id=self._model_id or "policy", policy_or_weights=receiver.weights()
             )

@@ -58,14 +58,6 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _check_not_meta(tensors: Mapping[str, torch.Tensor]) -> None:
-    if meta := [key for key, tensor in tensors.items() if tensor.is_meta]:
-        raise ConfigError(
-            f"initial weights {meta}: on the meta device (expected values). Give the policy "
-            "values, or pass it beside a policy_factory that does."
-        )
-
-
 def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
     leaves: list[tuple[str, torch.Tensor]] = []
     for key, value in weights.items():
@@ -136,7 +128,11 @@ class UniLabShmTransport:
         readers = max(initial, default=-1) + 1
         sources = {id(weights): named_tensors(weights) for weights in initial.values()}
         for tensors in sources.values():
-            _check_not_meta(tensors)
+            if meta := [key for key, tensor in tensors.items() if tensor.is_meta]:
+                raise ConfigError(
+                    f"initial weights {meta}: on the meta device (expected values). Give the "
+                    "policy values, or pass it beside a policy_factory that does."
+                )
         cells = {
             source: SnapshotCell(tensors, readers=readers, **settings)
             for source, tensors in sources.items()
@@ -200,11 +196,6 @@ class UniLabShmTransport:
     def version(self) -> int:
         """The newest version of any cell; each publish raises it, whichever cells it is for."""
         return max(cell.version for cell in self.unique_cells)
-
-    @property
-    def publish_cut_off(self) -> bool:
-        """Whether the sender died in the middle of a publish; readers keep the version before."""
-        return any(cell.publish_cut_off for cell in self.unique_cells)
 
     # Sender
 
@@ -330,15 +321,6 @@ class UniLabShmTransport:
             return self.unique_cells
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         return list({id(cell): cell for cell in map(self.cell, ids)}.values())
-
-    def setup_connection_and_weights_on_sender(self) -> None:
-        """Do nothing: cells travel with the scheme and hold the initial weights."""
-
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> TensorDictBase:
-        """Return the newest published weights of `worker_idx`, copied out."""
-        return nested(self.newest(worker_idx)[1])
 
     def receive_weights(
         self,

@@ -105,6 +105,9 @@ class RolloutRingSampler(RolloutSampler):
         >>> storage.close()
     """
 
+    ran_out = False
+    """Whether fewer rollouts than a batch were left after the last sample."""
+
     def __init__(self, take: Take = "oldest", timeout: float = 0.0) -> None:
         if take not in ("oldest", "newest"):
             raise ConfigError(
@@ -139,17 +142,8 @@ class RolloutRingSampler(RolloutSampler):
         """Whether enough rollouts are unread."""
         return len(storage) >= batch_size
 
-    @property
-    def ran_out(self) -> bool:
-        """Whether fewer rollouts than a batch were left after the last sample."""
-        return self._ran_out
-
-    @ran_out.setter
-    def ran_out(self, value: bool) -> None:
-        self._ran_out = value
-
     def _empty(self) -> None:
-        self._ran_out = False
+        self.ran_out = False
         self._remaining_batches = 0
 
     def dumps(self, path: str | Path) -> None:
@@ -164,11 +158,11 @@ class RolloutRingSampler(RolloutSampler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return whether the last sample was the last of its iteration."""
-        return {"ran_out": self._ran_out}
+        return {"ran_out": self.ran_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict`."""
-        self._ran_out = state_dict["ran_out"]
+        self.ran_out = state_dict["ran_out"]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(take={self.take!r})"

@@ -8,6 +8,7 @@ use. A slot has one owner: see `torchrl_unilab.shm.ring`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -46,6 +47,10 @@ class RolloutLease:
 
     def __exit__(self, *_: object) -> None:
         self._storage.release(self)
+
+
+def _counter(name: str, doc: str) -> Any:
+    return property(lambda storage: storage._count(name), doc=doc)
 
 
 class SharedRollouts(SharedStorage):
@@ -120,25 +125,12 @@ class SharedRollouts(SharedStorage):
         counts: tuple[int, ...] = (0,) * self.writers
         return counts if self._ring is None else getattr(self._ring, name)
 
-    @property
-    def written(self) -> tuple[int, ...]:
-        """Rollouts that each writer has committed."""
-        return self._count("written")
-
-    @property
-    def dropped(self) -> tuple[int, ...]:
-        """Rollouts of each writer that it overwrote unread."""
-        return self._count("dropped")
-
-    @property
-    def skipped(self) -> tuple[int, ...]:
-        """Rollouts of each writer that the reader gave up unread: for newer ones, or emptying."""
-        return self._count("skipped")
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Rollouts of each writer that were committed and went with it when it died."""
-        return self._count("lost")
+    written = _counter("written", "Rollouts that each writer has committed.")
+    dropped = _counter("dropped", "Rollouts of each writer that it overwrote unread.")
+    skipped = _counter(
+        "skipped", "Rollouts of each writer that were given up unread by the reader."
+    )
+    lost = _counter("lost", "Rollouts of each writer that it had committed when it died with them.")
 
     @property
     def write_count(self) -> int:

@@ -276,7 +276,7 @@ class RolloutRingStorage(SharedRollouts):
             return
         for lease in self._hold(self.max_size):
             self._skip(lease)
-        self._ring.resign()
+        self._ring.resign(replaced=True)
         if counts:
             self._ring.resume_from({})
 
@@ -329,7 +329,7 @@ class RolloutRingStorage(SharedRollouts):
         for i, writer in enumerate(state_dict["of"]):
             self.ring.become_writer(writer)
             self._write(RolloutSource([tensor[i] for tensor in tensors]))
-        self.ring.resign()
+        self.ring.resign(replaced=True)
         if writing is not None:
             self.ring.become_writer(writing)
         self.ring.resume_from(state_dict["counts"])

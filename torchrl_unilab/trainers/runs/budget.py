@@ -39,7 +39,7 @@ from torchrl_unilab.shm.layout import BlockLayout, dotted
 from torchrl_unilab.shm.memory import available_memory
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.rows import SharedRows
-from torchrl_unilab.shm.segment import default_kind, free_bytes, named_directory
+from torchrl_unilab.shm.segment import free_bytes, named_by_default, named_directory
 from torchrl_unilab.shm.seqlock import SnapshotCell
 from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
@@ -181,9 +181,9 @@ def memory_limits(device: torch.device | str = "cpu") -> tuple[MemoryLimit, ...]
     """
     device = torch.device(device)
     limits = [MemoryLimit("memory", available_memory(), ("shared", "private"))]
-    if default_kind() == "named":
+    if named_by_default():
         name = f"shared-memory mount {named_directory()}"
-        limits.insert(0, MemoryLimit(name, free_bytes("named"), ("shared",)))
+        limits.insert(0, MemoryLimit(name, free_bytes(named=True), ("shared",)))
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         limits.append(MemoryLimit(str(device), free, ("device",)))
