@@ -164,10 +164,10 @@ class SharedRows(RowReader):
         """Copy rows to the places of numbers from `number` on. The caller holds the shard."""
         at, count = number % self.shard_rows, parts[0].shape[0]
         fit = min(count, self.shard_rows - at)
-        for own, words in zip(self.own(shard), parts, strict=True):
-            own[at : at + fit].copy_(words[:fit])
-            if fit < count:
-                own[: count - fit].copy_(words[fit:])
+        for own, words in zip(self._items[shard], parts, strict=True):
+            items = words.numpy().view(own.dtype)
+            own[at : at + fit] = items[:fit]
+            own[: count - fit] = items[fit:]
 
     def rewrite(self, positions: torch.Tensor, parts: Parts) -> None:
         """Write rows anew at positions that have been written, int64 [n].

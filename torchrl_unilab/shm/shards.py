@@ -96,6 +96,10 @@ class Shards:
             for start, width in zip(starts, widths, strict=True)
         ]
         self._own = [[block[shard::shards] for block in self.blocks] for shard in range(shards)]
+        # The same for `fill`: NumPy copies opaque items faster, and slices in half the time.
+        self._items = [
+            [own.numpy().view(f"V{own.shape[1] * WORD}") for own in parts] for parts in self._own
+        ]
 
     @staticmethod
     def nbytes(widths: Sequence[int], shards: int, shard_rows: int) -> int:

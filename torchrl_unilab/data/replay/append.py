@@ -107,7 +107,7 @@ class RowAppender:
             self._check_finite(chosen, count)
         stage = self._memory_of(count)
         # Not under no_grad: an interrupt at the end of its block would leave gradients off.
-        if any(tensor.requires_grad for tensor in chosen):
+        if True in [tensor.requires_grad for tensor in chosen]:
             chosen = [tensor.detach() for tensor in chosen]
         torch._foreach_copy_(stage.views[: len(chosen)], chosen)
         return stage
@@ -126,8 +126,7 @@ class RowAppender:
     def _check_finite(self, chosen: list[torch.Tensor], count: int) -> None:
         bad: torch.Tensor | None = None
         for index in self._finite:
-            flat = chosen[index].reshape(-1)
-            if math.isfinite(flat.dot(flat).item()):  # the cheapest look at all of them
+            if math.isfinite(chosen[index].sum().item()):  # the cheapest look at all of them
                 continue
             wrong = ~chosen[index].isfinite().reshape(count, -1).all(1)
             if self._policy == "refuse" and wrong.any():
