@@ -28,6 +28,7 @@ from torchrl_unilab.shm.shards import (
     HEAD,
     NOTED,
     NOTES,
+    ORIGIN,
     VERSION,
     WRITER,
     Parts,
@@ -211,13 +212,19 @@ class SharedRows(RowReader):
         """The sum of all `count` calls, of all processes."""
         return sum(self.load(COUNT))
 
-    def replace(self, window: Window, read: Callable[[int, int, int], Parts]) -> None:
+    def replace(
+        self,
+        window: Window,
+        read: Callable[[int, int, int], Parts],
+        origins: Sequence[int] | None = None,
+    ) -> None:
         """Replace all rows. Should this fail, or the process die, there are none.
 
         Args:
             window: The rows of each shard, numbered from the first ever written to it.
             read: Called with a shard, the number of a first row and how many rows; returns
                 these.
+            origins: What `lineage` called the origins where the rows were saved.
 
         Raises:
             WaitTimeoutError: Another process or thread held a shard for too long.
@@ -232,5 +239,7 @@ class SharedRows(RowReader):
                 self.set(shard, FLOOR, base + floor)
                 fence()  # after the last byte of the rows
                 self.set(shard, HEAD, base + head)
+                if origins is not None:
+                    self.set(shard, ORIGIN, origins[shard])
 
         self.all_alone(partial(self._replace, fill))

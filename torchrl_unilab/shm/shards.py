@@ -31,8 +31,8 @@ __all__ = ["Parts", "Shard", "Shards", "Window", "of_shard"]
 T = TypeVar("T")
 
 LOADING = 0
-WRITER, FLOOR, HEAD, BASE, VERSION, NOTED, COUNT = range(1, 8)
-SHARD_WORDS = 7
+WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT = range(1, 9)
+SHARD_WORDS = 8
 NOTES = 1024
 """Rows rewritten in place at a time: their places are noted while they are written."""
 
@@ -86,6 +86,8 @@ class Shards:
     ) -> None:
         self.segment, self.widths, self.timeout = segment, tuple(widths), timeout
         self.shards, self.shard_rows = shards, shard_rows
+        self.detach: Callable[[Parts, torch.Tensor], object] = lambda parts, positions: None
+        """Called before rows are written in place, with these and their positions."""
         self._words = SharedWords(segment.buffer, 0, 1 + shards * SHARD_WORDS)
         self._lock = RangeLock(segment, timeout)
         notes, *starts, _ = _starts(widths, shards, shard_rows)
@@ -145,17 +147,22 @@ class Shards:
             hidden |= floor > max(base, head - self.shard_rows)
         return max(0, min(*ends, self.shards * self.shard_rows)), hidden
 
-    def based_window(self) -> tuple[tuple[int, ...], Window]:
-        """Return the numbers of the shards' first rows since all were cleared, and a window."""
+    def lineage(self) -> tuple[tuple[int, ...], tuple[int, ...], Window]:
+        """Return the number of each shard's first row since all were cleared, and a window.
+
+        Between them, what would be the number of that first row had no checkpoint been loaded:
+        numbers less the first plus the second count on over checkpoints.
+        """
         while True:
-            bases, window = self.load(BASE), self.window()
+            bases, window, origins = self.load(BASE), self.window(), self.load(ORIGIN)
+            fence()  # before the bases are read again
             if self.load(BASE) == bases:
-                return bases, window
+                return bases, origins, window
 
     @property
     def written(self) -> int:
         """Rows written since all were last cleared."""
-        bases, window = self.based_window()
+        bases, _, window = self.lineage()
         return max(0, sum(window.heads) - sum(bases))  # no heads while rows are replaced
 
     @property
@@ -247,8 +254,9 @@ class Shards:
     def _clear(self) -> None:
         for shard in range(self.shards):
             base = align(max(self.get(shard, HEAD), self.get(shard, FLOOR)), self.shard_rows)
-            for word in (FLOOR, BASE, HEAD):
-                self.set(shard, word, base)
+            origin = self.get(shard, ORIGIN) + base - self.get(shard, BASE)
+            for word, value in (FLOOR, base), (BASE, base), (HEAD, base), (ORIGIN, origin):
+                self.set(shard, word, value)
             self.set(shard, WRITER, 0)
             version = self.get(shard, VERSION)
             self.set(shard, VERSION, version + 2 - version % 2)
@@ -264,8 +272,10 @@ class Shards:
         places = torch.arange(floor, head).remainder_(self.shard_rows)
         whole = places[~torch.isin(places, torn)]
         if len(whole):
-            for own in self.own(shard):
-                own[torn] = own[whole[-1]].clone()
+            newest = [own[whole[-1:]].expand(len(torn), -1).clone() for own in self.own(shard)]
+            self.detach(newest, torn * self.shards + shard)
+            for own, words in zip(self.own(shard), newest, strict=True):
+                own[torn] = words
         else:
             self.set(shard, FLOOR, head)
         fence()  # after the last byte of the rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tests.support.processes import receive, spawned
+from tests.support.striking import forked, kill_self, strike_at
 from tests.support.transitions import (
     add_chain_until_told,
     append_until_told,
@@ -23,6 +25,8 @@ from tests.support.transitions import (
 )
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
+
+STEPS_TO_HALF_A_REWRITE = 4  # stores of the writer, the noted rows and an odd version come first
 
 
 def same(a, b) -> None:
@@ -191,6 +195,21 @@ def test_a_rewritten_row_follows_none_and_is_followed_by_none():
         for row in steps(1, 6):
             storage.add(row)
         storage[torch.tensor([2, 3])] = torch.cat(steps(1, 2, seed=5))
+
+        assert get_all(storage)["steps_to_next_obs"].tolist() == [2, 1, 1, 1, 2, 1]
+
+
+def test_rows_of_a_killed_rewrite_follow_none_and_are_followed_by_none():
+    with PackedReplayStorage(10, n_step=3) as storage:
+        for row in steps(1, 6):
+            storage.add(row)
+
+        def die() -> None:
+            strike_at(storage.rows, STEPS_TO_HALF_A_REWRITE, kill_self)
+            storage[torch.tensor([2, 3])] = torch.cat(steps(1, 2, seed=5))
+
+        with forked(die) as child:
+            os.waitpid(child, 0)
 
         assert get_all(storage)["steps_to_next_obs"].tolist() == [2, 1, 1, 1, 2, 1]
 

@@ -568,6 +568,39 @@ def test_each_sample_has_memory_apart():
         assert len({batch["action"].data_ptr() for batch in batches}) == 3
 
 
+def read_stamps(storage: PackedReplayStorage, counted: tuple[int, ...]) -> tuple[list[int], ...]:
+    rows, counted = storage.read_since(counted)
+    return rows["count"][:, 0].tolist(), counted
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_rows_written_after_the_storage_was_emptied_are_new(rows):
+    with PackedReplayStorage(10) as storage:
+        storage.append(stamped(torch.arange(5)))
+        _, counted = read_stamps(storage, ())
+        storage._empty()
+        storage.append(stamped(torch.arange(100, 100 + rows)))
+
+        found, counted = read_stamps(storage, counted)
+
+        assert found == [*range(100, 100 + rows)]
+        assert read_stamps(storage, counted)[0] == []
+
+
+def test_rows_are_new_once_over_a_checkpoint():
+    with PackedReplayStorage(10) as storage, PackedReplayStorage(10) as used:
+        storage.append(stamped(torch.arange(3)))
+        storage._empty()  # so that rows are not numbered as in another storage
+        storage.append(stamped(torch.arange(5)))
+        _, counted = read_stamps(storage, ())
+        storage.append(stamped(torch.arange(5, 7)))
+        used.append(stamped(torch.arange(33)))
+
+        used.load_state_dict(storage.state_dict())
+
+        assert read_stamps(used, counted)[0] == [5, 6]
+
+
 # End
 
 

@@ -91,8 +91,7 @@ class RowAppender:
     def rewrite(self, positions: torch.Tensor, rows: TensorDictBase) -> None:
         """Write rows [n] anew at positions, int64 [n], that have been written."""
         stage = self._stage(rows)
-        if self._marker is not None:  # of no trajectory: each number is that of one position
-            torch.sub(-1, positions, out=stage.views[-1])
+        self._rows.detach(stage.parts, positions)
         self._rows.rewrite(positions, stage.parts)
 
     def check(self, rows: TensorDictBase) -> None:

@@ -43,10 +43,10 @@ def save_rows(
 
     Returns:
         Numbers that describe the rows: per shard, the first that was ever written (``bases``),
-        those that were saved (from ``floors`` to ``heads``), and the place that row 0 has or
-        would have (``starts``).
+        those that were saved (from ``floors`` to ``heads``), the place that row 0 has or would
+        have (``starts``), and `SharedRows.lineage`'s ``origins``.
     """
-    bases, window = rows.based_window()
+    bases, origins, window = rows.lineage()
     floors, starts, end = list(window.heads), [], 0
     for floor, head in zip(*window, strict=True):
         starts.append(end - floor)
@@ -56,7 +56,8 @@ def save_rows(
         for first, parts in rows.copies(shard, window):
             write(start + first, torch.cat([*parts], 1))
             floors[shard] = first
-    return {"bases": [*bases], "floors": floors, "heads": [*window.heads], "starts": starts}
+    numbers = {"bases": bases, "heads": window.heads, "origins": origins}
+    return {key: [*of] for key, of in numbers.items()} | {"floors": floors, "starts": starts}
 
 
 def load_rows(
@@ -82,6 +83,7 @@ def load_rows(
         other = {key: header[key] for key in mine if header[key] != mine[key]}
         numbers = zip(*(header[key] for key in ("bases", "floors", "heads", "starts")), strict=True)
         shards = [(base, floor - base, head - base, start) for base, floor, head, start in numbers]
+        origins = [*map(int, header.get("origins", header["bases"]))]
     except (KeyError, TypeError, ValueError, LayoutError) as error:
         raise CheckpointError(
             f"cannot load rows: unknown header {str(header)[:200]} (expected one that this version "
@@ -102,6 +104,11 @@ def load_rows(
                 f"cannot load rows: rows {floor} to {head} of a shard (expected at most {size}, "
                 f"of {count} in the file). Load another checkpoint."
             )
+    if len(origins) != len(shards) or not all(0 <= origin < 1 << 62 for origin in origins):
+        raise CheckpointError(
+            f"cannot load rows: origins {origins} (expected {len(shards)} numbers). Load another "
+            "checkpoint."
+        )
     storage.initialize(schema)
     window = Window(tuple(s[1] for s in shards), tuple(s[2] for s in shards))
 
@@ -110,7 +117,7 @@ def load_rows(
         parts: Parts = read(start + base + number, count).split(storage.rows.widths, 1)
         return parts
 
-    storage.rows.replace(window, read_shard)
+    storage.rows.replace(window, read_shard, origins)
 
 
 class PackedReplayCheckpointer(SharedStorageCheckpointer):

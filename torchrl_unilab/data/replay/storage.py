@@ -224,19 +224,22 @@ class PackedReplayStorage(SharedReplay):
 
         Returns:
             Copies of the rows [n], the oldest of a shard first, without those that have been
-            overwritten; and the rows written to each shard.
+            overwritten; and how far each shard has been read, also over checkpoints.
         """
         rows, batches = self.rows, self._batches
-        bases, window = rows.based_window()
-        written = tuple(map(int.__sub__, window.heads, bases))
-        window = window.above(tuple(map(int.__add__, bases, counted or (0,) * len(bases))))
+        bases, origins, window = rows.lineage()
+        if not window.size:  # none can be read now
+            return batches.tensordict(batches.batch(0), index=False), tuple(counted)
+        shifts = tuple(map(int.__sub__, origins, bases))
+        read = tuple(map(int.__add__, window.heads, shifts))
+        window = window.above(tuple(map(int.__sub__, counted or (0,) * len(shifts), shifts)))
         positions = [
             rows.positions(shard, torch.arange(floor, head))
             for shard, (floor, head) in enumerate(zip(*window, strict=True))
         ]
         memory = batches.batch(window.size)
         rows.read_at(torch.cat(positions), self._gatherer.into(memory))
-        return batches.tensordict(memory, index=False), written
+        return batches.tensordict(memory, index=False), read
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draw positions as any storage does, but none that is being written."""
