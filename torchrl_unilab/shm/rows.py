@@ -21,7 +21,6 @@ import torch
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.row_reader import Gather, RowReader
-from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.shards import (
     COUNT,
     FLOOR,
@@ -53,16 +52,7 @@ class SharedRows(RowReader):
         (Window(floors=(0,), heads=(3,)), [1, 1, 1, 0])
     """
 
-    def __init__(
-        self,
-        segment: SharedSegment,
-        widths: Sequence[int],
-        shards: int,
-        shard_rows: int,
-        timeout: float,
-    ) -> None:
-        super().__init__(segment, widths, shards, shard_rows, timeout)
-        self._shard, self._shard_pid = 0, 0
+    _shard, _shard_pid = 0, 0
 
     # Writing
 

@@ -235,23 +235,6 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_storage_that_others_use(ho
         assert lines > 40
 
 
-def test_a_batch_in_shared_memory_is_filled_by_another_process():
-    with PackedReplayStorage(64, example=EXAMPLE) as storage:
-        storage.append(stamped(torch.arange(64)))
-        out = storage.empty_batch(32, shared=True)
-        with spawned(sample_into, storage, out) as (_, pipe):
-            assert receive(pipe) == "sampled"
-        expected = storage.sample(32, seed=5)
-        for key in expected.keys(True, True):
-            assert torch.equal(out[key], expected[key])
-
-
-def sample_into(pipe, storage: PackedReplayStorage, out) -> None:
-    """Sample into a batch that the parent has made."""
-    storage.sample(32, seed=5, out=out)
-    pipe.send("sampled")
-
-
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_thread_writes_on_when_its_process_has_nothing_else_to_do(method):
     with PackedReplayStorage(64, example=EXAMPLE) as storage:

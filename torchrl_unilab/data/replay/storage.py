@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.data.positions import flat_positions, is_single
+from torchrl_unilab.data.positions import check_range, flat_positions, is_single
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
 from torchrl_unilab.data.replay.shared import SharedReplay
@@ -62,8 +62,10 @@ class PackedReplayStorage(SharedReplay):
             anything is written, ``"count"`` stores and counts them (`non_finite`), ``"pass"``
             does not look.
         timeout: Seconds to wait for a process that writes.
-        **stock: What TorchRL's storages take (`StockArguments`), at values that rows in shared
-            host memory honour.
+        **stock: What TorchRL's storages take, at values that rows in shared host memory honour:
+            `device` None or ``"cpu"``, `ndim` 1, `compilable` False, `cleanup_memmap` True,
+            `scratch_dir` None, `auto_cleanup` None or True; `consolidated`, `shared_init` and
+            `existsok` either way.
 
     Raises:
         ConfigError: A setting cannot work, or a stock argument cannot be honoured.
@@ -201,13 +203,13 @@ class PackedReplayStorage(SharedReplay):
             return (self._views if length == self.max_size else self._views[:length])[index]
         if is_single(index):
             at = int(index)
-            _check_range(at, at, length)
+            check_range(at, at, length, "row", "written")
             return self._views[at % length]
         positions = flat_positions(index, length)
         if len(positions):
             low = int(positions.min())
             if low < 0:
-                _check_range(low, low, length)
+                check_range(low, low, length, "row", "written")
                 positions = positions.where(positions >= 0, positions + length)
         memory = self._batches.batch(len(positions))
         rows.read_at(positions, self._gatherer.into(memory))
@@ -312,15 +314,6 @@ class PackedReplayStorage(SharedReplay):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"size={self.size}"
         return f"{type(self).__name__}(max_size={self.max_size}, writers={self.writers}, {state})"
-
-
-def _check_range(low: int, high: int, length: int) -> None:
-    """Refuse positions from `low` to `high`, negative ones counted from the end."""
-    if low < -length or high >= length:
-        raise IndexError(
-            f"no row {low if low < -length else high}: {length} are written (expected {-length} to "
-            f"{length - 1}). Write first."
-        )
 
 
 def _is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
