@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from tests.support.rollouts import make_rollout
-from tests.support.transitions import transitions
+from tests.support.transitions import same, transitions
 from torchrl_unilab.data import (
     PackedReplayStorage,
     PackedReplayWriter,
@@ -39,11 +39,6 @@ from torchrl_unilab.errors import (
 
 STOCK = pytest.mark.parametrize("stock", [LazyTensorStorage, LazyMemmapStorage])
 WRITERS = pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
-
-
-def equal(a: TensorDict, b: TensorDict) -> bool:
-    keys = set(a.keys(True, True))
-    return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
 
 
 def stock_buffer(rows: int, stock: type = LazyTensorStorage, capacity: int = 8) -> ReplayBuffer:
@@ -70,7 +65,7 @@ def test_a_stock_buffers_dumps_load_at_the_same_positions(stock, writer, rows, t
     buffer.loads(tmp_path)
 
     assert len(buffer) == len(saved)
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 @STOCK
@@ -82,7 +77,7 @@ def test_a_stock_buffers_state_dict_loads_at_the_same_positions(stock, writer, r
     buffer.load_state_dict(saved.state_dict())
 
     assert len(buffer) == len(saved)
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 def test_a_stock_state_dict_loads_from_a_file(tmp_path):
@@ -91,7 +86,7 @@ def test_a_stock_state_dict_loads_from_a_file(tmp_path):
 
     buffer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
 
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 def test_a_stock_checkpoint_replaces_the_rows_that_were_there(tmp_path):
@@ -101,7 +96,7 @@ def test_a_stock_checkpoint_replaces_the_rows_that_were_there(tmp_path):
 
     buffer.loads(tmp_path)
 
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 def test_a_round_robin_writer_continues_where_the_stock_buffer_stopped(tmp_path):
@@ -112,7 +107,7 @@ def test_a_round_robin_writer_continues_where_the_stock_buffer_stopped(tmp_path)
     for each in (saved, buffer):
         each.extend(transitions(2, seed=1))
 
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 def test_a_stock_checkpoint_loads_into_a_larger_storage(tmp_path):
@@ -121,7 +116,7 @@ def test_a_stock_checkpoint_loads_into_a_larger_storage(tmp_path):
 
     buffer.loads(tmp_path)
 
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 def load_dumps(saved: ReplayBuffer, storage: Any, path: Path) -> None:
@@ -142,7 +137,7 @@ def test_more_stock_rows_than_fit_are_refused_by_both_numbers(load, tmp_path):
         storage.append(transitions(2, seed=1))
         with pytest.raises(UniLabError, match=r"cannot load 5 rows.*4"):
             load(stock_buffer(5), storage, tmp_path)
-        assert equal(storage[:], transitions(2, seed=1))
+        assert same(storage[:], transitions(2, seed=1))
 
 
 @LOAD
@@ -153,7 +148,7 @@ def test_stock_rows_of_other_keys_are_refused_and_leave_what_is_there(load, tmp_
         storage.append(transitions(2, seed=1))
         with pytest.raises(LayoutKeyError, match="pixels"):
             load(saved, storage, tmp_path)
-        assert equal(storage[:], transitions(2, seed=1))
+        assert same(storage[:], transitions(2, seed=1))
 
 
 @LOAD

@@ -10,19 +10,13 @@ import tracemalloc
 import psutil
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from tests.support.processes import receive, spawned
 from tests.support.striking import forked, kill_self, strike_at
-from tests.support.transitions import append_until_told, mixed, stamped, steps, transitions
+from tests.support.transitions import append_until_told, mixed, same, stamped, steps, transitions
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
-
-
-def same(a: TensorDict, b: TensorDict) -> bool:
-    keys = set(a.keys(True, True))
-    return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
 
 
 def by_file(one: PackedReplayStorage, other: PackedReplayStorage, path) -> None:
@@ -152,12 +146,12 @@ def test_a_header_that_lies_is_refused_and_the_rows_stay(tmp_path, key, value):
 def test_what_is_saved_beside_writers_is_whole_and_without_a_gap(tmp_path, load):
     example = stamped(torch.zeros(1))[0].contiguous()
     with (
-        PackedReplayStorage(60_000, example=example, writers=2) as one,
-        PackedReplayStorage(60_000, writers=2) as other,
+        PackedReplayStorage(16_000, example=example, writers=2) as one,
+        PackedReplayStorage(16_000, writers=2) as other,
         spawned(append_until_told, one, 1, 300) as (_, pipe),
     ):
         receive(pipe)
-        while one.size < 30_000:
+        while one.size < 8_000:
             pass
         before = one.ptr
         load(one, other, tmp_path)
@@ -166,7 +160,7 @@ def test_what_is_saved_beside_writers_is_whole_and_without_a_gap(tmp_path, load)
 
         assert one.ptr > before
         (_, floor), (_, head) = other.rows.window()
-        rows = other.get(torch.arange(floor, head) % 30_000 * 2 + 1)
+        rows = other.get(torch.arange(floor, head) % 8_000 * 2 + 1)
         assert len(rows) > 100
         assert mixed(rows) == 0
         stamps = rows["count"][:, 0]
