@@ -69,13 +69,8 @@ class SharedRows(RowReader):
                 a shared one if there is none.
 
         Raises:
-            ConfigError: There is no such shard, or another living process writes to it.
+            ConfigError: Another living process writes to it.
         """
-        if shard is not None and not 0 <= shard < self.shards:
-            raise ConfigError(
-                f"replay writer: {shard} (expected 0 to {self.shards - 1}). Make the storage for "
-                "more writers."
-            )
         for choice in range(self.shards) if shard is None else [shard]:
             if not self.other_writer(choice) and self.alone(choice, partial(self._claim, choice)):
                 break
