@@ -8,7 +8,6 @@ bytes lie. Fields keep their order, and no two have one dotted name.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -86,8 +85,8 @@ class TensorSchema:
     Example:
         >>> row = TensorDict({"x": torch.zeros(3), "next": {"done": torch.ones(1).bool()}}, [])
         >>> schema = TensorSchema.of(row)
-        >>> schema.names, schema.nbytes
-        (('x', 'next.done'), 13)
+        >>> schema.names
+        ('x', 'next.done')
         >>> batch = schema.empty((5,))
         >>> [tuple(tensor.shape) for tensor in schema.select(batch, (5,))]
         [(5, 3), (5, 1)]
@@ -124,16 +123,6 @@ class TensorSchema:
     def names(self) -> tuple[str, ...]:
         """Dotted keys of all fields, in order."""
         return tuple(field.name for field in self.fields)
-
-    @functools.cached_property
-    def by_name(self) -> Mapping[str, TensorField]:
-        """Dotted key to field."""
-        return dict(zip(self.names, self.fields, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one item's elements, without gaps."""
-        return sum(math.prod(field.shape) * field.dtype.itemsize for field in self.fields)
 
     def select(
         self, data: TensorDictBase, batch_size: Sequence[int] = (), *, ignore: Iterable[Path] = ()

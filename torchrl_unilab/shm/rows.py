@@ -30,12 +30,13 @@ from torchrl_unilab.shm.shards import (
     ORIGIN,
     VERSION,
     WRITER,
+    Lineage,
     Parts,
     Window,
 )
 from torchrl_unilab.shm.words import fence
 
-__all__ = ["Gather", "Parts", "SharedRows", "Window"]
+__all__ = ["Gather", "Lineage", "Parts", "SharedRows", "Window"]
 
 
 class SharedRows(RowReader):

@@ -60,6 +60,22 @@ class Window(NamedTuple):
         return Window(tuple(bounded), self.heads)
 
 
+class Lineage(NamedTuple):
+    """A window, and what the numbers of each shard's rows count from.
+
+    A number less the base plus the origin counts on over checkpoints.
+
+    Attributes:
+        bases: The number of the first row since all were cleared.
+        origins: What that number would be, had no checkpoint been loaded.
+        window: The readable rows.
+    """
+
+    bases: tuple[int, ...]
+    origins: tuple[int, ...]
+    window: Window
+
+
 def of_shard(values: tuple[int, ...], shard: Shard) -> int | torch.Tensor:
     """Return the value of each row's shard."""
     return values[0] if isinstance(shard, int) else torch.tensor(values)[shard]
@@ -147,17 +163,13 @@ class Shards:
             hidden |= floor > max(base, head - self.shard_rows)
         return max(0, min(*ends, self.shards * self.shard_rows)), hidden
 
-    def lineage(self) -> tuple[tuple[int, ...], tuple[int, ...], Window]:
-        """Return the number of each shard's first row since all were cleared, and a window.
-
-        Between them, what would be the number of that first row had no checkpoint been loaded:
-        numbers less the first plus the second count on over checkpoints.
-        """
+    def lineage(self) -> Lineage:
+        """Return a window, and what its numbers count from."""
         while True:
             bases, window, origins = self.load(BASE), self.window(), self.load(ORIGIN)
             fence()  # before the bases are read again
             if self.load(BASE) == bases:
-                return bases, origins, window
+                return Lineage(bases, origins, window)
 
     @property
     def written(self) -> int:

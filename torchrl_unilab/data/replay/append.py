@@ -51,7 +51,7 @@ class RowAppender:
         self._finite = [
             form.index[name]
             for name in _FINITE
-            if name in form.index and form.schema.by_name[name].dtype.is_floating_point
+            if name in form.index and form.schema.fields[form.index[name]].dtype.is_floating_point
         ]
         self._memory = threading.local()
 
@@ -189,12 +189,13 @@ class RowAppender:
 
     def _unmask(self, name: str, leaf: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return one observation for all rows, given for all rows or for the masked ones only."""
-        field = self._form.schema.by_name.get(name)
-        if field is None:
+        index = self._form.index.get(name)
+        if index is None:
             raise LayoutKeyError(
                 f"final observations: unknown key {name!r} (expected one of "
                 f"{[*self._form.index]}). Leave it out."
             )
+        field = self._form.schema.fields[index]
         all_rows, masked_rows = (*mask.shape, *field.shape), (int(mask.sum()), *field.shape)
         if leaf.shape == all_rows:
             return leaf

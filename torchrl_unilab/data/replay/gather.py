@@ -57,7 +57,7 @@ class BatchLayout:
         ]
         fields = [*form.schema.fields]
         if form.n_step > 1:
-            reward = form.schema.by_name[REWARD]
+            reward = form.schema.fields[form.index[REWARD]]
             extra = {
                 "steps_to_next_obs": torch.int64,
                 "gamma": torch.float32,

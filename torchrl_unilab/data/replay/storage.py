@@ -7,7 +7,7 @@ use. What lies below, and the replay's own `add` and `sample`, is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -261,13 +261,11 @@ class PackedReplayStorage(SharedReplay):
         """Return a copy of the rows and all that belongs to them."""
         if not self.initialized:
             return {"header": None, "rows": torch.empty(0, dtype=torch.int32)}
-        copies = torch.empty(0, dtype=torch.int32)
-
-        def allocate(count: int) -> Callable[[int, torch.Tensor], object]:
-            copies.resize_(count, sum(self.rows.widths))
-            return lambda at, words: copies[at : at + len(words)].copy_(words)
-
-        saved = save_rows(self.rows, allocate)
+        lineage = self.rows.lineage()
+        copies = torch.empty(lineage.window.size, sum(self.rows.widths), dtype=torch.int32)
+        saved = save_rows(
+            self.rows, lineage, lambda at, words: copies[at : at + len(words)].copy_(words)
+        )
         return {"header": self.header() | saved, "rows": copies}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
