@@ -55,26 +55,28 @@ def packed_buffer(writer: type = PackedReplayWriter, capacity: int = 8) -> Repla
 # Checkpoints of stock storages
 
 
+def by_folder(saved: Any, loaded: Any, path: Path) -> None:
+    saved.dumps(path)
+    loaded.loads(path)
+
+
+def by_state_dict(saved: Any, loaded: Any, path: Path) -> None:
+    loaded.load_state_dict(saved.state_dict())
+
+
+LOAD = pytest.mark.parametrize("load", [by_folder, by_state_dict])
+
+
+@LOAD
 @STOCK
 @WRITERS
-@pytest.mark.parametrize("rows", [5, 8, 11])
-def test_a_stock_buffers_dumps_load_at_the_same_positions(stock, writer, rows, tmp_path):
-    saved, buffer = stock_buffer(rows, stock), packed_buffer(writer)
-    saved.dumps(tmp_path)
+@pytest.mark.parametrize(("rows", "capacity"), [(5, 8), (8, 8), (11, 8), (11, 20)])
+def test_a_stock_checkpoint_loads_at_the_same_positions(
+    load, stock, writer, rows, capacity, tmp_path
+):
+    saved, buffer = stock_buffer(rows, stock), packed_buffer(writer, capacity)
 
-    buffer.loads(tmp_path)
-
-    assert len(buffer) == len(saved)
-    assert same(buffer[:], saved[:])
-
-
-@STOCK
-@WRITERS
-@pytest.mark.parametrize("rows", [5, 11])
-def test_a_stock_buffers_state_dict_loads_at_the_same_positions(stock, writer, rows):
-    saved, buffer = stock_buffer(rows, stock), packed_buffer(writer)
-
-    buffer.load_state_dict(saved.state_dict())
+    load(saved, buffer, tmp_path)
 
     assert len(buffer) == len(saved)
     assert same(buffer[:], saved[:])
@@ -110,33 +112,12 @@ def test_a_round_robin_writer_continues_where_the_stock_buffer_stopped(tmp_path)
     assert same(buffer[:], saved[:])
 
 
-def test_a_stock_checkpoint_loads_into_a_larger_storage(tmp_path):
-    saved, buffer = stock_buffer(11), packed_buffer(capacity=20)
-    saved.dumps(tmp_path)
-
-    buffer.loads(tmp_path)
-
-    assert same(buffer[:], saved[:])
-
-
-def load_dumps(saved: ReplayBuffer, storage: Any, path: Path) -> None:
-    saved.storage.dumps(path)
-    storage.loads(path)
-
-
-def load_state_dict(saved: ReplayBuffer, storage: Any, path: Path) -> None:
-    storage.load_state_dict(saved.storage.state_dict())
-
-
-LOAD = pytest.mark.parametrize("load", [load_dumps, load_state_dict])
-
-
 @LOAD
 def test_more_stock_rows_than_fit_are_refused_by_both_numbers(load, tmp_path):
     with PackedReplayStorage(4) as storage:
         storage.append(transitions(2, seed=1))
         with pytest.raises(UniLabError, match=r"cannot load 5 rows.*4"):
-            load(stock_buffer(5), storage, tmp_path)
+            load(stock_buffer(5).storage, storage, tmp_path)
         assert same(storage[:], transitions(2, seed=1))
 
 
@@ -147,7 +128,7 @@ def test_stock_rows_of_other_keys_are_refused_and_leave_what_is_there(load, tmp_
     with PackedReplayStorage(8) as storage:
         storage.append(transitions(2, seed=1))
         with pytest.raises(LayoutKeyError, match="pixels"):
-            load(saved, storage, tmp_path)
+            load(saved.storage, storage, tmp_path)
         assert same(storage[:], transitions(2, seed=1))
 
 
@@ -159,7 +140,7 @@ def test_a_stock_checkpoint_of_plain_tensors_is_named(load, tmp_path):
         PackedReplayStorage(8) as storage,
         pytest.raises(UniLabError, match=r"plain tensors \(expected .*TensorDict"),
     ):
-        load(saved, storage, tmp_path)
+        load(saved.storage, storage, tmp_path)
 
 
 def test_a_pickle_in_a_stock_checkpoint_is_not_loaded(tmp_path):
@@ -181,7 +162,7 @@ def test_a_stock_checkpoint_for_a_ring_says_what_it_is_and_how_to_convert(load, 
         RolloutRingStorage(4) as storage,
         pytest.raises(UniLabError, match=r"checkpoint of another storage.*Load .* extend"),
     ):
-        load(stock_buffer(3), storage, tmp_path)
+        load(stock_buffer(3).storage, storage, tmp_path)
 
 
 @pytest.mark.parametrize("cls", [PackedReplayStorage, RolloutRingStorage])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from tests.support.processes import receive, spawned
+from tests.support.processes import receive, spawned, wait_for
 from tests.support.striking import forked, kill_self, strike_at
 from tests.support.transitions import (
     add_chain_until_told,
@@ -274,8 +274,7 @@ def test_returns_are_whole_while_two_processes_write():
         ]
         for pipe in pipes:
             receive(pipe)
-        while storage.size < 512:
-            pass
+        wait_for(lambda: storage.size >= 512)
         for _ in range(60):
             assert wrong_chain(storage.sample(512), 7, 3) == 0
         for pipe in pipes:
@@ -292,8 +291,7 @@ def test_two_processes_in_one_shard_are_refused_with_the_argument_that_makes_it_
         spawned(add_chain_until_told, storage, 0, 1, 7) as (process, pipe),
     ):
         receive(pipe)
-        while not storage.size:
-            pass
+        wait_for(lambda: storage.size > 0)
 
         with pytest.raises(ConfigError, match=rf"process {process.pid}.*writers="):
             storage.add(data)
@@ -305,7 +303,6 @@ def test_one_step_needs_no_shard_per_process():
         spawned(append_until_told, storage, None, 8) as (_, pipe),
     ):
         receive(pipe)
-        while not storage.size:
-            pass
+        wait_for(lambda: storage.size > 0)
 
         storage.append(stamped(torch.arange(3)))

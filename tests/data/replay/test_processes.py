@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.support.processes import receive, spawned
+from tests.support.processes import receive, spawned, wait_for
 from tests.support.striking import interrupt_each_line
 from tests.support.transitions import (
     append_until_told,
@@ -56,8 +56,7 @@ def sample_while_written(rows: int, unchecked: int, writers: int) -> tuple[int, 
         ]
         for pipe in pipes:
             receive(pipe)
-        while len(storage) < 8192:
-            pass
+        wait_for(lambda: len(storage) >= 8192)
         for i in range(rows // SAMPLE + 1):
             if i % 4:
                 bad += mixed(storage.sample(SAMPLE))
