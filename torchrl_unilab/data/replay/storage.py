@@ -198,9 +198,8 @@ class PackedReplayStorage(SharedReplay):
         if isinstance(index, slice) and (index.step or 1) < 0:
             index = range(*index.indices(length))  # no view counts down
         if isinstance(index, (str, tuple, slice)):
-            if index == slice(None):
-                return self._views[:length]
-            return (self._views if length == self.max_size else self._views[:length])[index]
+            views = self._views if length == self.max_size else self._views[:length]
+            return views.copy() if index == slice(None) else views[index]
         if is_single(index):
             at = int(index)
             check_range(at, at, length, "row", "written")
