@@ -476,22 +476,6 @@ def test_a_process_stopped_at_any_step_is_waited_for_within_bounds_and_named(nam
             check_whole_and_writable(rows)
 
 
-def test_rows_in_other_places_are_read_while_a_writer_is_stopped():
-    with make_rows(timeout=0.1) as rows:
-        [put(rows, 5) for _ in range(2)]
-
-        def stop() -> None:
-            own = again(rows)
-            strike_at(own, 3, stop_self)
-            put(own, 2)
-
-        with forked(stop) as child:
-            os.waitpid(child, os.WUNTRACED)
-            assert read_at(rows, [4, 5, 6, 7, 0, 1]) == [4, 5, 6, 7, 8, 9]
-            with pytest.raises(WaitTimeoutError, match=f"process {child}"):
-                read_at(rows, [4, 2])
-
-
 def test_a_killed_process_that_replaces_rows_leaves_all_of_them_or_none():
     for nth in range(1, steps_of("replace", 3) + 1):
         with make_rows(8, 3) as rows:
@@ -527,34 +511,6 @@ def test_copies_of_a_window_are_its_rows_newest_first(shards, monkeypatch):
                 )
                 found = words[:, 0].tolist() + found
             assert found == [*range(7, 15)]
-
-
-def test_copies_end_where_rows_are_overwritten_meanwhile(monkeypatch):
-    monkeypatch.setattr(reader_module, "NOTES", 3)
-    with make_rows() as rows:
-        [put(rows, 5) for _ in range(3)]
-        found: list[int] = []
-        for _, parts in rows.copies(0, rows.window()):
-            found = parts[1][:, 0].tolist() + found
-            put(rows, 2)
-
-        assert found == [*range(found[0], 15)]
-        assert len(found) < 8
-
-
-@both_shapes
-def test_replaced_rows_lie_at_their_positions_and_writing_continues_there(shards):
-    with make_rows(8, shards) as rows:
-        [put(rows, 3, shard) for shard in range(shards)]
-        window = Window((3,) * shards, (9,) * shards)
-
-        rows.replace(window, lambda shard, first, count: numbered(first, count).split(WIDTHS, 1))
-
-        assert rows.written == 9 * shards
-        assert rows.extent(rows.window()) == (8 * shards, True)
-        assert read_at(rows, [shards * place for place in (0, 3, 7)]) == [8, 3, 7]
-        first = put(rows, 1)
-        assert read_at(rows, [shards]) == [first]
 
 
 def test_a_replacement_that_fails_leaves_no_rows():

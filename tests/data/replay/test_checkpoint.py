@@ -14,7 +14,7 @@ from torchrl.data import TensorDictReplayBuffer
 
 from tests.support.processes import receive, spawned, wait_for
 from tests.support.striking import forked, kill_self, strike_at
-from tests.support.transitions import append_until_told, mixed, same, stamped, steps, transitions
+from tests.support.transitions import append_until_told, mixed, same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
 
@@ -58,27 +58,18 @@ def test_a_checkpoint_brings_back_rows_counts_and_samples(tmp_path, load, count,
 
 @both_ways
 @pytest.mark.parametrize("count", [7, 33])
-def test_writing_continues_at_the_same_positions_after_a_checkpoint(tmp_path, load, count):
-    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
-        one.append(transitions(count))
-        load(one, other, tmp_path)
-
-        assert torch.equal(one.append(transitions(5, 9)), other.append(transitions(5, 9)))
-        assert same(other[:], one[:])
-
-
-def test_a_buffer_of_torchrl_saves_and_loads_its_storage(tmp_path):
+def test_a_buffer_of_torchrl_saves_and_loads_its_storage_and_extends_it_alike(
+    tmp_path, load, count
+):
     one, other = (
         TensorDictReplayBuffer(storage=PackedReplayStorage(20), batch_size=4) for _ in range(2)
     )
-    one.extend(transitions(33))
-    one.dumps(tmp_path)
+    one.extend(transitions(count))
 
-    other.loads(tmp_path)
+    load(one, other, tmp_path)
 
     assert same(other[:], one[:])
-    for buffer in (one, other):
-        buffer.extend(transitions(5, 9))
+    assert torch.equal(*(buffer.extend(transitions(5, 9)) for buffer in (one, other)))
     assert same(other[:], one[:])
 
 
@@ -259,14 +250,3 @@ def test_a_process_killed_while_it_loads_leaves_all_rows_or_none(tmp_path):
                 return
             assert os.WTERMSIG(status) == signal.SIGKILL
     pytest.fail("it never ends")
-
-
-def test_n_step_rows_come_back_with_their_trajectories(tmp_path):
-    rows = torch.cat(steps(2, 6))
-    with PackedReplayStorage(20, n_step=3) as one, PackedReplayStorage(20, n_step=3) as other:
-        for row in rows.split(2):
-            one.add(row)
-        by_file(one, other, tmp_path)
-
-        at = torch.arange(12)
-        assert same(other.get(at), one.get(at))

@@ -16,10 +16,8 @@ from tests.support.processes import receive, spawned, wait_for
 from tests.support.striking import forked, kill_self, strike_at
 from tests.support.transitions import (
     add_chain_until_told,
-    append_until_told,
     chained,
     same,
-    stamped,
     steps,
     transitions,
     wrong_chain,
@@ -295,14 +293,3 @@ def test_two_processes_in_one_shard_are_refused_with_the_argument_that_makes_it_
 
         with pytest.raises(ConfigError, match=rf"process {process.pid}.*writers="):
             storage.add(data)
-
-
-def test_one_step_needs_no_shard_per_process():
-    with (
-        PackedReplayStorage(4096, example=stamped(torch.zeros(1))[0].contiguous()) as storage,
-        spawned(append_until_told, storage, None, 8) as (_, pipe),
-    ):
-        receive(pipe)
-        wait_for(lambda: storage.size > 0)
-
-        storage.append(stamped(torch.arange(3)))
