@@ -37,10 +37,6 @@ def test_a_schema_has_the_keys_shapes_and_dtypes_of_its_example_in_order():
     assert schema.names == ("observation", "steps", "next.observation", "next.done")
 
 
-def test_its_bytes_are_those_of_the_elements():
-    assert TensorSchema.of(_items(2)).nbytes == 2 * (12 + 8 + 12 + 1)
-
-
 @pytest.mark.parametrize(
     ("item", "error"),
     [

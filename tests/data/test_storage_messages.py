@@ -21,7 +21,7 @@ from torchrl.data.replay_buffers import (
 )
 
 from tests.support.rollouts import make_rollout
-from tests.support.transitions import transitions
+from tests.support.transitions import same, transitions
 from torchrl_unilab.data import (
     PackedReplayStorage,
     PackedReplayWriter,
@@ -41,11 +41,6 @@ STOCK = pytest.mark.parametrize("stock", [LazyTensorStorage, LazyMemmapStorage])
 WRITERS = pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
 
 
-def equal(a: TensorDict, b: TensorDict) -> bool:
-    keys = set(a.keys(True, True))
-    return keys == set(b.keys(True, True)) and all(torch.equal(a[key], b[key]) for key in keys)
-
-
 def stock_buffer(rows: int, stock: type = LazyTensorStorage, capacity: int = 8) -> ReplayBuffer:
     buffer = ReplayBuffer(storage=stock(capacity), batch_size=2)
     for row in transitions(rows).split(3):
@@ -60,29 +55,31 @@ def packed_buffer(writer: type = PackedReplayWriter, capacity: int = 8) -> Repla
 # Checkpoints of stock storages
 
 
+def by_folder(saved: Any, loaded: Any, path: Path) -> None:
+    saved.dumps(path)
+    loaded.loads(path)
+
+
+def by_state_dict(saved: Any, loaded: Any, path: Path) -> None:
+    loaded.load_state_dict(saved.state_dict())
+
+
+LOAD = pytest.mark.parametrize("load", [by_folder, by_state_dict])
+
+
+@LOAD
 @STOCK
 @WRITERS
-@pytest.mark.parametrize("rows", [5, 8, 11])
-def test_a_stock_buffers_dumps_load_at_the_same_positions(stock, writer, rows, tmp_path):
-    saved, buffer = stock_buffer(rows, stock), packed_buffer(writer)
-    saved.dumps(tmp_path)
+@pytest.mark.parametrize(("rows", "capacity"), [(5, 8), (8, 8), (11, 8), (11, 20)])
+def test_a_stock_checkpoint_loads_at_the_same_positions(
+    load, stock, writer, rows, capacity, tmp_path
+):
+    saved, buffer = stock_buffer(rows, stock), packed_buffer(writer, capacity)
 
-    buffer.loads(tmp_path)
-
-    assert len(buffer) == len(saved)
-    assert equal(buffer[:], saved[:])
-
-
-@STOCK
-@WRITERS
-@pytest.mark.parametrize("rows", [5, 11])
-def test_a_stock_buffers_state_dict_loads_at_the_same_positions(stock, writer, rows):
-    saved, buffer = stock_buffer(rows, stock), packed_buffer(writer)
-
-    buffer.load_state_dict(saved.state_dict())
+    load(saved, buffer, tmp_path)
 
     assert len(buffer) == len(saved)
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 def test_a_stock_state_dict_loads_from_a_file(tmp_path):
@@ -91,7 +88,7 @@ def test_a_stock_state_dict_loads_from_a_file(tmp_path):
 
     buffer.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
 
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 def test_a_stock_checkpoint_replaces_the_rows_that_were_there(tmp_path):
@@ -101,7 +98,7 @@ def test_a_stock_checkpoint_replaces_the_rows_that_were_there(tmp_path):
 
     buffer.loads(tmp_path)
 
-    assert equal(buffer[:], saved[:])
+    assert same(buffer[:], saved[:])
 
 
 def test_a_round_robin_writer_continues_where_the_stock_buffer_stopped(tmp_path):
@@ -112,28 +109,7 @@ def test_a_round_robin_writer_continues_where_the_stock_buffer_stopped(tmp_path)
     for each in (saved, buffer):
         each.extend(transitions(2, seed=1))
 
-    assert equal(buffer[:], saved[:])
-
-
-def test_a_stock_checkpoint_loads_into_a_larger_storage(tmp_path):
-    saved, buffer = stock_buffer(11), packed_buffer(capacity=20)
-    saved.dumps(tmp_path)
-
-    buffer.loads(tmp_path)
-
-    assert equal(buffer[:], saved[:])
-
-
-def load_dumps(saved: ReplayBuffer, storage: Any, path: Path) -> None:
-    saved.storage.dumps(path)
-    storage.loads(path)
-
-
-def load_state_dict(saved: ReplayBuffer, storage: Any, path: Path) -> None:
-    storage.load_state_dict(saved.storage.state_dict())
-
-
-LOAD = pytest.mark.parametrize("load", [load_dumps, load_state_dict])
+    assert same(buffer[:], saved[:])
 
 
 @LOAD
@@ -141,8 +117,8 @@ def test_more_stock_rows_than_fit_are_refused_by_both_numbers(load, tmp_path):
     with PackedReplayStorage(4) as storage:
         storage.append(transitions(2, seed=1))
         with pytest.raises(UniLabError, match=r"cannot load 5 rows.*4"):
-            load(stock_buffer(5), storage, tmp_path)
-        assert equal(storage[:], transitions(2, seed=1))
+            load(stock_buffer(5).storage, storage, tmp_path)
+        assert same(storage[:], transitions(2, seed=1))
 
 
 @LOAD
@@ -152,8 +128,8 @@ def test_stock_rows_of_other_keys_are_refused_and_leave_what_is_there(load, tmp_
     with PackedReplayStorage(8) as storage:
         storage.append(transitions(2, seed=1))
         with pytest.raises(LayoutKeyError, match="pixels"):
-            load(saved, storage, tmp_path)
-        assert equal(storage[:], transitions(2, seed=1))
+            load(saved.storage, storage, tmp_path)
+        assert same(storage[:], transitions(2, seed=1))
 
 
 @LOAD
@@ -164,7 +140,7 @@ def test_a_stock_checkpoint_of_plain_tensors_is_named(load, tmp_path):
         PackedReplayStorage(8) as storage,
         pytest.raises(UniLabError, match=r"plain tensors \(expected .*TensorDict"),
     ):
-        load(saved, storage, tmp_path)
+        load(saved.storage, storage, tmp_path)
 
 
 def test_a_pickle_in_a_stock_checkpoint_is_not_loaded(tmp_path):
@@ -186,7 +162,7 @@ def test_a_stock_checkpoint_for_a_ring_says_what_it_is_and_how_to_convert(load, 
         RolloutRingStorage(4) as storage,
         pytest.raises(UniLabError, match=r"checkpoint of another storage.*Load .* extend"),
     ):
-        load(stock_buffer(3), storage, tmp_path)
+        load(stock_buffer(3).storage, storage, tmp_path)
 
 
 @pytest.mark.parametrize("cls", [PackedReplayStorage, RolloutRingStorage])

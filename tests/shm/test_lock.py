@@ -127,7 +127,7 @@ def test_after_the_segment_is_closed_the_lock_is_refused():
 
 
 def test_threads_that_ask_at_once_get_the_same_lock():
-    rounds, threads = 300, 4
+    rounds, threads = 60, 4
     switch = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

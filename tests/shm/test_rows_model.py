@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -147,67 +146,52 @@ def steps_of_reader(monkeypatch: pytest.MonkeyPatch, at: bool) -> list[Step]:
         return rows.steps
 
 
-class Thread(NamedTuple):
-    """Steps of a thread, and for each the steps that have to come before it."""
+def needed_before(steps: list[Step]) -> list[int]:
+    """For each step a mask of those that have to come before it."""
+    masks = []
+    for i, (kind, address, _) in enumerate(steps):
+        fences = [j for j in range(i) if steps[j] == FENCE]
+        same = [j for j in range(i) if steps[j][1] == address]
+        masks.append(sum(1 << j for j in (range(i) if kind == "fence" else {*same, *fences[-1:]})))
+    return masks
 
-    steps: list[Step]
-    before: list[set[int]]
 
-    @classmethod
-    def of(cls, steps: list[Step]) -> Thread:
-        before = []
-        for i, (kind, address, _) in enumerate(steps):
-            fences = [j for j in range(i) if steps[j] == FENCE]
-            if kind == "fence":
-                before.append(set(range(i)))
-            else:
-                same = {j for j in range(i) if steps[j][1] == address}
-                before.append(same | set(fences[-1:]))
-        return cls(steps, before)
-
-    def next_steps(self, done: int) -> list[int]:
-        return [
-            i
-            for i, needed in enumerate(self.before)
-            if not done >> i & 1 and all(done >> j & 1 for j in needed)
-        ]
+def next_steps(done: int, needed: list[int]) -> list[int]:
+    return [i for i, mask in enumerate(needed) if not done >> i & 1 and done & mask == mask]
 
 
 def outcomes(writer: list[Step], reader: list[Step], row: int) -> set[tuple[int, ...]]:
     """What a reader of `row` may load, in the order of its loads, in any order of all steps."""
     place = row % CAPACITY
-    reader = [
-        (kind, (place, address[1]) if isinstance(address, tuple) else address, value)
-        for kind, address, value in reader
-    ]
-    threads = Thread.of(writer), Thread.of(reader)
     start = {"floor": 0, "head": 2, "version": 0}
     start |= {(place, word): place for place in range(CAPACITY) for word in range(WORDS)}
+    at = {address: i for i, address in enumerate(start)}
+    at |= {("row", word): at[place, word] for word in range(WORDS)}
+    before_write, before_read = needed_before(writer), needed_before(reader)
     loads = [i for i, step in enumerate(reader) if step[0] == "load"]
     found: set[tuple[int, ...]] = set()
-    seen: set[object] = set()
-    stack = [(0, 0, tuple(start.items()), (None,) * len(reader))]
+    stack = [(0, 0, (*start.values(),), (0,) * len(reader))]
+    seen = {*stack}
     while stack:
-        state = stack.pop()
-        if state in seen:
-            continue
-        seen.add(state)
-        wrote, read, memory, loaded = state
+        wrote, read, memory, loaded = stack.pop()
         if read == (1 << len(reader)) - 1:
             found.add(tuple(loaded[i] for i in loads))
             continue
-        for i in threads[0].next_steps(wrote):
+        new = []
+        for i in next_steps(wrote, before_write):
             kind, address, value = writer[i]
-            new = dict(memory)
+            after = list(memory)
             if kind == "store":
-                new[address] = value
-            stack.append((wrote | 1 << i, read, tuple(new.items()), loaded))
-        for i in threads[1].next_steps(read):
+                after[at[address]] = value
+            new.append((wrote | 1 << i, read, tuple(after), loaded))
+        for i in next_steps(read, before_read):
             kind, address, _ = reader[i]
             values = list(loaded)
             if kind == "load":
-                values[i] = dict(memory)[address]
-            stack.append((wrote, read | 1 << i, memory, tuple(values)))
+                values[i] = memory[at[address]]
+            new.append((wrote, read | 1 << i, memory, tuple(values)))
+        stack += {*new} - seen
+        seen.update(new)
     return found
 
 

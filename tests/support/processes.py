@@ -20,6 +20,21 @@ import pytest
 from tests.support.bounds import DEADLINE
 
 
+def server_of_this_process() -> dict[str, Any]:
+    """What a process needs to start processes from the same server: see `use_server`."""
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    server.ensure_running()
+    names = ("_forkserver_address", "_forkserver_authkey")
+    return {name: vars(server)[name] for name in names if name in vars(server)}
+
+
+def use_server(server: dict[str, Any]) -> None:
+    """Start processes from another process's server, so that none has to import all again."""
+    vars(multiprocessing.forkserver._forkserver).update(  # type: ignore[attr-defined]
+        server, ensure_running=lambda: None
+    )
+
+
 @contextlib.contextmanager
 def spawned(
     target: Callable[..., Any], *args: Any, method: str | None = None

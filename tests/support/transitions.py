@@ -16,6 +16,16 @@ OBSERVATIONS = 17
 ACTIONS = 6
 
 
+def same(a: TensorDictBase, b: TensorDictBase) -> bool:
+    """Whether keys, batch sizes, dtypes and values are equal."""
+    keys = {*a.keys(True, True)}
+    return (
+        a.batch_size == b.batch_size
+        and keys == {*b.keys(True, True)}
+        and all(a[key].dtype == b[key].dtype and torch.equal(a[key], b[key]) for key in keys)
+    )
+
+
 def flags(*shape: int) -> torch.Tensor:
     """Flags that are not set."""
     return torch.zeros(*shape, 1, dtype=torch.bool)

@@ -8,7 +8,6 @@ bytes lie. Fields keep their order, and no two have one dotted name.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +24,8 @@ Path = tuple[str, ...]
 """A TensorDict key as a tuple."""
 
 _CPU = torch.device("cpu")
+_RECENT = 64
+"""Batch sizes whose shapes are kept."""
 
 
 def key_path(key: str | Sequence[str]) -> Path:
@@ -84,8 +85,8 @@ class TensorSchema:
     Example:
         >>> row = TensorDict({"x": torch.zeros(3), "next": {"done": torch.ones(1).bool()}}, [])
         >>> schema = TensorSchema.of(row)
-        >>> schema.names, schema.nbytes
-        (('x', 'next.done'), 13)
+        >>> schema.names
+        ('x', 'next.done')
         >>> batch = schema.empty((5,))
         >>> [tuple(tensor.shape) for tensor in schema.select(batch, (5,))]
         [(5, 3), (5, 1)]
@@ -123,16 +124,6 @@ class TensorSchema:
         """Dotted keys of all fields, in order."""
         return tuple(field.name for field in self.fields)
 
-    @functools.cached_property
-    def by_name(self) -> Mapping[str, TensorField]:
-        """Dotted key to field."""
-        return dict(zip(self.names, self.fields, strict=True))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one item's elements, without gaps."""
-        return sum(math.prod(field.shape) * field.dtype.itemsize for field in self.fields)
-
     def select(
         self, data: TensorDictBase, batch_size: Sequence[int] = (), *, ignore: Iterable[Path] = ()
     ) -> list[torch.Tensor]:
@@ -159,20 +150,41 @@ class TensorSchema:
                     "Pass items like the first one, or make a new storage."
                 )
             found = {path: found[path] for path in self._paths}
-        batch = tuple(batch_size)
-        for tensor, (path, shape, dtype) in zip(found.values(), self.fields, strict=True):
-            if tensor.shape != batch + shape:
+        tensors, shapes = [*found.values()], self._shapes(tuple(batch_size))
+        if [t.shape for t in tensors] != shapes or [t.dtype for t in tensors] != self._dtypes:
+            self._refuse(tensors, shapes)
+        return tensors
+
+    def _refuse(self, tensors: list[torch.Tensor], shapes: list[torch.Size]) -> None:
+        for tensor, shape, field in zip(tensors, shapes, self.fields, strict=True):
+            if tensor.shape != shape:
                 raise LayoutShapeError(
-                    f"shape of {dotted(path)!r}: {tuple(tensor.shape)} (expected "
-                    f"{(*batch_size, *shape)}). Pass items like the first one, or make a new "
-                    "storage."
+                    f"shape of {field.name!r}: {tuple(tensor.shape)} (expected {tuple(shape)}). "
+                    "Pass items like the first one, or make a new storage."
                 )
-            if tensor.dtype is not dtype:
+            if tensor.dtype is not field.dtype:
                 raise LayoutDtypeError(
-                    f"dtype of {dotted(path)!r}: {tensor.dtype} (expected {dtype}). Cast it, or "
-                    "make a new storage."
+                    f"dtype of {field.name!r}: {tensor.dtype} (expected {field.dtype}). Cast it, "
+                    "or make a new storage."
                 )
-        return list(found.values())
+
+    def _shapes(self, batch: tuple[int, ...]) -> list[torch.Size]:
+        """Return the shapes of all tensors of a batch; those of recent batches are kept."""
+        shapes = self._recent.get(batch)
+        if shapes is None:
+            if len(self._recent) >= _RECENT:
+                self._recent.clear()
+            shapes = [torch.Size((*batch, *field.shape)) for field in self.fields]
+            self._recent[batch] = shapes
+        return shapes
+
+    @functools.cached_property
+    def _recent(self) -> dict[tuple[int, ...], list[torch.Size]]:
+        return {}
+
+    @functools.cached_property
+    def _dtypes(self) -> list[torch.dtype]:
+        return [field.dtype for field in self.fields]
 
     @functools.cached_property
     def _paths(self) -> tuple[Path, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -17,31 +17,11 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_unilab.errors import CheckpointError, ConfigError
 
 __all__ = [
-    "StockArguments",
     "check_stock_arguments",
     "is_stock_dump",
     "rows_of_dump",
     "rows_of_state_dict",
 ]
-
-
-class StockArguments(TypedDict, total=False):
-    """Keyword arguments of ``LazyTensorStorage`` and ``LazyMemmapStorage``.
-
-    Honoured are: `device` None or ``"cpu"``, `ndim` 1, `compilable` False, `cleanup_memmap`
-    True, `scratch_dir` None, `auto_cleanup` None or True; `consolidated`, `shared_init` and
-    `existsok` either way.
-    """
-
-    device: torch.device | str | None
-    ndim: int
-    compilable: bool
-    consolidated: bool
-    shared_init: bool
-    cleanup_memmap: bool
-    scratch_dir: str | Path | None
-    existsok: bool
-    auto_cleanup: bool | None
 
 
 _HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {

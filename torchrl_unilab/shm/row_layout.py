@@ -23,6 +23,9 @@ WORD = 4
 NARROW = 8
 """Bytes of the largest field in the narrow part."""
 
+_Pieces = tuple[int, torch.dtype, list[int], list[tuple[int, int, tuple[int, ...]]]]
+"""Part, dtype, how many of its items each piece has; the field, the piece and the shape of each."""
+
 
 @dataclass(frozen=True)
 class RowField:
@@ -89,38 +92,29 @@ class RowLayout:
         Args:
             parts: Parts of rows, int32 [rows, width]; the words of a row are contiguous.
         """
-        rows = parts[0].shape[0]
-        typed = {
-            (part, dtype): (base := parts[part].view(dtype), base.stride(0), base.storage_offset())
-            for part, dtype in self._kinds
-        }
-        views = []
-        for kind, shape, strides, first in self._places:
-            base, stride, start = typed[kind]
-            views.append(base.as_strided((rows, *shape), (stride, *strides), start + first))
+        rows, views = parts[0].shape[0], [parts[0]] * len(self.fields)
+        for part, dtype, sizes, places in self._pieces:
+            # Views by another call would be outputs that autograd lets no one write to.
+            pieces = torch.unsafe_split_with_sizes(parts[part].view(dtype), sizes, 1)
+            for i, piece, shape in places:
+                views[i] = pieces[piece] if len(shape) == 1 else pieces[piece].view(rows, *shape)
         return views
 
     @functools.cached_property
-    def _kinds(self) -> tuple[tuple[int, torch.dtype], ...]:
-        """Part and dtype of the fields, each pair once."""
-        return tuple(dict.fromkeys((field.part, field.dtype) for field in self.fields))
-
-    @functools.cached_property
-    def _places(
-        self,
-    ) -> tuple[tuple[tuple[int, torch.dtype], tuple[int, ...], tuple[int, ...], int], ...]:
-        """Part and dtype, shape, strides and first element of each field."""
-        return tuple(
-            (
-                (field.part, field.dtype),
-                field.shape,
-                _strides(field.shape),
-                field.offset // field.dtype.itemsize,
-            )
-            for field in self.fields
-        )
-
-
-@functools.cache
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    def _pieces(self) -> list[_Pieces]:
+        """How to split each part, for each dtype in it."""
+        found = []
+        for part, dtype in dict.fromkeys((field.part, field.dtype) for field in self.fields):
+            sizes: list[int] = []
+            places = []
+            for i, field in sorted(enumerate(self.fields), key=lambda pair: pair[1].offset):
+                if (field.part, field.dtype) != (part, dtype):
+                    continue
+                if gap := field.offset // dtype.itemsize - sum(sizes):
+                    sizes.append(gap)
+                places.append((i, len(sizes), field.shape))
+                sizes.append(math.prod(field.shape))
+            if rest := self.widths[part] * WORD // dtype.itemsize - sum(sizes):
+                sizes.append(rest)
+            found.append((part, dtype, sizes, places))
+        return found

@@ -153,7 +153,7 @@ class RowReader(Shards):
                 if not len(stale):
                     return
                 todo = stale if todo is None else todo[stale]
-                at = positions[todo]
+            at = positions if todo is None else positions[todo]
             self._check_time(deadline, len(at))
 
     def _check_written(self, window: Window, positions: torch.Tensor, length: int) -> None:
@@ -173,10 +173,12 @@ class RowReader(Shards):
 
     def _uncover(self, window: Window, positions: torch.Tensor) -> tuple[Window, torch.Tensor]:
         """Wait for rows that are being written; put others in the place of unfinished ones."""
-        hidden = self.hidden(positions, window)
-        for shard in positions[hidden].remainder(self.shards).unique().tolist():
-            self.wait(shard)
-        window = self.window()
+        found = [[*words] for words in window]
+        for shard in positions[self.hidden(positions, window)].remainder(self.shards).unique():
+            alone = self.alone(int(shard), self.window)  # or the next append could hide it again
+            for words, now in zip(found, alone, strict=True):
+                words[shard] = now[shard]
+        window = Window(*map(tuple, found))
         shard_, number = self.numbers(positions, window.heads)
         floor, head = of_shard(window.floors, shard_), of_shard(window.heads, shard_)
         oldest = torch.maximum(number, torch.as_tensor(floor))

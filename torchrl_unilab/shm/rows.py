@@ -21,21 +21,22 @@ import torch
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.row_reader import Gather, RowReader
-from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.shards import (
     COUNT,
     FLOOR,
     HEAD,
     NOTED,
     NOTES,
+    ORIGIN,
     VERSION,
     WRITER,
+    Lineage,
     Parts,
     Window,
 )
 from torchrl_unilab.shm.words import fence
 
-__all__ = ["Gather", "Parts", "SharedRows", "Window"]
+__all__ = ["Gather", "Lineage", "Parts", "SharedRows", "Window"]
 
 
 class SharedRows(RowReader):
@@ -52,16 +53,7 @@ class SharedRows(RowReader):
         (Window(floors=(0,), heads=(3,)), [1, 1, 1, 0])
     """
 
-    def __init__(
-        self,
-        segment: SharedSegment,
-        widths: Sequence[int],
-        shards: int,
-        shard_rows: int,
-        timeout: float,
-    ) -> None:
-        super().__init__(segment, widths, shards, shard_rows, timeout)
-        self._shard, self._shard_pid = 0, 0
+    _shard, _shard_pid = 0, 0
 
     # Writing
 
@@ -78,13 +70,8 @@ class SharedRows(RowReader):
                 a shared one if there is none.
 
         Raises:
-            ConfigError: There is no such shard, or another living process writes to it.
+            ConfigError: Another living process writes to it.
         """
-        if shard is not None and not 0 <= shard < self.shards:
-            raise ConfigError(
-                f"replay writer: {shard} (expected 0 to {self.shards - 1}). Make the storage for "
-                "more writers."
-            )
         for choice in range(self.shards) if shard is None else [shard]:
             if not self.other_writer(choice) and self.alone(choice, partial(self._claim, choice)):
                 break
@@ -164,10 +151,10 @@ class SharedRows(RowReader):
         """Copy rows to the places of numbers from `number` on. The caller holds the shard."""
         at, count = number % self.shard_rows, parts[0].shape[0]
         fit = min(count, self.shard_rows - at)
-        for own, words in zip(self.own(shard), parts, strict=True):
-            own[at : at + fit].copy_(words[:fit])
-            if fit < count:
-                own[: count - fit].copy_(words[fit:])
+        for own, words in zip(self._items[shard], parts, strict=True):
+            items = words.numpy().view(own.dtype)
+            own[at : at + fit] = items[:fit]
+            own[: count - fit] = items[fit:]
 
     def rewrite(self, positions: torch.Tensor, parts: Parts) -> None:
         """Write rows anew at positions that have been written, int64 [n].
@@ -211,13 +198,19 @@ class SharedRows(RowReader):
         """The sum of all `count` calls, of all processes."""
         return sum(self.load(COUNT))
 
-    def replace(self, window: Window, read: Callable[[int, int, int], Parts]) -> None:
+    def replace(
+        self,
+        window: Window,
+        read: Callable[[int, int, int], Parts],
+        origins: Sequence[int] | None = None,
+    ) -> None:
         """Replace all rows. Should this fail, or the process die, there are none.
 
         Args:
             window: The rows of each shard, numbered from the first ever written to it.
             read: Called with a shard, the number of a first row and how many rows; returns
                 these.
+            origins: What `lineage` called the origins where the rows were saved.
 
         Raises:
             WaitTimeoutError: Another process or thread held a shard for too long.
@@ -232,5 +225,7 @@ class SharedRows(RowReader):
                 self.set(shard, FLOOR, base + floor)
                 fence()  # after the last byte of the rows
                 self.set(shard, HEAD, base + head)
+                if origins is not None:
+                    self.set(shard, ORIGIN, origins[shard])
 
         self.all_alone(partial(self._replace, fill))

@@ -114,9 +114,6 @@ class SharedWords:
         """Return the bytes that `count` words take."""
         return count * LINE
 
-    def __len__(self) -> int:
-        return len(self.view)
-
     def __getitem__(self, index: int) -> int:
         return self.view[index]
 

@@ -23,20 +23,11 @@ from torchrl.data.replay_buffers import (
 from torchrl.data.replay_buffers.sample_units import Sequence
 from torchrl.data.replay_buffers.samplers import ConsumingSampler, StalenessAwareSampler
 
-from tests.support.transitions import stamped, transitions
+from tests.support.transitions import same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import ConfigError
 
 STORAGES = [LazyTensorStorage, PackedReplayStorage]
-
-
-def same(a: Any, b: Any) -> bool:
-    keys = set(a.keys(True, True))
-    return (
-        a.batch_size == b.batch_size
-        and keys == set(b.keys(True, True))
-        and all(torch.equal(a[key], b[key]) for key in keys)
-    )
 
 
 def episodes(count: int, length: int = 7) -> TensorDict:
@@ -93,18 +84,6 @@ def test_slices_ints_and_keys_are_views_of_the_rows(rows, index):
         leaves = [found] if isinstance(found, torch.Tensor) else found.values(True, True)
         assert {leaf.untyped_storage().data_ptr() for leaf in leaves} == {memory}
         assert (found == expected).all()
-
-
-def test_every_tensor_of_a_view_is_aligned():
-    data = TensorDict(
-        {"a": torch.zeros(5, 3).bool(), "b": torch.zeros(5, 1).double(), "c": torch.zeros(5, 1)},
-        [5],
-    )
-    with PackedReplayStorage(5) as storage:
-        storage.append(data)
-        for leaf in storage[:].values(True, True):
-            assert leaf.data_ptr() % leaf.element_size() == 0
-            assert leaf.stride(0) * leaf.element_size() % leaf.element_size() == 0
 
 
 CHANGES = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.support.processes import receive, spawned
+from tests.support.processes import receive, spawned, wait_for
 from tests.support.striking import interrupt_each_line
 from tests.support.transitions import (
     append_until_told,
@@ -56,8 +56,7 @@ def sample_while_written(rows: int, unchecked: int, writers: int) -> tuple[int, 
         ]
         for pipe in pipes:
             receive(pipe)
-        while len(storage) < 8192:
-            pass
+        wait_for(lambda: len(storage) >= 8192)
         for i in range(rows // SAMPLE + 1):
             if i % 4:
                 bad += mixed(storage.sample(SAMPLE))
@@ -77,7 +76,7 @@ def sample_while_written(rows: int, unchecked: int, writers: int) -> tuple[int, 
 
 @pytest.mark.parametrize("writers", [1, 2])
 def test_no_row_is_mixed_and_without_the_check_some_are(writers):
-    found = sample_while_written(1_000_000, 20_000_000, writers)
+    found = sample_while_written(200_000, 20_000_000, writers)
     assert found == (0, pytest.approx(10_000, abs=9_999))
 
 
@@ -124,22 +123,6 @@ def test_processes_extend_one_buffer(packed, writers):
         if writers == 1:
             assert index.sort().values.tolist() == list(range(40))
             assert buffer.extend(stamped(torch.arange(40, 44))).tolist() == [40, 41, 42, 43]
-
-
-def test_a_writer_killed_in_the_middle_of_rows_leaves_whole_ones_without_a_wait():
-    with PackedReplayStorage(64, example=EXAMPLE) as storage:
-        storage.append(stamped(torch.arange(100)))
-        storage.rows.leave()
-        with spawned(strike_half_way, storage, 0, 8, signal.SIGKILL) as (process, pipe):
-            receive(pipe)
-            process.join(30.0)
-            assert process.exitcode == -signal.SIGKILL
-        assert storage.snapshot()[:2] == (100, 56)
-        assert mixed(storage.sample(200)) == 0
-        assert mixed(storage.get(torch.arange(64))) == 0
-        assert mixed(ReplayBuffer(storage=storage, batch_size=200).sample()) == 0
-        storage.append(stamped(torch.arange(64)))
-        assert storage[:]["count"][:, 0].sort().values.tolist() == list(range(64))
 
 
 def test_a_stopped_writer_is_waited_for_and_named_only_where_its_rows_are_asked_for():
@@ -193,9 +176,8 @@ def test_when_all_rows_are_being_written_sampling_waits_and_then_names_the_write
                     use()
 
 
-@pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("how", ["add", "append", "set"])
-def test_an_interrupt_at_any_line_of_a_write_leaves_a_storage_that_others_use(how, n_step):
+def test_an_interrupt_at_any_line_of_a_write_leaves_a_storage_that_others_use(how):
     modules = [
         append_module,
         shared_module,
@@ -207,7 +189,7 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_storage_that_others_use(ho
         shards_module,
     ]
     step = steps(4, 1)[0]
-    with PackedReplayStorage(16, example=step[0], n_step=n_step, timeout=0.5) as storage:
+    with PackedReplayStorage(16, example=step[0], n_step=3, timeout=0.5) as storage:
         for _ in range(5):
             storage.add(step)
         write = {
@@ -235,24 +217,7 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_storage_that_others_use(ho
         assert lines > 40
 
 
-def test_a_batch_in_shared_memory_is_filled_by_another_process():
-    with PackedReplayStorage(64, example=EXAMPLE) as storage:
-        storage.append(stamped(torch.arange(64)))
-        out = storage.empty_batch(32, shared=True)
-        with spawned(sample_into, storage, out) as (_, pipe):
-            assert receive(pipe) == "sampled"
-        expected = storage.sample(32, seed=5)
-        for key in expected.keys(True, True):
-            assert torch.equal(out[key], expected[key])
-
-
-def sample_into(pipe, storage: PackedReplayStorage, out) -> None:
-    """Sample into a batch that the parent has made."""
-    storage.sample(32, seed=5, out=out)
-    pipe.send("sampled")
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_a_thread_writes_on_when_its_process_has_nothing_else_to_do(method):
     with PackedReplayStorage(64, example=EXAMPLE) as storage:
         with spawned(write_in_a_thread, storage, method=method) as (process, pipe):

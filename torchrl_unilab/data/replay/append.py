@@ -51,7 +51,7 @@ class RowAppender:
         self._finite = [
             form.index[name]
             for name in _FINITE
-            if name in form.index and form.schema.by_name[name].dtype.is_floating_point
+            if name in form.index and form.schema.fields[form.index[name]].dtype.is_floating_point
         ]
         self._memory = threading.local()
 
@@ -91,8 +91,7 @@ class RowAppender:
     def rewrite(self, positions: torch.Tensor, rows: TensorDictBase) -> None:
         """Write rows [n] anew at positions, int64 [n], that have been written."""
         stage = self._stage(rows)
-        if self._marker is not None:  # of no trajectory: each number is that of one position
-            torch.sub(-1, positions, out=stage.views[-1])
+        self._rows.detach(stage.parts, positions)
         self._rows.rewrite(positions, stage.parts)
 
     def check(self, rows: TensorDictBase) -> None:
@@ -107,7 +106,7 @@ class RowAppender:
             self._check_finite(chosen, count)
         stage = self._memory_of(count)
         # Not under no_grad: an interrupt at the end of its block would leave gradients off.
-        if any(tensor.requires_grad for tensor in chosen):
+        if True in [tensor.requires_grad for tensor in chosen]:
             chosen = [tensor.detach() for tensor in chosen]
         torch._foreach_copy_(stage.views[: len(chosen)], chosen)
         return stage
@@ -126,8 +125,7 @@ class RowAppender:
     def _check_finite(self, chosen: list[torch.Tensor], count: int) -> None:
         bad: torch.Tensor | None = None
         for index in self._finite:
-            flat = chosen[index].reshape(-1)
-            if math.isfinite(flat.dot(flat).item()):  # the cheapest look at all of them
+            if math.isfinite(chosen[index].sum().item()):  # the cheapest look at all of them
                 continue
             wrong = ~chosen[index].isfinite().reshape(count, -1).all(1)
             if self._policy == "refuse" and wrong.any():
@@ -191,12 +189,13 @@ class RowAppender:
 
     def _unmask(self, name: str, leaf: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return one observation for all rows, given for all rows or for the masked ones only."""
-        field = self._form.schema.by_name.get(name)
-        if field is None:
+        index = self._form.index.get(name)
+        if index is None:
             raise LayoutKeyError(
                 f"final observations: unknown key {name!r} (expected one of "
                 f"{[*self._form.index]}). Leave it out."
             )
+        field = self._form.schema.fields[index]
         all_rows, masked_rows = (*mask.shape, *field.shape), (int(mask.sum()), *field.shape)
         if leaf.shape == all_rows:
             return leaf

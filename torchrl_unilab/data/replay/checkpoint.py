@@ -21,7 +21,7 @@ from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
 from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump
 from torchrl_unilab.errors import CheckpointError, LayoutError
 from torchrl_unilab.shm.row_layout import WORD
-from torchrl_unilab.shm.rows import Parts, SharedRows, Window
+from torchrl_unilab.shm.rows import Lineage, Parts, SharedRows, Window
 
 __all__ = ["PackedReplayCheckpointer", "load_rows", "save_rows"]
 
@@ -30,7 +30,7 @@ _LENGTH = 8
 
 
 def save_rows(
-    rows: SharedRows, allocate: Callable[[int], Callable[[int, torch.Tensor], object]]
+    rows: SharedRows, lineage: Lineage, write: Callable[[int, torch.Tensor], object]
 ) -> dict[str, list[int]]:
     """Copy all readable rows of an instant, while others write.
 
@@ -38,25 +38,26 @@ def save_rows(
 
     Args:
         rows: The rows.
-        allocate: Called with how many rows there are; returns what is called with a place
-            below that, and the rows from there on, int32 [n, words].
+        lineage: The instant: what `SharedRows.lineage` returned.
+        write: Called with a place below the size of the window, and the rows from there on,
+            int32 [n, words].
 
     Returns:
         Numbers that describe the rows: per shard, the first that was ever written (``bases``),
-        those that were saved (from ``floors`` to ``heads``), and the place that row 0 has or
-        would have (``starts``).
+        those that were saved (from ``floors`` to ``heads``), the place that row 0 has or would
+        have (``starts``), and `SharedRows.lineage`'s ``origins``.
     """
-    bases, window = rows.based_window()
+    bases, origins, window = lineage
     floors, starts, end = list(window.heads), [], 0
     for floor, head in zip(*window, strict=True):
         starts.append(end - floor)
         end += head - floor
-    write = allocate(end)
     for shard, start in enumerate(starts):
         for first, parts in rows.copies(shard, window):
             write(start + first, torch.cat([*parts], 1))
             floors[shard] = first
-    return {"bases": [*bases], "floors": floors, "heads": [*window.heads], "starts": starts}
+    numbers = {"bases": bases, "heads": window.heads, "origins": origins}
+    return {key: [*of] for key, of in numbers.items()} | {"floors": floors, "starts": starts}
 
 
 def load_rows(
@@ -82,6 +83,7 @@ def load_rows(
         other = {key: header[key] for key in mine if header[key] != mine[key]}
         numbers = zip(*(header[key] for key in ("bases", "floors", "heads", "starts")), strict=True)
         shards = [(base, floor - base, head - base, start) for base, floor, head, start in numbers]
+        origins = [*map(int, header.get("origins", header["bases"]))]
     except (KeyError, TypeError, ValueError, LayoutError) as error:
         raise CheckpointError(
             f"cannot load rows: unknown header {str(header)[:200]} (expected one that this version "
@@ -96,12 +98,17 @@ def load_rows(
     for base, floor, head, start in shards:
         if not (
             0 <= floor <= head <= floor + size
-            and 0 <= start + base + floor <= start + base + head <= count
+            and (floor == head or 0 <= start + base + floor <= start + base + head <= count)
         ):
             raise CheckpointError(
                 f"cannot load rows: rows {floor} to {head} of a shard (expected at most {size}, "
                 f"of {count} in the file). Load another checkpoint."
             )
+    if len(origins) != len(shards) or not all(0 <= origin < 1 << 62 for origin in origins):
+        raise CheckpointError(
+            f"cannot load rows: origins {origins} (expected {len(shards)} numbers). Load another "
+            "checkpoint."
+        )
     storage.initialize(schema)
     window = Window(tuple(s[1] for s in shards), tuple(s[2] for s in shards))
 
@@ -110,7 +117,7 @@ def load_rows(
         parts: Parts = read(start + base + number, count).split(storage.rows.widths, 1)
         return parts
 
-    storage.rows.replace(window, read_shard)
+    storage.rows.replace(window, read_shard, origins)
 
 
 class PackedReplayCheckpointer(SharedStorageCheckpointer):
@@ -131,7 +138,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
                 file.seek(place * row_bytes)
                 file.write(words.numpy().data)
 
-            header = storage.header() | save_rows(storage.rows, lambda _: write)
+            header = storage.header() | save_rows(storage.rows, storage.rows.lineage(), write)
             text = json.dumps(header).encode()
             file.seek(0, os.SEEK_END)
             file.write(text + len(text).to_bytes(_LENGTH, "little"))

@@ -57,7 +57,7 @@ class BatchLayout:
         ]
         fields = [*form.schema.fields]
         if form.n_step > 1:
-            reward = form.schema.by_name[REWARD]
+            reward = form.schema.fields[form.index[REWARD]]
             extra = {
                 "steps_to_next_obs": torch.int64,
                 "gamma": torch.float32,
@@ -84,7 +84,7 @@ class BatchLayout:
     def batch(self, count: int, flat: torch.Tensor | None = None) -> Batch:
         """Return memory for `count` rows, in `flat`, uint8 [nbytes(count)], if given."""
         if flat is None:
-            flat = torch.empty(self.nbytes(count), dtype=torch.uint8)
+            return {n: torch.empty(count, *shape, dtype=dtype) for n, dtype, shape in self._blocks}
         blocks, start = {}, 0
         for name, dtype, shape in self._blocks:
             nbytes = count * math.prod(shape) * dtype.itemsize

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -19,15 +19,12 @@ from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGatherer
 from torchrl_unilab.data.schema import TensorSchema, key_path
 from torchrl_unilab.data.shared_storage import SharedStorage
-from torchrl_unilab.data.stock import StockArguments, check_stock_arguments
+from torchrl_unilab.data.stock import check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 from torchrl_unilab.shm.shards import Shard
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["SharedReplay"]
 
@@ -48,7 +45,7 @@ class SharedReplay(SharedStorage):
         observation_keys: Sequence[str | tuple[str, ...]] | None = None,
         non_finite: NonFinite = "refuse",
         timeout: float = 10.0,
-        **stock: Unpack[StockArguments],
+        **stock: Any,
     ) -> None:
         check_stock_arguments(type(self).__name__, stock)
         for setting, count, least in (
@@ -300,9 +297,7 @@ class SharedReplay(SharedStorage):
 
     # Sampling
 
-    def empty_batch(
-        self, count: int, *, pin_memory: bool = False, shared: bool = False
-    ) -> TensorDict:
+    def empty_batch(self, count: int, *, pin_memory: bool = False) -> TensorDict:
         """Make memory for batches of `count` rows, to `sample` into.
 
         All tensors are views of one flat run of bytes.
@@ -310,13 +305,10 @@ class SharedReplay(SharedStorage):
         Args:
             count: Rows.
             pin_memory: Page-lock it.
-            shared: Share it with processes it is passed to.
         """
         self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
         batches = self._batches
         flat = torch.zeros(batches.nbytes(count), dtype=torch.uint8, pin_memory=pin_memory)
-        if shared:
-            flat.share_memory_()
         return batches.tensordict(batches.batch(count, flat), index=True)
 
     def sample(

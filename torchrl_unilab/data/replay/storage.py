@@ -7,13 +7,13 @@ use. What lies below, and the replay's own `add` and `sample`, is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.data.positions import flat_positions, is_single
+from torchrl_unilab.data.positions import check_range, flat_positions, is_single
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
 from torchrl_unilab.data.replay.shared import SharedReplay
@@ -62,8 +62,10 @@ class PackedReplayStorage(SharedReplay):
             anything is written, ``"count"`` stores and counts them (`non_finite`), ``"pass"``
             does not look.
         timeout: Seconds to wait for a process that writes.
-        **stock: What TorchRL's storages take (`StockArguments`), at values that rows in shared
-            host memory honour.
+        **stock: What TorchRL's storages take, at values that rows in shared host memory honour:
+            `device` None or ``"cpu"``, `ndim` 1, `compilable` False, `cleanup_memmap` True,
+            `scratch_dir` None, `auto_cleanup` None or True; `consolidated`, `shared_init` and
+            `existsok` either way.
 
     Raises:
         ConfigError: A setting cannot work, or a stock argument cannot be honoured.
@@ -196,18 +198,17 @@ class PackedReplayStorage(SharedReplay):
         if isinstance(index, slice) and (index.step or 1) < 0:
             index = range(*index.indices(length))  # no view counts down
         if isinstance(index, (str, tuple, slice)):
-            if index == slice(None):
-                return self._views[:length]
-            return (self._views if length == self.max_size else self._views[:length])[index]
+            views = self._views if length == self.max_size else self._views[:length]
+            return views.copy() if index == slice(None) else views[index]
         if is_single(index):
             at = int(index)
-            _check_range(at, at, length)
+            check_range(at, at, length, "row", "written")
             return self._views[at % length]
         positions = flat_positions(index, length)
         if len(positions):
             low = int(positions.min())
             if low < 0:
-                _check_range(low, low, length)
+                check_range(low, low, length, "row", "written")
                 positions = positions.where(positions >= 0, positions + length)
         memory = self._batches.batch(len(positions))
         rows.read_at(positions, self._gatherer.into(memory))
@@ -224,19 +225,22 @@ class PackedReplayStorage(SharedReplay):
 
         Returns:
             Copies of the rows [n], the oldest of a shard first, without those that have been
-            overwritten; and the rows written to each shard.
+            overwritten; and how far each shard has been read, also over checkpoints.
         """
         rows, batches = self.rows, self._batches
-        bases, window = rows.based_window()
-        written = tuple(map(int.__sub__, window.heads, bases))
-        window = window.above(tuple(map(int.__add__, bases, counted or (0,) * len(bases))))
+        bases, origins, window = rows.lineage()
+        if not window.size:  # none can be read now
+            return batches.tensordict(batches.batch(0), index=False), tuple(counted)
+        shifts = tuple(map(int.__sub__, origins, bases))
+        read = tuple(map(int.__add__, window.heads, shifts))
+        window = window.above(tuple(map(int.__sub__, counted or (0,) * len(shifts), shifts)))
         positions = [
             rows.positions(shard, torch.arange(floor, head))
             for shard, (floor, head) in enumerate(zip(*window, strict=True))
         ]
         memory = batches.batch(window.size)
         rows.read_at(torch.cat(positions), self._gatherer.into(memory))
-        return batches.tensordict(memory, index=False), written
+        return batches.tensordict(memory, index=False), read
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draw positions as any storage does, but none that is being written."""
@@ -256,13 +260,11 @@ class PackedReplayStorage(SharedReplay):
         """Return a copy of the rows and all that belongs to them."""
         if not self.initialized:
             return {"header": None, "rows": torch.empty(0, dtype=torch.int32)}
-        copies = torch.empty(0, dtype=torch.int32)
-
-        def allocate(count: int) -> Callable[[int, torch.Tensor], object]:
-            copies.resize_(count, sum(self.rows.widths))
-            return lambda at, words: copies[at : at + len(words)].copy_(words)
-
-        saved = save_rows(self.rows, allocate)
+        lineage = self.rows.lineage()
+        copies = torch.empty(lineage.window.size, sum(self.rows.widths), dtype=torch.int32)
+        saved = save_rows(
+            self.rows, lineage, lambda at, words: copies[at : at + len(words)].copy_(words)
+        )
         return {"header": self.header() | saved, "rows": copies}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -309,15 +311,6 @@ class PackedReplayStorage(SharedReplay):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"size={self.size}"
         return f"{type(self).__name__}(max_size={self.max_size}, writers={self.writers}, {state})"
-
-
-def _check_range(low: int, high: int, length: int) -> None:
-    """Refuse positions from `low` to `high`, negative ones counted from the end."""
-    if low < -length or high >= length:
-        raise IndexError(
-            f"no row {low if low < -length else high}: {length} are written (expected {-length} to "
-            f"{length - 1}). Write first."
-        )
 
 
 def _is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:

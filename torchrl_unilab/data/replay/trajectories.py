@@ -9,18 +9,19 @@ has replaced the writer or loaded the rows. `RowAppender` marks rows, `RowGather
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from torchrl_unilab.data.replay.form import DONE, RowForm
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.layout import dotted
-from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.row_layout import RowLayout
+from torchrl_unilab.shm.rows import Parts, SharedRows
 
-__all__ = ["NO_TRAJECTORY", "TrajectoryMarker", "stride_of"]
+__all__ = ["TrajectoryMarker", "stride_of"]
 
 _STRIDE_BITS = 24
-NO_TRAJECTORY = -1
-"""Of a row that nothing follows."""
 
 
 def stride_of(trajectory: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,7 @@ class TrajectoryMarker:
         self._done = form.index[DONE]
         names = [dotted(path) for path in form.observed]
         self._pairs = [(form.index[f"next.{name}"], form.index[name]) for name in names]
+        rows.detach = partial(_detach, form.layout)
 
     def mark(self, views: list[torch.Tensor], envs: int | None, shard: int, head: int) -> None:
         """Set the trajectories of rows to append.
@@ -93,3 +95,8 @@ class TrajectoryMarker:
         for ahead, observed in self._pairs:
             follows &= (rows[ahead] == later[observed]).flatten(1).all(1)
         return follows
+
+
+def _detach(layout: RowLayout, parts: Parts, positions: torch.Tensor) -> None:
+    """Have rows belong to no trajectory: each gets the negative number of its position."""
+    torch.sub(-1, positions, out=layout.views(parts)[-1])
