@@ -321,25 +321,6 @@ def test_any_off_policy_loss_is_trained():
 # Bad input
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"algorithm": "ppo"},
-        {"batch_size": 0},
-        {"updates_per_step": -1},
-        {"policy_frequency": 0},
-        {"lr_actor": float("nan")},
-        {"tau": 1.5},
-        {"gamma": -0.1},
-        {"noise_std_min": 0.5, "noise_std_max": 0.1},
-        {"target_noise": -1.0},
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"expected"):
-        OffPolicyConfig(**settings)
-
-
 def test_a_replay_that_never_has_enough_for_the_first_update_is_refused():
     collector = ReplayCollector(
         create_pendulum,
@@ -406,10 +387,8 @@ def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, al
 def test_a_pendulum_is_balanced_for_half_of_its_time(algorithm, seed):
     task = replace(make_task("InvertedPendulum-v5"), max_episode_steps=100)
     create_env = partial(MujocoBatchEnv, task, num_envs=8, num_threads=1)
-    trainer = _trainer(
-        120, create_env, seed, algorithm=algorithm, **LEARNS
-    )  # seeds 0 to 9 need at most half
-    env, returns = create_env(seed=1), []
+    trainer = _trainer(120, create_env, seed, algorithm=algorithm, **LEARNS)
+    env, returns = create_env(seed=1), []  # seeds 0 to 9 need at most 1,920 of 3,840 frames
 
     def look() -> None:
         if trainer.collected_frames % 320 == 0:
