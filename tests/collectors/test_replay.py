@@ -19,7 +19,6 @@ from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
 from torchrl_unilab.modules import PerEnvNoise
 
 ENVS, CAPACITY = 2, 64
-"""Seconds within which a failure must surface."""
 
 
 def _collector(policy=None, create_env=CountingEnv, **kwargs) -> ReplayCollector:

@@ -19,9 +19,9 @@ from torchrl_unilab.trainers.configs.off_policy import (
     OffPolicyConfig,
     compute_train_start_threshold,
 )
-from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights, keep_newest_values
+from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import make_update
-from torchrl_unilab.trainers.reports import report_progress
+from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -162,7 +162,6 @@ class OffPolicyTrainer(Trainer):
             optimizer=None,
             **kwargs,
         )
-        keep_newest_values(self)
         self.updates = 0
         self._tick = 0
         self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
@@ -176,9 +175,7 @@ class OffPolicyTrainer(Trainer):
         self.register_module("learner", _LearnerState(self))
         if isinstance(self.pipeline, DoubleBufferReplayPipeline):
             self.register_module("pipeline", self.pipeline)
-        self.busy_time = BusyTime()
-        self.busy_time.register(self)
-        self.returns, self.lag = report_progress(self, collector, scheme)
+        self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         PublishWeights(collector).register(self)
 
     def optim_steps(self, batch: TensorDictBase | None) -> None:

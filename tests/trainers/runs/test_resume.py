@@ -374,12 +374,6 @@ def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(
     assert RunCheckpoints(run_dir / "checkpoint").newest().interval == 32
 
 
-def test_a_run_saves_every_quarter_and_at_its_end_unless_it_is_told_otherwise(tmp_path):
-    train(tmp_path / "run", "appo", frames=256, checkpoint_interval=None, keep_checkpoints=9)
-    names = [f"frames-{frames:012d}" for frames in (64, 128, 192, 256)]
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoint")) == names
-
-
 def test_a_full_disk_ends_a_run_in_one_line_and_leaves_the_checkpoint_before(
     tmp_path, monkeypatch, capsys
 ):

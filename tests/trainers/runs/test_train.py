@@ -56,13 +56,29 @@ def _pendulum() -> TransformedEnv:
     return TransformedEnv(GymEnv("Pendulum-v1"))
 
 
-@pytest.mark.learning
-def test_appo_learns_to_balance_a_pendulum_and_stops_at_the_return_that_was_asked_for(tmp_path):
+# A run in lock-step
+
+
+@pytest.fixture(scope="module")
+def lockstep(tmp_path_factory):
+    """The summary of a run that was to stop early."""
     config = APPOConfig.for_task("InvertedPendulum-v5", lockstep=True, physics_threads=1)
-    summary = _train(tmp_path, frames=300_000, config=config, stop_at=100.0)
-    assert summary["curve"][0][2] < 20.0
-    assert summary["final_return"] >= 100.0
-    assert summary["frames"] < 100_000  # seeds 0 to 4 need at most 21,504
+    run_dir = tmp_path_factory.mktemp("lockstep")
+    return _train(run_dir, frames=300_000, config=config, stop_at=100.0)
+
+
+@pytest.mark.learning
+def test_appo_learns_to_balance_a_pendulum(lockstep):
+    assert lockstep["curve"][0][2] < 20.0
+    assert lockstep["final_return"] >= 100.0
+
+
+def test_a_run_stops_at_the_return_that_was_asked_for(lockstep):
+    assert lockstep["frames"] < 100_000  # seeds 0 to 4 need at most 21,504
+
+
+def test_a_run_in_lockstep_has_no_lag(lockstep):
+    assert list(lockstep["policy_lag"]) == [0]
 
 
 # One short run that has ended
@@ -95,6 +111,11 @@ def test_a_run_leaves_a_picture_and_two_kinds_of_logs(appo_run):
     assert list((appo_run.run_dir / "tensorboard").rglob("events.*"))
 
 
+def test_a_run_saves_every_quarter_and_keeps_two(appo_run):
+    names = [f"frames-{frames:012d}" for frames in (768, 1024)]
+    assert sorted(os.listdir(appo_run.run_dir / "checkpoint")) == names
+
+
 def test_the_checkpoint_of_a_run_evaluates_as_the_run_did(appo_run):
     result = evaluate_run(appo_run.run_dir, episodes=2, seed=3)
     assert result["mean"] == pytest.approx(appo_run.summary["eval_return"])
@@ -112,8 +133,8 @@ def test_a_run_that_has_ended_leaves_no_child(appo_run):
 
 
 def test_any_torchrl_environment_serves(tmp_path):
-    summary = _train(tmp_path, env="Pendulum-v1", create_env=_pendulum, frames=512)
-    assert summary["frames"] >= 512
+    summary = _train(tmp_path, env="Pendulum-v1", create_env=_pendulum, frames=64)
+    assert summary["frames"] >= 64
 
 
 def test_a_task_of_ones_own_is_trained_and_evaluated_on(tmp_path):
@@ -134,11 +155,6 @@ def test_several_collectors_feed_one_learner_whose_critic_sees_more(tmp_path):
     assert sum(summary["policy_lag"].values()) == 16
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["critic_observation"] == "state"
-
-
-def test_a_run_in_lockstep_has_no_lag(tmp_path):
-    summary = _train(tmp_path, config=APPOConfig(**APPO, lockstep=True))
-    assert list(summary["policy_lag"]) == [0]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +234,9 @@ def test_evaluating_a_damaged_run_is_one_error_line(config, tmp_path, capsys):
 
 
 def test_a_run_without_a_finished_episode_says_so(tmp_path):
-    summary = _train(tmp_path, env="HalfCheetah-v5", frames=256)
+    task = replace(make_task("HalfCheetah-v5"), max_episode_steps=20)
+    create_env = partial(MujocoBatchEnv, task, APPO["num_envs"], num_threads=1)
+    summary = _train(tmp_path, create_env=create_env, frames=128)
     assert summary["final_return"] is None
     assert json.loads((tmp_path / "summary.json").read_text())["final_return"] is None
 
