@@ -145,7 +145,7 @@ class OffPolicyTrainer(Trainer):
         self.config = config
         self.normalizers = dict(normalizers or {})
         self.storage = collector.storage
-        threshold = config.train_start_threshold
+        threshold = config.min_frames
         if threshold > self.storage.max_size:
             raise ConfigError(
                 f"replay of {self.storage.max_size} rows (expected at least {threshold}, which "
@@ -182,12 +182,7 @@ class OffPolicyTrainer(Trainer):
         """Take a tick's updates, if the replay has enough rows."""
         config = self.config
         self._count_rows()
-        if not replay_buffer_ready_for_learning(
-            self.storage.size,
-            batch_size=config.batch_size,
-            learning_starts=config.learning_starts,
-            num_envs=config.total_envs,
-        ):
+        if self.storage.size < config.min_frames:
             return
         self._pre_optim_hook()
         count = config.batch_size * config.updates_per_step
