@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch
 
 from tests.support import fork_server
 from tests.support.processes import live_children
@@ -33,6 +34,12 @@ for _profile, _examples in {"tests": 100, "thorough": 200}.items():
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tensors are small, and threads of several test processes would wait for each other."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,12 +15,15 @@ import sys
 import typing
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from torchrl_unilab.trainers.configs.settings import Settings
 
 __all__ = ["main"]
+
+_OF_THE_PARSER = ("run", "parser")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,11 +141,8 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     from torchrl_unilab.trainers.configs.run import RunConfig
 
     train.add_argument("--run-dir", required=True, help="new directory for everything written")
-    train.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --run-dir; its task, frames and settings need not be given",
-    )
+    resume = "continue the run in --run-dir; its task, frames and settings need not be given"
+    train.add_argument("--resume", action="store_true", help=resume)
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     _add_settings(train, RunConfig, defaults, skip=["progress_bar"])
     train.add_argument(
@@ -214,22 +214,18 @@ def _budget(options: argparse.Namespace) -> int:
 
 
 def _add_evaluation(evaluation: argparse.ArgumentParser) -> None:
+    from torchrl_unilab.trainers import evaluate_run
+
     add = evaluation.add_argument
     add("--run-dir", required=True, help="directory of a run")
     add("--episodes", type=int, default=16, help="number of episodes (default: 16)")
     add("--seed", type=int, default=0, help="seed of the episodes (default: 0)")
-    evaluation.set_defaults(run=_evaluate, parser=evaluation)
-
-
-def _evaluate(options: argparse.Namespace) -> int:
-    from torchrl_unilab.trainers import evaluate_run
-
-    result = evaluate_run(options.run_dir, episodes=options.episodes, seed=options.seed)
-    print(json.dumps(result))
-    return 0
+    evaluation.set_defaults(run=partial(_print_result, evaluate_run), parser=evaluation)
 
 
 def _add_playing(playing: argparse.ArgumentParser) -> None:
+    from torchrl_unilab.trainers import play_run
+
     add = playing.add_argument
     add("--run-dir", required=True, help="directory of a run")
     add("--video", required=True, help="file to write, ending in .mp4")
@@ -238,30 +234,19 @@ def _add_playing(playing: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="seed of episodes and drawn actions (default: 0)")
     add("--width", type=int, default=640, help="pixels, even (default: 640)")
     add("--height", type=int, default=480, help="pixels, even (default: 480)")
-    add("--camera", help="camera of the model, by name or number (default: a free one)")
-    add(
-        "--deterministic",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="act without exploration",
-    )
-    playing.set_defaults(run=_play, parser=playing)
+    camera = "camera of the model, by name or number (default: a free one)"
+    add("--camera", type=_name_or_number, help=camera)
+    flag = argparse.BooleanOptionalAction
+    add("--deterministic", action=flag, default=True, help="act without exploration")
+    playing.set_defaults(run=partial(_print_result, play_run), parser=playing)
 
 
-def _play(options: argparse.Namespace) -> int:
-    from torchrl_unilab.trainers import play_run
+def _name_or_number(camera: str) -> str | int:
+    return int(camera) if camera.lstrip("-").isdecimal() else camera
 
-    camera = options.camera
-    result = play_run(
-        options.run_dir,
-        options.video,
-        episodes=options.episodes,
-        max_steps=options.max_steps,
-        seed=options.seed,
-        width=options.width,
-        height=options.height,
-        camera=int(camera) if camera and camera.lstrip("-").isdecimal() else camera,
-        deterministic=options.deterministic,
-    )
-    print(json.dumps(result))
+
+def _print_result(command: Callable[..., dict[str, Any]], options: argparse.Namespace) -> int:
+    """Call a command with its options by name, and print what it returns."""
+    arguments = {key: value for key, value in vars(options).items() if key not in _OF_THE_PARSER}
+    print(json.dumps(command(**arguments)))
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDictBase
 
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
@@ -81,52 +82,70 @@ def _batches(collector: Any) -> Iterator[Any]:
             whole = True
 
 
+LATE = pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+
+
+def _rows(collector: ReplayCollector) -> TensorDictBase:
+    """The rows of all ticks; the state of the collector is asked for in between."""
+    for tick, _ in enumerate(_batches(collector)):
+        if tick == 2:
+            with contextlib.suppress(KeyboardInterrupt):
+                collector.state_dict()
+    storage = collector.storage
+    assert collector.metrics().frames == len(storage) == collector.state_dict()["frames"]
+    return storage.get(torch.arange(len(storage))).clone()
+
+
+def _rollouts(collector: APPOCollector) -> list[TensorDictBase]:
+    """All rollouts; the state of the collector is asked for within a round."""
+    rollouts = []
+    for rollout in _batches(collector):
+        rollouts.append(rollout)
+        if len(rollouts) == WORKERS + 1:
+            assert len(collector.state_dict()["waiting"]) == WORKERS - 1
+    assert collector.metrics().frames == TICKS * WORKERS * BATCH
+    return rollouts
+
+
+@pytest.fixture(scope="module")
+def rows() -> TensorDictBase:
+    """Rows of a collector that was not interrupted."""
+    with _replay() as collector:
+        return _rows(collector)
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> list[TensorDictBase]:
+    """Rollouts of a collector that was not interrupted."""
+    with _appo() as collector:
+        return _rollouts(collector)
+
+
+@LATE
 @pytest.mark.parametrize(
-    ("call", "after"),
-    [("send", "collect"), ("receive", "collect"), ("ask", "state")],
+    ("call", "after"), [("send", "collect"), ("receive", "collect"), ("ask", "state")]
 )
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_a_replay_collector_continues_as_one_that_was_not_interrupted(
-    call: str, after: str, late: bool
+    rows: TensorDictBase, call: str, after: str, late: bool
 ) -> None:
-    rows = []
-    for interrupted in (False, True):
-        with _replay() as collector:
-            if interrupted:
-                fault = _Interrupt(collector._team.group, call, after, late)
-            for tick, _ in enumerate(_batches(collector)):
-                if tick == 2:
-                    with contextlib.suppress(KeyboardInterrupt):
-                        collector.state_dict()
-            storage = collector.storage
-            assert collector.metrics().frames == len(storage) == collector.state_dict()["frames"]
-            rows.append(storage.get(torch.arange(len(storage))).clone())
+    with _replay() as collector:
+        fault = _Interrupt(collector._team.group, call, after, late)
+        found = _rows(collector)
     assert fault.fallen
-    assert len(rows[0]) == TICKS * BATCH * WORKERS
-    assert (rows[0] == rows[1]).all()
+    assert len(found) == TICKS * BATCH * WORKERS
+    assert (found == rows).all()
     assert not live_children()
 
 
-@pytest.mark.parametrize(("call", "after"), [("send", "collect"), ("receive", "collect")])
-@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@LATE
+@pytest.mark.parametrize("call", ["send", "receive"])
 def test_rounds_in_lockstep_are_whole_though_one_was_interrupted(
-    call: str, after: str, late: bool
+    rollouts: list[TensorDictBase], call: str, late: bool
 ) -> None:
-    rollouts = []
-    for interrupted in (False, True):
-        with _appo() as collector:
-            if interrupted:
-                fault = _Interrupt(collector._team.group, call, after, late)
-            batches = []
-            for i, rollout in enumerate(_batches(collector)):
-                batches.append(rollout)
-                if i == WORKERS:
-                    state = collector.state_dict()
-            rollouts.append(batches)
-            assert len(state["waiting"]) == WORKERS - 1
-            assert collector.metrics().frames == TICKS * WORKERS * BATCH
+    with _appo() as collector:
+        fault = _Interrupt(collector._team.group, call, "collect", late)
+        found = _rollouts(collector)
     assert fault.fallen
-    assert len(rollouts[0]) == len(rollouts[1]) == TICKS * WORKERS
-    for one, other in zip(*rollouts, strict=True):
-        assert (one == other).all()
+    assert len(found) == TICKS * WORKERS
+    assert all((one == other).all() for one, other in zip(rollouts, found, strict=True))
     assert not live_children()

@@ -25,8 +25,8 @@ from torchrl_unilab.runtime import trace
 
 ENVS, STEPS = 2, 4
 FRAMES = ENVS * STEPS
-FAULTS = ["SIGKILL", "SIGSTOP", "raise"]
-MOSTLY = ["SIGKILL", *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[1:])]
+SLOW = ("SIGSTOP", "raise")
+FAULTS = ["SIGKILL", *(pytest.param(fault, marks=pytest.mark.slow) for fault in SLOW)]
 VERSION = ("next", "policy_version")
 IDS = ("collector", "traj_ids")
 
@@ -105,7 +105,7 @@ def test_a_free_running_collector_goes_on_with_a_worker_in_place_of_one_it_lost(
     wait_for(lambda: collector.metrics().frames == FRAMES * sum(collector.storage.written))
 
 
-@pytest.mark.parametrize("fault", MOSTLY)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_replay_gets_all_rows_of_each_tick_though_a_worker_was_lost(fault, opened, tmp_path):
     collector = _replay(opened, _hit(tmp_path, fault))
     ticks = 6
@@ -143,7 +143,7 @@ def test_an_idle_worker_that_is_lost_is_replaced_when_it_is_asked(opened):
     assert collector.metrics().frames == 8 * FRAMES
 
 
-@pytest.mark.parametrize("fault", MOSTLY)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_worker_that_is_lost_when_it_is_asked_answers_when_it_is_replaced(
     fault, opened, tmp_path
 ):

@@ -34,8 +34,6 @@ from torchrl_unilab.weight_update import UniLabShmScheme
 
 ENVS, STEPS = 2, 4
 FRAMES = ENVS * STEPS
-"""Seconds within which a failure must surface."""
-
 VERSION = ("next", "policy_version")
 IDS = ("collector", "traj_ids")
 
@@ -45,54 +43,38 @@ def _collector(policy, create_env=CountingEnv, **kwargs) -> APPOCollector:
     return APPOCollector(create_env, policy, **{**settings, **kwargs})
 
 
-class Kept:
-    """A collector that several tests use; made again if one has shut it down."""
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Callable[..., APPOCollector]]:
+    """Collectors that several tests use, by their settings; made again if one was shut down."""
+    collectors: dict[str, APPOCollector] = {}
 
-    def __init__(self, **settings: object) -> None:
-        self.settings = settings
-        self._collector: APPOCollector | None = None
+    def get(**settings: object) -> APPOCollector:
+        name = str(settings)
+        if name not in collectors or collectors[name]._team.stopped:
+            collectors[name] = _collector(make_policy(0.0), **settings)
+        return collectors[name]
 
-    def get(self) -> APPOCollector:
-        if self._collector is None or self._collector._team.stopped:
-            self._collector = _collector(make_policy(0.0), **self.settings)
-        return self._collector
-
-    def end(self) -> None:
-        if self._collector is not None:
-            self._collector.shutdown()
-
-
-def _kept(**settings: object) -> Callable[[], Iterator[Kept]]:
-    @pytest.fixture(scope="module")
-    def kept() -> Iterator[Kept]:
-        kept = Kept(**settings)
-        yield kept
-        kept.end()
-
-    return kept
-
-
-kept_free = _kept(num_collectors=2)
-kept_lone = _kept()
-kept_pair = _kept(num_collectors=2, lockstep=True)
+    yield get
+    for collector in collectors.values():
+        collector.shutdown()
 
 
 @pytest.fixture
-def free(kept_free) -> APPOCollector:
+def free(kept) -> APPOCollector:
     """Two workers that collect ahead."""
-    return kept_free.get()
+    return kept(num_collectors=2)
 
 
 @pytest.fixture
-def lone(kept_lone) -> APPOCollector:
+def lone(kept) -> APPOCollector:
     """One worker that collects ahead."""
-    return kept_lone.get()
+    return kept()
 
 
 @pytest.fixture
-def pair(kept_pair) -> APPOCollector:
+def pair(kept) -> APPOCollector:
     """Two workers in lockstep."""
-    return kept_pair.get()
+    return kept(num_collectors=2, lockstep=True)
 
 
 @pytest.fixture

@@ -34,6 +34,14 @@ def test_a_learner_killed_while_it_writes_a_checkpoint_leaves_the_one_before(tmp
     assert outcome.checkpoint == INTERVAL
 
 
+def test_ctrl_c_in_a_terminal_ends_a_run_with_a_checkpoint_and_in_silence(tmp_path):
+    outcome = outcome_of(Cell("appo", "physics", "SIGINT", "learner"), tmp_path)
+    assert outcome.learner == "goes on"  # to the summary
+    assert outcome.checkpoint == 3 * 32  # before the third update
+    assert outcome.output == ""
+    assert outcome.clean
+
+
 @pytest.mark.faults
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["appo", "sac"])

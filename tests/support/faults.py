@@ -412,7 +412,10 @@ def _be_the_learner(cell: Cell, directory: Path, tell: int) -> NoReturn:
             say("hit", pid=os.getpid())
             if cell.fault == "raise":
                 raise LookupError(INJECTED)
-            os.kill(os.getpid(), getattr(signal, cell.fault))
+            if cell.fault == "SIGINT":
+                os.killpg(0, signal.SIGINT)  # as a terminal does at Ctrl-C
+            else:
+                os.kill(os.getpid(), getattr(signal, cell.fault))
 
         run_dir = directory / "run"
         install_here = partial(install, cell, strike, run_dir)

@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import torchrl_unilab
-from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, train_appo, train_off_policy
 from torchrl_unilab.trainers.logged_metrics import LOGGED_METRICS
 
-QUIET = {"progress_bar": False, "eval_episodes": 1, "announce": lambda _: None}
-ENV = "InvertedPendulum-v5"
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(torchrl_unilab.__path__, "torchrl_unilab.")
@@ -19,38 +17,17 @@ MODULES = [
 ]
 
 
-def _appo(run_dir: Path) -> None:
-    config = APPOConfig(num_envs=8, num_steps=16, epochs=1, minibatches=1, hidden=(8,))
-    train_appo(ENV, frames=2048, run_dir=run_dir, config=config, **QUIET)
-
-
-def _off_policy(run_dir: Path) -> None:
-    config = OffPolicyConfig(
-        run_dir.name,
-        num_envs=4,
-        batch_size=16,
-        learning_starts=5,
-        replay_buffer_n=1000,
-        hidden=(8,),
-    )
-    train_off_policy(ENV, frames=400, run_dir=run_dir, config=config, **QUIET)
-
-
-RUNS = {"appo": _appo, "sac": _off_policy, "td3": _off_policy}
-
-
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+def logged(appo_run: SimpleNamespace, off_policy_runs: dict[str, Any]) -> dict[str, set[str]]:
     """Names that a short run of each algorithm logs."""
-    names = {}
-    for algorithm, run in RUNS.items():
-        run_dir = tmp_path_factory.mktemp("runs") / algorithm
-        run(run_dir)
-        names[algorithm] = {path.stem for path in (run_dir / "logs").rglob("*.csv")}
-    return names
+    runs = {"appo": appo_run, **off_policy_runs}
+    return {
+        algorithm: {path.stem for path in (run.run_dir / "logs").rglob("*.csv")}
+        for algorithm, run in runs.items()
+    }
 
 
-@pytest.mark.parametrize("algorithm", RUNS)
+@pytest.mark.parametrize("algorithm", ["appo", "sac", "td3"])
 def test_each_logged_name_stands_in_the_table(logged, algorithm):
     assert logged[algorithm] - LOGGED_METRICS.keys() == set()
 

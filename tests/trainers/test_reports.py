@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.record.loggers.csv import CSVLogger
 
 from torchrl_unilab.collectors.metrics import CollectorMetrics
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag
@@ -212,18 +210,6 @@ def test_what_is_logged_of_the_lag_has_the_same_keys_whatever_it_is(lags):
         shares = [value for key, value in logged.items() if key[-1].isdigit() or "_up" in key]
         assert sum(shares) == pytest.approx(1.0)
     assert logged["policy_lag_max"] == max(lags)
-
-
-def test_a_csv_file_is_open_for_each_key_and_lags_open_no_more(tmp_path):
-    logger = CSVLogger("logs", log_dir=str(tmp_path))
-    process = psutil.Process()
-    for step, logged in enumerate(_logged(range(500))):
-        for key, value in logged.items():
-            logger.log_scalar(key, value, step)
-        if step == 0:
-            files = process.num_fds()
-    assert process.num_fds() == files
-    assert len(list(tmp_path.rglob("policy_lag*.csv"))) == 8
 
 
 def test_a_lag_that_only_grows_is_warned_of_once():

@@ -163,14 +163,5 @@ def test_a_run_whose_workers_do_not_start_leaves_no_trace(tmp_path):
     assert trace.settings() is None
 
 
-def test_a_run_without_trace_leaves_none(tmp_path):
-    train_appo(
-        "Counting",
-        create_env=CountingEnv,
-        config=QUICK,
-        frames=64,
-        run_dir=tmp_path,
-        progress_bar=False,
-    )
-    assert (tmp_path / "summary.json").exists()
-    assert not (tmp_path / "trace.json").exists()
+def test_a_run_without_trace_leaves_none(appo_run):
+    assert not (appo_run.run_dir / "trace.json").exists()

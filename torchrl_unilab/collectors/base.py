@@ -25,6 +25,7 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
 from torchrl_unilab.collectors.service import (
     Sink,
+    WorkerService,
     WorkerSetup,
     build_service,
     run_worker,
@@ -173,10 +174,17 @@ class WorkerCollector(BaseCollector, abc.ABC):
             setup = WorkerSetup(
                 payload, num_steps, self._exploration, random_frames, trace.settings()
             )
+            workers: WorkerService | WorkerGroup
+            if self._inline:
+                workers = build_service(setup, copy.copy(self.scheme), sink, metrics, env=env)
+            else:
+                shared, count = (setup, self.scheme, sink, metrics), self.num_workers
+                arguments = [(*shared, worker, count) for worker in range(count)]
+                workers = WorkerGroup(
+                    run_worker, arguments, name="collector", num_threads=self._num_threads
+                )
             self._team = WorkerTeam(
-                build_service(setup, copy.copy(self.scheme), sink, metrics, env=env)
-                if self._inline
-                else self._spawn(setup, self.scheme, sink, metrics),
+                workers,
                 sink,
                 metrics,
                 timeout=self.timeout,
@@ -190,14 +198,6 @@ class WorkerCollector(BaseCollector, abc.ABC):
         finally:
             if self._team is None or self._team.service is None:
                 env.close()
-
-    def _spawn(self, *shared: Any) -> WorkerGroup:
-        return WorkerGroup(
-            run_worker,
-            [(*shared, worker, self.num_workers) for worker in range(self.num_workers)],
-            name="collector",
-            num_threads=self._num_threads,
-        )
 
     def _open_sink(self) -> Any:
         if self._sink is None:
@@ -218,11 +218,6 @@ class WorkerCollector(BaseCollector, abc.ABC):
     def restarts(self) -> int:
         """Workers replaced so far."""
         return 0 if self._team is None else self._team.restarts
-
-    @property
-    def _ticks(self) -> int:
-        """Ticks that all workers have completed."""
-        return 0 if self._team is None else self._team.ticks
 
     def metrics(self) -> CollectorMetrics:
         """Return the newest metrics of the workers. Does not block."""

@@ -148,7 +148,7 @@ class ReplayCollector(WorkerCollector):
         while self._wants_more():
             self._settle()
             team = self._open_team()
-            if self._ticks == self._yielded:
+            if team.ticks == self._yielded:
                 team.start_tick()
                 self._settle()
             self._yielded += 1
@@ -163,7 +163,7 @@ class ReplayCollector(WorkerCollector):
         The rows are the replay's: save both while the learner does not collect.
         """
         state = super().state_dict(workers=workers)
-        state["come"] = self._ticks - self._yielded
+        state["come"] = 0 if self._team is None else self._team.ticks - self._yielded
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
@@ -173,7 +173,7 @@ class ReplayCollector(WorkerCollector):
             ConfigError: The state is of another number of workers.
         """
         super().load_state_dict(state_dict)
-        self._yielded = self._ticks - state_dict["come"]
+        self._yielded = self._open_team().ticks - state_dict["come"]
 
     @property
     def storage(self) -> PackedReplayStorage:

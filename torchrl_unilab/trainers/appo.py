@@ -16,9 +16,9 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights, keep_newest_values
+from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
-from torchrl_unilab.trainers.reports import report_progress
+from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["APPOTrainer"]
@@ -87,12 +87,9 @@ class APPOTrainer(Trainer):
             optimization_stepper=stepper,
             **kwargs,
         )
-        keep_newest_values(self)
         self.pool = RolloutPool(config.pool, stepper.lr.device)
         self.register_module("rollout_pool", self.pool)
-        self.busy_time = BusyTime()
-        self.busy_time.register(self)
-        self.returns, self.lag = report_progress(self, collector, scheme)
+        self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         PublishWeights(collector).register(self)
 
     def optim_steps(self, batch: TensorDictBase) -> None:

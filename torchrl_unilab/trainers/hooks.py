@@ -157,8 +157,7 @@ class BusyTime(Hook):
 
     name = "busy_time"
     stages: ClassVar[Mapping[str, str]] = {
-        "batch_process": "arrived",
-        "pre_steps_log": "arrived_in_replay",
+        "pre_steps_log": "arrived",
         "post_steps_log": "finished",
     }
 
@@ -177,20 +176,14 @@ class BusyTime(Hook):
         """Share of time the learner was busy, in [0, 1]."""
         return 1.0 - self.waited / self.total if self.total else 0.0
 
-    def arrived(self, batch: TensorDictBase | None) -> TensorDictBase | None:
-        """A batch arrived: the wait is over."""
+    def arrived(self, batch: TensorDictBase | None) -> None:
+        """A batch arrived, or what a replay has of it: the wait is over."""
         now = time.perf_counter()
         if self._first is None:
             self._first = now
         if self._idle_since is not None:
             self.waited += now - self._idle_since
             self._idle_since = None
-        return batch
-
-    def arrived_in_replay(self, batch: TensorDictBase | None) -> None:
-        """Data arrived that no batch shows, but the replay holds."""
-        if batch is None:
-            self.arrived(batch)
 
     def finished(self, batch: TensorDictBase) -> dict[str, Any]:
         """The batch is dealt with: the next wait begins."""

@@ -8,7 +8,6 @@ fraction of the time. `APPOTrainer` and `OffPolicyTrainer` call them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -76,17 +75,6 @@ class APPOStepper(OptimizationStepper):
         for key in ("loss_objective", "loss_critic", "loss_entropy"):
             losses.set(key, losses.get(key).detach())
         return losses
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the trainer checkpoints loss and optimiser."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""
-
-    def register(self, trainer: Trainer, name: str = "optimization_stepper") -> None:
-        """Register as the trainer's stepper."""
-        trainer.register_module(name, self)
 
 
 class LossUpdate:

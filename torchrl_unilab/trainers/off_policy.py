@@ -19,9 +19,9 @@ from torchrl_unilab.trainers.configs.off_policy import (
     OffPolicyConfig,
     compute_train_start_threshold,
 )
-from torchrl_unilab.trainers.hooks import BusyTime, PublishWeights, keep_newest_values
+from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import make_update
-from torchrl_unilab.trainers.reports import report_progress
+from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -145,7 +145,7 @@ class OffPolicyTrainer(Trainer):
         self.config = config
         self.normalizers = dict(normalizers or {})
         self.storage = collector.storage
-        threshold = config.train_start_threshold
+        threshold = config.min_frames
         if threshold > self.storage.max_size:
             raise ConfigError(
                 f"replay of {self.storage.max_size} rows (expected at least {threshold}, which "
@@ -162,7 +162,6 @@ class OffPolicyTrainer(Trainer):
             optimizer=None,
             **kwargs,
         )
-        keep_newest_values(self)
         self.updates = 0
         self._tick = 0
         self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
@@ -176,21 +175,14 @@ class OffPolicyTrainer(Trainer):
         self.register_module("learner", _LearnerState(self))
         if isinstance(self.pipeline, DoubleBufferReplayPipeline):
             self.register_module("pipeline", self.pipeline)
-        self.busy_time = BusyTime()
-        self.busy_time.register(self)
-        self.returns, self.lag = report_progress(self, collector, scheme)
+        self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         PublishWeights(collector).register(self)
 
     def optim_steps(self, batch: TensorDictBase | None) -> None:
         """Take a tick's updates, if the replay has enough rows."""
         config = self.config
         self._count_rows()
-        if not replay_buffer_ready_for_learning(
-            self.storage.size,
-            batch_size=config.batch_size,
-            learning_starts=config.learning_starts,
-            num_envs=config.total_envs,
-        ):
+        if self.storage.size < config.min_frames:
             return
         self._pre_optim_hook()
         count = config.batch_size * config.updates_per_step

@@ -1,7 +1,7 @@
 """Hooks that log what a run comes to: returns, rates, policy lag; and stop it for that.
 
 A report logs the same keys for every batch, as loggers keep a file open for each, and shows some
-of them in the progress bar. `APPOTrainer` and `OffPolicyTrainer` register `report_progress`.
+of them in the progress bar. `APPOTrainer` and `OffPolicyTrainer` call `register_reports`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.runtime.trace import counter
-from torchrl_unilab.trainers.hooks import Hook
+from torchrl_unilab.trainers.hooks import BusyTime, Hook, keep_newest_values
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "LearningCurve",
     "LogPolicyLag",
     "StopWhen",
-    "report_progress",
+    "register_reports",
 ]
 
 
@@ -327,19 +327,21 @@ class StopWhen(Hook):
         return {}
 
 
-def report_progress(
+def register_reports(
     trainer: Trainer, collector: Any, scheme: UniLabShmScheme | None
-) -> tuple[LearningCurve, LogPolicyLag | None]:
-    """Register a trainer's learning curve and, where a scheme is given, its policy lag.
+) -> tuple[BusyTime, LearningCurve, LogPolicyLag | None]:
+    """Register a trainer's busy time, learning curve and, where a scheme is given, policy lag.
 
     Args:
-        trainer: The trainer.
+        trainer: The trainer; it keeps the newest of what it logs.
         collector: Any; one of ours counts its episodes itself.
         scheme: The scheme that publishes the policy.
     """
+    keep_newest_values(trainer)
+    busy = BusyTime()
     ours = isinstance(collector, WorkerCollector)
     returns = CollectorReport(collector) if ours else EpisodeReturns()
     lag = None if scheme is None else LogPolicyLag(scheme)
-    for report in (returns, *([lag] if lag else [])):
+    for report in (busy, returns, *([lag] if lag else [])):
         report.register(trainer)
-    return returns, lag
+    return busy, returns, lag

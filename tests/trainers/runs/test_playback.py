@@ -9,25 +9,15 @@ import pytest
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs.rendering import BatchRenderer
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers import APPOConfig, evaluate_run, train_appo
+from torchrl_unilab.trainers import evaluate_run
 from torchrl_unilab.trainers.runs.playback import play_run
 
 SIZE = ["--width", "64", "--height", "48"]
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory):
-    path = tmp_path_factory.mktemp("runs") / "pendulum"
-    config = APPOConfig(num_envs=8, num_steps=16, epochs=1, minibatches=1, hidden=(16,))
-    train_appo(
-        "InvertedPendulum-v5",
-        frames=256,
-        run_dir=path,
-        config=config,
-        progress_bar=False,
-        eval_episodes=1,
-    )
-    return path
+@pytest.fixture
+def run_dir(appo_run):
+    return appo_run.run_dir
 
 
 def _frames(path) -> tuple[int, int, int]:

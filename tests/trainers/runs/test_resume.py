@@ -19,6 +19,7 @@ from tensordict import save as save_tensordict
 
 from tests.support.checkpoints import contents, differences, plant_code
 from tests.support.processes import DEADLINE, live_children
+from tests.support.quick import OFF_POLICY
 from torchrl_unilab.cli import main
 from torchrl_unilab.errors import CheckpointError, ConfigError, WorkerError
 from torchrl_unilab.trainers import (
@@ -35,19 +36,9 @@ from torchrl_unilab.trainers.runs.playback import play_run
 
 INTERVAL, KILLED, FRAMES = 96, 160, 192
 QUIET: Mapping[str, Any] = {"progress_bar": False, "eval_episodes": 1}
-OFF_POLICY: Mapping[str, Any] = {
-    "num_envs": 4,
-    "replay_buffer_n": 40,  # full before the end
-    "batch_size": 16,
-    "learning_starts": 8,
-    "hidden": (8,),
-    "physics_threads": 1,
-    "learner_threads": 1,
-    "obs_normalization": True,
-}
 # What makes each hard: a round of rollouts cut in two and older ones used again; what the
-# physics derives; noise that each environment keeps, and two collectors that fill one replay;
-# rows whose successors come only after the checkpoint.
+# physics derives, in ticks of two steps; noise that each environment keeps, and two collectors
+# that fill one replay with rows whose successors come only after the checkpoint.
 RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
     "appo": (
         "Hopper-v5",
@@ -61,29 +52,22 @@ RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
             lockstep=True,
         ),
     ),
-    "sac": ("Reacher-v5", OffPolicyConfig("sac", **OFF_POLICY, sync_collection=True)),
+    "sac": (
+        "Reacher-v5",
+        OffPolicyConfig("sac", **OFF_POLICY, env_steps_per_sync=2, sync_collection=True),
+    ),
     "td3": (
         "InvertedPendulum-v5",
         OffPolicyConfig(
             "td3",
             **OFF_POLICY,
             num_collectors=2,
+            n_step=3,
             updates_per_step=3,
             policy_frequency=2,
             sync_collection=True,
         ),
     ),
-    **{
-        f"sac-{name}": (
-            "InvertedPendulum-v5",
-            OffPolicyConfig("sac", **{**OFF_POLICY, **settings}, sync_collection=True),
-        )
-        for name, settings in {
-            "n-step": {"n_step": 3},
-            "several-steps": {"env_steps_per_sync": 2},
-            "shards": {"n_step": 3, "num_collectors": 2},
-        }.items()
-    },
 }
 
 
@@ -189,6 +173,7 @@ def test_a_run_resumed_from_what_was_on_the_disk_equals_the_unbroken_one_bit_for
     assert_equal(directory / "unbroken", directory / "broken")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_equals_the_unbroken_one_bit_for_bit(unbroken, tmp_path):
     process = mp.get_context().Process(target=killed_in_the_middle, args=(tmp_path / "run", "sac"))
     process.start()
@@ -203,25 +188,19 @@ def test_a_run_that_is_killed_and_resumed_equals_the_unbroken_one_bit_for_bit(un
 # Runs that do not wait for one another
 
 
-@pytest.fixture(scope="module")
-def free(tmp_path_factory) -> Path:
+@pytest.fixture
+def free(off_policy_runs) -> Path:
     """A run of SAC ahead of the learner, which has ended."""
-    run_dir: Path = tmp_path_factory.mktemp("free") / "run"
-    config = OffPolicyConfig("sac", **OFF_POLICY)
-    train_off_policy(
-        "InvertedPendulum-v5",
-        frames=FRAMES,
-        run_dir=run_dir,
-        config=config,
-        checkpoint_interval=INTERVAL,
-        **QUIET,
-    )
-    return run_dir
+    return off_policy_runs["sac"].run_dir
 
 
-def test_a_run_ahead_of_the_learner_goes_on_with_counters_curve_replay_and_logs(free, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(free, run_dir)
+@pytest.fixture
+def run_dir(free, tmp_path) -> Path:
+    """A copy of it, to change."""
+    return shutil.copytree(free, tmp_path / "run")
+
+
+def test_a_run_ahead_of_the_learner_goes_on_with_counters_curve_replay_and_logs(run_dir):
     before = json.loads((run_dir / "summary.json").read_text())
     after = resume_run(run_dir, frames=2 * FRAMES, **QUIET)
     assert after["frames"] == 2 * FRAMES
@@ -263,7 +242,7 @@ def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path):
     summary = resume_run(tmp_path / "run", **QUIET)
     assert summary["frames"] == FRAMES
     assert summary["resumed"] == [KILLED]
-    assert summary["optim_steps"] == 4 * (FRAMES // 4 - 7)  # from 32 rows on, none left out
+    assert summary["optim_steps"] == 4 * (FRAMES // 8 - 3)  # from 32 rows on, none left out
     assert not live_children()
 
 
@@ -292,19 +271,16 @@ LOADERS = {
 @pytest.mark.parametrize("component", ["policy", "replay", "collector", "rng"])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_run_directory_with_a_pickle_is_refused_and_runs_no_code(
-    free, tmp_path, loader, component
+    run_dir, tmp_path, loader, component
 ):
-    run_dir, mark = tmp_path / "run", tmp_path / "mark"
-    shutil.copytree(free, run_dir)
+    mark = tmp_path / "mark"
     plant(run_dir, component, mark)
     with pytest.raises(CheckpointError, match=r"it holds \['.*state/evil/other.pickle'\]"):
         LOADERS[loader](run_dir)
     assert not mark.exists()
 
 
-def test_files_behind_a_symbolic_link_are_refused(free, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(free, run_dir)
+def test_files_behind_a_symbolic_link_are_refused(run_dir, tmp_path):
     newest = max((run_dir / "checkpoint").iterdir())
     (newest / "elsewhere").symlink_to(tmp_path)
     refused(run_dir, r"it holds \['elsewhere'\]", frames=2 * FRAMES)
@@ -319,9 +295,7 @@ def refused(run_dir: Path, reason: str, **settings: Any) -> None:
     assert not live_children()
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(free, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(free, run_dir)
+def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(run_dir, tmp_path):
     older, newest = sorted((run_dir / "checkpoint").iterdir())
     rows = next(newest.rglob("rows.bin"))
     rows.write_bytes(rows.read_bytes()[:-1])
@@ -361,9 +335,7 @@ def test_another_run_or_nothing_to_do_is_refused(free, settings, reason):
     refused(free, reason, **settings)
 
 
-def test_a_checkpoint_in_the_directory_of_another_run_is_refused(free, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(free, run_dir)
+def test_a_checkpoint_in_the_directory_of_another_run_is_refused(run_dir):
     config = json.loads((run_dir / "config.json").read_text())
     (run_dir / "config.json").write_text(json.dumps({**config, "seed": 7, "hidden": [9]}))
     refused(run_dir, r"run with \{'seed': 0, 'hidden': \[8\]\}", frames=2 * FRAMES)
@@ -371,9 +343,7 @@ def test_a_checkpoint_in_the_directory_of_another_run_is_refused(free, tmp_path)
     refused(run_dir, "config.json cannot be read", frames=2 * FRAMES)
 
 
-def test_a_checkpoint_of_other_sizes_is_refused(free, tmp_path):
-    run_dir = tmp_path / "run"
-    shutil.copytree(free, run_dir)
+def test_a_checkpoint_of_other_sizes_is_refused(run_dir):
     checkpoints = RunCheckpoints(run_dir / "checkpoint")
     saved = checkpoints.newest()
     metadata = checkpoints.metadata(saved.run, total_frames=2 * FRAMES)
@@ -383,9 +353,9 @@ def test_a_checkpoint_of_other_sizes_is_refused(free, tmp_path):
     refused(run_dir, re.escape("cannot resume from"), frames=2 * FRAMES)
 
 
-def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(free, tmp_path, capsys):
-    run_dir = tmp_path / "run"
-    shutil.copytree(free, run_dir)
+def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(
+    run_dir, tmp_path, capsys
+):
     resume = ["--resume", "--run-dir", str(run_dir), "--no-progress", "--eval-episodes", "1"]
     before = tree(run_dir)
     assert main(["train", "td3", *resume]) == 2
@@ -402,12 +372,6 @@ def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(free, 
     assert main(["train", "sac", *resume, *more, "--checkpoint-interval", "32"]) == 0
     assert f"{FRAMES + 64} frames" in capsys.readouterr().out
     assert RunCheckpoints(run_dir / "checkpoint").newest().interval == 32
-
-
-def test_a_run_saves_every_quarter_and_at_its_end_unless_it_is_told_otherwise(tmp_path):
-    train(tmp_path / "run", "appo", frames=256, checkpoint_interval=None, keep_checkpoints=9)
-    names = [f"frames-{frames:012d}" for frames in (64, 128, 192, 256)]
-    assert sorted(os.listdir(tmp_path / "run" / "checkpoint")) == names
 
 
 def test_a_full_disk_ends_a_run_in_one_line_and_leaves_the_checkpoint_before(

@@ -156,11 +156,11 @@ class OffPolicyConfig(Settings):
                 "prefetch: True with sync_collection (expected one of them: what a thread finds "
                 "in the replay is not repeatable). Leave one out."
             )
-        if self.train_start_threshold > self.capacity:
+        if self.min_frames > self.capacity:
             raise ConfigError(
                 f"replay_buffer_n: {self.replay_buffer_n} (expected at least "
-                f"{math.ceil(self.train_start_threshold / self.total_envs)}, as the first update "
-                f"needs {self.train_start_threshold} rows). Raise it, or lower learning_starts or "
+                f"{math.ceil(self.min_frames / self.total_envs)}, as the first update "
+                f"needs {self.min_frames} rows). Raise it, or lower learning_starts or "
                 "batch_size."
             )
 
@@ -170,19 +170,14 @@ class OffPolicyConfig(Settings):
         return self.num_envs * self.num_collectors
 
     @property
-    def train_start_threshold(self) -> int:
-        """Rows before the first update, see `compute_train_start_threshold`."""
-        return compute_train_start_threshold(self.batch_size, self.learning_starts, self.total_envs)
-
-    @property
     def init_random_frames(self) -> int:
         """Frames at first, of all collectors, with random actions."""
         return max(self.learning_starts, 0) * self.total_envs if self.init_random else 0
 
     @property
     def min_frames(self) -> int:
-        """Frames that a run needs at least: up to the first update."""
-        return self.train_start_threshold
+        """Frames up to the first update, which is when the replay has as many rows."""
+        return compute_train_start_threshold(self.batch_size, self.learning_starts, self.total_envs)
 
     @property
     def frames_per_tick(self) -> int:

@@ -74,21 +74,10 @@ class _ReplayAdapter(CheckpointAdapter):
 
     adapter_id = "torchrl_unilab.packed_replay"
 
-    def save(
-        self, component: Any, path: Path, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def save(self, component: Any, path: Path, **_: Any) -> None:
         component.dumps(path)
 
-    def load(
-        self,
-        component: Any,
-        path: Path,
-        *,
-        map_location: Any,
-        tensor_load_kwargs: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
+    def load(self, component: Any, path: Path, **_: Any) -> None:
         component.loads(path)
 
 
