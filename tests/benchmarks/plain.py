@@ -152,7 +152,7 @@ class PlainLearner:
             kl = (kl - 0.5).sum(-1).mean()
             factor = torch.where(kl > config.desired_kl * 1.2, 1 / 1.1, 1.0)
             factor = torch.where(kl < config.desired_kl / 1.2, 1.1, factor)
-            self.lr.copy_((self.lr * factor).clamp(1e-5, 1e-2))
+            self.lr.copy_((self.lr * factor).clamp(1e-5, config.lr))
             fractions = (ratio != clipped).float().mean(), (log_t > log_b).float().mean()
             return torch.stack([objective, critic_loss, entropy, kl, *fractions])
 

@@ -200,7 +200,7 @@ def test_the_target_normalises_by_the_same_statistics():
     [(0.0121, 1e-3 / 1.1), (0.0119, 1e-3), (0.0084, 1e-3), (0.0083, 1.1e-3)],
 )
 def test_the_learning_rate_steps_by_a_tenth_outside_the_band(kl, expected):
-    lr = kl_adapted_lr(torch.tensor(1e-3), torch.tensor(kl), desired_kl=0.01)
+    lr = kl_adapted_lr(torch.tensor(1e-3), torch.tensor(kl), desired_kl=0.01, max_lr=1e-2)
     assert lr.item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -209,9 +209,9 @@ def test_the_learning_rate_follows_a_reference_in_float64():
     lr = reference = torch.tensor(1e-3, dtype=torch.float64)
     seen = set()
     for kl in torch.rand(200, generator=generator, dtype=torch.float64).mul_(0.05).tolist():
-        lr = kl_adapted_lr(lr, torch.tensor(kl, dtype=torch.float64), desired_kl=0.02)
+        lr = kl_adapted_lr(lr, torch.tensor(kl, dtype=torch.float64), desired_kl=0.02, max_lr=2e-3)
         factor = 1 / 1.1 if kl > 0.024 else 1.1 if kl < 0.02 / 1.2 else 1.0
-        reference = min(max(float(reference) * factor, 1e-5), 1e-2)
+        reference = min(max(float(reference) * factor, 1e-5), 2e-3)
         assert lr.item() == pytest.approx(reference, rel=1e-12)
         seen.add(factor)
     assert len(seen) == 3
@@ -220,7 +220,7 @@ def test_the_learning_rate_follows_a_reference_in_float64():
 @pytest.mark.parametrize("kl", [0.0, -1e-9])
 def test_a_policy_that_has_not_moved_leaves_the_learning_rate_alone(kl):
     lr = torch.tensor(1e-3)
-    assert torch.equal(kl_adapted_lr(lr, torch.tensor(kl), desired_kl=0.01), lr)
+    assert torch.equal(kl_adapted_lr(lr, torch.tensor(kl), desired_kl=0.01, max_lr=1e-2), lr)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +247,10 @@ def test_the_target_is_current_until_the_first_step_on_a_pool_that_was_estimated
     assert seen == blind
 
 
-def test_the_learning_rate_stays_within_its_bounds():
-    assert kl_adapted_lr(torch.tensor(1e-2), torch.tensor(1e-9), 0.01).item() == pytest.approx(1e-2)
-    assert kl_adapted_lr(torch.tensor(1e-5), torch.tensor(9.0), 0.01).item() == pytest.approx(1e-5)
+@pytest.mark.parametrize(("lr", "kl"), [(1e-3, 1e-9), (1e-5, 9.0), (1e-6, 1e-9)])
+def test_the_learning_rate_stays_within_its_bounds(lr, kl):
+    adapted = kl_adapted_lr(torch.tensor(lr), torch.tensor(kl), 0.01, max_lr=min(lr, 1e-3))
+    assert adapted.item() == pytest.approx(lr)
 
 
 @pytest.mark.parametrize(

@@ -20,24 +20,29 @@ from torchrl_unilab.objectives.vtrace import vtrace
 
 __all__ = ["APPOLoss", "kl_adapted_lr"]
 
-MIN_LR, MAX_LR = 1e-5, 1e-2
+MIN_LR = 1e-5
 
 
-def kl_adapted_lr(lr: torch.Tensor, kl: torch.Tensor, desired_kl: float) -> torch.Tensor:
+def kl_adapted_lr(
+    lr: torch.Tensor, kl: torch.Tensor, desired_kl: float, max_lr: float
+) -> torch.Tensor:
     """Return the learning rate after one observation of the KL divergence.
 
     Divided by 1.1 above ``1.2 * desired_kl``, multiplied by 1.1 below
-    ``desired_kl / 1.2``, and kept within [1e-5, 1e-2]. A divergence of 0 is that of a policy
+    ``desired_kl / 1.2``, and kept within [1e-5, max_lr]. A divergence of 0 is that of a policy
     that has not moved, which says nothing: the rate stays as it is. Nothing leaves the device.
+
+    The divergence is small in the first steps on a rollout, whatever the last ones bring, so
+    that steering alone would raise the rate without end.
 
     Example:
         >>> import torch
         >>> from torchrl_unilab.objectives.appo import kl_adapted_lr
-        >>> kl_adapted_lr(torch.tensor(1e-3), torch.tensor(0.5), desired_kl=0.01).item()
+        >>> kl_adapted_lr(torch.tensor(1e-3), torch.tensor(0.5), 0.01, max_lr=1e-3).item()
         0.000909...
     """
     raised = torch.where((kl > 0.0) & (kl < desired_kl / 1.2), lr * 1.1, lr)
-    return torch.where(kl > desired_kl * 1.2, lr / 1.1, raised).clamp_(MIN_LR, MAX_LR)
+    return torch.where(kl > desired_kl * 1.2, lr / 1.1, raised).clamp_(MIN_LR, max_lr)
 
 
 class APPOLoss(LossModule):

@@ -42,7 +42,7 @@ class APPOStepper(OptimizationStepper):
     ) -> None:
         self.loss = loss
         self._losses = torch.compile(loss.forward) if config.compile else loss
-        self.desired_kl = config.desired_kl
+        self.desired_kl, self.max_lr = config.desired_kl, config.lr
         self.max_grad_norm = config.max_grad_norm
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
         self.optimizer: torch.optim.Optimizer
@@ -70,7 +70,8 @@ class APPOStepper(OptimizationStepper):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
         if not self.loss.target_is_current:
-            self.lr.copy_(kl_adapted_lr(self.lr, losses.get("kl"), self.desired_kl))
+            kl = losses.get("kl")
+            self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, self.max_lr))
         self.loss.step_target()
         for key in ("loss_objective", "loss_critic", "loss_entropy"):
             losses.set(key, losses.get(key).detach())

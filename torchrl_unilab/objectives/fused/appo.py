@@ -48,7 +48,7 @@ class FusedAPPOUpdate:
 
     Args:
         loss: The loss, which must be supported. Its coefficients stay as they are now.
-        lr: Initial learning rate.
+        lr: Initial and highest learning rate.
         desired_kl: KL divergence, target to current policy, to steer towards.
         max_grad_norm: Bound of the gradient's norm.
 
@@ -110,7 +110,7 @@ class FusedAPPOUpdate:
                 "networks). Take steps by APPOStepper."
             )
         self.loss = loss
-        self.desired_kl = desired_kl
+        self.desired_kl, self.max_lr = desired_kl, lr
         head, critic = loss.actor_network[0], loss.critic_network
         parameters = [*head.parameters(), *critic.parameters()]
         # A tensor, so that steering it takes no look at its value.
@@ -204,7 +204,8 @@ class FusedAPPOUpdate:
             gradient.mul_((self._max_grad_norm / norm.add_(1e-6)).clamp_(max=1.0))
             self._adam.step()
             if not self.loss.target_is_current:
-                self.lr.copy_(kl_adapted_lr(self.lr, statistics[3], self.desired_kl))
+                kl = statistics[3]
+                self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, self.max_lr))
             self.loss.step_target()
         return statistics.clone()  # outside, so that it can be used like any other tensor
 

@@ -53,7 +53,7 @@ class APPOConfig(Settings):
     minibatches: int = setting(4, "minibatches per pass over the pool", integer())
     lr: float = setting(
         1e-3,
-        "initial learning rate; the KL divergence adapts it within [1e-5, 1e-2]",
+        "initial and highest learning rate; the KL divergence adapts it, down to 1e-5",
         number(above=0),
     )
     desired_kl: float = setting(
