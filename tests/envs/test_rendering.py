@@ -116,19 +116,6 @@ def test_pictures_come_in_the_order_of_the_ids(make) -> None:
     assert case.env.render(np.empty(0, dtype=int)).shape == (0, 48, 64, 3)
 
 
-def test_pictures_change_as_the_robots_move_and_follow_the_seed(make) -> None:
-    case, twin, other = make(), make(), make(seed=7)
-    before = case.env.render()
-    np.testing.assert_array_equal(before, twin.env.render())
-    assert (before != other.env.render()).any()
-    for _ in range(3):
-        case.step(3.0)
-        twin.step(3.0)
-    after = case.env.render()
-    assert (after != before).any(axis=(1, 2, 3)).all()
-    np.testing.assert_array_equal(after, twin.env.render())
-
-
 def test_drawing_leaves_the_physics_alone(make) -> None:
     case, twin = make(), make()
     for _ in range(5):

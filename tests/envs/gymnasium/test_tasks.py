@@ -5,7 +5,7 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import mujoco
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from torchrl_unilab.envs import TASKS, MujocoBatchEnv, MujocoTask, make_task
 from torchrl_unilab.envs.gymnasium.base import contact_forces
@@ -299,19 +299,6 @@ def test_contact_forces_are_zero_where_no_step_was_made() -> None:
     assert contact_forces({"cfrc_ext": forces, "time": np.ones(3)}) is forces
 
 
-def test_contact_forces_are_zero_in_the_rows_that_were_reset_only() -> None:
-    env = batch_env("HumanoidStandup-v5", 3, seed=SEED)
-    root = env.reset()
-    assert not root["observation"][:, -78:].any()
-    for action in random_actions(env, 20, torch.float32):
-        after = env.step(root.set("action", action))["next"]
-    assert after["observation"][:, -78:].any(1).all()
-    mask = torch.tensor([[False], [True], [False]])
-    root = env.reset(after.copy().set("_reset", mask))
-    assert not root["observation"][1, -78:].any()
-    assert torch.equal(root["observation"][::2], after["observation"][::2])
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_what_a_step_told_is_left_alone_by_later_steps(name: str) -> None:
     env = batch_env(name, 2, seed=SEED)
@@ -324,20 +311,6 @@ def test_what_a_step_told_is_left_alone_by_later_steps(name: str) -> None:
         env.step(root.set("action", action))
     for key, value in told.items():
         np.testing.assert_array_equal(value, copies[key])
-
-
-def test_derived_fields_are_those_of_gymnasium_after_a_step() -> None:
-    task = make_task("Walker2d-v5")
-    env = batch_env(replace(task, reads=(*task.reads, "xpos", "cvel")), 1, seed=0)
-    with gym_envs(task.name, 1) as (gym,):
-        gym.reset(seed=0)
-        env.reset()
-        for action in random_actions(env, 5, torch.float32):
-            env.step(TensorDict({"action": action}, [1]))
-            gym.step(action[0].numpy())
-            for field in ("xpos", "cvel"):
-                actual = env._state.physics.fields[field][0]
-                np.testing.assert_array_equal(actual, getattr(gym.unwrapped.data, field))
 
 
 def test_missing_model_file_is_refused() -> None:

@@ -39,8 +39,8 @@ def play(env: EnvBase, steps: int) -> tuple[TensorDictBase, TensorDictBase]:
     root = env.reset()
     data = []
     for action in actions(steps):
-        step, root = env.step_and_maybe_reset(root.set("action", action))
-        data.append(step)
+        taken, root = env.step_and_maybe_reset(root.set("action", action))
+        data.append(taken)
     return torch.stack(data, 1), root
 
 
@@ -141,15 +141,14 @@ def test_observations_come_late_by_the_delay(delay: int) -> None:
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_actions_take_effect_late_by_the_delay(delay: int) -> None:
-    late = play(hopper(ActionDelay(delay, before=0.25)), 6)[0]
+    late, _ = play(hopper(ActionDelay(delay, before=0.25)), 6)
     clean = hopper()
     root = clean.reset()
-    first = torch.full((N, 3), 0.25)
-    effective = [first] * delay + list(actions(6))
+    effective = [torch.full((N, 3), 0.25)] * delay + list(actions(6))
     for t in range(6):
         data, root = clean.step_and_maybe_reset(root.set("action", effective[t]))
-        assert torch.equal(late["next", "observation"][:, t], data["next", "observation"])
-        assert torch.equal(late["next", "reward"][:, t], data["next", "reward"])
+        for key in ("observation", "reward"):
+            assert torch.equal(late["next", key][:, t], data["next", key])
         assert not data["next", "done"].any()
     assert torch.equal(late["action"], actions(6).transpose(0, 1))
 

@@ -150,22 +150,6 @@ def test_the_order_follows_the_global_seed():
     assert not torch.equal(first[0], third[0])
 
 
-def test_the_parameters_and_their_gradients_are_views_of_one_tensor():
-    loss = _loss()
-    before = {name: parameter.detach().clone() for name, parameter in _learnt(loss).items()}
-    identities = {name: id(parameter) for name, parameter in _learnt(loss).items()}
-    update = _update(loss)
-    [flat] = update.optimizer.param_groups[0]["params"]
-    assert flat.numel() == sum(parameter.numel() for parameter in before.values())
-    for name, parameter in _learnt(loss).items():
-        assert torch.equal(parameter, before[name])
-        assert id(parameter) == identities[name]
-        assert parameter.is_contiguous()
-        storages = parameter.untyped_storage(), parameter.grad.untyped_storage()
-        assert storages[0].data_ptr() == flat.untyped_storage().data_ptr()
-        assert storages[1].data_ptr() == flat.grad.untyped_storage().data_ptr()
-
-
 def test_the_modules_see_every_step_and_copies_of_them_do_not():
     loss = _loss()
     update, pool = _update(loss, lr=1e-2), _pool(loss, 16)

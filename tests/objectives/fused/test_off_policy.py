@@ -81,16 +81,6 @@ def test_steps_equal_those_of_the_loss_adam_and_soft_update(algorithm, case):
             )
 
 
-def test_values_and_differences_are_means_over_both_critics():
-    loss = make_loss("td3")
-    observed, expected = assert_same_step(
-        loss, stock(loss), fused(loss), transitions_of(loss, 32, 0)
-    )
-    values, target = expected["pred_value"], expected["target_value"]
-    torch.testing.assert_close(observed["q_value"], values.mean())
-    torch.testing.assert_close(observed["td_error"], (values - target).abs().mean())
-
-
 @BOTH
 def test_several_steps_to_the_next_observation_and_priority_weights_count_as_in_the_loss(algorithm):
     loss = make_loss(algorithm)
