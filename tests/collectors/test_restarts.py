@@ -20,7 +20,7 @@ from tests.support.collecting import BREAKING, CountingEnv, GatedEnv, HitEnv
 from tests.support.processes import DEADLINE, live_children, wait_for
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.data import PackedReplayWriter
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import trace
 
 ENVS, STEPS = 2, 4
@@ -319,16 +319,3 @@ def test_a_collector_is_shut_down_at_the_end_of_its_block_however_that_is_left()
         next(iter(collector))
         raise LookupError
     assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_less_than_no_restarts_are_refused():
-    with pytest.raises(ConfigError, match=r"restart_workers: -1 \(expected at least 0, "):
-        APPOCollector(CountingEnv, make_policy(), frames_per_batch=FRAMES, restart_workers=-1)
-
-
-@pytest.mark.parametrize("settings", [{"lockstep": True}, {"inline": True}])
-def test_restarts_in_lockstep_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"restart_workers: 1 \(.*0 in lock-step"):
-        APPOCollector(
-            CountingEnv, make_policy(), frames_per_batch=FRAMES, restart_workers=1, **settings
-        )

@@ -216,6 +216,9 @@ BAD = {
     "no slots": ({"slots": 0}, "slots"),
     "negative lag": ({"max_policy_lag": -1}, "max_policy_lag: -1"),
     "overflow": ({"overflow": "spill"}, "overflow"),
+    "restarts": ({"restart_workers": -1}, r"restart_workers: -1 \(expected at least 0, "),
+    "lockstep": ({"restart_workers": 1, "lockstep": True}, r"restart_workers: 1 .*0 in lock-step"),
+    "inline": ({"restart_workers": 1, "inline": True}, r"restart_workers: 1 .*0 in lock-step"),
 }
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -43,21 +44,19 @@ def _loss(config: APPOConfig, size: int, **normalizers: ObservationNormalizer) -
 
 
 def _trainer(
-    rollouts: int = 5, *, inline: bool = True, collector: object = None, **settings: object
+    rollouts: int = 5,
+    *,
+    inline: bool = True,
+    saved: dict[str, Any] | None = None,
+    **settings: object,
 ) -> APPOTrainer:
     """A trainer of a pendulum, everything seeded."""
-    kwargs = {
-        key: settings.pop(key)
-        for key in ("checkpoint", "save_trainer_file", "save_trainer_interval")
-        if key in settings
-    }
     config = APPOConfig(**{**QUICK, **settings})
     normalizer = ObservationNormalizer(4)
     loss = _loss(config, 4, actor=normalizer)
     scheme = UniLabShmScheme()
     return APPOTrainer(
-        collector=collector
-        or APPOCollector(
+        collector=APPOCollector(
             create_pendulum,
             loss.actor_network,
             frames_per_batch=FRAMES,
@@ -70,10 +69,10 @@ def _trainer(
         total_frames=rollouts * FRAMES,
         config=config,
         normalizers={"observation": normalizer},
-        scheme=None if collector else scheme,
+        scheme=scheme,
         progress_bar=False,
         seed=1,
-        **kwargs,
+        **(saved or {}),
     )
 
 
@@ -294,9 +293,9 @@ def test_one_look_at_the_device_per_rollout_is_all(fused, monkeypatch):
 
 def test_a_checkpoint_brings_loss_and_optimiser_back(tmp_path):
     path = tmp_path / "checkpoint"
-    trainer = _trainer(3, checkpoint=Checkpoint(), save_trainer_file=path)
+    trainer = _trainer(3, saved={"checkpoint": Checkpoint(), "save_trainer_file": path})
     trainer.train()
-    restored = _trainer(3, checkpoint=Checkpoint(), save_trainer_file=path)
+    restored = _trainer(3, saved={"checkpoint": Checkpoint(), "save_trainer_file": path})
     restored.load_from_file(path)
     assert restored.collected_frames == 3 * FRAMES
     assert restored.loss_module.steps == trainer.loss_module.steps == 12

@@ -80,7 +80,6 @@ def test_max_steps_ends_an_episode(run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--width", "63"], "63 x 480 pixels (expected even numbers"),
         (["--camera", "front"], "camera 'front' (expected one of []"),
         (["--camera", "2"], "camera 2 (expected one of []"),
         (["--episodes", "0"], "play: 0 episodes (expected at least 1)"),

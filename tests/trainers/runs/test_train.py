@@ -16,7 +16,6 @@ from tests.support.processes import live_children
 from tests.support.quick import APPO
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.shm import segment
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer, evaluate_run, train_appo
 from torchrl_unilab.trainers.runs.train import child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -173,18 +172,6 @@ def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, 
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert not run_dir.exists()
-
-
-def test_too_small_a_shared_memory_is_refused_before_anything_is_written(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(segment, "free_bytes", lambda kind: 1000)
-    run_dir = tmp_path / "run"
-    arguments = ["--env", "Hopper-v5", "--frames", "10", "--run-dir", str(run_dir)]
-    assert main(["train", "appo", *arguments]) == 2
-    assert "do not fit (expected at most 1000 bytes" in capsys.readouterr().err
-    assert not run_dir.exists()
-    assert not live_children()
 
 
 @pytest.mark.parametrize(
