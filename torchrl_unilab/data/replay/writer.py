@@ -23,6 +23,7 @@ class PackedReplayWriter(SharedStorageWriter):
     buffer that is shared, to a storage of one shard.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> storage = PackedReplayStorage(4)
         >>> writer = PackedReplayWriter()
         >>> writer.register_storage(storage)
