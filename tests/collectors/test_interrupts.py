@@ -14,7 +14,7 @@ from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
 from tests.support.processes import DEADLINE, live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.runtime.workers import WorkerGroup
 
 WORKERS = 3
 TICKS = 6

@@ -24,10 +24,10 @@ from tests.support.processes import (
     wait_for,
 )
 from torchrl_unilab.errors import WorkerError
-from torchrl_unilab.runtime import WorkerGroup
 from torchrl_unilab.runtime import link as link_module
 from torchrl_unilab.runtime import workers as workers_module
 from torchrl_unilab.runtime.link import Link
+from torchrl_unilab.runtime.workers import WorkerGroup
 
 LARGE = 20_000_000
 """Bytes of a message that no pipe holds as a whole."""

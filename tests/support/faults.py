@@ -41,7 +41,7 @@ from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.modules.squashed import SquashedGaussianActor
-from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.shm import SnapshotCell, seqlock
 from torchrl_unilab.shm.rows import Parts, SharedRows
 from torchrl_unilab.shm.segment import named_directory

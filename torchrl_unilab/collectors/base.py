@@ -32,8 +32,9 @@ from torchrl_unilab.collectors.service import (
 )
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.errors import ConfigError, SegmentClosedError
-from torchrl_unilab.runtime import WorkerGroup, trace
+from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 if TYPE_CHECKING:

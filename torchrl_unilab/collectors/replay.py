@@ -98,16 +98,20 @@ class ReplayCollector(WorkerCollector):
         WorkerError: A worker failed, while it started or while a tick was waited for.
 
     Example:
-        >>> collector = ReplayCollector(  # doctest: +SKIP
-        ...     partial(MujocoBatchEnv, "HalfCheetah-v5", num_envs=16, num_threads=1),
-        ...     actor,
-        ...     capacity=1_000_000,
-        ...     frames_per_batch=16,
-        ...     total_frames=1_000_000,
+        >>> from functools import partial
+        >>> from torchrl_unilab.collectors import ReplayCollector
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.modules import make_actor
+        >>> make_env = partial(MujocoBatchEnv, "HalfCheetah-v5", num_envs=8, num_threads=1)
+        >>> collector = ReplayCollector(
+        ...     make_env, make_actor(17, 6), capacity=1000, frames_per_batch=16, total_frames=32
         ... )
-        >>> for _ in collector:  # doctest: +SKIP
-        ...     improve(actor, collector.storage.sample(256))
+        >>> for _ in collector:
+        ...     print(collector.storage.sample(4).shape)  # learn from it, then publish
         ...     collector.update_policy_weights_()
+        torch.Size([4])
+        torch.Size([4])
+        >>> collector.shutdown()
     """
 
     def __init__(

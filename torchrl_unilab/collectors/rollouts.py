@@ -115,15 +115,20 @@ class APPOCollector(WorkerCollector):
         stale: Rollouts dropped because of `max_policy_lag`.
 
     Example:
-        >>> collector = APPOCollector(  # doctest: +SKIP
-        ...     partial(MujocoBatchEnv, "Hopper-v5", num_envs=64, num_threads=1),
-        ...     actor,
-        ...     frames_per_batch=64 * 32,
-        ...     total_frames=1_000_000,
+        >>> from functools import partial
+        >>> from torchrl_unilab.collectors import APPOCollector
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.modules import make_actor
+        >>> make_env = partial(MujocoBatchEnv, "Hopper-v5", num_envs=8, num_threads=1)
+        >>> collector = APPOCollector(
+        ...     make_env, make_actor(11, 3), frames_per_batch=8 * 32, total_frames=2 * 8 * 32
         ... )
-        >>> for rollout in collector:  # doctest: +SKIP
-        ...     improve(actor, rollout)
+        >>> for rollout in collector:
+        ...     print(rollout.shape)  # learn from it, then publish
         ...     collector.update_policy_weights_()
+        torch.Size([8, 32])
+        torch.Size([8, 32])
+        >>> collector.shutdown()
     """
 
     def __init__(

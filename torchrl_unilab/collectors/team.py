@@ -18,7 +18,7 @@ from torchrl import logger as torchrl_logger
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.service import Sink, WorkerService, own_randomness
 from torchrl_unilab.errors import WorkerError
-from torchrl_unilab.runtime import WorkerGroup
+from torchrl_unilab.runtime.workers import WorkerGroup
 
 __all__ = ["WorkerTeam"]
 

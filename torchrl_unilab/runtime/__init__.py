@@ -1,6 +1,5 @@
 """Processes, threads, budgets and traces. Imports no torchrl."""
 
 from torchrl_unilab.runtime.budget import MemoryBudget
-from torchrl_unilab.runtime.workers import WorkerGroup
 
-__all__ = ["MemoryBudget", "WorkerGroup"]
+__all__ = ["MemoryBudget"]

@@ -83,6 +83,8 @@ class MemoryBudget:
         limits: What is free.
 
     Example:
+        >>> from torchrl_unilab.runtime import MemoryBudget
+        >>> from torchrl_unilab.runtime.budget import MemoryItem, MemoryLimit
         >>> budget = MemoryBudget(
         ...     (MemoryItem("replay", "shared", 3 << 20, ("replay_buffer_n",)),),
         ...     (MemoryLimit("memory", 2 << 20, ("shared", "private")),),

@@ -59,6 +59,8 @@ class BlockLayout:
         nbytes: Size of the block, a multiple of 64 and at least 64.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.shm import BlockLayout
         >>> layout = BlockLayout.of({"w": torch.zeros(2, 3), "n": torch.tensor(0)})
         >>> [field.offset for field in layout.fields], layout.nbytes
         ([0, 64], 128)

@@ -77,6 +77,7 @@ class RolloutRing(RingWriter, RingReader):
         SegmentSpaceError: The slots do not fit the memory that is free.
 
     Example:
+        >>> from torchrl_unilab.shm import BlockLayout, RolloutRing
         >>> import torch
         >>> layout = BlockLayout.of({"reward": torch.zeros(2, 3)})
         >>> with RolloutRing(layout, slots=2) as ring:

@@ -46,6 +46,7 @@ class SharedRows(RowReader):
     shards share them, one append at a time. Args as `Shards`.
 
     Example:
+        >>> from torchrl_unilab.shm.segment import SharedSegment
         >>> with SharedSegment(SharedRows.nbytes([2], shards=1, shard_rows=4)) as segment:
         ...     rows = SharedRows(segment, [2], 1, 4, timeout=1.0)
         ...     first = rows.append([torch.ones(3, 2, dtype=torch.int32)])

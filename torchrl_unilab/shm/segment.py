@@ -86,6 +86,7 @@ class SharedSegment:
         SegmentError: The name is taken.
 
     Example:
+        >>> from torchrl_unilab.shm import SharedSegment
         >>> with SharedSegment(128) as segment:
         ...     segment.buffer[:4] = 7
         ...     int(segment.buffer.sum())

@@ -116,6 +116,9 @@ class SnapshotCell:
         SegmentSpaceError: It does not fit shared memory; nothing was allocated.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.shm import SnapshotCell
+        >>> from torchrl_unilab.shm.seqlock import Snapshot
         >>> cell = SnapshotCell({"w": torch.zeros(3)})
         >>> cell.publish([torch.ones(3)])
         1

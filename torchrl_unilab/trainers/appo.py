@@ -52,6 +52,27 @@ class APPOTrainer(Trainer):
         lag: The hook that follows the policy lag, if there is a scheme.
         busy_time: The hook that measures the learner's waiting.
         pool: The rollouts that are learnt from.
+
+    Example:
+        >>> from functools import partial
+        >>> from torchrl_unilab.collectors import APPOCollector
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.trainers import APPOConfig, APPOTrainer, build_learner
+        >>> config = APPOConfig(num_envs=8, num_steps=16)
+        >>> make_env = partial(MujocoBatchEnv, "InvertedPendulum-v5", 8, num_threads=1)
+        >>> learner = build_learner(make_env(), config)
+        >>> collector = APPOCollector(make_env, learner.actor, frames_per_batch=8 * 16)
+        >>> trainer = APPOTrainer(
+        ...     collector=collector,
+        ...     loss_module=learner.loss,
+        ...     total_frames=1024,
+        ...     config=config,
+        ...     normalizers=learner.normalizers,
+        ...     progress_bar=False,
+        ... )
+        >>> trainer.train()  # ends the collector
+        >>> trainer.collected_frames
+        1024
     """
 
     def __init__(

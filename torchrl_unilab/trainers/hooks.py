@@ -86,7 +86,16 @@ class PublishWeights(Hook):
         ConfigError: `every` is not positive, or `unit` is not one of the two.
 
     Example:
-        >>> PublishWeights(collector).register(trainer)  # doctest: +SKIP
+        >>> from torchrl.collectors import Collector
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.modules import make_actor
+        >>> from torchrl_unilab.trainers import PublishWeights
+        >>> env = MujocoBatchEnv("Hopper-v5", 2, num_threads=1)
+        >>> collector = Collector(
+        ...     env, make_actor(11, 3), frames_per_batch=8, auto_register_policy_transforms=False
+        ... )
+        >>> publish = PublishWeights(collector, every=2)  # then publish.register(trainer)
+        >>> collector.shutdown()
     """
 
     name = "publish_weights"

@@ -38,6 +38,7 @@ def replay_buffer_ready_for_learning(
     """Return whether a replay of so many rows suffices for the first update.
 
     Example:
+        >>> from torchrl_unilab.trainers import replay_buffer_ready_for_learning
         >>> replay_buffer_ready_for_learning(
         ...     255, batch_size=256, learning_starts=0, num_envs=16)
         False
@@ -61,6 +62,7 @@ def build_reward_comparison_metrics(
         ``mean_ep100``, or nothing before the first mean.
 
     Example:
+        >>> from torchrl_unilab.trainers import build_reward_comparison_metrics
         >>> build_reward_comparison_metrics([1.5, 2.0], 7.0)
         {'mean_ep100': 2.0}
         >>> build_reward_comparison_metrics([], 7.0)
@@ -128,6 +130,35 @@ class OffPolicyTrainer(Trainer):
 
     Raises:
         ConfigError: The replay holds less than the first update needs.
+
+    Example:
+        >>> from functools import partial
+        >>> from torchrl_unilab.collectors import ReplayCollector
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.trainers import OffPolicyConfig, OffPolicyTrainer, build_learner
+        >>> config = OffPolicyConfig.for_task("InvertedPendulum-v5", "sac", num_envs=8)
+        >>> make_env = partial(MujocoBatchEnv, "InvertedPendulum-v5", 8, num_threads=1)
+        >>> learner = build_learner(make_env(), config)
+        >>> collector = ReplayCollector(
+        ...     make_env,
+        ...     learner.actor,
+        ...     capacity=1000,
+        ...     frames_per_batch=config.frames_per_tick,
+        ...     init_random_frames=100,
+        ...     inline=True,
+        ... )
+        >>> trainer = OffPolicyTrainer(
+        ...     collector=collector,
+        ...     loss_module=learner.loss,
+        ...     total_frames=200,
+        ...     config=config,
+        ...     normalizers=learner.normalizers,
+        ...     progress_bar=False,
+        ... )
+        >>> trainer.train()  # ends the collector
+        >>> trainer.collected_frames
+        200
+        >>> trainer.close()
     """
 
     def __init__(

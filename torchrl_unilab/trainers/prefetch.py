@@ -42,11 +42,15 @@ class PrefetchReplay(TrainerHookBase):
         ticks: Large batches drawn.
 
     Example:
-        >>> from torchrl_unilab.data import DoubleBufferReplayPipeline
-        >>> with DoubleBufferReplayPipeline(
-        ...     storage, sample_count=8 * 256) as pipeline:  # doctest: +SKIP
-        ...     PrefetchReplay(pipeline, minibatches=8).register(trainer)
-        ...     trainer.train()
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
+        >>> from torchrl_unilab.trainers import PrefetchReplay
+        >>> storage = PackedReplayStorage(100, example=TensorDict({"reward": torch.zeros(1)}))
+        >>> with DoubleBufferReplayPipeline(storage, sample_count=8 * 256) as pipeline:
+        ...     prefetch = PrefetchReplay(pipeline, minibatches=8)
+        ...     # prefetch.register(trainer); trainer.train()
+        >>> storage.close()
     """
 
     def __init__(self, pipeline: DoubleBufferReplayPipeline, minibatches: int) -> None:

@@ -87,6 +87,21 @@ class LogPolicyLag(_Report):
 
     Attributes:
         histogram: How many batches were that many versions behind.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.modules import make_actor
+        >>> from torchrl_unilab.trainers import LogPolicyLag
+        >>> from torchrl_unilab.weight_update import UniLabShmScheme
+        >>> scheme = UniLabShmScheme()  # a collector does what follows with it
+        >>> devices = [torch.device("cpu")]
+        >>> scheme.init_on_sender(model_id="policy", model=make_actor(11, 3), devices=devices)
+        >>> lag = LogPolicyLag(scheme)  # then lag.register(trainer)
+        >>> batch = TensorDict({"next": {"policy_version": torch.zeros(4, 1)}}, [4])
+        >>> lag(batch)["policy_lag"]
+        0.0
+        >>> scheme.shutdown()
     """
 
     name = "policy_lag"
@@ -202,6 +217,20 @@ class EpisodeReturns(LearningCurve):
 
     Args:
         window: How many finished episodes the mean is over.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.trainers import EpisodeReturns
+        >>> done = torch.tensor([[False], [False], [True]])
+        >>> batch = TensorDict(
+        ...     {
+        ...         "collector": {"traj_ids": torch.zeros(3, dtype=torch.int64)},
+        ...         "next": {"reward": torch.ones(3, 1), "done": done},
+        ...     }
+        ... ).auto_batch_size_(1)
+        >>> EpisodeReturns(window=10).measure(batch)
+        {'return': 3.0, 'episode_length': 3.0}
     """
 
     def __init__(self, window: int = 64) -> None:

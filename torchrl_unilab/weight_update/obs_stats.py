@@ -24,6 +24,8 @@ class SharedObsNormStats:
         name: Name to attach by from an unrelated process.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.weight_update import SharedObsNormStats
         >>> stats = SharedObsNormStats(2)
         >>> stats.get() is None
         True

@@ -67,15 +67,23 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         ConfigError: `pull`, `slots` or `first_version` is not one of the above.
 
     Example:
+        >>> from functools import partial
         >>> from torchrl.collectors import MultiSyncCollector
-        >>> collector = MultiSyncCollector(  # doctest: +SKIP
-        ...     [make_env] * 2,
-        ...     policy,
-        ...     frames_per_batch=200,
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.modules import make_actor
+        >>> from torchrl_unilab.weight_update import UniLabShmScheme
+        >>> scheme = UniLabShmScheme()
+        >>> collector = MultiSyncCollector(
+        ...     [partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1)] * 2,
+        ...     make_actor(11, 3),
+        ...     frames_per_batch=8,
         ...     total_frames=-1,
-        ...     weight_sync_schemes={"policy": UniLabShmScheme()},
+        ...     weight_sync_schemes={"policy": scheme},
         ... )
-        >>> collector.update_policy_weights_()  # doctest: +SKIP
+        >>> collector.update_policy_weights_()
+        >>> scheme.version
+        1
+        >>> collector.shutdown()
     """
 
     def __init__(

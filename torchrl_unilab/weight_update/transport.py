@@ -106,6 +106,9 @@ class UniLabShmTransport:
         SegmentSpaceError: The cells do not fit shared memory.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.weight_update import UniLabShmTransport
         >>> weights = TensorDict(w=torch.zeros(2))
         >>> transport = UniLabShmTransport({0: weights, 1: weights})
         >>> transport.send_weights(TensorDict(w=torch.ones(2)))

@@ -114,7 +114,8 @@ def test_a_file_that_is_not_whole_is_refused_and_the_rows_stay(tmp_path, kept):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("floors", [-3]), ("heads", [10**9]), ("starts", [5]), ("bases", [])]
+    ("key", "value"),
+    [("floors", [-3]), ("heads", [10**9]), ("starts", [5]), ("bases", []), ("origins", [-1])],
 )
 def test_a_header_that_lies_is_refused_and_the_rows_stay(tmp_path, key, value):
     with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
@@ -212,8 +213,9 @@ def test_writers_do_not_wait_while_a_replay_is_saved(tmp_path, monkeypatch):
 def test_memory_stays_flat_while_a_replay_is_saved_and_loaded(tmp_path):
     rows = 200_000
     with PackedReplayStorage(rows) as one, PackedReplayStorage(rows) as other:
+        block = transitions(rows // 20)
         for _ in range(20):
-            one.append(transitions(rows // 20))
+            one.append(block)
         other.append(transitions(10))
         private = psutil.Process().memory_full_info().uss
         tracemalloc.start()

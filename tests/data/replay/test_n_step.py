@@ -128,14 +128,6 @@ def test_environments_that_look_the_same_are_not_mixed_up():
         assert get_all(storage)["next", "reward"].flatten().tolist() == [4, 40, 3, 30, 2, 20, 1, 10]
 
 
-def test_n_steps_need_a_reward_and_an_end():
-    with (
-        PackedReplayStorage(10, n_step=2) as storage,
-        pytest.raises(LayoutKeyError, match=r"next\.done"),
-    ):
-        storage.append(transitions(3).exclude(("next", "done")))
-
-
 def test_rollouts_and_steps_give_the_same_returns():
     rows = steps(3, 8, seed=2, episode=0.2)
     with (
@@ -183,26 +175,26 @@ def test_a_successor_that_is_overwritten_is_never_returned():
             assert wrong_chain(storage.sample(50, seed=t), 7, 3) == 0
 
 
-def test_a_rewritten_row_follows_none_and_is_followed_by_none():
+def rewrite(storage: PackedReplayStorage) -> None:
+    storage[torch.tensor([2, 3])] = torch.cat(steps(1, 2, seed=5))
+
+
+def die_while_rewriting(storage: PackedReplayStorage) -> None:
+    def die() -> None:
+        strike_at(storage.rows, STEPS_TO_HALF_A_REWRITE, kill_self)
+        rewrite(storage)
+
+    with forked(die) as child:
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("write", [rewrite, die_while_rewriting])
+def test_a_rewritten_row_follows_none_and_is_followed_by_none(write):
     with PackedReplayStorage(10, n_step=3) as storage:
         for row in steps(1, 6):
             storage.add(row)
-        storage[torch.tensor([2, 3])] = torch.cat(steps(1, 2, seed=5))
 
-        assert get_all(storage)["steps_to_next_obs"].tolist() == [2, 1, 1, 1, 2, 1]
-
-
-def test_rows_of_a_killed_rewrite_follow_none_and_are_followed_by_none():
-    with PackedReplayStorage(10, n_step=3) as storage:
-        for row in steps(1, 6):
-            storage.add(row)
-
-        def die() -> None:
-            strike_at(storage.rows, STEPS_TO_HALF_A_REWRITE, kill_self)
-            storage[torch.tensor([2, 3])] = torch.cat(steps(1, 2, seed=5))
-
-        with forked(die) as child:
-            os.waitpid(child, 0)
+        write(storage)
 
         assert get_all(storage)["steps_to_next_obs"].tolist() == [2, 1, 1, 1, 2, 1]
 
@@ -226,12 +218,18 @@ def test_which_observations_are_compared_can_be_said(keys):
         assert get_all(storage)["steps_to_next_obs"].tolist() == [6, 5, 4, 3, 2, 1]
 
 
-def test_observations_that_are_not_observed_again_are_refused():
+@pytest.mark.parametrize(
+    ("without", "keys", "named"),
+    [(("next", "done"), None, r"next\.done"), (None, ["action"], "action")],
+    ids=["end", "next observation"],
+)
+def test_rows_without_what_n_steps_need_are_refused_by_its_name(without, keys, named):
+    rows = transitions(6) if without is None else transitions(6).exclude(without)
     with (
-        PackedReplayStorage(64, n_step=2, observation_keys=["action"]) as storage,
-        pytest.raises(LayoutKeyError, match="action"),
+        PackedReplayStorage(64, n_step=2, observation_keys=keys) as storage,
+        pytest.raises(LayoutKeyError, match=named),
     ):
-        storage.append(transitions(6))
+        storage.append(rows)
 
 
 @given(

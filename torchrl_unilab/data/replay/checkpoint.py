@@ -83,7 +83,8 @@ def load_rows(
         other = {key: header[key] for key in mine if header[key] != mine[key]}
         numbers = zip(*(header[key] for key in ("bases", "floors", "heads", "starts")), strict=True)
         shards = [(base, floor - base, head - base, start) for base, floor, head, start in numbers]
-        origins = [*map(int, header.get("origins", header["bases"]))]
+        saved = header.get("origins", header["bases"])
+        origins = [int(origin) for _, origin in zip(shards, saved, strict=True)]
     except (KeyError, TypeError, ValueError, LayoutError) as error:
         raise CheckpointError(
             f"cannot load rows: unknown header {str(header)[:200]} (expected one that this version "
@@ -95,20 +96,16 @@ def load_rows(
             "Load into a storage made like the one that was saved."
         )
     size = storage.max_size // storage.writers
-    for base, floor, head, start in shards:
+    for (base, floor, head, start), origin in zip(shards, origins, strict=True):
         if not (
             0 <= floor <= head <= floor + size
             and (floor == head or 0 <= start + base + floor <= start + base + head <= count)
+            and 0 <= origin < 1 << 62
         ):
             raise CheckpointError(
                 f"cannot load rows: rows {floor} to {head} of a shard (expected at most {size}, "
                 f"of {count} in the file). Load another checkpoint."
             )
-    if len(origins) != len(shards) or not all(0 <= origin < 1 << 62 for origin in origins):
-        raise CheckpointError(
-            f"cannot load rows: origins {origins} (expected {len(shards)} numbers). Load another "
-            "checkpoint."
-        )
     storage.initialize(schema)
     window = Window(tuple(s[1] for s in shards), tuple(s[2] for s in shards))
 

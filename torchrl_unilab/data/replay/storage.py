@@ -73,6 +73,9 @@ class PackedReplayStorage(SharedReplay):
             rows are known.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.data import PackedReplayStorage
         >>> from torchrl.data import ReplayBuffer
         >>> from torchrl_unilab.data import PackedReplayWriter
         >>> storage = PackedReplayStorage(1000)

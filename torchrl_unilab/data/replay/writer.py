@@ -23,6 +23,9 @@ class PackedReplayWriter(SharedStorageWriter):
     buffer that is shared, to a storage of one shard.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
+        >>> from tensordict import TensorDict
         >>> storage = PackedReplayStorage(4)
         >>> writer = PackedReplayWriter()
         >>> writer.register_storage(storage)

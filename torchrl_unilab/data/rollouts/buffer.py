@@ -31,6 +31,9 @@ class RolloutRingWriter(SharedStorageWriter):
     holds until the reader takes some out.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.data import RolloutRingStorage, RolloutRingWriter
         >>> storage = RolloutRingStorage(4)
         >>> writer = RolloutRingWriter()
         >>> writer.register_storage(storage)
@@ -95,13 +98,16 @@ class RolloutRingSampler(RolloutSampler):
         ConfigError: `take` is neither.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.data import RolloutReplayBuffer, RolloutRingSampler, RolloutRingStorage
         >>> storage = RolloutRingStorage(4)
         >>> sampler = RolloutRingSampler(take="newest")
         >>> rb = RolloutReplayBuffer(storage=storage, sampler=sampler, batch_size=1)
         >>> for reward in (1.0, 2.0):
         ...     _ = rb.extend(TensorDict({"reward": torch.full((2, 3), reward)}, [2, 3]))
         >>> rb.sample()["reward"].unique().tolist(), storage.skipped
-        ([2.0], 1)
+        ([2.0], (1,))
         >>> storage.close()
     """
 
@@ -183,6 +189,9 @@ class RolloutReplayBuffer(TensorDictReplayBuffer):
         **settings: As for `TensorDictReplayBuffer`.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.data import RolloutReplayBuffer, RolloutRingStorage
         >>> rb = RolloutReplayBuffer(storage=RolloutRingStorage(4), batch_size=1)
         >>> rb.extend(TensorDict({"reward": torch.ones(2, 3)}, [2, 3]))
         tensor([0])

@@ -35,6 +35,8 @@ class RolloutPool:
         ConfigError: `size` is out of range.
 
     Example:
+        >>> import torch
+        >>> from torchrl_unilab.data import RolloutPool
         >>> from tensordict import TensorDict
         >>> pool = RolloutPool(2)
         >>> for reward in (1.0, 2.0, 3.0):

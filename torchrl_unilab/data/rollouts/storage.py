@@ -70,6 +70,9 @@ class RolloutRingStorage(SharedRollouts):
         SegmentSpaceError: The slots do not fit the memory that is free.
 
     Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.data import RolloutRingStorage
         >>> from torchrl.data import ReplayBuffer
         >>> from torchrl_unilab.data import RolloutRingSampler, RolloutRingWriter
         >>> storage = RolloutRingStorage(4)

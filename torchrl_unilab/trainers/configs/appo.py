@@ -32,6 +32,7 @@ class APPOConfig(Settings):
         ConfigError: A setting cannot work.
 
     Example:
+        >>> from torchrl_unilab.trainers import APPOConfig
         >>> APPOConfig.for_task("Hopper-v5", num_envs=32).num_steps
         32
     """

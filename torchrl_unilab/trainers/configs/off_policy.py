@@ -39,6 +39,7 @@ def compute_train_start_threshold(batch_size: int, learning_starts: int, num_env
         num_envs: Environments.
 
     Example:
+        >>> from torchrl_unilab.trainers import compute_train_start_threshold
         >>> compute_train_start_threshold(256, 100, 16)
         1600
     """
@@ -56,6 +57,7 @@ class OffPolicyConfig(Settings):
         ConfigError: A setting cannot work.
 
     Example:
+        >>> from torchrl_unilab.trainers import OffPolicyConfig
         >>> OffPolicyConfig.for_task("HalfCheetah-v5", "td3", num_envs=8).policy_frequency
         2
     """

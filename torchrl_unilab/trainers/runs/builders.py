@@ -327,6 +327,15 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
     Raises:
         ConfigError: The environment does not observe what the networks read; names what it
             does.
+
+    Example:
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.trainers import APPOConfig, build_learner
+        >>> env = MujocoBatchEnv("Hopper-v5", num_envs=2, num_threads=1)
+        >>> learner = build_learner(env, APPOConfig.for_task("Hopper-v5"))
+        >>> env.close()
+        >>> sorted(learner.normalizers), type(learner.loss).__name__
+        (['observation'], 'APPOLoss')
     """
     return ALGORITHMS[config.algorithm].learner(env, config)
 
@@ -356,6 +365,7 @@ def plan_run(env: str, config: Config) -> RunBudget:
         ValueError: Unknown task (lists what exists).
 
     Example:
+        >>> from torchrl_unilab.trainers import APPOConfig, plan_run
         >>> budget = plan_run("HalfCheetah-v5", APPOConfig())
         >>> [item.name for item in budget.memory.items][0]
         'rollout ring'

@@ -131,6 +131,8 @@ class RunCheckpoints(CheckpointRotation):
         ConfigError: `keep` or `interval` is no integer of at least 1.
 
     Example:
+        >>> from torchrl_unilab.trainers import RunCheckpoints
+        >>> from torchrl_unilab.trainers.runs.checkpoint import run_checkpoint
         >>> import tempfile
         >>> import torch
         >>> checkpoints = RunCheckpoints(tempfile.mkdtemp(), keep=2)

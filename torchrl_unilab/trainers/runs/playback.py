@@ -62,6 +62,12 @@ def play_run(
     Raises:
         ConfigError: A setting is wrong, there is no run with a checkpoint in `run_dir`,
             PyAV is missing or OpenGL cannot draw here. No file is written then.
+
+    Example:
+        >>> from torchrl_unilab.trainers import play_run, train_appo
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="a_run", progress_bar=False)
+        >>> play_run("a_run", "a_run/first.mp4", max_steps=5)["episodes"]
+        1
     """
     if episodes < 1:
         raise ConfigError(f"play: {episodes} episodes (expected at least 1). Use for example 1.")

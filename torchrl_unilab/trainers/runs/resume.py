@@ -53,6 +53,12 @@ def resume_run(
         ConfigError: It is of another run than the directory
             or `settings` say, or nothing is left to collect. The directory is as it was.
         ValueError: Unknown task (lists what exists).
+
+    Example:
+        >>> from torchrl_unilab.trainers import resume_run, train_appo
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="a_run", progress_bar=False)
+        >>> resume_run("a_run", frames=2048, progress_bar=False)["frames"]
+        2048
     """
     path = Path(run_dir)
     saved = RunCheckpoints(path / CHECKPOINT).newest()

@@ -120,6 +120,12 @@ def evaluate_run(
 
     Raises:
         CheckpointError: There is no run with a checkpoint in `run_dir`.
+
+    Example:
+        >>> from torchrl_unilab.trainers import evaluate_run, train_appo
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="a_run", progress_bar=False)
+        >>> evaluate_run("a_run", episodes=3)["episodes"]
+        3
     """
     run = load_run(run_dir, "evaluate", num_envs=episodes, num_threads=available_cores())
     run.env.set_seed(seed)
@@ -148,6 +154,15 @@ def evaluate(
     Returns:
         The return of each environment's first episode, float64, [N] ([1] for batch
         size []).
+
+    Example:
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.modules import make_actor
+        >>> from torchrl_unilab.trainers import evaluate
+        >>> env = MujocoBatchEnv("InvertedPendulum-v5", num_envs=3, num_threads=1, seed=0)
+        >>> evaluate(env, make_actor(4, 1)).shape
+        torch.Size([3])
+        >>> env.close()
     """
     returns = torch.zeros(env.batch_size.numel(), dtype=torch.float64)
     running = torch.ones_like(returns, dtype=torch.bool)

@@ -81,6 +81,12 @@ def train_appo(
         ConfigError: The run directory is not empty, a setting cannot work, or the run does
             not fit the memory that is free (names the largest item).
         ValueError: Unknown task (lists what exists).
+
+    Example:
+        >>> from torchrl_unilab.trainers import train_appo
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="a_run", progress_bar=False)
+        >>> run["frames"], run["final_return"] > 1
+        (1024, True)
     """
     run = RunConfig(env, frames, seed, **options)
     config = config or APPOConfig.for_task(env)
@@ -101,6 +107,15 @@ def train_off_policy(
     """Train by SAC or TD3, as `config` says, and leave in `run_dir` what `train_appo` does.
 
     Arguments, result and errors are those of `train_appo`.
+
+    Example:
+        >>> from torchrl_unilab.trainers import OffPolicyConfig, train_off_policy
+        >>> config = OffPolicyConfig.for_task("InvertedPendulum-v5", "td3", learner_threads=1)
+        >>> run = train_off_policy(
+        ...     "InvertedPendulum-v5", frames=600, run_dir="a_run", config=config, progress_bar=False
+        ... )
+        >>> run["frames"], run["optim_steps"] > 0
+        (600, True)
     """
     run = RunConfig(env, frames, seed, **options)
     config = config or OffPolicyConfig.for_task(env)
