@@ -1,5 +1,6 @@
 """Processes, threads, budgets and traces. Imports no torchrl."""
 
 from torchrl_unilab.runtime.budget import MemoryBudget
+from torchrl_unilab.runtime.workers import WorkerGroup
 
-__all__ = ["MemoryBudget"]
+__all__ = ["MemoryBudget", "WorkerGroup"]

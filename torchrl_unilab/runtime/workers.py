@@ -84,6 +84,13 @@ class WorkerGroup:
 
     Attributes:
         started: What each worker said when it was ready.
+
+    Example:
+        >>> from torchrl_unilab.runtime import WorkerGroup
+        >>> from torchrl_unilab.runtime.link import Link
+        >>> with WorkerGroup(Link.ready, [("hello",)]) as group:  # runs Link.ready(link, "hello")
+        ...     group.started
+        ['hello']
     """
 
     def __init__(

@@ -100,7 +100,8 @@ class RolloutRingSampler(RolloutSampler):
     Example:
         >>> import torch
         >>> from tensordict import TensorDict
-        >>> from torchrl_unilab.data import RolloutReplayBuffer, RolloutRingSampler, RolloutRingStorage
+        >>> from torchrl_unilab.data import RolloutReplayBuffer, RolloutRingStorage
+        >>> from torchrl_unilab.data import RolloutRingSampler
         >>> storage = RolloutRingStorage(4)
         >>> sampler = RolloutRingSampler(take="newest")
         >>> rb = RolloutReplayBuffer(storage=storage, sampler=sampler, batch_size=1)

@@ -65,8 +65,8 @@ def play_run(
 
     Example:
         >>> from torchrl_unilab.trainers import play_run, train_appo
-        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="a_run", progress_bar=False)
-        >>> play_run("a_run", "a_run/first.mp4", max_steps=5)["episodes"]
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
+        >>> play_run("run", "run/first.mp4", max_steps=5)["episodes"]
         1
     """
     if episodes < 1:

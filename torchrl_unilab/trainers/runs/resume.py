@@ -56,8 +56,8 @@ def resume_run(
 
     Example:
         >>> from torchrl_unilab.trainers import resume_run, train_appo
-        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="a_run", progress_bar=False)
-        >>> resume_run("a_run", frames=2048, progress_bar=False)["frames"]
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
+        >>> resume_run("run", frames=2048, progress_bar=False)["frames"]
         2048
     """
     path = Path(run_dir)

@@ -123,8 +123,8 @@ def evaluate_run(
 
     Example:
         >>> from torchrl_unilab.trainers import evaluate_run, train_appo
-        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="a_run", progress_bar=False)
-        >>> evaluate_run("a_run", episodes=3)["episodes"]
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
+        >>> evaluate_run("run", episodes=3)["episodes"]
         3
     """
     run = load_run(run_dir, "evaluate", num_envs=episodes, num_threads=available_cores())

@@ -84,7 +84,7 @@ def train_appo(
 
     Example:
         >>> from torchrl_unilab.trainers import train_appo
-        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="a_run", progress_bar=False)
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
         >>> run["frames"], run["final_return"] > 1
         (1024, True)
     """
@@ -112,7 +112,7 @@ def train_off_policy(
         >>> from torchrl_unilab.trainers import OffPolicyConfig, train_off_policy
         >>> config = OffPolicyConfig.for_task("InvertedPendulum-v5", "td3", learner_threads=1)
         >>> run = train_off_policy(
-        ...     "InvertedPendulum-v5", frames=600, run_dir="a_run", config=config, progress_bar=False
+        ...     "InvertedPendulum-v5", frames=600, run_dir="run", config=config, progress_bar=False
         ... )
         >>> run["frames"], run["optim_steps"] > 0
         (600, True)
