@@ -7,6 +7,7 @@ line leaves no lock behind. `SharedRows` holds one per shard while it writes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -42,8 +43,12 @@ def thread_lock(segment: SharedSegment) -> Any:
     """
     status = os.fstat(segment.descriptor)
     key = (os.getpid(), status.st_dev, status.st_ino)
-    with _table:
+    try:
+        _table.acquire()
         return _thread_locks.setdefault(key, threading.RLock())
+    finally:  # also where an interrupt comes right after the lock was acquired
+        with contextlib.suppress(RuntimeError):
+            _table.release()
 
 
 def _forked() -> None:
