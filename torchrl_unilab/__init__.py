@@ -5,8 +5,8 @@ the sub-packages that mirror TorchRL's. Importing this package starts nothing an
 
 Example:
     >>> import torchrl_unilab
-    >>> torchrl_unilab.APPOConfig.for_task("Hopper-v5").num_steps
-    32
+    >>> torchrl_unilab.APPOConfig.for_task("Hopper-v5").epochs
+    10
 """
 
 from __future__ import annotations

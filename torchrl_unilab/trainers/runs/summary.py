@@ -10,8 +10,6 @@ import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 
@@ -91,6 +89,10 @@ def plot_returns(path: Path, title: str, curve: Sequence[tuple[float, int, float
         title: Above the picture.
         curve: (seconds, frames, mean return).
     """
+    # Imported here: it takes a second, and neither workers nor `--help` draw.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2, sharey=True)
