@@ -255,8 +255,6 @@ class MujocoBatchEnv(EnvBase):
             >>> other.restore(one.snapshot())
             >>> bool((one.step(action.clone()) == other.step(action.clone())).all())
             True
-            >>> one.close(), other.close()
-            (None, None)
         """
         return self._state.state_dict()
 
@@ -265,8 +263,7 @@ class MujocoBatchEnv(EnvBase):
 
         Raises:
             RuntimeError: if the environment is closed.
-            ValueError: if it is of another task or number of simulations. Nothing has
-                changed then.
+            ValueError: if it is of another task or number of simulations. Nothing has changed then.
         """
         self._state.load_state_dict(snapshot)
         self._mark()

@@ -1,10 +1,9 @@
 """Worker processes: started with a handshake, watched by their sentinels, stopped in order.
 
-A worker runs ``target(link, *args)``. Its `Link` is a pipe to the parent: the parent asks,
-the worker answers; the worker's end also shows when the parent is gone, however it went.
-What a worker raises is relayed with its traceback and raised in the parent as a
-`WorkerError`; a worker that is killed is named with its signal as soon as it is dead, and
-one that is stopped within a second.
+A worker runs ``target(link, *args)``. Its `Link` is a pipe to the parent: the parent asks, the
+worker answers; the worker's end also shows when the parent is gone. What a worker raises is raised
+in the parent as a `WorkerError`, with its traceback; a worker that is killed is named with its
+signal as soon as it is dead, and one that is stopped within a second.
 
 Workers start as multiprocessing's start method says, which TorchRL sets to ``"spawn"``. With
 ``"forkserver"``, and `torchrl_unilab.trainers` among what it preloads, they start in
@@ -88,7 +87,7 @@ class WorkerGroup:
     Example:
         >>> from torchrl_unilab.runtime import WorkerGroup
         >>> from torchrl_unilab.runtime.link import Link
-        >>> with WorkerGroup(Link.ready, [("hello",)]) as group:  # runs Link.ready(link, "hello")
+        >>> with WorkerGroup(Link.ready, [("hello",)]) as group:
         ...     group.started
         ['hello']
     """
