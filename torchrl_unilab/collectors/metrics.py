@@ -86,6 +86,8 @@ class EpisodeLog:
 
     Args:
         num_envs: Environments.
+        limit: Steps that the time limit gives to whole episodes. One that ends sooner without
+            a terminal state was cut, as staggered first episodes are, and does not count.
 
     Attributes:
         episodes: Episodes finished so far.
@@ -99,8 +101,9 @@ class EpisodeLog:
         [2.0, 2.0, 0.0]
     """
 
-    def __init__(self, num_envs: int) -> None:
+    def __init__(self, num_envs: int, limit: int = 0) -> None:
         self.episodes = 0
+        self._limit = limit
         self.last: NDArray[np.float64] = np.zeros((WINDOW, 3))
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
@@ -139,8 +142,9 @@ class EpisodeLog:
         for step, env in np.argwhere(done.T):
             total = self._returns[env] + sums[env, step] - summed[env]
             length = self._lengths[env] + step + 1 - counted[env]
-            self.last[self.episodes % WINDOW] = total, length, terminated[env, step]
-            self.episodes += 1
+            if terminated[env, step] or length >= self._limit:
+                self.last[self.episodes % WINDOW] = total, length, terminated[env, step]
+                self.episodes += 1
             self._returns[env] = self._lengths[env] = 0
             summed[env], counted[env] = sums[env, step], step + 1
         self._returns += sums[:, -1] - summed

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, PhaseClock
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -108,12 +109,13 @@ class RolloutWorker:
         self.clock = PhaseClock()
         self.num_envs = env.batch_size.numel()
         self.next_trajectory = worker
-        self.log = EpisodeLog(self.num_envs)
         self._stride = workers
         self._carrier: TensorDictBase | None = None
         base = env
         while isinstance(base, TransformedEnv):
             base = base.base_env
+        limit = base.max_episode_steps if isinstance(base, MujocoBatchEnv) else 0
+        self.log = EpisodeLog(self.num_envs, limit)
         self._simulation = next(iter(_snapshotting(base)), None)
         self._modules = [found for part in policy.modules() for found in _snapshotting(part)]
 

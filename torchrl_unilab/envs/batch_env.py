@@ -68,6 +68,8 @@ class MujocoBatchEnv(EnvBase):
         with_reward_terms: whether steps also return the parts of the reward.
         randomization: how the simulations' models differ; by default as the task
             says, and not at all if empty. Follows from the seed.
+        stagger: whether the first episodes have limits drawn at random, up to the limit,
+            so that the simulations' episodes do not all end in the same step.
         from_pixels: whether resets and steps also return a picture of each simulation
             under ``pixels``, ``(n, render_height, render_width, 3)`` uint8.
         pixels_only: whether ``pixels`` then replace the observations, as in ``GymEnv``.
@@ -122,6 +124,7 @@ class MujocoBatchEnv(EnvBase):
         dtype: torch.dtype = torch.float32,
         with_reward_terms: bool = False,
         randomization: Sequence[Randomize] | None = None,
+        stagger: bool = False,
         from_pixels: bool = False,
         pixels_only: bool = True,
         render_width: int = 320,
@@ -137,7 +140,9 @@ class MujocoBatchEnv(EnvBase):
                 f"MujocoBatchEnv: dtype is {dtype} (expected torch.float32 or "
                 "torch.float64). Cast the outputs to other types."
             )
-        state = EnvState(task, num_envs, num_threads, max_episode_steps, randomization)
+        state = EnvState(
+            task, num_envs, num_threads, max_episode_steps, randomization, stagger=stagger
+        )
         super().__init__(device="cpu" if device is None else device, batch_size=[num_envs])
         self._state = state
         self.task = task

@@ -34,6 +34,8 @@ class EnvState:
         num_threads: physics threads; None for one per CPU but the learner's.
         max_episode_steps: steps after which an episode is truncated; None as the task says.
         randomization: how the models differ; None as the task says.
+        stagger: whether the first episodes after a seed have limits of their own, drawn
+            between 1 and the limit, so that simulations are not in step with each other.
 
     Attributes:
         episodes: how far each is.
@@ -56,6 +58,8 @@ class EnvState:
         num_threads: int | None,
         max_episode_steps: int | None,
         randomization: Sequence[Randomize] | None,
+        *,
+        stagger: bool = False,
     ) -> None:
         if num_threads is None:
             num_threads = plan_threads(available_cores()).physics_threads
@@ -69,6 +73,7 @@ class EnvState:
         self.randomizer = self._physics.randomizer
         self.dt = float(self._physics.batch.model.opt.timestep * task.frame_skip)
         self.episodes = Episodes(num_envs, limit)
+        self._stagger = stagger
         self.reward_terms: dict[str, NDArray[Any]] = {}
         self.clears_terms = False
         self.info: dict[str, NDArray[Any]] = {}
@@ -104,6 +109,7 @@ class EnvState:
             np.random.default_rng(None if seed is None else seed + i) for i in range(len(self))
         ]
         self.randomizer.seed(self._rngs)
+        self._to_stagger = np.full(len(self), self._stagger)
 
     def control_range(self) -> Array:
         """Return the least and the greatest controls, ``(2, nu)``.
@@ -178,6 +184,11 @@ class EnvState:
         states = [self.task.initial_state(self._rngs[i], *physics.start) for i in ids]
         self._draw_commands(ids)
         self._place(ids, *(np.array(part) for part in zip(*states, strict=True)))
+        first = ids[self._to_stagger[ids]]
+        if len(first):
+            limit = self.episodes.limit
+            self.episodes.start(first, np.array([self._rngs[i].integers(limit) for i in first]))
+            self._to_stagger[first] = False
         self.count("reset", start)
 
     def set_state(self, qpos: ArrayLike, qvel: ArrayLike, ids: ArrayLike | None) -> Ids:
@@ -209,6 +220,7 @@ class EnvState:
         return {
             **self.physics.state_dict(),
             "episodes": self.episodes.state_dict(),
+            "to_stagger": self._to_stagger.copy(),
             "reward_terms": {name: term.copy() for name, term in self.reward_terms.items()},
             "num_diverged": self.num_diverged,
             "generators": [rng.bit_generator.state for rng in self._rngs],
@@ -222,6 +234,7 @@ class EnvState:
         """
         self.physics.load_state_dict(state)
         self.episodes.load_state_dict(state["episodes"])
+        self._to_stagger[...] = state["to_stagger"]
         self.reward_terms = {name: term.copy() for name, term in state["reward_terms"].items()}
         self.num_diverged = state["num_diverged"]
         for rng, generator in zip(self._rngs, state["generators"], strict=True):

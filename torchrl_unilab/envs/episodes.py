@@ -73,12 +73,12 @@ class Episodes:
             self.truncated = self.elapsed >= self.limit
         self._look()
 
-    def start(self, ids: NDArray[np.intp]) -> None:
-        """Start the episodes of simulations `ids` anew."""
+    def start(self, ids: NDArray[np.intp], elapsed: NDArray[np.int64] | int = 0) -> None:
+        """Start the episodes of simulations `ids` anew, as if `elapsed` steps had been taken."""
         going = np.ones(len(self), dtype=bool)
         going[ids] = False
         self.terminated, self.truncated = self.terminated & going, self.truncated & going
-        self._begin(ids, self._now)
+        self._begin(ids, self._now - elapsed)
         self._look()
 
     def flags(self) -> tuple[Flags, Flags, Flags]:

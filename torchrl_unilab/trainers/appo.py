@@ -122,6 +122,8 @@ class APPOTrainer(Trainer):
 
     def _learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Take a rollout in, and an update's steps on the pool; return what to log."""
+        if self.config.anneal:
+            self._set_max_lr(self.config.lr * (1 - self.collected_frames / self.total_frames))
         self._take_in(batch)
         loss = self.loss_module
         # The environments first, as the loss has it.
@@ -131,6 +133,11 @@ class APPOTrainer(Trainer):
         # The one look at the device per rollout.
         values = torch.stack([self.optimization_stepper.lr, *statistics.values()]).tolist()
         return dict(zip(("lr", *statistics), values, strict=True))
+
+    def _set_max_lr(self, rate: float) -> None:
+        for update in (self.optimization_stepper, self._fused):
+            if update is not None:
+                update.max_lr = rate
 
     def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
         """Take all passes over the pool; return the mean of each statistic."""

@@ -57,6 +57,9 @@ class APPOConfig(Settings):
         "initial and highest learning rate; the KL divergence adapts it, down to 1e-5",
         number(above=0),
     )
+    anneal: bool = setting(
+        False, "let the highest learning rate fall linearly, to 0 at the last frame", flag()
+    )
     desired_kl: float = setting(
         0.02, "KL divergence, target to current policy, to steer towards", number(above=0)
     )
@@ -70,6 +73,9 @@ class APPOConfig(Settings):
     )
     hidden: tuple[int, ...] = setting((64, 64), "widths of actor's and critic's layers", widths())
     log_std: float = setting(-1.0, "initial log standard deviation of the actions", number())
+    min_log_std: float | None = setting(
+        None, "least log standard deviation; None leaves it free", number().or_none()
+    )
     gamma: float = setting(0.99, "discount per step", number(0, 1))
     lambda_: float = setting(0.95, "decay of V-trace's traces", number(0, 1))
     rho_bar: float = setting(
@@ -94,6 +100,9 @@ class APPOConfig(Settings):
         "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
         "compiler, so it pays off in long runs only",
         flag(),
+    )
+    stagger: bool = setting(
+        True, "draw the first episodes' time limits, so that not all end in the same step", flag()
     )
     slots: int | None = setting(
         None, "slots of the rollout ring; None: one per collector", integer().or_none()

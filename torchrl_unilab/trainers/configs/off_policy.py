@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.configs.settings import (
@@ -61,6 +61,8 @@ class OffPolicyConfig(Settings):
         >>> OffPolicyConfig.for_task("HalfCheetah-v5", "td3", num_envs=8).policy_frequency
         2
     """
+
+    stagger: ClassVar[bool] = False  # updates draw from the whole replay, not one window of time
 
     algorithm: Algorithm = setting("sac", "the algorithm", choice(Algorithm))
     num_envs: int = setting(16, "environments per collector", integer())

@@ -162,7 +162,12 @@ class Run:
             make = partial(MujocoBatchEnv, options.env)
             threads = self.threads.physics_threads
             self._create_proxy: CreateEnv = partial(make, num_envs=1, num_threads=1)
-            create_env = partial(make, num_envs=config.num_envs, num_threads=threads)
+            create_env = partial(
+                make,
+                num_envs=config.num_envs,
+                num_threads=threads,
+                stagger=config.stagger,
+            )
         else:
             self._create_proxy = create_env
         self._create_env = create_env
@@ -312,7 +317,7 @@ class Run:
         if not (isinstance(create, partial) and create.func is MujocoBatchEnv):
             return create()
         sizes = {"num_envs": self.options.eval_episodes, "num_threads": self.threads.cores}
-        return MujocoBatchEnv(*create.args[:1], **{**create.keywords, **sizes})
+        return MujocoBatchEnv(*create.args[:1], **{**create.keywords, **sizes, "stagger": False})
 
 
 def child_seeds(seed: int, count: int) -> list[int]:
