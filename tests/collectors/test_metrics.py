@@ -63,6 +63,16 @@ def test_a_restart_forgets_open_episodes_and_keeps_finished_ones():
     assert log.last[:2].tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 
 
+def test_an_episode_cut_before_the_time_limit_does_not_count():
+    log = EpisodeLog(3, limit=4)
+    done = np.array([[0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]], dtype=bool)
+    terminated = done & np.array([[False], [True], [False]])
+    log.add(np.ones((3, 4)), done, terminated)
+    assert log.last[: log.episodes].tolist() == [[2.0, 2.0, 1.0], [4.0, 4.0, 0.0]]
+    log.add(np.ones((3, 2)), done[:1, :2].repeat(3, 0), np.zeros((3, 2), bool))
+    assert log.last[2 : log.episodes].tolist() == [[4.0, 4.0, 0.0], [4.0, 4.0, 0.0]]
+
+
 def _log(returns: list[float], *, terminated: bool) -> EpisodeLog:
     log = EpisodeLog(1)
     rewards = np.array([returns])

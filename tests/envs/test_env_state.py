@@ -112,3 +112,38 @@ def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
 def test_commands_are_restored_and_last_as_long():
     task = replace(make_task("QuadrupedWalk"), command_steps=4)
     assert_continues(make(task, 0), make(task, 9), 6, 12)
+
+
+def ends(env: MujocoBatchEnv, steps: int) -> list[list[int]]:
+    """Steps, from 0, at which each simulation's episodes are truncated."""
+    truncated = env.rollout(steps, break_when_any_done=False)["next", "truncated"].squeeze(-1)
+    return [row.nonzero().flatten().tolist() for row in truncated]
+
+
+def test_staggered_first_episodes_end_apart_and_all_later_ones_are_whole():
+    found = ends(make("HalfCheetah-v5", 0, stagger=True), 65)
+    assert all(0 <= first < 20 for first, *_ in found)
+    assert len({first for first, *_ in found}) == N
+    assert all(set(np.diff(steps)) == {20} for steps in found)
+
+
+def test_each_seed_staggers_anew():
+    env = make("HalfCheetah-v5", 0, stagger=True)
+    first = ends(env, 25)
+    env.set_seed(0)
+    assert ends(env, 25) == first
+    env.set_seed(1)
+    assert ends(env, 25) != first
+
+
+def test_a_staggered_environment_is_restored_in_its_first_episodes():
+    one, other = (make("HalfCheetah-v5", seed, stagger=True) for seed in (0, 9))
+    play(other, 30)
+    assert_continues(one, other, 3, 30)
+
+
+def test_a_staggered_environment_is_restored_before_its_first_episodes():
+    one, other = (make("HalfCheetah-v5", seed, stagger=True) for seed in (0, 9))
+    play(other, 30)
+    other.restore(one.snapshot())
+    assert ends(other, 25) == ends(one, 25)

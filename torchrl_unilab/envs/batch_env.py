@@ -31,24 +31,23 @@ _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 class MujocoBatchEnv(EnvBase):
     """Many simulations of one MuJoCo task, as one batched environment.
 
-    Physics runs in float64 through `mujoco.batch.Batch`, on its own threads; for a
-    task of Gymnasium's the results are Gymnasium's, bit for bit, at any number of
-    threads. ``step`` returns the true next observation also where an
-    episode ends; ``step_and_maybe_reset``, or ``reset`` with a ``"_reset"`` mask,
-    starts the next episode in those rows only.
+    Physics runs in float64 through `mujoco.batch.Batch`, on its own threads; for a task of
+    Gymnasium's the results are Gymnasium's, bit for bit, at any number of threads. ``step`` returns
+    the true next observation also where an episode ends; ``step_and_maybe_reset``, or ``reset``
+    with a ``"_reset"`` mask, starts the next episode in those rows only.
 
-    The keys, with ``n = num_envs``: ``observation`` ``(n, nobs)``, and the task's
-    other groups of observations, and ``reward`` ``(n, 1)`` of ``dtype``; ``action``
-    ``(n, nu)``, within the model's control range; ``done``, ``terminated`` and
-    ``truncated`` ``(n, 1)`` bool, where ``done = terminated | truncated``; and, if
-    asked for, each part of the reward, ``(n, 1)``, under ``reward_terms``.
+    The keys, with ``n = num_envs``: ``observation`` ``(n, nobs)``, and the task's other groups of
+    observations, and ``reward`` ``(n, 1)`` of ``dtype``; ``action`` ``(n, nu)``, within the model's
+    control range; ``done``, ``terminated`` and ``truncated`` ``(n, 1)`` bool, where ``done =
+    terminated | truncated``; and, if asked for, each part of the reward, ``(n, 1)``, under
+    ``reward_terms``.
 
-    A simulation that diverges is terminated with reward 0, is put back to the
-    model's default pose, which is what its last observation shows, and is counted
-    in `num_diverged` and logged; the others are unaffected.
+    A simulation that diverges is terminated with reward 0, is put back to the model's default pose,
+    which is what its last observation shows, and is counted in `num_diverged` and logged; the
+    others are unaffected.
 
-    Copying or pickling it makes a new environment of the same arguments, which starts new
-    episodes, from the same states if it was given a seed.
+    Copying or pickling it makes a new environment of the same arguments, which starts new episodes,
+    from the same states if it was given a seed.
 
     From the first environment on, MuJoCo does not time its steps in this process
     (`torchrl_unilab.envs.mujoco_engine.stop_physics_clock`).
@@ -56,20 +55,18 @@ class MujocoBatchEnv(EnvBase):
     Args:
         task: a task, or the name of one, as `torchrl_unilab.envs.make_task` takes it.
         num_envs: number of simulations.
-        num_threads: physics threads; by default one for each CPU that this process
-            may use but one, which is the learner's, and at least two if there are two.
-        seed: seed of the initial states; simulation ``i`` draws from its own
-            generator, seeded ``seed + i`` as in Gymnasium's vector environments.
-            None seeds from the operating system.
-        max_episode_steps: steps after which an episode is truncated; by default
-            the task's.
+        num_threads: physics threads; by default one for each CPU that this process may use but
+            one, which is the learner's, and at least two if there are two.
+        seed: seed of the initial states; simulation ``i`` draws from its own generator, seeded
+            ``seed + i`` as in Gymnasium's vector environments. None: from the operating system.
+        max_episode_steps: steps after which an episode is truncated; by default the task's.
         device: device of the tensors, by default the CPU. Physics is on the CPU.
         dtype: torch.float32 or torch.float64.
         with_reward_terms: whether steps also return the parts of the reward.
         randomization: how the simulations' models differ; by default as the task
             says, and not at all if empty. Follows from the seed.
-        stagger: whether the first episodes have limits drawn at random, up to the limit,
-            so that the simulations' episodes do not all end in the same step.
+        stagger: whether the first episodes have limits drawn at random, up to the limit, so that
+            the simulations' episodes do not all end in the same step.
         from_pixels: whether resets and steps also return a picture of each simulation
             under ``pixels``, ``(n, render_height, render_width, 3)`` uint8.
         pixels_only: whether ``pixels`` then replace the observations, as in ``GymEnv``.
@@ -140,9 +137,7 @@ class MujocoBatchEnv(EnvBase):
                 f"MujocoBatchEnv: dtype is {dtype} (expected torch.float32 or "
                 "torch.float64). Cast the outputs to other types."
             )
-        state = EnvState(
-            task, num_envs, num_threads, max_episode_steps, randomization, stagger=stagger
-        )
+        state = EnvState(task, num_envs, num_threads, max_episode_steps, randomization, stagger)
         super().__init__(device="cpu" if device is None else device, batch_size=[num_envs])
         self._state = state
         self.task = task

@@ -58,8 +58,7 @@ class EnvState:
         num_threads: int | None,
         max_episode_steps: int | None,
         randomization: Sequence[Randomize] | None,
-        *,
-        stagger: bool = False,
+        stagger: bool,
     ) -> None:
         if num_threads is None:
             num_threads = plan_threads(available_cores()).physics_threads
