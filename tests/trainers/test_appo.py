@@ -103,6 +103,21 @@ def test_one_step_per_rollout_leaves_the_learning_rate_alone(fused):
     assert trainer.optimization_stepper.lr.item() == pytest.approx(1e-3)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_annealed_rate_starts_at_its_setting_and_ends_near_zero(fused):
+    trainer = _trainer(8, anneal=True, fused=fused)
+    rates = []
+    trainer.register_op(
+        "post_steps", lambda *_: rates.append(trainer.optimization_stepper.lr.item())
+    )
+
+    trainer.train()
+
+    highest = [1e-3 * (1 - i / 8) for i in range(8)]
+    assert all(rate <= bound * 1.0001 for rate, bound in zip(rates, highest, strict=True))
+    assert rates[0] > 5e-4
+
+
 def _batches(count: int) -> list[TensorDictBase]:
     """Rollouts of the pendulum under the trainers' first policy."""
     loss = _loss(APPOConfig(**QUICK), 4, actor=ObservationNormalizer(4))

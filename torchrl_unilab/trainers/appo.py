@@ -123,7 +123,8 @@ class APPOTrainer(Trainer):
     def _learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Take a rollout in, and an update's steps on the pool; return what to log."""
         if self.config.anneal:
-            self._set_max_lr(self.config.lr * (1 - self.collected_frames / self.total_frames))
+            before = self.collected_frames - batch.numel()
+            self._set_max_lr(self.config.lr * (1 - before / self.total_frames))
         self._take_in(batch)
         loss = self.loss_module
         # The environments first, as the loss has it.
