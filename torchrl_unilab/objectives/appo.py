@@ -131,7 +131,6 @@ class APPOLoss(LossModule):
         c_bar: float = 1.0,
         tau: float = 1.0,
         target_update_freq: int = 64,
-        min_log_std: float | None = None,
     ) -> None:
         _check_range("clip_epsilon", clip_epsilon, 0.0, float("inf"))
         _check_range("gamma", gamma, 0.0, 1.0)
@@ -156,9 +155,6 @@ class APPOLoss(LossModule):
         self.c_bar = c_bar
         self.tau = tau
         self.target_update_freq = target_update_freq
-        self.min_log_std = min_log_std
-        if min_log_std is not None:
-            self._log_std = dict(actor_network.named_parameters())["module.0.log_std"]
         self.steps = 0  # a number, so that counting never waits for a device
         self._estimated_at: int | None = None  # of `steps`
         self._current = list(actor_network.parameters())
@@ -311,8 +307,6 @@ class APPOLoss(LossModule):
     def step_target(self) -> None:
         """Count an optimiser step; move the target policy every `target_update_freq`."""
         self.steps += 1
-        if self.min_log_std is not None:
-            self._log_std.clamp_(min=self.min_log_std)
         if self.steps % self.target_update_freq:
             return
         torch._foreach_lerp_(self._target, self._current, self.tau)

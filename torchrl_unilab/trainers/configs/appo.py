@@ -73,9 +73,6 @@ class APPOConfig(Settings):
     )
     hidden: tuple[int, ...] = setting((64, 64), "widths of actor's and critic's layers", widths())
     log_std: float = setting(-1.0, "initial log standard deviation of the actions", number())
-    min_log_std: float | None = setting(
-        None, "least log standard deviation; None leaves it free", number().or_none()
-    )
     gamma: float = setting(0.99, "discount per step", number(0, 1))
     lambda_: float = setting(0.95, "decay of V-trace's traces", number(0, 1))
     rho_bar: float = setting(

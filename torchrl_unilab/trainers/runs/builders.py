@@ -125,7 +125,6 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
         rho_bar=config.rho_bar,
         c_bar=config.c_bar,
         tau=config.tau,
-        min_log_std=config.min_log_std,
         target_update_freq=(
             config.epochs * config.minibatches
             if config.target_update_freq is None
