@@ -307,7 +307,8 @@ class MujocoBatchEnv(EnvBase):
     ) -> tuple[TensorDictBase, TensorDictBase]:
         """The base class's method, past its masks and merges for environments of any shape."""
         if tensordict.get("_step", None) is not None or self._post_step_mdp_hooks:
-            return super()._step_and_maybe_reset(tensordict)
+            tensordict, root = super()._step_and_maybe_reset(tensordict)
+            return tensordict, root
         if tensordict.device != self.device:
             tensordict = tensordict.to(self.device)
         tensordict = self.step(tensordict)

@@ -124,7 +124,8 @@ class EnvState:
                 f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range "
                 "(expected one, which bounds the action). Give them a ctrlrange."
             )
-        return model.actuator_ctrlrange.T.copy()
+        limits: NDArray[np.float64] = model.actuator_ctrlrange.T.copy()
+        return limits
 
     def expect_terms(self, dtype: type) -> Sequence[str]:
         """Have the reward's terms at hand, of 0, before the first step; return their names."""

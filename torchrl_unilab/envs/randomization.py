@@ -168,7 +168,8 @@ class ModelRandomizer:
         Raises:
             KeyError: if the field is not randomised.
         """
-        return self._values[field].copy()
+        values: NDArray[np.float64] = self._values[field].copy()
+        return values
 
     def seed(self, rngs: Iterable[np.random.Generator]) -> None:
         """Take generators from the simulations' own, and draw all models anew.

@@ -236,7 +236,8 @@ def all_finite(array: NDArray[Any]) -> bool:
 def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
     """A field of the physics or of the model, one row per simulation."""
     if name in DATA_FIELDS:
-        return batch.bind(name)
+        bound: NDArray[Any] = batch.bind(name)
+        return bound
     if name not in MODEL_FIELDS:
         raise ValueError(
             f"MujocoBatchEnv: {task} reads {name!r} (expected a field of MjData that "

@@ -94,4 +94,5 @@ class NormalizedNetwork(TensorDictModuleBase):
 
     def output(self, tensordict: TensorDictBase) -> torch.Tensor:
         """Return the network's output, [..., n]."""
-        return self.net(self.normalizer(tensordict.get(self.in_keys[0])))
+        output: torch.Tensor = self.net(self.normalizer(tensordict.get(self.in_keys[0])))
+        return output

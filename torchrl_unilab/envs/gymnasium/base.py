@@ -144,7 +144,8 @@ def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
     squares = np.square(values)
     if values.ndim != 2:
         squares = squares.reshape(len(values), -1)
-    return np.add.reduce(squares, axis=1)
+    sums: NDArray[Any] = np.add.reduce(squares, axis=1)
+    return sums
 
 
 def norms(vectors: Array) -> Array:
@@ -188,7 +189,8 @@ def mass_centers(masses: Array, positions: Array) -> Array:
         ``(nsim, 3)``, metres.
     """
     weighted: Array = np.einsum("nb,nbj->nj", masses, positions)
-    return weighted / masses.sum(axis=1)[:, None]
+    totals: Array = masses.sum(axis=1)
+    return weighted / totals[:, None]
 
 
 def inside(values: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:

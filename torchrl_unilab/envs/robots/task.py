@@ -234,7 +234,8 @@ class RobotTask(MujocoTask):
     def command(self, rng: np.random.Generator) -> Array:
         """Draw each number uniformly from its range."""
         low, high = np.array(list(self.commands.values()), dtype=np.float64).T
-        return rng.uniform(low, high)
+        drawn: Array = rng.uniform(low, high)
+        return drawn
 
     def before(self, fields: Fields) -> Fields:
         """Copies of what the task `remembers`."""
@@ -337,7 +338,8 @@ def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
         >>> tracking(np.array([[0.0, 0.0], [3.0, 4.0]]), 5.0).round(4).tolist()
         [1.0, 0.3679]
     """
-    return np.exp(-np.square(_columns(error)).sum(axis=1) / scale**2)
+    squares: NDArray[Any] = np.square(_columns(error)).sum(axis=1)
+    return np.exp(-squares / scale**2)
 
 
 def _columns(term: NDArray[Any]) -> NDArray[Any]:

@@ -171,7 +171,8 @@ class _Delay(Transform):
                 f"{type(self).__name__}: it has no environment (expected a TransformedEnv). "
                 "Append it to one; it does not work on replay buffers."
             )
-        return self.parent.batch_size
+        size: torch.Size = self.parent.batch_size
+        return size
 
     def _flat(self, value: torch.Tensor) -> torch.Tensor:
         """A value with one dimension for the environment's batch."""
@@ -180,7 +181,7 @@ class _Delay(Transform):
 
     def _mask(self, tensordict: TensorDictBase, key: str) -> torch.Tensor | None:
         """The rows that ``_reset`` or ``_step`` select, ``(n,)``; None for all."""
-        mask = tensordict.get(key, None)
+        mask: torch.Tensor | None = tensordict.get(key, None)
         if mask is None or mask.all():
             return None
         return mask.reshape(self._batch_size().numel(), -1).any(-1)
@@ -272,4 +273,5 @@ class ActionDelay(_Delay):
         return tensordict_reset
 
     def _before(self, value: torch.Tensor) -> torch.Tensor:
-        return self.before.to(value).expand(value.shape)
+        before: torch.Tensor = self.before.to(value)
+        return before.expand(value.shape)

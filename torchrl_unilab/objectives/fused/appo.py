@@ -137,7 +137,8 @@ class FusedAPPOUpdate:
     @property
     def lr(self) -> torch.Tensor:
         """The learning rate, a scalar tensor of the optimiser's own."""
-        return self.optimizer.param_groups[0]["lr"]
+        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
+        return lr
 
     @torch.no_grad()
     def prepare(self, pool: TensorDictBase) -> torch.Tensor:
