@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -24,7 +24,7 @@ from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeigh
 from torchrl_unilab.weight_update.packing import DevicePacker
 from torchrl_unilab.weight_update.transport import nested
 
-__all__ = ["Puller", "WeightReceiver", "pull_in_rollouts"]
+__all__ = ["GivesModels", "Puller", "TakesWeights", "WeightReceiver", "pull_in_rollouts"]
 
 
 class WeightReceiver:
@@ -106,6 +106,23 @@ class WeightReceiver:
         """Return the model's weights as a nested TensorDict."""
         assert self._weights is not None, "a pull binds the model"
         return nested(self._weights.named())
+
+
+@runtime_checkable
+class TakesWeights(Protocol):
+    """A context that applies weights to what it holds: sub-collectors, an inference server."""
+
+    def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
+        """Apply weights."""
+
+
+@runtime_checkable
+class GivesModels(Protocol):
+    """A context that finds its models itself."""
+
+    def get_model(self, model_id: str) -> nn.Module:
+        """Return the model of that name."""
+        ...
 
 
 class Puller(Protocol):

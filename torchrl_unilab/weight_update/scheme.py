@@ -28,7 +28,12 @@ from torchrl_unilab.weight_update.initial_weights import (
     initial_weights,
 )
 from torchrl_unilab.weight_update.module_weights import ModuleWeights
-from torchrl_unilab.weight_update.receiver import WeightReceiver, pull_in_rollouts
+from torchrl_unilab.weight_update.receiver import (
+    GivesModels,
+    TakesWeights,
+    WeightReceiver,
+    pull_in_rollouts,
+)
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, Weights, nested
 from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 
@@ -256,7 +261,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if context is not None:
             if model_id is None:
                 raise ValueError("model_id is required when context is provided")
-            if hasattr(context, "get_model"):
+            if isinstance(context, GivesModels):
                 model = context.get_model(model_id)
             elif model is None:
                 model = _resolve_model(context, model_id)
@@ -281,14 +286,11 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             )
         self.worker_idx = worker_idx
         self._receiver = WeightReceiver(self._require_transport().cell(worker_idx), worker_idx)
-        self._receiver.pull(self._receiving_model())
+        self._receiver.pull(checked_module(self.model, self._model_id or "policy"))
         # An inference server has the initial weights in its model, and counts what it is handed
         # as updates; sub-collectors need the initial ones handed on.
         if isinstance(self.context, BaseCollector):
             self._hand_on(self._receiver)
-
-    def _receiving_model(self) -> nn.Module:
-        return checked_module(self.model, self._model_id or "policy")
 
     @property
     def context(self) -> Any | None:
@@ -330,11 +332,11 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
     def _hand_on(self, receiver: WeightReceiver) -> None:
         """Let the context know of applied weights: their version, or the weights themselves."""
-        context: Any = None if self._context_ref is None else self._context_ref()
+        context = None if self._context_ref is None else self._context_ref()
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             if self._model_id in (None, "policy"):
                 context._set_received_policy_version(receiver.applied)
-        elif hasattr(context, "update_policy_weights_"):  # sub-collectors, an inference server
+        elif isinstance(context, TakesWeights):
             context.update_policy_weights_(
                 model_id=self._model_id or "policy", policy_or_weights=receiver.weights()
             )

@@ -305,7 +305,11 @@ def _is_mlp(net: nn.Module, pattern: str, size: int) -> bool:
         return False
     return (
         bool(layers[-1].out_features == size)
-        and all(layer.bias is not None for layer in layers if hasattr(layer, "bias"))
+        and all(
+            layer.bias is not None
+            for layer in layers
+            if isinstance(layer, nn.Linear | nn.LayerNorm)
+        )
         and all(
             norm.normalized_shape == (linear.out_features,)
             for linear, norm in itertools.pairwise(layers)
