@@ -63,13 +63,13 @@ def lockstep(tmp_path_factory):
     """The summary of a run that was to stop early."""
     config = APPOConfig.for_task("InvertedPendulum-v5", lockstep=True, physics_threads=1)
     run_dir = tmp_path_factory.mktemp("lockstep")
-    return _train(run_dir, frames=300_000, config=config, stop_at=500.0)
+    return _train(run_dir, frames=300_000, config=config, stop_at=800.0)
 
 
 @pytest.mark.learning
 def test_appo_learns_to_balance_a_pendulum(lockstep):
     assert lockstep["curve"][0][2] < 20.0
-    assert lockstep["final_return"] >= 500.0
+    assert lockstep["final_return"] >= 800.0
 
 
 def test_a_run_stops_at_the_return_that_was_asked_for(lockstep):
