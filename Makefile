@@ -7,11 +7,15 @@ TRAIN_ENV ?= HalfCheetah-v5
 TRAIN_FRAMES ?= 2000000
 SEED ?= 0
 SOAK_MINUTES ?= 10
+TASK ?= HalfCheetah-v5
+ALGO ?= appo
+SEEDS ?= 100 101 102 103 104
+FRAMES ?= 1000000
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-all test-faults test-gpu soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update curves clean
+.PHONY: install check train robot test test-all test-faults test-gpu soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn curves clean
 
 install: $(STAMP)
 
@@ -94,6 +98,10 @@ bench-off-policy-update: install
 bench-env: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m tests.benchmarks.bench_env
+
+# One JSON line per seed. OUT names another file, SET other settings ("epochs=10 lr=3e-4"), KEEP a directory for the runs.
+learn: install
+	$(BIN)/python -m tests.benchmarks.learn $(TASK) $(ALGO) --seeds $(SEEDS) --frames $(FRAMES) $(if $(OUT),--out $(OUT)) $(if $(SET),--set $(SET)) $(if $(KEEP),--keep $(KEEP))
 
 curves: install
 	$(BIN)/python -m tests.benchmarks.learning_curves --plot runs/curves.png
