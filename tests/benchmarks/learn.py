@@ -160,7 +160,13 @@ def learn(
     config = ALGORITHMS[algorithm].settings(task, **(overrides or {}))
     train: Any = train_appo if algorithm == "appo" else train_off_policy
     summary = train(
-        task, frames=frames, seed=seed, config=config, run_dir=run_dir, progress_bar=False
+        task,
+        frames=frames,
+        seed=seed,
+        config=config,
+        run_dir=run_dir,
+        announce=partial(print, flush=True),
+        progress_bar=False,
     )
     if summary["interrupted"] or summary["eval_return"] is None:
         raise KeyboardInterrupt
@@ -175,6 +181,7 @@ def learn(
         "task": task,
         "algorithm": algorithm,
         "seed": seed,
+        "frames_asked": frames,
         "frames": summary["frames"],
         "seconds": round(summary["seconds"], 2),
         "training_return": summary["final_return"],
