@@ -15,7 +15,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-all test-faults test-gpu soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn curves clean
+.PHONY: install check train robot test test-all test-faults test-gpu soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page clean
 
 install: $(STAMP)
 
@@ -103,8 +103,8 @@ bench-env: install
 learn: install
 	$(BIN)/python -m tests.benchmarks.learn $(TASK) $(ALGO) --seeds $(SEEDS) --frames $(FRAMES) $(if $(OUT),--out $(OUT)) $(if $(SET),--set $(SET)) $(if $(KEEP),--keep $(KEEP))
 
-curves: install
-	$(BIN)/python -m tests.benchmarks.learning_curves --plot runs/curves.png
+learning-page: install
+	$(BIN)/python -m tests.benchmarks.learning_page
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

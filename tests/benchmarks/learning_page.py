@@ -1,0 +1,328 @@
+"""Draws the page of all recorded runs: curves of every seed, and tables beside published numbers.
+
+``python -m tests.benchmarks.learning_page [--results DIRECTORY]``, or ``make learning-page``. It
+reads what `tests.benchmarks.learn` recorded, prints the page, writes it as ``README.md`` with
+``learning.png`` beside the records, and prints the entries for
+`torchrl_unilab.trainers.configs.known`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from tests.benchmarks.bootstrap import Scores, bootstrap_interval, interquartile_mean
+from tests.benchmarks.learn import RESULTS
+from tests.benchmarks.published import FAMILY, PUBLISHED, SOURCES, best_published, levels
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS
+
+NOT_REACHED = "not reached"
+COLORS = {"appo": "tab:blue", "sac": "tab:orange", "td3": "tab:green"}
+MILLION = 1_000_000
+Point = Sequence[float]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one algorithm on one task, of one length, with the same settings.
+
+    Attributes:
+        runs: Their records, by seed.
+    """
+
+    runs: Sequence[dict[str, Any]]
+
+    @property
+    def task(self) -> str:
+        return str(self.runs[0]["task"])
+
+    @property
+    def algorithm(self) -> str:
+        return str(self.runs[0]["algorithm"])
+
+    @property
+    def frames(self) -> int:
+        return int(self.runs[0]["frames_asked"])
+
+    @property
+    def published(self) -> float | None:
+        return best_published(self.task, FAMILY[self.algorithm])
+
+    @cached_property
+    def training(self) -> Scores:
+        """Each run's mean return of its last 64 episodes, with noise."""
+        return np.array([run["training_return"] for run in self.runs], dtype=np.float64)
+
+    @cached_property
+    def without_noise(self) -> Scores:
+        """Each run's mean of ten episodes in Gymnasium's own environment, if it has the task."""
+        return np.array(
+            [np.mean(run["gymnasium_returns"] or run["eval_return"]) for run in self.runs]
+        )
+
+    def reached(self, level: float) -> list[tuple[float, float]]:
+        """Return seconds and frames of each run to a return; infinite where not reached."""
+        return [first_reached(run["curve"], level) for run in self.runs]
+
+
+def first_reached(curve: Sequence[Point], level: float) -> tuple[float, float]:
+    """Return seconds and frames at the first point of a curve at `level` or above."""
+    found = ((seconds, frames) for seconds, frames, mean in curve if mean >= level)
+    return next(found, (math.inf, math.inf))
+
+
+def load_groups(directory: Path) -> list[Group]:
+    """Read all records of a directory.
+
+    Raises:
+        ValueError: A group has a seed twice, or runs with different settings.
+    """
+    runs = [
+        json.loads(line)
+        for path in sorted(directory.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        groups.setdefault((run["task"], run["algorithm"], run["frames_asked"]), []).append(run)
+    for name, members in groups.items():
+        check(name, members)
+    return [Group(members) for _, members in sorted(groups.items())]
+
+
+def check(name: tuple[str, str, int], runs: Sequence[dict[str, Any]]) -> None:
+    """Refuse runs that cannot stand in one row."""
+    seeds = [run["seed"] for run in runs]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"records of {name}: seeds {seeds} (expected each once). Remove a record.")
+    other = [run["seed"] for run in runs if run["settings"] != runs[0]["settings"]]
+    if other:
+        raise ValueError(
+            f"records of {name}: seeds {other} have other settings than seed {seeds[0]} "
+            "(expected the same). Keep experiments in a file elsewhere, by OUT."
+        )
+
+
+def changed_since(group: Group) -> dict[str, Any]:
+    """Return the settings of a group that are not those of the task today."""
+    today = dataclasses.asdict(ALGORITHMS[group.algorithm].settings(group.task))
+    now = json.loads(json.dumps(today))
+    then = group.runs[0]["settings"]
+    return {name: value for name, value in then.items() if now.get(name) != value}
+
+
+def show(value: float) -> str:
+    """Return a return, or a number of seconds or frames, as a table shows it."""
+    if math.isinf(value):
+        return NOT_REACHED
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
+
+
+def table(heads: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    names = heads.split(" | ")
+    lines = [f"| {heads} |", "|" + "---|" * len(names)]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def summarised(scores: Scores, at_least: float | None) -> str:
+    """Return interquartile mean and interval; in bold if the mean is `at_least`."""
+    mean = float(interquartile_mean(scores))
+    text = show(mean) if at_least is None or mean < at_least else f"**{show(mean)}**"
+    if len(scores) < 2:
+        return text
+    low, high = bootstrap_interval([scores])
+    return f"{text} [{show(low)}, {show(high)}]"
+
+
+def returns_table(groups: Sequence[Group]) -> str:
+    """Return the table of all groups, with every seed, beside the published numbers."""
+    rows = []
+    for group in groups:
+        sources = PUBLISHED.get(group.task, {}).get(FAMILY[group.algorithm], {})
+        row = [group.task, group.algorithm, f"{group.frames:,}"]
+        row.append(", ".join(str(run["seed"]) for run in group.runs))
+        for scores in (group.training, group.without_noise):
+            row += [", ".join(map(show, scores)), summarised(scores, group.published)]
+        rows.append([*row, ", ".join(f"{name} {show(mean)}" for name, mean in sources.items())])
+    heads = "task | algorithm | frames | seeds | training return | interquartile mean"
+    return table(f"{heads} | without noise | interquartile mean | published, 1,000,000", rows)
+
+
+def time_table(groups: Sequence[Group]) -> str:
+    """Return the table of seconds and frames to each task's stated returns."""
+    rows = []
+    for group in groups:
+        for name, level in levels(group.task).items():
+            reached = group.reached(level)
+            row = [group.task, f"{name}, {show(level)}", group.algorithm, f"{group.frames:,}"]
+            for column in zip(*reached, strict=True):
+                row += [show(float(np.median(column))), show(max(column))]
+            count = sum(math.isfinite(seconds) for seconds, _ in reached)
+            rows.append([*row, f"{count} of {len(reached)}"])
+    heads = "task | to a training return of | algorithm | frames of the runs"
+    return table(
+        f"{heads} | seconds, median | worst | frames, median | worst | seeds that reached it", rows
+    )
+
+
+def overall_lines(groups: Sequence[Group]) -> str:
+    """Return each algorithm's share of the best published return, over all its tasks."""
+    lines = []
+    for algorithm in ALGORITHMS:
+        shares = [
+            group.without_noise / group.published
+            for group in groups
+            if (group.algorithm, group.frames) == (algorithm, MILLION)
+            and (group.published or 0) > 0
+        ]
+        if shares:
+            mean = float(interquartile_mean(np.concatenate(shares)))
+            low, high = bootstrap_interval(shares)
+            lines.append(f"- {algorithm}, {len(shares)} tasks: {mean:.2f} [{low:.2f}, {high:.2f}]")
+    return "\n".join(lines)
+
+
+def command(group: Group) -> str:
+    """Return the command that takes a group's runs again."""
+    seeds = " ".join(str(run["seed"]) for run in group.runs)
+    text = f"make learn TASK={group.task} ALGO={group.algorithm} FRAMES={group.frames}"
+    text += f" SEEDS={shlex.quote(seeds)}"
+    changed = changed_since(group)
+    values = " ".join(f"{name}={as_text(value)}" for name, value in changed.items())
+    return f"{text} SET={shlex.quote(values)}" if changed else text
+
+
+def as_text(value: Any) -> str:
+    """Return a setting's value as `learn` reads it."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+
+
+def worst(group: Group, level: float) -> float:
+    """Return the seconds that the slowest seed took to a return; infinite if it never did."""
+    return max(seconds for seconds, _ in group.reached(level))
+
+
+def known_entries(groups: Sequence[Group]) -> str:
+    """Return entries of `KNOWN`: the highest stated return that all seeds of a group reached.
+
+    Where there is none, it is the return that the worst seed ended with.
+    """
+    entries = []
+    for group in groups:
+        named = [
+            level for level in levels(group.task).values() if math.isfinite(worst(group, level))
+        ]
+        if named:
+            level = max(named)
+            seconds, frames = np.median(group.reached(level), axis=0)
+        else:
+            level = math.floor(group.training.min())
+            seconds, frames = np.median([(r["seconds"], r["frames"]) for r in group.runs], axis=0)
+        entries.append(
+            f'    Known("{group.task}", "{group.algorithm}", {level:g}, {seconds:.0f}, '
+            f"{frames:.0f}, {len(group.runs)}),"
+        )
+    return "\n".join(entries)
+
+
+def draw(groups: Sequence[Group], path: Path) -> None:
+    """Draw the curves of all seeds, a row per task: against frames, and against seconds."""
+    tasks = sorted({group.task for group in groups})
+    figure = Figure(figsize=(10, 2.7 * len(tasks) + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    for row, task in zip(figure.subplots(len(tasks), 2, squeeze=False), tasks, strict=True):
+        for axis, column, label in zip(row, (1, 0), ("frames", "seconds"), strict=True):
+            for group in (group for group in groups if group.task == task):
+                color = COLORS[group.algorithm]
+                for run in group.runs:
+                    curve = np.array(run["curve"])
+                    axis.plot(curve[:, column], curve[:, 2], color=color, alpha=0.6, linewidth=0.9)
+                axis.plot([], [], color=color, label=group.algorithm)
+            for (name, level), style in zip(levels(task).items(), (":", "--", "-."), strict=False):
+                axis.axhline(level, color="grey", linestyle=style, linewidth=0.8, label=name)
+            axis.set(title=task, xlabel=label)
+            axis.grid(alpha=0.3)
+        row[0].set_ylabel("training return")
+        handles, names = row[0].get_legend_handles_labels()
+        unique = dict(zip(names, handles, strict=True))
+        row[0].legend(unique.values(), unique.keys(), fontsize="x-small")
+    figure.savefig(path, dpi=80)
+
+
+def page(groups: Sequence[Group]) -> str:
+    """Return the page."""
+    machines = {
+        json.dumps(run["machine"], sort_keys=True) for group in groups for run in group.runs
+    }
+    versions = {
+        json.dumps(run["versions"], sort_keys=True) for group in groups for run in group.runs
+    }
+    parts = [
+        "# Learning, measured",
+        "Written by `make learning-page` from the records beside it, which `make learn` wrote; "
+        "every recorded run is shown.",
+        "![Each seed's curve](learning.png)",
+        "## Returns",
+        "*Training return*: mean of the last 64 episodes, with noise. *Without noise*: mean of ten "
+        "episodes in Gymnasium's own environment (of 16 in ours where Gymnasium has no such task). "
+        "After each seed's: the interquartile mean with its 95 % interval over 20,000 bootstrap "
+        "resamples ([Agarwal et al. 2021](https://arxiv.org/abs/2108.13264)), in bold where it is "
+        "at least the best published return of the same kind of algorithm.",
+        returns_table(groups),
+        "Published numbers, as each source measures: "
+        + "; ".join(f"{name}: {text}" for name, text in SOURCES.items())
+        + ".",
+        "Without noise, as a share of the best published return of the same kind of algorithm, at "
+        "1,000,000 frames, over all seeds of all tasks (interquartile mean, resampled per task):",
+        overall_lines(groups) or "- none yet",
+        "## Time to a return",
+        "To the first point of the recorded curve (at most 60 points a run) at that training "
+        "return or above; the clock starts with training.",
+        time_table(groups),
+        "## Commands",
+        "```\n" + "\n".join(map(command, groups)) + "\n```",
+        "`SET` has what differs from the task's settings of today.",
+        "Measured with " + "; ".join(map(as_words, sorted(versions))) + ".",
+        "On " + "; ".join(map(as_words, sorted(machines))) + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_words(record: str) -> str:
+    """Return a JSON object as "name value" pairs."""
+    return ", ".join(f"{name} {value}" for name, value in json.loads(record).items())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write and print the page; return 0, or 2 if there is nothing to draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    directory = parser.parse_args(arguments).results
+    groups = load_groups(directory)
+    if not groups:
+        print(f"no records in {directory} (expected *.jsonl). Run make learn.", file=sys.stderr)
+        return 2
+    draw(groups, directory / "learning.png")
+    text = page(groups)
+    (directory / "README.md").write_text(text)
+    print(text)
+    print(f"Entries for torchrl_unilab/trainers/configs/known.py:\n{known_entries(groups)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
