@@ -348,28 +348,26 @@ def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, al
     assert 0.0 < summary["final_return"] < 8.0
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 5))]
-)
+@pytest.mark.parametrize("seed", SEEDS)
 @BOTH
 @pytest.mark.learning
-def test_a_pendulum_is_balanced_for_half_of_its_time(algorithm, seed):
+def test_a_pendulum_is_balanced_for_nine_tenths_of_its_time(algorithm, seed):
     task = replace(make_task("InvertedPendulum-v5"), max_episode_steps=100)
     create_env = partial(MujocoBatchEnv, task, num_envs=8, num_threads=1)
-    trainer = _trainer(120, create_env, seed, algorithm=algorithm, **LEARNS)
-    env, returns = create_env(seed=1), []  # seeds 0 to 9 need at most 1,920 of 3,840 frames
+    trainer = _trainer(300, create_env, seed, algorithm=algorithm, **LEARNS)
+    env, returns = create_env(seed=1), []  # seeds 0 to 4 need at most 4,160 of 9,600 frames
 
     def look() -> None:
         if trainer.collected_frames % 320 == 0:
             returns.append(evaluate(env, trainer.collector.policy).mean().item())
-            if returns[-1] >= 50.0:
+            if returns[-1] >= 90.0:
                 trainer.request_stop("it is learnt")
 
     trainer.register_op("post_steps", look)
     _trained(trainer)
     env.close()
     assert returns[0] < 20.0  # nothing is learnt before the 400th frame
-    assert returns[-1] >= 50.0
+    assert returns[-1] >= 90.0
 
 
 def test_a_trainer_keeps_the_last_of_what_it_logs_and_not_all():
