@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest.mock import create_autospec
 
 import pytest
@@ -18,22 +18,23 @@ from torchrl.data import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from torchrl.objectives import SACLoss, SoftUpdate
+from torchrl.objectives import SACLoss, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
-from torchrl.trainers.algorithms import SACTrainer
+from torchrl.trainers.algorithms import SACTrainer, TD3Trainer
+from torchrl.trainers.algorithms.td3 import TD3OptimizationStepper
 
 from tests.support.transitions import stamped
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules import make_q_value, make_sac_actor
+from torchrl_unilab.modules import make_q_value, make_sac_actor, make_td3_actor
 from torchrl_unilab.trainers import PrefetchReplay
 
 TASK, FRAMES, BATCHES, STEPS, ROWS = "InvertedPendulum-v5", 32, 5, 4, 8
 
 pytestmark = [
     pytest.mark.filterwarnings(
-        "ignore:SACTrainer is an experimental/prototype feature:UserWarning"
+        "ignore:(SAC|TD3)Trainer is an experimental/prototype feature:UserWarning"
     ),
     pytest.mark.filterwarnings(
         "ignore:The '(optimizer|post_loss)' hook stage will be replaced:FutureWarning"
@@ -112,18 +113,38 @@ def _sac(env: MujocoBatchEnv, buffer: ReplayBuffer) -> Trainer:
     )
 
 
+def _td3(env: MujocoBatchEnv, buffer: ReplayBuffer) -> Trainer:
+    actor = make_td3_actor(4, 1, low=-3.0, high=3.0, hidden=(8,))
+    critic = make_q_value(4, 1, hidden=(8,))
+    loss = TD3Loss(actor, critic, bounds=(-3.0, 3.0), num_qvalue_nets=2)
+    groups = (loss.actor_network_params, loss.qvalue_network_params)
+    stepper = TD3OptimizationStepper(
+        *(torch.optim.Adam(group.flatten_keys().values()) for group in groups)
+    )
+    return TD3Trainer(
+        loss_module=loss,
+        optimization_stepper=stepper,
+        target_net_updater=SoftUpdate(loss, tau=0.1),
+        exploration_module=None,
+        **_arguments(_collector(env, actor), buffer),
+    )
+
+
 def _collector(env: MujocoBatchEnv, actor: torch.nn.Module) -> Collector:
     return Collector(
         env, actor, frames_per_batch=FRAMES, total_frames=-1, auto_register_policy_transforms=False
     )
 
 
-def test_a_stock_trainer_learns_from_the_pipeline_alone(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("make", [_sac, _td3])
+def test_a_stock_trainer_learns_from_the_pipeline_alone(
+    make: Callable[[MujocoBatchEnv, ReplayBuffer], Trainer], monkeypatch: pytest.MonkeyPatch
+):
     env = MujocoBatchEnv(TASK, num_envs=2, num_threads=1)
     seen: list[torch.Tensor] = []
     with PackedReplayStorage(1000) as storage:
         buffer = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=ROWS)
-        trainer = _sac(env, buffer)
+        trainer = make(env, buffer)
         # The pipeline needs to know rows before it can be made.
         first = next(iter(trainer.collector)).reshape(-1)
         buffer.extend(first)

@@ -29,9 +29,9 @@ from torchrl.modules import (
     TanhNormal,
     ValueOperator,
 )
-from torchrl.objectives import ClipPPOLoss, SoftUpdate, TD3Loss
+from torchrl.objectives import ClipPPOLoss, SACLoss, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
-from torchrl.trainers.algorithms import PPOTrainer, TD3Trainer
+from torchrl.trainers.algorithms import PPOTrainer, SACTrainer, TD3Trainer
 from torchrl.trainers.algorithms.td3 import TD3OptimizationStepper
 
 from tests.support.bounds import DEADLINE
@@ -48,7 +48,7 @@ BATCHES = 2 * PHASE
 # What TorchRL says about its own trainers.
 pytestmark = [
     pytest.mark.filterwarnings(
-        "ignore:(PPO|TD3)Trainer is an experimental/prototype feature:UserWarning"
+        "ignore:(PPO|SAC|TD3)Trainer is an experimental/prototype feature:UserWarning"
     ),
     pytest.mark.filterwarnings(
         "ignore:The '(optimizer|post_loss)' hook stage will be replaced:FutureWarning"
@@ -170,6 +170,23 @@ def _ppo() -> Setup:
     return Setup(make, policy, "loc", MultiSyncCollector, workers=2)
 
 
+def _sac() -> Setup:
+    policy = _stochastic()
+    loss = SACLoss(policy, _qvalue(), num_qvalue_nets=2)
+
+    def make(collector: BaseCollector) -> Trainer:
+        return SACTrainer(
+            loss_module=loss,
+            optimizer=torch.optim.Adam(loss.parameters(), lr=0.01),
+            replay_buffer=_buffer(RandomSampler(), 8 * FRAMES),
+            target_net_updater=SoftUpdate(loss, eps=0.9),
+            episode_reward_key="reward",
+            **_common(collector),
+        )
+
+    return Setup(make, policy, "loc", MultiAsyncCollector, workers=2)
+
+
 def _td3() -> Setup:
     spec = Bounded(-1.0, 1.0, (1,))
     net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh())
@@ -196,7 +213,7 @@ def _td3() -> Setup:
     return Setup(make, policy, "action", MultiAsyncCollector, workers=2)
 
 
-SETUPS = {"ppo": _ppo, "td3": _td3}
+SETUPS = {"ppo": _ppo, "sac": _sac, "td3": _td3}
 
 
 def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -326,10 +343,10 @@ class Run:
         return {name: hook.state_dict() for name, hook in self.setup.trainer._modules.items()}
 
 
-EVERY = {"ppo": 1, "td3": 2}
+EVERY = {"ppo": 1, "sac": 1, "td3": 2}
 
 
-@pytest.fixture(scope="module", params=SETUPS)
+@pytest.fixture(scope="module", params=["ppo", pytest.param("sac", marks=pytest.mark.slow), "td3"])
 def run(request: pytest.FixtureRequest) -> Run:
     """A whole run of a stock trainer."""
     torch.manual_seed(0)
