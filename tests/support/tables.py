@@ -54,19 +54,12 @@ class Table:
         return self._make(count)
 
     def sample(
-        self,
-        count: int,
-        *,
-        seed: int,
-        snapshot: ReplaySnapshot | None = None,
-        out: TensorDictBase | None = None,
-    ) -> TensorDictBase:
+        self, count: int, *, seed: int, snapshot: ReplaySnapshot, out: TensorDict
+    ) -> TensorDict:
         self.sampling.set()
         assert self.gate.wait(DEADLINE)
         if self.broken:
             raise LookupError("these rows cannot be read")
-        assert snapshot is not None
-        assert out is not None
         generator = torch.Generator().manual_seed(seed)
         return out.update_(self.rows[torch.randint(snapshot.size, (count,), generator=generator)])
 

@@ -45,15 +45,7 @@ class Seeds:
         fields = {"observation": rows[:, :3], "next": {"reward": rows[:, 3:]}}
         return TensorDict({**fields, "done": flags.view(torch.bool)}, [count])
 
-    def sample(
-        self,
-        count: int,
-        *,
-        seed: int,
-        snapshot: ReplaySnapshot | None = None,
-        out: TensorDictBase | None = None,
-    ) -> TensorDictBase:
-        assert out is not None
+    def sample(self, count: int, *, seed: int, out: TensorDict, **_: object) -> TensorDict:
         for leaf in out.values(True, True):
             leaf.fill_(seed)
         return out
