@@ -16,8 +16,15 @@ from tests.support.processes import live_children
 from tests.support.quick import APPO
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.trainers import APPOConfig, APPOTrainer, evaluate_run, train_appo
-from torchrl_unilab.trainers.runs.train import child_seeds
+from torchrl_unilab.trainers import (
+    APPOConfig,
+    APPOTrainer,
+    OffPolicyConfig,
+    evaluate_run,
+    train_appo,
+)
+from torchrl_unilab.trainers.configs.run import RunConfig
+from torchrl_unilab.trainers.runs.train import Run, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 SUMMARY_KEYS = {
@@ -78,6 +85,38 @@ def test_a_run_stops_at_the_return_that_was_asked_for(lockstep):
 
 def test_a_run_in_lockstep_has_no_lag(lockstep):
     assert list(lockstep["policy_lag"]) == [0]
+
+
+# What a run says
+
+
+OWN_TASK = "torchrl_unilab.envs.gymnasium.arms:Pusher"  # as a user names a task
+
+
+@pytest.mark.parametrize(
+    ("task", "config", "lines"),
+    [
+        ("InvertedPendulum-v5", APPOConfig(), []),
+        (
+            OWN_TASK,
+            OffPolicyConfig.for_task(OWN_TASK, "td3"),
+            [f"{OWN_TASK} has no settings of its own for td3: the defaults are taken"],
+        ),
+        (
+            OWN_TASK,
+            APPOConfig.for_task(OWN_TASK, epochs=7, lr=0.5),
+            [
+                f"{OWN_TASK} has no settings of its own for appo: the defaults are taken, except "
+                "epochs 7, lr 0.5"
+            ],
+        ),
+    ],
+    ids=["own", "defaults", "given"],
+)
+def test_a_task_without_settings_of_its_own_is_announced(tmp_path, task, config, lines):
+    announced: list[str] = []
+    Run(RunConfig(task, 100_000), config, tmp_path / "run", announce=announced.append).prepare()
+    assert announced[1:] == lines
 
 
 # One short run that has ended

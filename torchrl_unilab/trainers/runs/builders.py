@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,9 +33,9 @@ from torchrl_unilab.modules.squashed import SquashedPoint
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.runtime.budget import MemoryItem
 from torchrl_unilab.trainers.appo import APPOTrainer
-from torchrl_unilab.trainers.configs.appo import APPOConfig
+from torchrl_unilab.trainers.configs.appo import APPO_TASKS, APPOConfig
+from torchrl_unilab.trainers.configs.off_policy import OFF_POLICY_TASKS, OffPolicyConfig
 from torchrl_unilab.trainers.configs.off_policy import Algorithm as OffPolicyName
-from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.runs.budget import (
     Config,
@@ -276,6 +276,7 @@ class Algorithm:
     Attributes:
         title: For the command line's help.
         settings: Returns the settings of a task, with overrides.
+        tasks: The tasks that have settings of their own.
         learner: Builds networks and loss from an environment and the settings.
         collector: Builds the collector.
         trainer: Builds the trainer.
@@ -286,6 +287,7 @@ class Algorithm:
 
     title: str
     settings: Callable[..., Any]
+    tasks: Collection[str]
     learner: Callable[[EnvBase, Any], Learner]
     collector: Callable[..., Any]
     trainer: Callable[..., Any]
@@ -297,6 +299,7 @@ def _off_policy(name: OffPolicyName, title: str) -> Algorithm:
     return Algorithm(
         title,
         partial(OffPolicyConfig.for_task, algorithm=name),
+        OFF_POLICY_TASKS,
         build_off_policy,
         replay_collector,
         OffPolicyTrainer,
@@ -309,6 +312,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "appo": Algorithm(
         "asynchronous PPO",
         APPOConfig.for_task,
+        APPO_TASKS,
         build_appo,
         ring_collector,
         APPOTrainer,

@@ -70,7 +70,8 @@ def train_appo(
         config: Settings; the task's own if not given.
         create_env: Makes one collector's environment, of any TorchRL kind; picklable.
             `MujocoBatchEnv` of the task if not given.
-        announce: Is called with lines for a person: the threads, where a run is resumed.
+        announce: Is called with lines for a person: the threads, where a run is resumed,
+            that a task has no settings of its own.
         **options: Other fields of `RunConfig`: ``stop_at``, ``max_seconds``, ``progress_bar``,
             ``eval_episodes``, ``trace``, ``checkpoint_interval``, ``keep_checkpoints``.
 
@@ -187,6 +188,8 @@ class Run:
     def prepare(self) -> None:
         """Build the networks and refuse a run that does not fit the memory that is free."""
         self.announce(str(self.threads))
+        if not self.saved and self.options.env not in self.algorithm.tasks:
+            self.announce(self._without_own_settings())
         torch.set_num_threads(self.threads.learner_threads)
         torch.manual_seed(self._network_seed)
         with contextlib.closing(self._create_proxy()) as proxy:
@@ -305,6 +308,16 @@ class Run:
         run = {"env": self.options.env, "algo": self.config.algorithm, "seed": self.options.seed}
         settings: dict[str, Any] = json.loads(json.dumps(run | dataclasses.asdict(self.config)))
         return settings
+
+    def _without_own_settings(self) -> str:
+        """Say which settings a task takes that has none of its own."""
+        defaults = vars(self.algorithm.settings(""))
+        other = {k: v for k, v in vars(self.config).items() if v != defaults[k]}
+        given = ", ".join(f"{name} {value}" for name, value in other.items())
+        return (
+            f"{self.options.env} has no settings of its own for {self.config.algorithm}: the "
+            f"defaults are taken{f', except {given}' if given else ''}"
+        )
 
     def _evaluate(self) -> float:
         with contextlib.closing(self._evaluation_env()) as env:

@@ -1,0 +1,53 @@
+"""What is known of tasks: measured returns, and how long it took to reach them.
+
+The command ``tasks`` shows it. ``make learning-page`` prints entries from recorded runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["KNOWN", "Known", "known_of"]
+
+
+@dataclass(frozen=True)
+class Known:
+    """A return that every measured seed reached in training, with the task's own settings.
+
+    Attributes:
+        task: The task.
+        algorithm: The algorithm.
+        mean_return: Mean of the last 64 episodes, with noise.
+        seconds: Of training until then on two cores, median of the seeds.
+        frames: Collected until then, median of the seeds.
+        seeds: How many runs.
+    """
+
+    task: str
+    algorithm: str
+    mean_return: float
+    seconds: float
+    frames: int
+    seeds: int
+
+    def __str__(self) -> str:
+        """Return it in words.
+
+        Example:
+            >>> print(Known("Hopper-v5", "appo", 2609, 53, 901000, 5))
+            appo 2,609 after 53 s, 901,000 frames (5 seeds)
+        """
+        return (
+            f"{self.algorithm} {self.mean_return:,g} after {self.seconds:,.0f} s, "
+            f"{self.frames:,} frames ({self.seeds} seeds)"
+        )
+
+
+KNOWN: tuple[Known, ...] = ()
+"""Measured figures only."""
+
+
+def known_of(task: str) -> list[Known]:
+    """Return what is known of a task, the best first: the highest return, then the fastest."""
+    entries = [entry for entry in KNOWN if entry.task == task]
+    return sorted(entries, key=lambda entry: (-entry.mean_return, entry.seconds))
