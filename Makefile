@@ -15,7 +15,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-all test-faults test-gpu soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page clean
+.PHONY: install check train robot test test-all test-faults test-gpu test-learning soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page clean
 
 install: $(STAMP)
 
@@ -41,11 +41,15 @@ check: lint type
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(FAST)
 
 test-all: install
-	$(BIN)/python -m pytest --nbmake --hypothesis-profile thorough -m "not gpu and not faults" tests tutorials
+	$(BIN)/python -m pytest --nbmake --hypothesis-profile thorough -m "not gpu and not faults and not nightly" tests tutorials
 
 test-faults: install
 	$(BIN)/python -m pytest -n 2 -m "not gpu" tests/faults
 	$(BIN)/python -m tests.faults.table
+
+# Each task with settings of its own, to the end, one after the other.
+test-learning: install
+	$(BIN)/python -m pytest -m nightly tests/learning
 
 soak: install
 	$(BIN)/python -m tests.benchmarks.soak --minutes $(SOAK_MINUTES)

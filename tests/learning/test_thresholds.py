@@ -1,0 +1,65 @@
+"""Each task is learnt once more, by a seed that no setting was chosen or reported with.
+
+`make test-learning` runs these, every night; `make test` and `make test-all` leave them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.benchmarks.learn import learn
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3 * 3600)]
+
+SEEDS = (2001, 2002)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """What a task's own settings reach, whatever the seed.
+
+    Attributes:
+        frames: How long to train.
+        training: Mean return of the last 64 episodes, with noise.
+        without_noise: Mean of ten episodes in Gymnasium's own environment, or of 16 in ours.
+    """
+
+    task: str
+    algorithm: str
+    frames: int
+    training: float
+    without_noise: float
+
+
+THRESHOLDS = (
+    # Seeds 100 to 109 ended at 1,000 and 1,000.
+    Threshold("InvertedPendulum-v5", "appo", 120_000, training=950, without_noise=950),
+)
+"""An entry needs five recorded seeds that passed it with room: `make learn`."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(threshold, seed) for threshold in THRESHOLDS for seed in SEEDS],
+    ids=lambda case: f"{case[0].task}-{case[0].algorithm}-{case[1]}",
+)
+def run(request, tmp_path_factory) -> tuple[Threshold, dict[str, Any]]:
+    """A threshold, and the record of a run that is to pass it."""
+    wanted, seed = request.param
+    run_dir = tmp_path_factory.mktemp("run")
+    return wanted, learn(wanted.task, wanted.algorithm, seed, wanted.frames, run_dir)
+
+
+def test_training_reaches_the_return_that_five_seeds_passed_with_room(run):
+    wanted, record = run
+    assert record["training_return"] >= wanted.training
+
+
+def test_the_policy_without_noise_reaches_the_return_that_five_seeds_passed_with_room(run):
+    wanted, record = run
+    returns = record["gymnasium_returns"] or [record["eval_return"]]
+    assert np.mean(returns) >= wanted.without_noise
