@@ -11,11 +11,14 @@ TASK ?= HalfCheetah-v5
 ALGO ?= appo
 SEEDS ?= 100 101 102 103 104
 FRAMES ?= 1000000
+SCREEN_ENV ?= Swimmer-v5
+# Variants: SCREEN = --set "" --set "lr=3e-4 stagger"
+SCREEN ?=
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-all test-faults test-gpu test-learning soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page clean
+.PHONY: install check train robot test test-all test-faults test-gpu test-learning soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
 
 install: $(STAMP)
 
@@ -109,6 +112,9 @@ learn: install
 
 learning-page: install
 	$(BIN)/python -m tests.benchmarks.learning_page
+
+screen: install
+	$(BIN)/python -m tests.benchmarks.screen $(SCREEN_ENV) $(SCREEN)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

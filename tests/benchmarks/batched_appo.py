@@ -1,0 +1,310 @@
+"""APPO's update of `APPOTrainer`, for several seeds at once, with gradients written out.
+
+The mathematics of `APPOLoss`, `APPOStepper` and `kl_adapted_lr`, on networks whose parameters
+are rows of one tensor. `tests.benchmarks.screen` trains with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
+from torchrl_unilab.modules.gaussian import HALF_LOG_TAU
+from torchrl_unilab.objectives import vtrace
+from torchrl_unilab.objectives.appo import kl_adapted_lr
+from torchrl_unilab.trainers import APPOConfig
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What the program does not have.
+
+    Attributes:
+        log_std_floor: Least log standard deviation.
+        anneal: Lower the highest learning rate to 0, in a straight line.
+        stagger: Cut each simulation's first episode at a random step; it does not count.
+        value_norm: The critic predicts value targets of zero mean and unit variance.
+        cap_bt: Bound of b / t in the surrogate's ratio.
+        lag: Act by the policy of one update before.
+    """
+
+    log_std_floor: float = -math.inf
+    anneal: bool = False
+    stagger: bool = False
+    value_norm: bool = False
+    cap_bt: float = 1.0
+    lag: bool = True
+
+
+class BatchedTanhNetworks:
+    """One tanh network per seed; samples are columns, [S, features, N].
+
+    Args:
+        flat: Parameters, [S, P]: for each layer the weights, then the biases.
+        sizes: Widths from input to output.
+    """
+
+    def __init__(self, flat: torch.Tensor, sizes: Sequence[int]) -> None:
+        self._layers = []
+        for n_in, n_out in pairwise(sizes):
+            weight, bias, flat = flat.split(
+                [n_in * n_out, n_out, flat.shape[1] - (n_in + 1) * n_out], 1
+            )
+            self._layers.append((weight.unflatten(1, (n_out, n_in)), bias.unsqueeze(2)))
+        self._inputs: list[torch.Tensor] = []
+
+    @staticmethod
+    def size(sizes: Sequence[int]) -> int:
+        """Return the number of parameters of one network."""
+        return sum((n_in + 1) * n_out for n_in, n_out in pairwise(sizes))
+
+    @property
+    def last(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [S, n_out, n_in] and biases [S, n_out, 1] of the last layer."""
+        return self._layers[-1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return outputs [S, n_out, N] of `x`, [S, n_in, N]."""
+        self._inputs = [x]
+        for weight, bias in self._layers[:-1]:
+            # tanh(y) = 2 * sigmoid(2 * y) - 1, at half of tanh's time on a CPU.
+            x = torch.baddbmm(bias, weight, x, beta=2.0, alpha=2.0).sigmoid_().mul_(2.0).sub_(1.0)
+            self._inputs.append(x)
+        weight, bias = self._layers[-1]
+        return torch.baddbmm(bias, weight, x)
+
+    def backward(self, gradient: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parameters' gradients, [S, ...] each, given the outputs', [S, n_out, N]."""
+        gradients: list[torch.Tensor] = []
+        for i in reversed(range(len(self._layers))):
+            x = self._inputs[i]
+            weight_gradient = torch.bmm(gradient, x.transpose(1, 2))
+            gradients = [weight_gradient.flatten(1), gradient.sum(2), *gradients]
+            if i:
+                gradient = torch.bmm(self._layers[i][0].transpose(1, 2), gradient)
+                gradient.mul_(torch.addcmul(torch.ones((), dtype=x.dtype), x, x, value=-1.0))
+        return gradients
+
+
+class Policies:
+    """Actor and critic of each seed, and what they normalise observations by.
+
+    Args:
+        flat: Parameters, [S, P]: of the actors, log standard deviations, of the critics.
+        sizes: Lengths of an observation, and of an action.
+        hidden: Widths of the layers between.
+    """
+
+    def __init__(self, flat: torch.Tensor, sizes: tuple[int, int], hidden: Sequence[int]) -> None:
+        inputs, actions = sizes
+        widths = [inputs, *hidden, actions], [inputs, *hidden, 1]
+        counts = [BatchedTanhNetworks.size(width) for width in widths]
+        actor, self.log_std, critic = flat.split([counts[0], actions, counts[1]], 1)
+        self.actor = BatchedTanhNetworks(actor, widths[0])
+        self.critic = BatchedTanhNetworks(critic, widths[1])
+        self.flat = flat
+        self.mean = flat.new_zeros(len(flat), inputs, 1)
+        self.scale = torch.ones_like(self.mean)
+
+    def normalized(self, observation: torch.Tensor) -> torch.Tensor:
+        """Normalise observations, [S, size, N]."""
+        return ((observation - self.mean) * self.scale).clamp_(-10.0, 10.0)
+
+    def log_prob(self, noise: torch.Tensor) -> torch.Tensor:
+        """Log probability [S, 1, N] of actions `noise` standard deviations from their means."""
+        volume = self.log_std.sum(1).add(self.log_std.shape[1] * HALF_LOG_TAU)
+        return noise.square().sum(1, keepdim=True).mul(-0.5).sub(volume[:, None, None])
+
+    def copy_(self, other: Policies) -> None:
+        """Become as `other` is now."""
+        self.flat.copy_(other.flat)
+        self.mean.copy_(other.mean)
+        self.scale.copy_(other.scale)
+
+
+class BatchedLearner:
+    """APPO's update, as `APPOTrainer` makes it, for all seeds at once.
+
+    Args:
+        sizes: Lengths of an observation, and of an action.
+        config: Settings. One rollout is learnt from, and the target policy moves with it.
+        seeds: Seeds of the initial networks.
+        extras: What the program does not have.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        config: APPOConfig,
+        seeds: Sequence[int],
+        extras: Extras = Extras(),
+    ) -> None:
+        others = {"pool": 1, "tau": 1.0, "target_update_freq": None, "value_clip": None}
+        others |= {"num_collectors": 1, "critic_observation": config.observation}
+        unknown = {
+            key: getattr(config, key)
+            for key, value in others.items()
+            if getattr(config, key) != value
+        }
+        if unknown:
+            raise ValueError(f"screen: {unknown} (expected {others}). Leave them as they are.")
+        self.config, self.extras = config, extras
+        self.normalizers = [ObservationNormalizer(sizes[0]) for _ in seeds]
+        flat = torch.stack([self._initial(sizes, seed) for seed in seeds])
+        self.policies = Policies(flat, sizes, config.hidden)
+        self._moments = torch.zeros_like(flat), torch.zeros_like(flat)
+        self.steps = 0
+        self.lr = flat.new_full((len(flat), 1), config.lr)
+        self.max_lr = config.lr
+        self.value_mean, self.value_std = (
+            flat.new_zeros(len(flat), 1, 1),
+            flat.new_ones(len(flat), 1, 1),
+        )
+
+    def _initial(self, sizes: tuple[int, int], seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        hidden = self.config.hidden
+        actor = make_actor(*sizes, hidden=hidden, log_std=self.config.log_std)[0]
+        critic = make_critic(sizes[0], hidden=hidden)
+        parts = [*actor.net.parameters(), actor.log_std, *critic.parameters()]
+        return torch.cat([part.detach().flatten() for part in parts])
+
+    def value(self, x: torch.Tensor) -> torch.Tensor:
+        """Return values [S, 1, N] of normalised observations."""
+        return self.policies.critic.forward(x) * self.value_std + self.value_mean
+
+    def update(
+        self, rollout: dict[str, torch.Tensor], orders: Sequence[torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Learn from a rollout; return ``kl`` after the last pass, ``explained_variance``, [S].
+
+        Args:
+            rollout: ``observation`` and ``next_observation`` [S, size, n, T], ``action``
+                [S, size, n, T], and ``log_prob``, ``reward``, ``done``, ``terminated``
+                [S, 1, n, T].
+            orders: Order of the samples in each pass; random by default.
+        """
+        columns, explained = self._estimated(rollout)
+        kls: list[torch.Tensor] = []
+        for epoch in range(self.config.epochs):
+            order = torch.randperm(columns.shape[2]) if orders is None else orders[epoch]
+            chunks = columns.index_select(2, order).chunk(self.config.minibatches, 2)
+            for chunk in chunks:
+                kls.append(self._step(chunk, steered=bool(kls)))
+        return {"kl": torch.stack(kls[-len(chunks) :]).mean(0), "explained_variance": explained}
+
+    def _estimated(self, rollout: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the steps read, as columns [S, k, n * T], and explained variances, [S]."""
+        config, policies = self.config, self.policies
+        for normalizer, observation in zip(self.normalizers, rollout["observation"], strict=True):
+            normalizer.update(observation.flatten(1).t())
+        mean = torch.stack([normalizer.mean for normalizer in self.normalizers])
+        scale = torch.stack([(each.variance + each.epsilon).rsqrt() for each in self.normalizers])
+        policies.mean.copy_(mean.unsqueeze(2))
+        policies.scale.copy_(scale.unsqueeze(2))
+
+        x = policies.normalized(rollout["observation"].flatten(2))
+        after = policies.normalized(rollout["next_observation"].flatten(2))
+        shape = rollout["reward"].shape
+        rows = (shape[0] * shape[2], shape[3])  # what V-trace takes
+        action, log_b = rollout["action"].flatten(2), rollout["log_prob"].flatten(2)
+        loc = policies.actor.forward(x)
+        log_t = policies.log_prob((action - loc) * policies.log_std.neg().exp().unsqueeze(2))
+        value = self.value(x)
+        target, advantage = vtrace(
+            (log_t - log_b).reshape(rows),
+            value.reshape(rows),
+            self.value(after).reshape(rows),
+            (rollout["reward"] * config.reward_scale).reshape(rows),
+            rollout["done"].reshape(rows),
+            rollout["terminated"].reshape(rows),
+            gamma=config.gamma,
+            lambda_=config.lambda_,
+            rho_bar=config.rho_bar,
+            c_bar=config.c_bar,
+        )
+        target, advantage = target.view_as(value), advantage.view_as(value)
+        unexplained = (target - value).var(2, correction=0)
+        explained = 1.0 - unexplained / target.var(2, correction=0).clamp(min=1e-8)
+        advantage = advantage - advantage.mean(2, keepdim=True)
+        advantage /= advantage.std(2, keepdim=True) + 1e-8
+        if self.extras.value_norm:
+            self._follow_values(target)
+        low, high = 1.0 - config.clip_epsilon, 1.0 + config.clip_epsilon
+        actions = loc.shape[1]
+        variance = (2.0 * policies.log_std).exp().unsqueeze(2).expand_as(loc)
+        columns = (
+            x,
+            action,
+            loc,
+            variance,
+            # log(min(b / t, 1) / b), and what is constant of log p and of the KL divergence
+            (log_b - log_t).clamp(max=math.log(self.extras.cap_bt))
+            - log_b
+            - actions * HALF_LOG_TAU,
+            variance.log().sum(1, keepdim=True).add(actions).mul(-0.5),
+            advantage,
+            torch.maximum(low * advantage, high * advantage),
+            (target - self.value_mean) / self.value_std,
+        )
+        return torch.cat(columns, 1), explained.flatten()
+
+    def _follow_values(self, target: torch.Tensor) -> None:
+        """Move mean and deviation towards the targets', and keep all values as they are."""
+        rate = max(0.01, 1.0 / (1 + self.steps // (self.config.epochs * self.config.minibatches)))
+        std, mean = torch.std_mean(target, 2, keepdim=True)
+        old_mean, old_std = self.value_mean, self.value_std
+        self.value_mean = old_mean.lerp(mean, rate)
+        self.value_std = old_std.lerp(std, rate).clamp(min=1e-4)
+        weight, bias = self.policies.critic.last
+        weight.mul_(old_std / self.value_std)
+        bias.mul_(old_std).add_(old_mean).sub_(self.value_mean).div_(self.value_std)
+
+    def _step(self, columns: torch.Tensor, *, steered: bool) -> torch.Tensor:
+        """Take a step on a minibatch, [S, k, N]; return the KL divergences, [S]."""
+        config, policies = self.config, self.policies
+        actions, n = policies.log_std.shape[1], columns.shape[2]
+        sizes = [columns.shape[1] - 3 * actions - 5, *[actions] * 3, *[1] * 5]
+        x, action, loc_t, variance, offset, kl_offset, advantage, bound, target = columns.split(
+            sizes, 1
+        )
+        loc, value = policies.actor.forward(x), policies.critic.forward(x)
+        precision = policies.log_std.neg().exp_().unsqueeze(2)
+        volume = policies.log_std.sum(1).view(-1, 1, 1)
+        noise = (action - loc) * precision
+        squares = noise.square()
+        moved = ((loc_t - loc).square() + variance).mul_(precision.square())
+        kl = (kl_offset + 0.5 * moved.sum(1, keepdim=True) + volume).mean((1, 2))
+
+        ratio = squares.sum(1, keepdim=True).mul_(-0.5).add_(offset).sub_(volume).exp_()
+        surrogate = ratio.mul_(advantage)
+        slope = surrogate.mul_(surrogate <= bound).div_(-n)  # of the loss in log p
+        gradient = torch.cat(
+            [
+                *policies.actor.backward((noise * slope).mul_(precision)),
+                (squares * slope).sum(2) - slope.sum(2) - config.entropy_coeff,
+                *policies.critic.backward((value - target).mul_(config.critic_coeff / n)),
+            ],
+            1,
+        )
+        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+        gradient.mul_((config.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
+        self._adam(gradient)
+        policies.log_std.clamp_(min=self.extras.log_std_floor)
+        if steered:
+            self.lr = kl_adapted_lr(self.lr, kl.unsqueeze(1), config.desired_kl, self.max_lr)
+        return kl
+
+    def _adam(self, gradient: torch.Tensor) -> None:
+        """Kingma and Ba 2015, algorithm 1, as `torch.optim.Adam` has it."""
+        self.steps += 1
+        first, second = self._moments
+        first.lerp_(gradient, 0.1)
+        second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+        root = second.sqrt().div_(math.sqrt(1.0 - 0.999**self.steps)).add_(1e-8)
+        self.policies.flat.sub_((first / root).mul_(self.lr / (1.0 - 0.9**self.steps)))

@@ -1,0 +1,222 @@
+"""Screens APPO's settings: trains several seeds at once, for little more than the price of one.
+
+``python -m tests.benchmarks.screen Swimmer-v5 --frames 400000 --set "" --set "lr=3e-4 stagger"``
+
+Each ``--set`` is a variant: settings of `APPOConfig` and of `Extras`, on top of the task's own.
+All seeds of a variant share one environment, and batched networks; nothing else mixes them. It
+is not the program: there are no processes, and each rollout is acted by the policy of one
+update before, always. Choose settings by it, and measure them with the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from tests.benchmarks.batched_appo import BatchedLearner, Extras, Policies
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.trainers import APPOConfig
+
+ENV_SEED = 1_000_000  # of the simulations' generators, of which there are many
+EPISODES = 64  # that a return is the mean of
+POINTS = 12  # of a curve
+EVALUATED = 10  # episodes without noise
+
+
+class Screen:
+    """One variant: an environment of all seeds' simulations, and their learner.
+
+    Args:
+        task: Name of the task.
+        config: Settings.
+        extras: What the program does not have.
+        seeds: Seeds.
+    """
+
+    def __init__(self, task: str, config: APPOConfig, extras: Extras, seeds: Sequence[int]) -> None:
+        self.task, self.config, self.extras, self.seeds = task, config, extras, seeds
+        self.env, (inputs, actions) = self._make_env(config.num_envs)
+        self.learner = BatchedLearner((inputs, actions), config, seeds, extras)
+        flat = self.learner.policies.flat.clone()
+        self.behaviour = Policies(flat, (inputs, actions), config.hidden)
+        torch.manual_seed(seeds[0])
+        self._current: TensorDictBase = self.env.reset()
+        n, limit = self.env.batch_size[0], self.env.max_episode_steps
+        cuts = np.random.default_rng(seeds[0]).integers(1, limit + 1, n)
+        self._cuts = cuts if extras.stagger else np.full(n, np.iinfo(np.int64).max)
+        self._first = np.full(n, extras.stagger)  # in its first episode, which does not count
+        self._running, self._length = np.zeros(n), np.zeros(n, dtype=np.int64)
+        self.finished: list[deque[tuple[float, int]]] = [deque(maxlen=EPISODES) for _ in seeds]
+
+    def _make_env(self, num_envs: int) -> tuple[MujocoBatchEnv, tuple[int, int]]:
+        seed = ENV_SEED + self.seeds[0] * 1000
+        env = MujocoBatchEnv(self.task, num_envs * len(self.seeds), num_threads=1, seed=seed)
+        sizes = env.observation_spec[self.config.observation].shape[-1], env.action_spec.shape[-1]
+        return env, sizes
+
+    def _columns(self, rows: torch.Tensor) -> torch.Tensor:
+        """What each simulation has, [S * n, size], as columns of each seed, [S, size, n]."""
+        return rows.unflatten(0, (len(self.seeds), -1)).transpose(1, 2)
+
+    def _noise_free(self, observation: torch.Tensor, policies: Policies) -> torch.Tensor:
+        return policies.actor.forward(policies.normalized(self._columns(observation)))
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """Return a rollout as `BatchedLearner.update` takes it."""
+        policies, steps = self.behaviour, []
+        std = policies.log_std.exp().unsqueeze(2)
+        for _ in range(self.config.num_steps):
+            observation = self._current[self.config.observation]
+            loc = self._noise_free(observation, policies)
+            noise = torch.randn_like(loc)
+            action = torch.addcmul(loc, noise, std)
+            self._current.set("action", action.transpose(1, 2).flatten(0, 1))
+            stepped, self._current = self.env.step_and_maybe_reset(self._current)
+            after = stepped["next"]
+            done = after["done"].clone()
+            self._length += 1
+            cut = torch.from_numpy(self._first & (self._length >= self._cuts)).unsqueeze(1) & ~done
+            if cut.any():
+                self._current = self.env.reset(TensorDict(_reset=cut, batch_size=len(cut)))
+                done |= cut
+            self._count(after["reward"], done)
+            rows = {
+                "observation": observation,
+                "next_observation": after[self.config.observation],
+                "reward": after["reward"],
+                "done": done,
+                "terminated": after["terminated"],
+            }
+            columns = {key: self._columns(row) for key, row in rows.items()}
+            steps.append({**columns, "action": action, "log_prob": policies.log_prob(noise)})
+        return {key: torch.stack([step[key] for step in steps], 3) for key in steps[0]}
+
+    def _count(self, reward: torch.Tensor, done: torch.Tensor) -> None:
+        """Follow the episodes' returns."""
+        self._running += reward.flatten().double().numpy()
+        for i in np.flatnonzero(done.numpy()):
+            if not self._first[i]:
+                episode = (float(self._running[i]), int(self._length[i]))
+                self.finished[i // self.config.num_envs].append(episode)
+            self._first[i] = False
+            self._running[i], self._length[i] = 0.0, 0
+
+    def returns(self) -> list[float | None]:
+        """Return the mean return of each seed's last episodes; None before the first ends."""
+        return [
+            round(float(np.mean([total for total, _ in episodes])), 1) if episodes else None
+            for episodes in self.finished
+        ]
+
+    def lengths(self) -> list[int | None]:
+        """Return the mean length of each seed's last episodes."""
+        return [
+            round(float(np.mean([length for _, length in episodes]))) if episodes else None
+            for episodes in self.finished
+        ]
+
+    def evaluate(self) -> list[float]:
+        """Return the mean return of each seed's episodes without noise."""
+        env, _ = self._make_env(EVALUATED)
+        with closing(env):
+            current = env.reset()
+            returns = torch.zeros(env.batch_size[0], 1, dtype=torch.float64)
+            running = torch.ones_like(returns, dtype=torch.bool)
+            while running.any():
+                observation = current[self.config.observation]
+                action = self._noise_free(observation, self.learner.policies)
+                current.set("action", action.transpose(1, 2).flatten(0, 1))
+                stepped, current = env.step_and_maybe_reset(current)
+                returns += stepped["next", "reward"] * running
+                running &= ~stepped["next", "done"]
+        means = returns.view(len(self.seeds), EVALUATED).mean(1)
+        return [round(mean, 1) for mean in means.tolist()]
+
+    def train(self, frames: int) -> dict[str, Any]:
+        """Train each seed for `frames` and return what came of it."""
+        started = time.perf_counter()
+        learner, curve, statistics = self.learner, [], []
+        updates = math.ceil(frames / self.config.frames_per_rollout)
+        for update in range(updates):
+            rollout = self.collect()
+            if self.extras.anneal:
+                learner.max_lr = self.config.lr * (1.0 - update / updates)
+            if self.extras.lag:
+                self.behaviour.copy_(learner.policies)
+            statistics.append(learner.update(rollout))
+            if not self.extras.lag:
+                self.behaviour.copy_(learner.policies)
+            if (update + 1) * POINTS // updates > update * POINTS // updates:
+                curve.append([(update + 1) * self.config.frames_per_rollout, self.returns()])
+        kl, explained = (
+            torch.stack([each[key] for each in statistics]) for key in ("kl", "explained_variance")
+        )
+        return {
+            "curve": curve,
+            "length": self.lengths(),
+            "without_noise": self.evaluate(),
+            "log_std": _rounded(learner.policies.log_std.mean(1)),
+            "kl_above_0.1": _rounded((kl > 0.1).float().mean(0)),
+            # over the last tenth, which holds a time limit of most tasks
+            "explained_variance": _rounded(explained[-max(1, updates // 10) :].mean(0)),
+            "seconds": round(time.perf_counter() - started),
+        }
+
+
+def _rounded(values: torch.Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]
+
+
+def parse(variant: str) -> dict[str, Any]:
+    """Return the settings of a variant such as ``lr=3e-4 stagger hidden=(32,32)``."""
+    settings = {}
+    for word in variant.split():
+        name, _, value = word.partition("=")
+        settings[name] = ast.literal_eval(value) if value else True
+    return settings
+
+
+def screen(task: str, variant: str, seeds: Sequence[int], frames: int) -> dict[str, Any]:
+    """Train the seeds of a variant; return its line."""
+    torch.set_num_threads(1)
+    settings = parse(variant)
+    names = {field.name for field in dataclasses.fields(Extras)}
+    extras = Extras(**{name: settings.pop(name) for name in names & settings.keys()})
+    trained = Screen(task, APPOConfig.for_task(task, **settings), extras, seeds)
+    with closing(trained.env), torch.no_grad():
+        outcome = trained.train(frames)
+    return {"task": task, "set": variant, "seeds": list(seeds), "frames": frames, **outcome}
+
+
+def main() -> None:
+    """Screen the variants; print a line of JSON for each, and append it to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task")
+    parser.add_argument("--frames", type=int, default=300_000, help="of each seed")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
+    parser.add_argument("--set", action="append", default=[], help="a variant: name=value ...")
+    parser.add_argument("--out", type=Path, help="file to append to")
+    options = parser.parse_args()
+    for variant in options.set or [""]:
+        line = json.dumps(screen(options.task, variant, options.seeds, options.frames))
+        print(line, flush=True)
+        if options.out is not None:
+            with options.out.open("a") as file:
+                file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

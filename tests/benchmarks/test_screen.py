@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.benchmarks.batched_appo import BatchedLearner, Extras
+from tests.benchmarks.screen import Screen
+from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
+from torchrl_unilab.objectives import APPOLoss
+from torchrl_unilab.trainers import APPOConfig
+from torchrl_unilab.trainers.loss_updates import APPOStepper
+
+OBS, ACT, ENVS, STEPS = 5, 3, 6, 8
+SETTINGS = {
+    "num_envs": ENVS,
+    "num_steps": STEPS,
+    "epochs": 3,
+    "minibatches": 5,
+    "hidden": (16, 8),
+    "lr": 3e-3,
+    "log_std": -0.4,
+    "entropy_coeff": 0.01,
+    "critic_coeff": 0.7,
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_of_float64() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+    torch.set_num_threads(threads)
+
+
+def _rollouts(seeds: int, *, count: int = 2) -> list[dict[str, torch.Tensor]]:
+    """Rollouts of policies that are not the learner's, as `BatchedLearner.update` takes them."""
+    torch.manual_seed(7)
+    found = []
+    for _ in range(count):
+        one = (seeds, 1, ENVS, STEPS)
+        rollout = {
+            "observation": 3.0 * torch.randn(seeds, OBS, ENVS, STEPS) + 1.0,
+            "next_observation": 3.0 * torch.randn(seeds, OBS, ENVS, STEPS) + 1.0,
+            "action": torch.randn(seeds, ACT, ENVS, STEPS),
+            "log_prob": -2.5 + torch.randn(one),
+            "reward": torch.randn(one),
+            "done": torch.rand(one) < 0.3,
+        }
+        rollout["terminated"] = rollout["done"] & (torch.rand(one) < 0.5)
+        found.append(rollout)
+    return found
+
+
+def _orders(config: APPOConfig) -> list[torch.Tensor]:
+    torch.manual_seed(8)
+    return [torch.randperm(ENVS * STEPS) for _ in range(config.epochs)]
+
+
+def _as_trained(config: APPOConfig, seed: int, rollouts: list[dict[str, torch.Tensor]]):
+    """What the package's own loss and stepper make of one seed's rollouts: parameters and rate."""
+    torch.manual_seed(seed)
+    normalizer = ObservationNormalizer(OBS)
+    settings = {"hidden": config.hidden, "normalizer": normalizer}
+    actor = make_actor(OBS, ACT, log_std=config.log_std, **settings)
+    loss = APPOLoss(
+        actor,
+        make_critic(OBS, **settings),
+        value_clip=config.value_clip,
+        clip_epsilon=config.clip_epsilon,
+        entropy_coeff=config.entropy_coeff,
+        critic_coeff=config.critic_coeff,
+        gamma=config.gamma,
+        lambda_=config.lambda_,
+        target_update_freq=config.epochs * config.minibatches,
+    )
+    stepper = APPOStepper(loss, config)
+    for rollout in rollouts:
+        own = {key: value[seed].permute(1, 2, 0) for key, value in rollout.items()}
+        after = {"observation": own["next_observation"], "reward": own["reward"]}
+        after |= {"reward": own["reward"] * config.reward_scale}
+        after |= {"done": own["done"], "terminated": own["terminated"]}
+        entries = {"observation": own["observation"], "action": own["action"], "next": after}
+        batch = TensorDict(entries, batch_size=[ENVS, STEPS])
+        batch["action_log_prob"] = own["log_prob"].squeeze(-1)
+        normalizer.update(batch["observation"])
+        pool = loss.estimate(batch).reshape(-1)
+        for order in _orders(config):
+            for minibatch in pool[order].chunk(config.minibatches):
+                stepper.step(None, minibatch)
+    head = actor[0]
+    parts = [*head.net.parameters(), head.log_std, *loss.critic_network.parameters()]
+    return torch.cat([part.detach().flatten() for part in parts]), stepper.lr
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.3, 100.0])
+@pytest.mark.parametrize("seeds", [[0], [0, 1]], ids=str)
+def test_each_seed_learns_as_by_the_loss_and_its_stepper(seeds, max_grad_norm):
+    config = APPOConfig(**SETTINGS, max_grad_norm=max_grad_norm)
+    rollouts = _rollouts(len(seeds))
+    learner = BatchedLearner((OBS, ACT), config, seeds)
+    for rollout in rollouts:
+        learner.update(rollout, _orders(config))
+    for seed in seeds:
+        parameters, lr = _as_trained(config, seed, rollouts)
+        close = {"rtol": 1e-9, "atol": 1e-9}
+        torch.testing.assert_close(learner.policies.flat[seed], parameters, **close)
+        torch.testing.assert_close(learner.lr[seed, 0], lr, check_dtype=False, rtol=1e-6, atol=0.0)
+
+
+def test_a_new_scale_of_the_values_leaves_them_as_they_are():
+    config = APPOConfig(**SETTINGS)
+    learner = BatchedLearner((OBS, ACT), config, [0, 1], Extras(value_norm=True))
+    x, target = torch.randn(2, OBS, 9), 50.0 + 20.0 * torch.randn(2, 1, 30)
+    before = learner.value(x)
+    for scale in (1.0, 0.1):
+        learner._follow_values(scale * target)
+        torch.testing.assert_close(learner.value(x), before)
+        torch.testing.assert_close(learner.value_mean, scale * target.mean(2, keepdim=True))
+
+
+def test_the_deviation_stays_above_its_floor():
+    config = APPOConfig(**SETTINGS)
+    learner = BatchedLearner((OBS, ACT), config, [0], Extras(log_std_floor=-0.4))
+    learner.update(_rollouts(1)[0])
+    assert learner.policies.log_std.min() == -0.4
+
+
+def test_settings_that_it_does_not_know_are_refused():
+    with pytest.raises(ValueError, match=r"'pool': 2.*expected"):
+        BatchedLearner((OBS, ACT), APPOConfig(pool=2), [0])
+
+
+def _screen(**extras) -> Screen:
+    torch.set_default_dtype(torch.float32)
+    config = APPOConfig(num_envs=4, num_steps=50)
+    return Screen("Swimmer-v5", config, Extras(**extras), [0, 1])
+
+
+def test_staggered_episodes_end_apart_and_the_first_do_not_count():
+    trained = _screen(stagger=True)
+    ends = [trained.collect()["done"].nonzero()[:, 3] + 50 * i for i in range(20)]
+    assert len(set(torch.cat(ends).tolist())) > 4  # of 8
+    assert trained.returns() == [None, None]
+    trained.env.close()
+
+
+def test_the_actor_lags_by_one_update():
+    trained = _screen()
+    before = trained.learner.policies.flat.clone()
+    frames = trained.config.frames_per_rollout
+    trained.train(frames)
+    assert torch.equal(trained.behaviour.flat, before)
+    after = trained.learner.policies.flat.clone()
+    trained.train(frames)
+    assert torch.equal(trained.behaviour.flat, after)
+    assert not torch.equal(trained.learner.policies.flat, after)
+    trained.env.close()
