@@ -57,6 +57,7 @@ class BatchedTanhNetworks:
             )
             self._layers.append((weight.unflatten(1, (n_out, n_in)), bias.unsqueeze(2)))
         self._inputs: list[torch.Tensor] = []
+        self._minus_one = flat.new_tensor(-1.0)
 
     @staticmethod
     def size(sizes: Sequence[int]) -> int:
@@ -73,7 +74,8 @@ class BatchedTanhNetworks:
         self._inputs = [x]
         for weight, bias in self._layers[:-1]:
             # tanh(y) = 2 * sigmoid(2 * y) - 1, at half of tanh's time on a CPU.
-            x = torch.baddbmm(bias, weight, x, beta=2.0, alpha=2.0).sigmoid_().mul_(2.0).sub_(1.0)
+            x = torch.baddbmm(bias, weight, x, beta=2.0, alpha=2.0).sigmoid_()
+            x = torch.add(self._minus_one, x, alpha=2.0, out=x)
             self._inputs.append(x)
         weight, bias = self._layers[-1]
         return torch.baddbmm(bias, weight, x)
@@ -87,7 +89,7 @@ class BatchedTanhNetworks:
             gradients = [weight_gradient.flatten(1), gradient.sum(2), *gradients]
             if i:
                 gradient = torch.bmm(self._layers[i][0].transpose(1, 2), gradient)
-                gradient.mul_(torch.addcmul(torch.ones((), dtype=x.dtype), x, x, value=-1.0))
+                gradient = torch.ops.aten.tanh_backward(gradient, x)
         return gradients
 
 
@@ -158,7 +160,7 @@ class BatchedLearner:
         flat = torch.stack([self._initial(sizes, seed) for seed in seeds])
         self.policies = Policies(flat, sizes, config.hidden)
         self._moments = torch.zeros_like(flat), torch.zeros_like(flat)
-        self.steps = 0
+        self._steps, self._rollouts = torch.zeros(()), 0
         self.lr = flat.new_full((len(flat), 1), config.lr)
         self.max_lr = config.lr
         self.value_mean, self.value_std = (
@@ -256,7 +258,8 @@ class BatchedLearner:
 
     def _follow_values(self, target: torch.Tensor) -> None:
         """Move mean and deviation towards the targets', and keep all values as they are."""
-        rate = max(0.01, 1.0 / (1 + self.steps // (self.config.epochs * self.config.minibatches)))
+        self._rollouts += 1
+        rate = max(0.01, 1.0 / self._rollouts)
         std, mean = torch.std_mean(target, 2, keepdim=True)
         old_mean, old_std = self.value_mean, self.value_std
         self.value_mean = old_mean.lerp(mean, rate)
@@ -301,10 +304,19 @@ class BatchedLearner:
         return kl
 
     def _adam(self, gradient: torch.Tensor) -> None:
-        """Kingma and Ba 2015, algorithm 1, as `torch.optim.Adam` has it."""
-        self.steps += 1
-        first, second = self._moments
-        first.lerp_(gradient, 0.1)
-        second.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
-        root = second.sqrt().div_(math.sqrt(1.0 - 0.999**self.steps)).add_(1e-8)
-        self.policies.flat.sub_((first / root).mul_(self.lr / (1.0 - 0.9**self.steps)))
+        """Step each seed by its own learning rate."""
+        self._steps.add_(1)
+        tensors = (self.policies.flat, gradient, *self._moments)
+        for seed, row in enumerate(zip(*tensors, strict=True)):
+            torch._fused_adam_(
+                *([tensor] for tensor in row),
+                [],
+                [self._steps],
+                lr=self.lr[seed, 0],
+                beta1=0.9,
+                beta2=0.999,
+                weight_decay=0.0,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )

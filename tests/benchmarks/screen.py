@@ -196,7 +196,7 @@ def screen(task: str, variant: str, seeds: Sequence[int], frames: int) -> dict[s
     names = {field.name for field in dataclasses.fields(Extras)}
     extras = Extras(**{name: settings.pop(name) for name in names & settings.keys()})
     trained = Screen(task, APPOConfig.for_task(task, **settings), extras, seeds)
-    with closing(trained.env), torch.no_grad():
+    with closing(trained.env), torch.inference_mode():
         outcome = trained.train(frames)
     return {"task": task, "set": variant, "seeds": list(seeds), "frames": frames, **outcome}
 
