@@ -7,7 +7,7 @@ are rows of one tensor. `tests.benchmarks.screen` trains with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,7 +30,6 @@ class Extras:
         stagger: Cut each simulation's first episode at a random step; it does not count.
         value_norm: The critic predicts value targets of zero mean and unit variance.
         cap_bt: Bound of b / t in the surrogate's ratio.
-        lag: Act by the policy of one update before.
     """
 
     log_std_floor: float = -math.inf
@@ -38,7 +37,21 @@ class Extras:
     stagger: bool = False
     value_norm: bool = False
     cap_bt: float = 1.0
-    lag: bool = True
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the runs that are trained together.
+
+    Attributes:
+        seed: Seed of the initial networks.
+        config: Settings. One rollout is learnt from, and the target policy moves with it.
+        extras: What the program does not have.
+    """
+
+    seed: int
+    config: APPOConfig
+    extras: Extras = Extras()
 
 
 class BatchedTanhNetworks:
@@ -129,52 +142,43 @@ class Policies:
         self.scale.copy_(other.scale)
 
 
+SHARED = ("num_envs", "num_steps", "epochs", "minibatches", "hidden", "observation")
+"""Settings that members must have in common."""
+
+
 class BatchedLearner:
-    """APPO's update, as `APPOTrainer` makes it, for all seeds at once.
+    """APPO's update, as `APPOTrainer` makes it, for all members at once.
 
     Args:
         sizes: Lengths of an observation, and of an action.
-        config: Settings. One rollout is learnt from, and the target policy moves with it.
-        seeds: Seeds of the initial networks.
-        extras: What the program does not have.
+        members: What to train; they have the `SHARED` settings in common.
+
+    Attributes:
+        max_lr: Highest learning rate of each, [S, 1].
     """
 
-    def __init__(
-        self,
-        sizes: tuple[int, int],
-        config: APPOConfig,
-        seeds: Sequence[int],
-        extras: Extras = Extras(),
-    ) -> None:
-        others = {"pool": 1, "tau": 1.0, "target_update_freq": None, "value_clip": None}
-        others |= {"num_collectors": 1, "critic_observation": config.observation}
-        unknown = {
-            key: getattr(config, key)
-            for key, value in others.items()
-            if getattr(config, key) != value
-        }
-        if unknown:
-            raise ValueError(f"screen: {unknown} (expected {others}). Leave them as they are.")
-        self.config, self.extras = config, extras
-        self.normalizers = [ObservationNormalizer(sizes[0]) for _ in seeds]
-        flat = torch.stack([self._initial(sizes, seed) for seed in seeds])
-        self.policies = Policies(flat, sizes, config.hidden)
+    def __init__(self, sizes: tuple[int, int], members: Sequence[Member]) -> None:
+        self.members, self.config = members, members[0].config
+        _check(members)
+        self.normalizers = [ObservationNormalizer(sizes[0]) for _ in members]
+        flat = torch.stack([_initial(sizes, member) for member in members])
+        self.policies = Policies(flat, sizes, self.config.hidden)
         self._moments = torch.zeros_like(flat), torch.zeros_like(flat)
         self._steps, self._rollouts = torch.zeros(()), 0
-        self.lr = flat.new_full((len(flat), 1), config.lr)
-        self.max_lr = config.lr
-        self.value_mean, self.value_std = (
-            flat.new_zeros(len(flat), 1, 1),
-            flat.new_ones(len(flat), 1, 1),
-        )
+        self.max_lr = self._each(lambda m: m.config.lr)
+        self.lr = self.max_lr.clone()
+        self.value_mean = flat.new_zeros(len(flat), 1, 1)
+        self.value_std = torch.ones_like(self.value_mean)
+        # What each step reads, [S, 1].
+        self._desired_kl = self._each(lambda m: m.config.desired_kl)
+        self._max_grad_norm = self._each(lambda m: m.config.max_grad_norm)
+        self._entropy_coeff = self._each(lambda m: m.config.entropy_coeff)
+        self._critic_coeff = self._each(lambda m: m.config.critic_coeff).unsqueeze(2)
+        self._floor = self._each(lambda m: m.extras.log_std_floor)
 
-    def _initial(self, sizes: tuple[int, int], seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        hidden = self.config.hidden
-        actor = make_actor(*sizes, hidden=hidden, log_std=self.config.log_std)[0]
-        critic = make_critic(sizes[0], hidden=hidden)
-        parts = [*actor.net.parameters(), actor.log_std, *critic.parameters()]
-        return torch.cat([part.detach().flatten() for part in parts])
+    def _each(self, read: Callable[[Member], float]) -> torch.Tensor:
+        """Return a setting of each member, [S, 1]."""
+        return self.policies.flat.new_tensor([[read(member)] for member in self.members])
 
     def value(self, x: torch.Tensor) -> torch.Tensor:
         """Return values [S, 1, N] of normalised observations."""
@@ -202,7 +206,7 @@ class BatchedLearner:
 
     def _estimated(self, rollout: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the steps read, as columns [S, k, n * T], and explained variances, [S]."""
-        config, policies = self.config, self.policies
+        policies = self.policies
         for normalizer, observation in zip(self.normalizers, rollout["observation"], strict=True):
             normalizer.update(observation.flatten(1).t())
         mean = torch.stack([normalizer.mean for normalizer in self.normalizers])
@@ -212,32 +216,18 @@ class BatchedLearner:
 
         x = policies.normalized(rollout["observation"].flatten(2))
         after = policies.normalized(rollout["next_observation"].flatten(2))
-        shape = rollout["reward"].shape
-        rows = (shape[0] * shape[2], shape[3])  # what V-trace takes
         action, log_b = rollout["action"].flatten(2), rollout["log_prob"].flatten(2)
         loc = policies.actor.forward(x)
         log_t = policies.log_prob((action - loc) * policies.log_std.neg().exp().unsqueeze(2))
         value = self.value(x)
-        target, advantage = vtrace(
-            (log_t - log_b).reshape(rows),
-            value.reshape(rows),
-            self.value(after).reshape(rows),
-            (rollout["reward"] * config.reward_scale).reshape(rows),
-            rollout["done"].reshape(rows),
-            rollout["terminated"].reshape(rows),
-            gamma=config.gamma,
-            lambda_=config.lambda_,
-            rho_bar=config.rho_bar,
-            c_bar=config.c_bar,
-        )
-        target, advantage = target.view_as(value), advantage.view_as(value)
+        target, advantage = self._traced(rollout, log_t - log_b, value, self.value(after))
         unexplained = (target - value).var(2, correction=0)
         explained = 1.0 - unexplained / target.var(2, correction=0).clamp(min=1e-8)
         advantage = advantage - advantage.mean(2, keepdim=True)
         advantage /= advantage.std(2, keepdim=True) + 1e-8
-        if self.extras.value_norm:
-            self._follow_values(target)
-        low, high = 1.0 - config.clip_epsilon, 1.0 + config.clip_epsilon
+        self._follow_values(target)
+        clip = self._each(lambda m: m.config.clip_epsilon).unsqueeze(2)
+        cap = self._each(lambda m: math.log(m.extras.cap_bt)).unsqueeze(2)
         actions = loc.shape[1]
         variance = (2.0 * policies.log_std).exp().unsqueeze(2).expand_as(loc)
         columns = (
@@ -246,20 +236,48 @@ class BatchedLearner:
             loc,
             variance,
             # log(min(b / t, 1) / b), and what is constant of log p and of the KL divergence
-            (log_b - log_t).clamp(max=math.log(self.extras.cap_bt))
-            - log_b
-            - actions * HALF_LOG_TAU,
+            torch.minimum(log_b - log_t, cap) - log_b - actions * HALF_LOG_TAU,
             variance.log().sum(1, keepdim=True).add(actions).mul(-0.5),
             advantage,
-            torch.maximum(low * advantage, high * advantage),
+            torch.maximum((1.0 - clip) * advantage, (1.0 + clip) * advantage),
             (target - self.value_mean) / self.value_std,
         )
         return torch.cat(columns, 1), explained.flatten()
 
+    def _traced(
+        self,
+        rollout: dict[str, torch.Tensor],
+        log_rho: torch.Tensor,
+        value: torch.Tensor,
+        after: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return V-trace's targets and advantages, [S, 1, n * T]."""
+        columns = {**rollout, "log_rho": log_rho, "value": value, "after": after}
+        names = ("log_rho", "value", "after", "reward", "done", "terminated")
+        shape = rollout["reward"].shape[2:]
+        traced = []
+        for i, member in enumerate(self.members):
+            config = member.config
+            log_rho, value, after, reward, *flags = (columns[name][i].view(shape) for name in names)
+            targets_and_advantages = vtrace(
+                log_rho,
+                value,
+                after,
+                reward * config.reward_scale,
+                *flags,
+                gamma=config.gamma,
+                lambda_=config.lambda_,
+                rho_bar=config.rho_bar,
+                c_bar=config.c_bar,
+            )
+            traced.append(torch.stack(targets_and_advantages).flatten(1))
+        return torch.stack(traced, 1).unsqueeze(2).unbind(0)
+
     def _follow_values(self, target: torch.Tensor) -> None:
         """Move mean and deviation towards the targets', and keep all values as they are."""
         self._rollouts += 1
-        rate = max(0.01, 1.0 / self._rollouts)
+        share = max(0.01, 1.0 / self._rollouts)
+        rate = self._each(lambda m: share * m.extras.value_norm).unsqueeze(2)
         std, mean = torch.std_mean(target, 2, keepdim=True)
         old_mean, old_std = self.value_mean, self.value_std
         self.value_mean = old_mean.lerp(mean, rate)
@@ -270,7 +288,7 @@ class BatchedLearner:
 
     def _step(self, columns: torch.Tensor, *, steered: bool) -> torch.Tensor:
         """Take a step on a minibatch, [S, k, N]; return the KL divergences, [S]."""
-        config, policies = self.config, self.policies
+        policies = self.policies
         actions, n = policies.log_std.shape[1], columns.shape[2]
         sizes = [columns.shape[1] - 3 * actions - 5, *[actions] * 3, *[1] * 5]
         x, action, loc_t, variance, offset, kl_offset, advantage, bound, target = columns.split(
@@ -290,17 +308,18 @@ class BatchedLearner:
         gradient = torch.cat(
             [
                 *policies.actor.backward((noise * slope).mul_(precision)),
-                (squares * slope).sum(2) - slope.sum(2) - config.entropy_coeff,
-                *policies.critic.backward((value - target).mul_(config.critic_coeff / n)),
+                (squares * slope).sum(2) - slope.sum(2) - self._entropy_coeff,
+                *policies.critic.backward((value - target).mul_(self._critic_coeff).div_(n)),
             ],
             1,
         )
         norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-        gradient.mul_((config.max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
+        gradient.mul_((self._max_grad_norm / (norm + 1e-6)).clamp_(max=1.0))
         self._adam(gradient)
-        policies.log_std.clamp_(min=self.extras.log_std_floor)
+        policies.log_std.clamp_(min=self._floor)
         if steered:
-            self.lr = kl_adapted_lr(self.lr, kl.unsqueeze(1), config.desired_kl, self.max_lr)
+            lr = kl_adapted_lr(self.lr, kl.unsqueeze(1), self._desired_kl, max_lr=1.0)
+            self.lr = torch.minimum(lr, self.max_lr)
         return kl
 
     def _adam(self, gradient: torch.Tensor) -> None:
@@ -320,3 +339,26 @@ class BatchedLearner:
                 amsgrad=False,
                 maximize=False,
             )
+
+
+def _initial(sizes: tuple[int, int], member: Member) -> torch.Tensor:
+    """Return the parameters that a run of this seed starts from, [P]."""
+    torch.manual_seed(member.seed)
+    hidden = member.config.hidden
+    actor = make_actor(*sizes, hidden=hidden, log_std=member.config.log_std)[0]
+    critic = make_critic(sizes[0], hidden=hidden)
+    parts = [*actor.net.parameters(), actor.log_std, *critic.parameters()]
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+def _check(members: Sequence[Member]) -> None:
+    """Refuse settings that are not known here, or that differ where they must not."""
+    first = members[0].config
+    expected = {"pool": 1, "tau": 1.0, "target_update_freq": None, "value_clip": None}
+    expected |= {"num_collectors": 1, "critic_observation": first.observation}
+    expected |= {name: getattr(first, name) for name in SHARED}
+    for member in members:
+        others = {name: getattr(member.config, name) for name in expected}
+        others = {name: other for name, other in others.items() if other != expected[name]}
+        if others:
+            raise ValueError(f"screen: {others} (expected {expected}). Train them apart.")

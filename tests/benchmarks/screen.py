@@ -3,7 +3,8 @@
 ``python -m tests.benchmarks.screen Swimmer-v5 --frames 400000 --set "" --set "lr=3e-4 stagger"``
 
 Each ``--set`` is a variant: settings of `APPOConfig` and of `Extras`, on top of the task's own.
-All seeds of a variant share one environment, and batched networks; nothing else mixes them. It
+All seeds of a variant share one environment, and batched networks; nothing else mixes them.
+``--together`` trains all variants at once, too, where these agree in the sizes of what they do. It
 is not the program: there are no processes, and each rollout is acted by the policy of one
 update before, always. Choose settings by it, and measure them with the program.
 """
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from tests.benchmarks.batched_appo import BatchedLearner, Extras, Policies
+from tests.benchmarks.batched_appo import BatchedLearner, Extras, Member, Policies
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.trainers import APPOConfig
 
@@ -37,39 +38,36 @@ EVALUATED = 10  # episodes without noise
 
 
 class Screen:
-    """One variant: an environment of all seeds' simulations, and their learner.
+    """An environment of all members' simulations, and their learner.
 
     Args:
         task: Name of the task.
-        config: Settings.
-        extras: What the program does not have.
-        seeds: Seeds.
+        members: What to train.
     """
 
-    def __init__(self, task: str, config: APPOConfig, extras: Extras, seeds: Sequence[int]) -> None:
-        self.task, self.config, self.extras, self.seeds = task, config, extras, seeds
-        self.env, (inputs, actions) = self._make_env(config.num_envs)
-        self.learner = BatchedLearner((inputs, actions), config, seeds, extras)
-        flat = self.learner.policies.flat.clone()
-        self.behaviour = Policies(flat, (inputs, actions), config.hidden)
-        torch.manual_seed(seeds[0])
+    def __init__(self, task: str, members: Sequence[Member]) -> None:
+        self.task, self.members, self.config = task, members, members[0].config
+        self.env, sizes = self._make_env(self.config.num_envs)
+        self.learner = BatchedLearner(sizes, members)
+        self.behaviour = Policies(self.learner.policies.flat.clone(), sizes, self.config.hidden)
+        torch.manual_seed(members[0].seed)
         self._current: TensorDictBase = self.env.reset()
         n, limit = self.env.batch_size[0], self.env.max_episode_steps
-        cuts = np.random.default_rng(seeds[0]).integers(1, limit + 1, n)
-        self._cuts = cuts if extras.stagger else np.full(n, np.iinfo(np.int64).max)
-        self._first = np.full(n, extras.stagger)  # in its first episode, which does not count
+        # Whether a simulation is in a first episode that will be cut, which does not count.
+        self._first = np.repeat([member.extras.stagger for member in members], self.config.num_envs)
+        self._cuts = np.random.default_rng(members[0].seed).integers(1, limit + 1, n)
         self._running, self._length = np.zeros(n), np.zeros(n, dtype=np.int64)
-        self.finished: list[deque[tuple[float, int]]] = [deque(maxlen=EPISODES) for _ in seeds]
+        self.finished: list[deque[tuple[float, int]]] = [deque(maxlen=EPISODES) for _ in members]
 
     def _make_env(self, num_envs: int) -> tuple[MujocoBatchEnv, tuple[int, int]]:
-        seed = ENV_SEED + self.seeds[0] * 1000
-        env = MujocoBatchEnv(self.task, num_envs * len(self.seeds), num_threads=1, seed=seed)
+        seed = ENV_SEED + self.members[0].seed * 1000
+        env = MujocoBatchEnv(self.task, num_envs * len(self.members), num_threads=1, seed=seed)
         sizes = env.observation_spec[self.config.observation].shape[-1], env.action_spec.shape[-1]
         return env, sizes
 
     def _columns(self, rows: torch.Tensor) -> torch.Tensor:
-        """What each simulation has, [S * n, size], as columns of each seed, [S, size, n]."""
-        return rows.unflatten(0, (len(self.seeds), -1)).transpose(1, 2)
+        """What each simulation has, [S * n, size], as columns of each, [S, size, n]."""
+        return rows.unflatten(0, (len(self.members), -1)).transpose(1, 2)
 
     def _noise_free(self, observation: torch.Tensor, policies: Policies) -> torch.Tensor:
         return policies.actor.forward(policies.normalized(self._columns(observation)))
@@ -142,23 +140,22 @@ class Screen:
                 stepped, current = env.step_and_maybe_reset(current)
                 returns += stepped["next", "reward"] * running
                 running &= ~stepped["next", "done"]
-        means = returns.view(len(self.seeds), EVALUATED).mean(1)
+        means = returns.view(len(self.members), EVALUATED).mean(1)
         return [round(mean, 1) for mean in means.tolist()]
 
     def train(self, frames: int) -> dict[str, Any]:
         """Train each seed for `frames` and return what came of it."""
         started = time.perf_counter()
         learner, curve, statistics = self.learner, [], []
+        highest = learner.max_lr
+        anneals = torch.tensor([[member.extras.anneal] for member in self.members])
         updates = math.ceil(frames / self.config.frames_per_rollout)
         for update in range(updates):
             rollout = self.collect()
-            if self.extras.anneal:
-                learner.max_lr = self.config.lr * (1.0 - update / updates)
-            if self.extras.lag:
-                self.behaviour.copy_(learner.policies)
+            left = torch.where(anneals, 1.0 - update / updates, 1.0)
+            learner.max_lr = highest * left
+            self.behaviour.copy_(learner.policies)  # which acts on while the learner learns
             statistics.append(learner.update(rollout))
-            if not self.extras.lag:
-                self.behaviour.copy_(learner.policies)
             if (update + 1) * POINTS // updates > update * POINTS // updates:
                 curve.append([(update + 1) * self.config.frames_per_rollout, self.returns()])
         kl, explained = (
@@ -189,16 +186,32 @@ def parse(variant: str) -> dict[str, Any]:
     return settings
 
 
-def screen(task: str, variant: str, seeds: Sequence[int], frames: int) -> dict[str, Any]:
-    """Train the seeds of a variant; return its line."""
-    torch.set_num_threads(1)
+def make_member(task: str, variant: str, seed: int) -> Member:
+    """Return a variant's run of a seed."""
     settings = parse(variant)
     names = {field.name for field in dataclasses.fields(Extras)}
     extras = Extras(**{name: settings.pop(name) for name in names & settings.keys()})
-    trained = Screen(task, APPOConfig.for_task(task, **settings), extras, seeds)
-    with closing(trained.env), torch.inference_mode():
-        outcome = trained.train(frames)
-    return {"task": task, "set": variant, "seeds": list(seeds), "frames": frames, **outcome}
+    return Member(seed, APPOConfig.for_task(task, **settings), extras)
+
+
+def screen(
+    task: str, variants: Sequence[str], seeds: Sequence[int], frames: int
+) -> list[dict[str, Any]]:
+    """Train the seeds of all variants together; return a line for each variant."""
+    torch.set_num_threads(1)
+    members = [make_member(task, variant, seed) for variant in variants for seed in seeds]
+    screened = Screen(task, members)
+    with closing(screened.env), torch.inference_mode():
+        outcome = screened.train(frames)
+    common = {"task": task, "seeds": list(seeds), "frames": frames, "seconds": outcome["seconds"]}
+    curve = outcome.pop("curve")
+    lines = []
+    for i, variant in enumerate(variants):
+        own = slice(i * len(seeds), (i + 1) * len(seeds))
+        figures = {key: each[own] for key, each in outcome.items() if key != "seconds"}
+        figures["curve"] = [[at, returns[own]] for at, returns in curve]
+        lines.append({"set": variant, **common, **figures})
+    return lines
 
 
 def main() -> None:
@@ -208,14 +221,17 @@ def main() -> None:
     parser.add_argument("--frames", type=int, default=300_000, help="of each seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--set", action="append", default=[], help="a variant: name=value ...")
+    parser.add_argument("--together", action="store_true", help="train all variants at once")
     parser.add_argument("--out", type=Path, help="file to append to")
     options = parser.parse_args()
-    for variant in options.set or [""]:
-        line = json.dumps(screen(options.task, variant, options.seeds, options.frames))
-        print(line, flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(line + "\n")
+    variants = options.set or [""]
+    for group in [variants] if options.together else [[variant] for variant in variants]:
+        for outcome in screen(options.task, group, options.seeds, options.frames):
+            line = json.dumps(outcome)
+            print(line, flush=True)
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(line + "\n")
 
 
 if __name__ == "__main__":

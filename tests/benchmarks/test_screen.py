@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.benchmarks.batched_appo import BatchedLearner, Extras
+from tests.benchmarks.batched_appo import BatchedLearner, Extras, Member
 from tests.benchmarks.screen import Screen
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
@@ -97,12 +98,28 @@ def _as_trained(config: APPOConfig, seed: int, rollouts: list[dict[str, torch.Te
     return torch.cat([part.detach().flatten() for part in parts]), stepper.lr
 
 
+def test_members_learn_each_by_its_own_settings():
+    first = APPOConfig(**SETTINGS)
+    own = {"lr": 1e-3, "gamma": 0.9, "lambda_": 0.8, "clip_epsilon": 0.1, "log_std": 0.1}
+    own |= {"max_grad_norm": 0.2, "desired_kl": 0.05, "entropy_coeff": 0.1, "reward_scale": 0.5}
+    configs = [first, dataclasses.replace(first, **own, critic_coeff=0.3)]
+    rollouts = _rollouts(2)
+    members = [Member(seed, config) for seed, config in enumerate(configs)]
+    learner = BatchedLearner((OBS, ACT), members)
+    for rollout in rollouts:
+        learner.update(rollout, _orders(first))
+    for seed, config in enumerate(configs):
+        parameters, lr = _as_trained(config, seed, rollouts)
+        torch.testing.assert_close(learner.policies.flat[seed], parameters, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(learner.lr[seed, 0], lr, check_dtype=False, rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.3, 100.0])
 @pytest.mark.parametrize("seeds", [[0], [0, 1]], ids=str)
 def test_each_seed_learns_as_by_the_loss_and_its_stepper(seeds, max_grad_norm):
     config = APPOConfig(**SETTINGS, max_grad_norm=max_grad_norm)
     rollouts = _rollouts(len(seeds))
-    learner = BatchedLearner((OBS, ACT), config, seeds)
+    learner = BatchedLearner((OBS, ACT), [Member(seed, config) for seed in seeds])
     for rollout in rollouts:
         learner.update(rollout, _orders(config))
     for seed in seeds:
@@ -114,31 +131,39 @@ def test_each_seed_learns_as_by_the_loss_and_its_stepper(seeds, max_grad_norm):
 
 def test_a_new_scale_of_the_values_leaves_them_as_they_are():
     config = APPOConfig(**SETTINGS)
-    learner = BatchedLearner((OBS, ACT), config, [0, 1], Extras(value_norm=True))
+    members = [Member(0, config), Member(0, config, Extras(value_norm=True))]
+    learner = BatchedLearner((OBS, ACT), members)
     x, target = torch.randn(2, OBS, 9), 50.0 + 20.0 * torch.randn(2, 1, 30)
     before = learner.value(x)
     for scale, mean in ((1.0, 1.0), (0.1, 0.55)):  # of the first, then of both
         learner._follow_values(scale * target)
         torch.testing.assert_close(learner.value(x), before)
-        torch.testing.assert_close(learner.value_mean, mean * target.mean(2, keepdim=True))
+        torch.testing.assert_close(learner.value_mean[1], mean * target[1].mean(1, keepdim=True))
+        assert learner.value_mean[0] == 0.0
 
 
 def test_the_deviation_stays_above_its_floor():
     config = APPOConfig(**SETTINGS)
-    learner = BatchedLearner((OBS, ACT), config, [0], Extras(log_std_floor=-0.4))
+    learner = BatchedLearner((OBS, ACT), [Member(0, config, Extras(log_std_floor=-0.4))])
     learner.update(_rollouts(1)[0])
     assert learner.policies.log_std.min() == -0.4
 
 
 def test_settings_that_it_does_not_know_are_refused():
     with pytest.raises(ValueError, match=r"'pool': 2.*expected"):
-        BatchedLearner((OBS, ACT), APPOConfig(pool=2), [0])
+        BatchedLearner((OBS, ACT), [Member(0, APPOConfig(pool=2))])
+
+
+def test_members_of_different_sizes_are_refused():
+    members = [Member(0, APPOConfig()), Member(0, APPOConfig(epochs=3))]
+    with pytest.raises(ValueError, match=r"'epochs': 3.*Train them apart"):
+        BatchedLearner((OBS, ACT), members)
 
 
 def _screen(**extras) -> Screen:
     torch.set_default_dtype(torch.float32)
     config = APPOConfig(num_envs=4, num_steps=50)
-    return Screen("Swimmer-v5", config, Extras(**extras), [0, 1])
+    return Screen("Swimmer-v5", [Member(seed, config, Extras(**extras)) for seed in (0, 1)])
 
 
 def test_staggered_episodes_end_apart_and_the_first_do_not_count():
