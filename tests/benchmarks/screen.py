@@ -16,6 +16,7 @@ import ast
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -158,6 +159,7 @@ class Screen:
             statistics.append(learner.update(rollout))
             if (update + 1) * POINTS // updates > update * POINTS // updates:
                 curve.append([(update + 1) * self.config.frames_per_rollout, self.returns()])
+                print(*curve[-1], file=sys.stderr, flush=True)
         kl, explained = (
             torch.stack([each[key] for each in statistics]) for key in ("kl", "explained_variance")
         )
