@@ -26,15 +26,11 @@ class Extras:
 
     Attributes:
         log_std_floor: Least log standard deviation.
-        anneal: Lower the highest learning rate to 0, in a straight line.
-        stagger: Cut each simulation's first episode at a random step; it does not count.
         value_norm: The critic predicts value targets of zero mean and unit variance.
         cap_bt: Bound of b / t in the surrogate's ratio.
     """
 
     log_std_floor: float = -math.inf
-    anneal: bool = False
-    stagger: bool = False
     value_norm: bool = False
     cap_bt: float = 1.0
 

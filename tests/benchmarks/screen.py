@@ -1,6 +1,6 @@
 """Screens APPO's settings: trains several seeds at once, for little more than the price of one.
 
-``python -m tests.benchmarks.screen Swimmer-v5 --frames 400000 --set "" --set "lr=3e-4 stagger"``
+``python -m tests.benchmarks.screen Swimmer-v5 --frames 400000 --set "" --set "lr=3e-4 anneal"``
 
 Each ``--set`` is a variant: settings of `APPOConfig` and of `Extras`, on top of the task's own.
 All seeds of a variant share one environment, and batched networks; nothing else mixes them.
@@ -18,22 +18,20 @@ import json
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 
 from tests.benchmarks.batched_appo import BatchedLearner, Extras, Member, Policies
+from torchrl_unilab.collectors.metrics import EpisodeLog
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.trainers import APPOConfig
 
 ENV_SEED = 1_000_000  # of the simulations' generators, of which there are many
-EPISODES = 64  # that a return is the mean of
 POINTS = 12  # of a curve
 EVALUATED = 10  # episodes without noise
 
@@ -48,21 +46,18 @@ class Screen:
 
     def __init__(self, task: str, members: Sequence[Member]) -> None:
         self.task, self.members, self.config = task, members, members[0].config
-        self.env, sizes = self._make_env(self.config.num_envs)
+        self.env, sizes = self._make_env(self.config.num_envs, stagger=self.config.stagger)
         self.learner = BatchedLearner(sizes, members)
         self.behaviour = Policies(self.learner.policies.flat.clone(), sizes, self.config.hidden)
         torch.manual_seed(members[0].seed)
         self._current: TensorDictBase = self.env.reset()
-        n, limit = self.env.batch_size[0], self.env.max_episode_steps
-        # Whether a simulation is in a first episode that will be cut, which does not count.
-        self._first = np.repeat([member.extras.stagger for member in members], self.config.num_envs)
-        self._cuts = np.random.default_rng(members[0].seed).integers(1, limit + 1, n)
-        self._running, self._length = np.zeros(n), np.zeros(n, dtype=np.int64)
-        self.finished: list[deque[tuple[float, int]]] = [deque(maxlen=EPISODES) for _ in members]
+        self._logs = [EpisodeLog(self.config.num_envs, self.env.max_episode_steps) for _ in members]
 
-    def _make_env(self, num_envs: int) -> tuple[MujocoBatchEnv, tuple[int, int]]:
-        seed = ENV_SEED + self.members[0].seed * 1000
-        env = MujocoBatchEnv(self.task, num_envs * len(self.members), num_threads=1, seed=seed)
+    def _make_env(
+        self, num_envs: int, *, stagger: bool = False
+    ) -> tuple[MujocoBatchEnv, tuple[int, int]]:
+        seed, n = ENV_SEED + self.members[0].seed * 1000, num_envs * len(self.members)
+        env = MujocoBatchEnv(self.task, n, num_threads=1, seed=seed, stagger=stagger)
         sizes = env.observation_spec[self.config.observation].shape[-1], env.action_spec.shape[-1]
         return env, sizes
 
@@ -85,47 +80,29 @@ class Screen:
             self._current.set("action", action.transpose(1, 2).flatten(0, 1))
             stepped, self._current = self.env.step_and_maybe_reset(self._current)
             after = stepped["next"]
-            done = after["done"].clone()
-            self._length += 1
-            cut = torch.from_numpy(self._first & (self._length >= self._cuts)).unsqueeze(1) & ~done
-            if cut.any():
-                self._current = self.env.reset(TensorDict(_reset=cut, batch_size=len(cut)))
-                done |= cut
-            self._count(after["reward"], done)
             rows = {
                 "observation": observation,
                 "next_observation": after[self.config.observation],
                 "reward": after["reward"],
-                "done": done,
+                "done": after["done"],
                 "terminated": after["terminated"],
             }
             columns = {key: self._columns(row) for key, row in rows.items()}
             steps.append({**columns, "action": action, "log_prob": policies.log_prob(noise)})
-        return {key: torch.stack([step[key] for step in steps], 3) for key in steps[0]}
+        rollout = {key: torch.stack([step[key] for step in steps], 3) for key in steps[0]}
+        for i, log in enumerate(self._logs):
+            log.add(*(rollout[key][i, 0].numpy() for key in ("reward", "done", "terminated")))
+        return rollout
 
-    def _count(self, reward: torch.Tensor, done: torch.Tensor) -> None:
-        """Follow the episodes' returns."""
-        self._running += reward.flatten().double().numpy()
-        for i in np.flatnonzero(done.numpy()):
-            if not self._first[i]:
-                episode = (float(self._running[i]), int(self._length[i]))
-                self.finished[i // self.config.num_envs].append(episode)
-            self._first[i] = False
-            self._running[i], self._length[i] = 0.0, 0
-
-    def returns(self) -> list[float | None]:
-        """Return the mean return of each seed's last episodes; None before the first ends."""
-        return [
-            round(float(np.mean([total for total, _ in episodes])), 1) if episodes else None
-            for episodes in self.finished
+    def last_episodes(self) -> list[list[float | None]]:
+        """Return the mean return and length of each seed's last episodes, [2, S]; None without."""
+        means = [
+            log.last[: min(log.episodes, len(log.last)), :2].mean(0).round(1).tolist()
+            if log.episodes
+            else [None, None]
+            for log in self._logs
         ]
-
-    def lengths(self) -> list[int | None]:
-        """Return the mean length of each seed's last episodes."""
-        return [
-            round(float(np.mean([length for _, length in episodes]))) if episodes else None
-            for episodes in self.finished
-        ]
+        return [list(each) for each in zip(*means, strict=True)]
 
     def evaluate(self) -> list[float]:
         """Return the mean return of each seed's episodes without noise."""
@@ -149,23 +126,24 @@ class Screen:
         started = time.perf_counter()
         learner, curve, statistics = self.learner, [], []
         highest = learner.max_lr
-        anneals = torch.tensor([[member.extras.anneal] for member in self.members])
+        anneals = torch.tensor([[member.config.anneal] for member in self.members])
         updates = math.ceil(frames / self.config.frames_per_rollout)
         for update in range(updates):
             rollout = self.collect()
-            left = torch.where(anneals, 1.0 - update / updates, 1.0)
-            learner.max_lr = highest * left
+            learner.max_lr = highest * torch.where(anneals, 1.0 - update / updates, 1.0)
             self.behaviour.copy_(learner.policies)  # which acts on while the learner learns
             statistics.append(learner.update(rollout))
             if (update + 1) * POINTS // updates > update * POINTS // updates:
-                curve.append([(update + 1) * self.config.frames_per_rollout, self.returns()])
+                curve.append(
+                    [(update + 1) * self.config.frames_per_rollout, self.last_episodes()[0]]
+                )
                 print(*curve[-1], file=sys.stderr, flush=True)
         kl, explained = (
             torch.stack([each[key] for each in statistics]) for key in ("kl", "explained_variance")
         )
         return {
             "curve": curve,
-            "length": self.lengths(),
+            "length": self.last_episodes()[1],
             "without_noise": self.evaluate(),
             "log_std": _rounded(learner.policies.log_std.mean(1)),
             "kl_above_0.1": _rounded((kl > 0.1).float().mean(0)),
