@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
-from tests.support.rollouts import make_rollout
+from tests.support.rollouts import make_rollout, stack
 from tests.support.transitions import steps, transitions
 from torchrl_unilab.data import (
     PackedReplayStorage,
@@ -47,7 +47,7 @@ def data(buffer: ReplayBuffer) -> TensorDict:
     """Two items for a buffer."""
     if isinstance(buffer.storage, PackedReplayStorage):
         return transitions(2)
-    return torch.stack([make_rollout(1), make_rollout(2)])
+    return stack(1, 2)
 
 
 @pytest.fixture(params=list(MAKERS))

@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers import (
     SamplerWithoutReplacement,
 )
 
-from tests.support.rollouts import make_rollout
+from tests.support.rollouts import make_rollout, stack
 from tests.support.transitions import same, transitions
 from torchrl_unilab.data import (
     PackedReplayStorage,
@@ -239,7 +239,7 @@ def test_a_sampler_that_would_leave_rollouts_unread_is_refused_by_name(cls, samp
         buffer = cls(storage=storage, sampler=first, writer=RolloutRingWriter(), batch_size=1)
         if later:
             buffer.set_sampler((sampler or RandomSampler)())
-        buffer.extend(torch.stack([make_rollout(1), make_rollout(2)]))
+        buffer.extend(stack(1, 2))
 
         name = (sampler or RandomSampler).__name__
         with pytest.raises(ConfigError, match=rf"{name} \(expected a RolloutRingSampler"):

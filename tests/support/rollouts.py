@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorData, TensorDict, TensorDictBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.data import ReplayBuffer
 
@@ -31,6 +31,27 @@ def make_rollout(value: int = 0, batch: tuple[int, ...] = BATCH) -> TensorDict:
         },
         batch,
     )
+
+
+def stack(*numbers: int) -> TensorDict:
+    """Rollouts of these values."""
+    return torch.stack([make_rollout(number) for number in numbers])
+
+
+def misfit(kind: str) -> TensorDict:
+    """A rollout that has another shape, dtype or set of keys than `make_rollout` has."""
+    rollout = make_rollout(1)
+    if kind == "shape":
+        rollout["next", "reward"] = torch.zeros(*BATCH, 2)
+    elif kind == "dtype":
+        rollout["next", "state", "count"] = torch.zeros(*BATCH, 2)
+    elif kind == "missing":
+        del rollout["next", "done"]
+    elif kind == "unknown":
+        rollout["next", "value"] = torch.zeros(BATCH)
+    elif kind == "not a tensor":
+        rollout["next", "note"] = NonTensorData("x", batch_size=BATCH)
+    return rollout
 
 
 def values(rollouts: TensorDictBase) -> list[int]:
@@ -86,7 +107,7 @@ def extend_buffer(
 
 def extend_items(pipe: Connection, buffer: ReplayBuffer, first: int, rollouts: int) -> None:
     """Write rollouts as items of one extend, as any storage takes them."""
-    buffer.extend(torch.stack([make_rollout(first + i) for i in range(rollouts)]))
+    buffer.extend(stack(*range(first, first + rollouts)))
     pipe.send(buffer.write_count)
 
 

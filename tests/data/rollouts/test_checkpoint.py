@@ -1,0 +1,69 @@
+"""A checkpoint of the ring brings back unread rollouts and counters, or changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.rollouts import make_rollout, misfit, stack, values
+from torchrl_unilab.data import RolloutRingStorage
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+
+
+def test_a_checkpoint_counts_on_from_all_counters(tmp_path):
+    with RolloutRingStorage(2, example=make_rollout(), writers=2) as storage:
+        for writer, value in ((1, 1), (0, 2), (0, 3), (0, 4), (1, 5)):
+            storage.use_writer(writer)
+            storage.write(make_rollout(value))
+        storage.release(storage.acquire())
+        storage.dumps(tmp_path)
+        before = storage.state_dict()
+    with RolloutRingStorage(2, writers=2) as restored:
+        restored.loads(tmp_path)
+        assert (restored.written, restored.dropped, restored.read_count) == ((3, 2), (1, 0), 1)
+        assert values(restored[:]) == [3, 4, 5]
+        after = restored.state_dict()
+        assert (after["counts"], after["of"]) == (before["counts"], [0, 0, 1])
+        restored.use_writer(1)
+        assert restored.claim(0.0) is not None
+        assert restored.commit() == 3
+
+
+def test_a_checkpoint_of_nothing_is_loaded():
+    with RolloutRingStorage(2) as storage, RolloutRingStorage(2) as other:
+        other.load_state_dict(storage.state_dict())
+        assert not other.initialized
+    with RolloutRingStorage(2, example=make_rollout()) as storage, RolloutRingStorage(2) as other:
+        other.load_state_dict(storage.state_dict())
+        assert (other.initialized, len(other)) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"example": make_rollout(batch=(2, 4))}, LayoutShapeError, "shape of"),
+        ({"example": misfit("unknown")}, LayoutKeyError, "next.value"),
+        ({"example": make_rollout().auto_batch_size_(1)}, LayoutShapeError, "batch size"),
+        ({"slots": 2}, ConfigError, "cannot load 3 rollouts of one writer"),
+        ({"writers": 2}, ConfigError, "1 writers"),
+    ],
+    ids=["shape", "keys", "batch size", "slots", "writers"],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(storage, settings, error, message):
+    storage.write_all(stack(1, 2, 3))
+    with RolloutRingStorage(**settings) as target:
+        with pytest.raises(error, match=message):
+            target.load_state_dict(storage.state_dict())
+        assert (len(target), target.write_count) == (0, 0)
+
+
+def test_a_checkpoint_is_not_loaded_over_unread_rollouts(storage):
+    storage.write(make_rollout(1))
+    state = storage.state_dict()
+    with pytest.raises(RuntimeError, match="1 are unread and 0 leased"):
+        storage.load_state_dict(state)
+    lease = storage.acquire()
+    with pytest.raises(RuntimeError, match="0 are unread and 1 leased"):
+        storage.load_state_dict(state)
+    storage.release(lease)
+    storage.load_state_dict(state)
+    assert values(storage[:]) == [1]
