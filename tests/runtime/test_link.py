@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing as mp
 import os
 import pickle
-import signal
 import struct
 import threading
 from multiprocessing.connection import Connection
 
 import pytest
 
+from tests.support.interrupts import Bytecodes
 from torchrl_unilab.runtime import link as link_module
 from torchrl_unilab.runtime.link import Channel, Link, ParentGoneError
 
@@ -94,23 +95,24 @@ def test_a_worker_that_answers_at_length_ends_with_its_parent(ends: tuple[Connec
         link.answer(bytes(5_000_000))
 
 
-@pytest.mark.parametrize("call", ["read", "write"])
+@pytest.mark.parametrize("call", ["flush", "fill"])
 def test_an_interrupt_neither_loses_nor_repeats_a_byte(
-    call: str, ends: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
+    call: str, ends: tuple[Connection, Connection]
 ):
     sender, reader = map(Channel, ends)
-    real = getattr(os, call)
-
-    def interrupted(*arguments):
-        done = real(*arguments)
-        signal.raise_signal(signal.SIGINT)
-        return done
-
-    sender.post("a message")
-    with monkeypatch.context() as patch:
-        patch.setattr(link_module.os, call, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sender.flush() if call == "write" else (sender.flush(), reader.take())
-    sender.post("another")
-    sender.flush()
-    assert [reader.take(), reader.take(), reader.take()] == ["a message", "another", None]
+    for nth in itertools.count(1):
+        sender.post(nth)
+        sender.post("a message")
+        if call == "fill":
+            sender.flush()
+        interrupted = Bytecodes(nth, [link_module]).interrupts(
+            reader.fill if call == "fill" else sender.flush
+        )
+        sender.post("another")
+        sender.flush()
+        while len(reader.messages) < 3:
+            reader.fill()
+        assert [reader.take() for _ in range(4)] == [nth, "a message", "another", None]
+        if not interrupted:
+            break
+    assert nth > 8, "the call was not traced"

@@ -225,7 +225,7 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_a_later_one(group):
 def test_an_answer_that_an_interrupt_kept_from_its_caller_is_received_again(group):
     for nth in itertools.count(1):
         group.send(0, "double", nth)
-        wait_readable([group._workers[0].channel], DEADLINE)
+        wait_readable([group._workers[0].channel.connection], DEADLINE)
         interrupt = Bytecodes(nth, [link_module, workers_module])
         if not interrupt.interrupts(lambda: group.receive(0)):
             break
@@ -269,7 +269,7 @@ def test_a_stopped_worker_is_named_wherever_it_is_waited_for(lone, call):
 
 def test_a_worker_that_is_stopped_while_it_answers_is_named(lone):
     lone.send(0, "answer at length", LARGE)
-    wait_readable([lone._workers[0].channel], DEADLINE)
+    wait_readable([lone._workers[0].channel.connection], DEADLINE)
     _stop(lone.pids[0])
     error = _within(PROMPT, lambda: lone.receive(0, DEADLINE))
     assert re.match(STOPPED, str(error))

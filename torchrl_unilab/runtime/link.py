@@ -3,27 +3,25 @@
 A message that has arrived in part does not count as arrived, and what the pipe does not take of
 a message waits in this process: a peer that is stopped in the middle of either blocks no call.
 `WorkerGroup` holds a `Channel` for each worker; a worker's `Link` holds the other end.
+
+An interrupt loses no byte and repeats none: CPython runs signal handlers between bytecodes only,
+and a single call into C reads bytes and keeps them, or writes some and counts them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import select
-import signal
 import struct
-import threading
 from collections import deque
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any
 
 __all__ = ["Channel", "Link", "ParentGoneError"]
 
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 16  # larger ones take longer to allocate than to read
 
 
 class ParentGoneError(Exception):
@@ -37,7 +35,7 @@ class Channel:
         connection: The pipe's end, used by this channel alone.
 
     Attributes:
-        messages: Whole messages that have arrived and were not taken.
+        connection: The same; readable when there may be a message.
 
     Example:
         >>> import multiprocessing as mp
@@ -48,20 +46,23 @@ class Channel:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         os.set_blocking(connection.fileno(), False)
-        self._outgoing = bytearray()
-        self._incoming = bytearray()
-        self.messages: deque[Any] = deque()
+        # Bytes to send, and the counts of those that the pipe has taken.
+        self._outgoing: tuple[bytes, list[int]] = b"", []
+        # Whole messages, the bytes after them as they came, and how many it takes to go on.
+        self._incoming: tuple[deque[Any], list[bytes], int] = deque(), [], _LENGTH.size
 
-    def fileno(self) -> int:
-        """File descriptor; readable when there may be a message."""
-        return self._connection.fileno()
+    @property
+    def messages(self) -> deque[Any]:
+        """Whole messages that have arrived and were not taken."""
+        return self._incoming[0]
 
     def post(self, message: Any) -> None:
         """Append a message to what `flush` sends."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._outgoing += _LENGTH.pack(len(data)) + data
+        unsent, taken = self._outgoing
+        self._outgoing = unsent + _LENGTH.pack(len(data)) + data, taken
 
     def flush(self) -> bool:
         """Send what the pipe takes now; return whether that was all.
@@ -69,14 +70,15 @@ class Channel:
         Raises:
             OSError: The other end is closed.
         """
-        with _deferred_interrupt():
-            while self._outgoing:
-                try:
-                    sent = os.write(self.fileno(), self._outgoing)
-                except BlockingIOError:
-                    return False
-                del self._outgoing[:sent]
-            return True
+        data, taken = self._outgoing
+        try:
+            while (sent := sum(taken)) < len(data):
+                rest = memoryview(data)[sent:]
+                taken.extend(map(os.write, (self.connection.fileno(),), (rest,)))  # one call
+        except BlockingIOError:
+            return False
+        self._outgoing = b"", []
+        return True
 
     def take(self) -> Any:
         """Return the next message that has arrived as a whole, or None.
@@ -84,45 +86,38 @@ class Channel:
         Raises:
             EOFError: No message is left, and the other end is closed.
         """
-        if not self.messages:
+        if not self._incoming[0]:
             self.fill()
-        return self.messages.popleft() if self.messages else None
+        messages = self._incoming[0]
+        return messages.popleft() if messages else None
 
-    def fill(self) -> None:
-        """Append to `messages` what has arrived.
+    def fill(self) -> bool:
+        """Read once, and append to `messages` those that are whole; return whether bytes came.
 
         Raises:
-            EOFError: Nothing has, and the other end is closed.
+            EOFError: None did, and the other end is closed.
         """
-        with _deferred_interrupt():
-            before = len(self._incoming)
-            while data := self._read():
-                self._incoming += data
-            if data is not None and len(self._incoming) == before:
-                raise EOFError("the other end is closed")
-            while (message := self._next_whole()) is not None:
-                self.messages.append(pickle.loads(message))
-
-    def _read(self) -> bytes | None:
-        """Return some of what has arrived; None if nothing has, b"" if nothing will."""
+        messages, parts, needed = self._incoming
+        before = len(parts)
         try:
-            return os.read(self.fileno(), _READ_BYTES)
+            parts.extend(map(os.read, (self.connection.fileno(),), (_READ_BYTES,)))  # one call
         except BlockingIOError:
-            return None
+            pass
         except ConnectionResetError:  # closed with messages of ours unread
-            return b""
-
-    def _next_whole(self) -> bytearray | None:
-        """Remove the next whole pickle from the bytes that have arrived, if there is one."""
-        begin = _LENGTH.size
-        if len(self._incoming) < begin:
-            return None
-        end = begin + _LENGTH.unpack_from(self._incoming)[0]
-        if len(self._incoming) < end:
-            return None
-        message = self._incoming[begin:end]
-        del self._incoming[:end]
-        return message
+            parts.append(b"")
+        if sum(map(len, parts)) >= needed:
+            data, begin, found = b"".join(parts), 0, [*messages]
+            while len(data) - begin >= needed:
+                if needed == _LENGTH.size:
+                    needed += _LENGTH.unpack_from(data, begin)[0]
+                else:
+                    body = memoryview(data)[begin + _LENGTH.size : begin + needed]
+                    found.append(pickle.loads(body))
+                    begin, needed = begin + needed, _LENGTH.size
+            self._incoming = deque(found), [data[begin:]], needed
+        if parts[before:] == [b""]:
+            raise EOFError("the other end is closed")
+        return len(parts) > before
 
     def wait(self, *, to_send: bool = False, timeout: float | None = None) -> None:
         """Wait until something has arrived or, with `to_send`, the pipe takes more.
@@ -136,30 +131,14 @@ class Channel:
             EOFError: With `to_send`: the other end is closed.
         """
         poll = select.poll()
-        poll.register(self, select.POLLIN | (select.POLLOUT if to_send else 0))
+        poll.register(self.connection, select.POLLIN | (select.POLLOUT if to_send else 0))
         poll.poll(None if timeout is None else 1e3 * timeout)
         if to_send:
             self.fill()
 
     def close(self) -> None:
         """Close this end, which the other end sees. Idempotent."""
-        self._connection.close()
-
-
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[None]:
-    """Have Ctrl-C wait for the end of the block: no byte is sent twice or lost."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Python runs signal handlers in the main thread only
-        return
-    arrived: list[tuple[int, FrameType | None]] = []
-    handler = signal.signal(signal.SIGINT, lambda *arguments: arrived.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if arrived and callable(handler):
-            handler(*arrived[0])
+        self.connection.close()
 
 
 class Link:

@@ -277,13 +277,14 @@ class WorkerGroup:
     def _receive(self, worker: _Worker, timeout: float | None, watched: Sequence[_Worker]) -> Any:
         """Return the answer to the newest request; that to request 0 comes when it is ready."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
-        messages = worker.channel.messages
+        channel = worker.channel
         while True:
             try:
-                worker.channel.fill()
+                channel.fill()
             except EOFError:
-                if not messages:
+                if not channel.messages:
                     self._fail(worker)
+            messages = channel.messages
             while messages:
                 kind, number, value = messages[0]
                 if kind == "error":
@@ -295,8 +296,8 @@ class WorkerGroup:
             left = until - time.monotonic()
             if left < 0.0:
                 raise self._late(worker, "no answer", timeout or 0.0)
-            ready = self._wait([worker.channel], None if timeout is None else left, watched)
-            if ready and worker.channel not in ready:
+            ready = self._wait([channel.connection], None if timeout is None else left, watched)
+            if ready and channel.connection not in ready:
                 self.check()  # another one failed, which is no less of a reason
 
     @staticmethod
@@ -312,7 +313,8 @@ class WorkerGroup:
             raise self._failed  # the pipe told it once
         worker.process.join(STOP_SECONDS)
         with contextlib.suppress(EOFError):
-            worker.channel.fill()
+            while worker.channel.fill():
+                pass
         for kind, _, value in worker.channel.messages:
             if kind == "error":
                 raise self._error(worker, f"failed:\n{value}")
