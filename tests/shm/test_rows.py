@@ -121,7 +121,7 @@ def test_positions_have_no_gap_whatever_the_shards_have(shards, shard_rows, writ
         assert rows.extent(window) == (without_gap, False)
         assert window.heads == tuple(heads)
         assert window.size == len(serial)
-        assert rows.written == sum(heads)
+        assert rows.lineage().written == sum(heads)
         if without_gap:
             assert read_at(rows, [*range(without_gap)]) == [serial[p] for p in range(without_gap)]
 
@@ -256,7 +256,7 @@ def test_cleared_rows_count_from_position_zero_and_reads_of_old_ones_are_drawn_a
 
         assert batch.numbers == [4]
         assert rows.extent(rows.window()) == (1, False)
-        assert rows.written == 1
+        assert rows.lineage().written == 1
         assert rows.revision > revision
 
 

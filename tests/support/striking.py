@@ -94,11 +94,7 @@ def strike_at(rows: SharedRows, nth: int, strike: Callable[[], None]) -> Callabl
             strike()
 
     changed: Any = rows
-    set_, fill, fill_at = rows.set, rows.fill, rows.fill_at
-
-    def set_word(shard: int, word: int, value: int) -> None:
-        step()
-        set_(shard, word, value)
+    real, fill, fill_at = rows._words, rows.fill, rows.fill_at
 
     def half(parts: Parts) -> Parts:
         """Rows of which all but the first word of each part is garbage."""
@@ -117,18 +113,16 @@ def strike_at(rows: SharedRows, nth: int, strike: Callable[[], None]) -> Callabl
         fill_at(shard, places, parts)
 
     class Words:
-        """The rows' words, whose stores are steps too."""
+        """The rows' words, whose stores are steps."""
 
-        view = rows._words.view
-
-        def __getitem__(self, index: int) -> int:
-            return self.view[index]
+        def __getitem__(self, index: Any) -> Any:
+            return real[index]
 
         def __setitem__(self, index: int, value: int) -> None:
             step()
-            self.view[index] = value
+            real[index] = value
 
-    changed.set, changed.fill, changed.fill_at = set_word, fill_rows, fill_places
+    changed.fill, changed.fill_at = fill_rows, fill_places
     changed._words = Words()
     return lambda: taken
 

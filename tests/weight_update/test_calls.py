@@ -17,8 +17,8 @@ from tests.support.acting import StillEnv, make_policy
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 ROOT = str(Path(torchrl_unilab.__file__).parent)
-NOT_COUNTED = {"span", "_no_fence", "version", "_wrapped_policy"}
-"""A context that is off, a fence that is none, an attribute, and what each step looks up."""
+NOT_COUNTED = {"span", "version", "_wrapped_policy"}
+"""A context that is off, an attribute, and what each step looks up."""
 
 
 class Context:

@@ -44,7 +44,7 @@ class Field:
     dtype: torch.dtype
     offset: int
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the tensor's elements."""
         return math.prod(self.shape) * self.dtype.itemsize

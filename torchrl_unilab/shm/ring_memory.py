@@ -22,7 +22,7 @@ from torchrl_unilab.shm.liveness import this_process
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token
-from torchrl_unilab.shm.words import SharedWords
+from torchrl_unilab.shm.words import shared_words, words_nbytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -71,8 +71,8 @@ class RingMemory:
         buffer, end = self._segment.buffer, 0
         words: list[memoryview] = []
         for count in (HEADER_WORDS, writers * WRITER_WORDS, slots):
-            words.append(SharedWords(buffer, end, count).view)
-            end += SharedWords.nbytes(count)
+            words.append(shared_words(buffer, end, count))
+            end += words_nbytes(count)
         self._header, self._words, self._generations = words
         blocks = torch.from_numpy(buffer)[end:].view(-1, layout.nbytes)
         self.views = [dict(zip(layout.keys, layout.views(block), strict=True)) for block in blocks]
@@ -88,7 +88,7 @@ class RingMemory:
     def nbytes(layout: BlockLayout, slots: int, writers: int) -> int:
         """Return the bytes of shared memory that a ring takes."""
         words = HEADER_WORDS + writers * (WRITER_WORDS + slots)
-        return SharedWords.nbytes(words) + slots * writers * layout.nbytes
+        return words_nbytes(words) + slots * writers * layout.nbytes
 
     @property
     def closed(self) -> bool:

@@ -31,7 +31,7 @@ from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock, thread_lock
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.words import SharedWords, fence
+from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
 __all__ = ["ReaderState", "Snapshot", "SnapshotCell"]
 
@@ -156,7 +156,7 @@ class SnapshotCell:
     def nbytes(layout: BlockLayout, slots: int = DEFAULT_SLOTS, readers: int = 0) -> int:
         """Return the bytes of shared memory that a cell takes."""
         words = _CELL_WORDS + slots + _READER_WORDS * readers
-        return SharedWords.nbytes(words) + slots * layout.nbytes
+        return words_nbytes(words) + slots * layout.nbytes
 
     @classmethod
     def attach(cls, name: str, layout: BlockLayout) -> SnapshotCell:
@@ -179,8 +179,8 @@ class SnapshotCell:
     @classmethod
     def _checked_header(cls, segment: SharedSegment, layout: BlockLayout) -> tuple[int, int]:
         """Return slots and readers of a complete cell of `layout`."""
-        large_enough = segment.nbytes >= SharedWords.nbytes(_CELL_WORDS)
-        words = SharedWords(segment.buffer, 0, _CELL_WORDS).view if large_enough else None
+        large_enough = segment.nbytes >= words_nbytes(_CELL_WORDS)
+        words = shared_words(segment.buffer, 0, _CELL_WORDS) if large_enough else None
         if words is None or words[_DIGEST] != layout.digest:
             raise LayoutError(
                 f"cannot attach {segment.name!r}: not a complete snapshot cell of this layout "
@@ -202,11 +202,11 @@ class SnapshotCell:
         self.slots = slots
         self.readers = readers
         count = _CELL_WORDS + slots + _READER_WORDS * readers
-        words = SharedWords(segment.buffer, 0, count).view
+        words = shared_words(segment.buffer, 0, count)
         self._words: memoryview | _ClosedWords = words[:_CELL_WORDS]
         self._sequence = words[_CELL_WORDS : _CELL_WORDS + slots]
         self._reports: memoryview | _ClosedWords = words[_CELL_WORDS + slots :]
-        payloads = segment.buffer[SharedWords.nbytes(count) :]
+        payloads = segment.buffer[words_nbytes(count) :]
         self._payloads = payloads.reshape(slots, layout.nbytes)
         self._views = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
         self._registration = RangeLock(segment, REGISTER_SECONDS)

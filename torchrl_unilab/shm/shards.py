@@ -24,7 +24,7 @@ from torchrl_unilab.shm.liveness import process_id, this_process
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.words import LINE, SharedWords, fence
+from torchrl_unilab.shm.words import LINE, fence, shared_words, words_nbytes
 
 __all__ = ["Parts", "Shard", "Shards", "Window", "of_shard"]
 
@@ -75,6 +75,11 @@ class Lineage(NamedTuple):
     origins: tuple[int, ...]
     window: Window
 
+    @property
+    def written(self) -> int:
+        """Rows written since all were last cleared."""
+        return max(0, sum(self.window.heads) - sum(self.bases))  # no heads while all are replaced
+
 
 def of_shard(values: tuple[int, ...], shard: Shard) -> int | torch.Tensor:
     """Return the value of each row's shard."""
@@ -104,7 +109,7 @@ class Shards:
         self.shards, self.shard_rows = shards, shard_rows
         self.detach: Callable[[Parts, torch.Tensor], object] = lambda parts, positions: None
         """Called before rows are written in place, with these and their positions."""
-        self._words = SharedWords(segment.buffer, 0, 1 + shards * SHARD_WORDS)
+        self._words = shared_words(segment.buffer, 0, 1 + shards * SHARD_WORDS)
         self._lock = RangeLock(segment, timeout)
         notes, *starts, _ = _starts(widths, shards, shard_rows)
         flat, count = torch.from_numpy(segment.buffer), shards * shard_rows
@@ -126,15 +131,15 @@ class Shards:
 
     def load(self, word: int) -> tuple[int, ...]:
         """Return one word of each shard."""
-        return tuple(self._words.view[word::SHARD_WORDS])
+        return tuple(self._words[word::SHARD_WORDS])
 
     def get(self, shard: int, word: int) -> int:
         """Return a word of a shard."""
-        return self._words.view[shard * SHARD_WORDS + word]
+        return self._words[shard * SHARD_WORDS + word]
 
     def set(self, shard: int, word: int, value: int) -> None:
         """Store a word of a shard, which the caller holds."""
-        self._words.view[shard * SHARD_WORDS + word] = value
+        self._words[shard * SHARD_WORDS + word] = value
 
     def own(self, shard: int) -> list[torch.Tensor]:
         """Return the rows of a shard by part, each int32 [shard_rows, width]."""
@@ -170,12 +175,6 @@ class Shards:
             fence()  # before the bases are read again
             if self.load(BASE) == bases:
                 return Lineage(bases, origins, window)
-
-    @property
-    def written(self) -> int:
-        """Rows written since all were last cleared."""
-        bases, _, window = self.lineage()
-        return max(0, sum(window.heads) - sum(bases))  # no heads while rows are replaced
 
     @property
     def revision(self) -> int:
@@ -306,7 +305,7 @@ def _nothing() -> None:
 
 def _starts(widths: Sequence[int], shards: int, shard_rows: int) -> list[int]:
     """Where notes and each part of the rows start, and where all ends."""
-    starts = [SharedWords.nbytes(1 + shards * SHARD_WORDS)]
+    starts = [words_nbytes(1 + shards * SHARD_WORDS)]
     starts.append(starts[0] + shards * NOTES * 8)
     for width in widths:
         starts.append(align(starts[-1] + shards * shard_rows * width * WORD, LINE))

@@ -43,25 +43,20 @@ from __future__ import annotations
 
 import platform
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LINE", "SharedWords", "fence", "is_weakly_ordered"]
+__all__ = ["LINE", "fence", "is_weakly_ordered", "shared_words", "words_nbytes"]
 
 LINE = 64
 """Bytes of a cache line: the alignment of every word and of every payload."""
-
-_WORDS_PER_LINE = LINE // 8
 
 
 def is_weakly_ordered(machine: str | None = None) -> bool:
     """Return whether stores, and loads, need a fence on `machine` (this one if not given)."""
     return (machine or platform.machine()).lower() not in {"x86_64", "amd64", "i386", "i686"}
-
-
-def _no_fence() -> None:
-    """The processor keeps both orders."""
 
 
 def _lock_twice() -> None:
@@ -73,49 +68,39 @@ def _lock_twice() -> None:
         pass
 
 
-fence = _lock_twice if is_weakly_ordered() else _no_fence
-"""Order stores, and loads, before the call before those after it."""
+fence: Callable[[], object] = _lock_twice if is_weakly_ordered() else bool
+"""Order stores, and loads, before the call before those after it; `bool` does nothing, fast."""
 
 
-class SharedWords:
-    """`count` unsigned 64-bit words in shared memory, one per cache line.
+def shared_words(buffer: npt.NDArray[np.uint8], offset: int, count: int) -> memoryview:
+    """Return `count` unsigned 64-bit words in shared memory, one per cache line.
 
     Args:
         buffer: Shared bytes, uint8.
         offset: Where the first word lies, a multiple of 64.
         count: How many words.
 
+    Returns:
+        The words, of format ``"Q"``.
+
     Raises:
         ValueError: `offset` is not aligned, or the words lie outside `buffer`.
 
     Example:
-        >>> words = SharedWords(np.zeros(128, np.uint8), offset=0, count=2)
+        >>> words = shared_words(np.zeros(128, np.uint8), offset=0, count=2)
         >>> words[1] = 3
         >>> words[0], words[1]
         (0, 3)
     """
+    nbytes = words_nbytes(count)
+    if offset % LINE or offset + nbytes > buffer.nbytes:
+        raise ValueError(
+            f"cannot place words: {count} at byte {offset} of {buffer.nbytes} "
+            f"(expected a multiple of {LINE} with room). Check the layout."
+        )
+    return buffer.data[offset : offset + nbytes].cast("Q")[:: LINE // 8]
 
-    __slots__ = ("view",)
 
-    view: memoryview
-    """The words themselves, format ``"Q"``, for code that cannot afford the call."""
-
-    def __init__(self, buffer: npt.NDArray[np.uint8], offset: int, count: int) -> None:
-        if offset % LINE or offset + self.nbytes(count) > buffer.nbytes:
-            raise ValueError(
-                f"cannot place words: {count} at byte {offset} of {buffer.nbytes} "
-                f"(expected a multiple of {LINE} with room). Check the layout."
-            )
-        lines = buffer.data[offset : offset + self.nbytes(count)].cast("Q")
-        self.view = lines[::_WORDS_PER_LINE]
-
-    @staticmethod
-    def nbytes(count: int) -> int:
-        """Return the bytes that `count` words take."""
-        return count * LINE
-
-    def __getitem__(self, index: int) -> int:
-        return self.view[index]
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self.view[index] = value
+def words_nbytes(count: int) -> int:
+    """Return the bytes that `count` words take."""
+    return count * LINE

@@ -126,7 +126,8 @@ class SharedReplay(SharedStorage):
     @property
     def initialized(self) -> bool:
         """Whether keys, shapes and dtypes are known."""
-        self._check_open()
+        if self._rows is None:
+            self._check_open()
         return self._rows is not None
 
     @property
@@ -137,7 +138,8 @@ class SharedReplay(SharedStorage):
             RuntimeError: Nothing is known of them yet.
             SegmentClosedError: The storage is closed.
         """
-        if not self.initialized or self._rows is None:
+        if self._rows is None:
+            self._check_open()
             raise RuntimeError(
                 f"cannot use replay storage: 0 of {self.max_size} rows written (expected some, or "
                 "an example). Write first, or make it from an example."
@@ -156,18 +158,18 @@ class SharedReplay(SharedStorage):
         """Return what there is to sample from now."""
         if not self.initialized:
             return ReplaySnapshot(0, 0)
-        window = self.rows.window()
-        return ReplaySnapshot(self.rows.written, window.size, window)
+        lineage = self.rows.lineage()
+        return ReplaySnapshot(lineage.written, lineage.window.size, lineage.window)
 
     @property
     def size(self) -> int:
         """Rows that can be sampled."""
-        return self.snapshot().size
+        return self.rows.window().size if self.initialized else 0
 
     @property
     def ptr(self) -> int:
         """Rows ever written, since the storage was last emptied."""
-        return self.rows.written if self.initialized else 0
+        return self.rows.lineage().written if self.initialized else 0
 
     @property
     def non_finite(self) -> int:
