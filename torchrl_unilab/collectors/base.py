@@ -263,8 +263,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Returns:
             The first seed that is not used yet.
         """
-        self._settle()
-        team = self._open_team()
+        team = self._settle()
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
         team.seed = seed
@@ -278,13 +277,14 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     def reset(self) -> None:
         """Start new episodes with what the workers collect next."""
-        self._settle()
-        self._open_team().ask_all("reset")
+        self._settle().ask_all("reset")
 
-    def _settle(self) -> None:
-        """Wait for what workers were asked to collect."""
+    def _settle(self) -> WorkerTeam:
+        """Wait for what workers were asked to collect; return their team."""
         with span("wait"):
-            self._open_team().settle()
+            team = self._open_team()
+            team.settle()
+        return team
 
     def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
         """Return the workers' states and the count of frames. Safe while iterating.
@@ -298,8 +298,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         self._open_sink()
         if not workers:
             return OrderedDict(workers=None, frames=self._frames)
-        self._settle()
-        return OrderedDict(workers=self._open_team().ask_all("state"), frames=self._frames)
+        return OrderedDict(workers=self._settle().ask_all("state"), frames=self._frames)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
         """Restore the workers' states, or new episodes if there are none in it.
@@ -310,8 +309,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Raises:
             ConfigError: The state is of another number of workers.
         """
-        self._settle()
-        team = self._open_team()
+        team = self._settle()
         states, frames = state_dict["workers"], state_dict["frames"]
         if states is None:
             team.ask_all("frames", frames // self.num_workers)

@@ -150,8 +150,7 @@ class ReplayCollector(WorkerCollector):
             WorkerError: A worker failed.
         """
         while self._wants_more():
-            self._settle()
-            team = self._open_team()
+            team = self._settle()
             if team.ticks == self._yielded:
                 team.start_tick()
                 self._settle()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict, TensorDictBase
@@ -16,6 +17,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.collectors.base import CreateEnv, WorkerCollector, WorkerSettings
+from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import POLICY_VERSION, RolloutWorker, example_rollout
 from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.data.rollouts.shared import RolloutLease
@@ -236,19 +238,19 @@ class APPOCollector(WorkerCollector):
 
         What is there of a round that was interrupted stays, and the rest is waited for.
         """
-        self._settle()
+        team = self._settle()
         if not self._waiting:
-            self._open_team().start_tick()
+            team.start_tick()
             self._settle()
         return self._waiting.pop(0)
 
-    def _settle(self) -> None:
-        super()._settle()
+    def _settle(self) -> WorkerTeam:
+        team = super()._settle()
         if self.lockstep:  # then what is in the ring, or leased and not lent, is of one round
-            while self.storage.acquire() is not None:
-                pass
-            waiting = [lease for lease in self.storage.leases if lease is not self._lease]
-            self._waiting = sorted(waiting, key=lambda lease: lease.writer)
+            leases = self.storage.acquire_all()
+            waiting = [lease for lease in leases if lease is not self._lease]
+            self._waiting = sorted(waiting, key=attrgetter("writer"))
+        return team
 
     def _give_back(self) -> None:
         """Release the rollout that was lent out."""
@@ -300,9 +302,10 @@ class APPOCollector(WorkerCollector):
 
     def status(self) -> dict[str, float]:
         """Return how full the ring is, and how many rollouts were lost, and why."""
+        storage = self.storage
         return {
-            "ring_occupancy": len(self.storage) / self.storage.max_size,
-            "dropped": self.dropped,
+            "ring_occupancy": len(storage) / storage.max_size,
+            "dropped": sum(storage.dropped),
             "stale": self.stale,
             **super().status(),
         }

@@ -71,26 +71,24 @@ class BatchLayout:
             fields.append(reward._replace(path=("next", "original_reward")))
             fields += [TensorField((name,), (), dtype) for name, dtype in extra.items()]
         batch_size = form.schema.batch_size
+        self._sizes = tuple(math.prod(shape) * dtype.itemsize for _, dtype, shape in self._blocks)
         self._plain = TensorSchema(batch_size, tuple(fields))
         index = TensorField(("index",), batch_size, torch.int64)
         self._indexed = TensorSchema(batch_size, (*fields, index))
 
     def nbytes(self, count: int) -> int:
         """Bytes of the memory of a batch of `count` rows."""
-        return sum(
-            align(count * math.prod(shape) * dtype.itemsize) for _, dtype, shape in self._blocks
-        )
+        return _starts(self._sizes, count)[-1]
 
     def batch(self, count: int, flat: torch.Tensor | None = None) -> Batch:
         """Return memory for `count` rows, in `flat`, uint8 [nbytes(count)], if given."""
         if flat is None:
             return {n: torch.empty(count, *shape, dtype=dtype) for n, dtype, shape in self._blocks}
-        blocks, start = {}, 0
-        for name, dtype, shape in self._blocks:
-            nbytes = count * math.prod(shape) * dtype.itemsize
-            blocks[name] = flat.narrow(0, start, nbytes).view(dtype).view(count, *shape)
-            start = align(start + nbytes)
-        return blocks
+        places = zip(self._blocks, _starts(self._sizes, count), self._sizes, strict=False)
+        return {
+            name: flat.narrow(0, start, count * size).view(dtype).view(count, *shape)
+            for (name, dtype, shape), start, size in places
+        }
 
     def parts(self, batch: Batch, name: str) -> list[torch.Tensor]:
         """Return the rows (``"rows"``) of a batch, or the last of n steps (``"last"``), by part."""
@@ -137,6 +135,15 @@ class BatchLayout:
             f"batch to sample into: batch size {list(batch.batch_size)}, not made for it (expected "
             "one of empty_batch). Make it with the storage's empty_batch."
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Where each block of a batch starts, of as many bytes a row, and where the last ends."""
+    starts = [0]
+    for size in sizes:
+        starts.append(align(starts[-1] + count * size))
+    return tuple(starts)
 
 
 class RowGatherer:

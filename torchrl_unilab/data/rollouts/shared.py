@@ -103,8 +103,8 @@ class SharedRollouts(SharedStorage):
             RuntimeError: The schema is not known yet.
             SegmentClosedError: The storage is closed.
         """
-        self._check_open()
-        if self._ring is None:
+        if self._ring is None or self._closed:
+            self._check_open()
             raise RuntimeError(
                 "cannot use rollout storage: its schema is not known (expected an example, or a "
                 "rollout written). Build it with example=, or write first."
@@ -231,11 +231,20 @@ class SharedRollouts(SharedStorage):
         """
         unread = self._unread()
         lease = unread[0] if unread else self.ring.acquire(timeout)
-        if lease is None:
-            return None
+        return None if lease is None else self._lend(lease)
+
+    def acquire_all(self) -> list[RolloutLease]:
+        """Own all unread rollouts; return these and `leases`, the first acquired first."""
+        ring = self.ring
+        while ring.acquire() is not None:
+            pass
+        held = ring.leases
+        return [self._leased[x.slot] if self._is_acquired(x) else self._lend(x) for x in held]
+
+    def _lend(self, lease: Lease) -> RolloutLease:
         self._drawn = None
-        acquired = self._leased[lease.slot] = RolloutLease(self._rollout(lease.slot), lease, self)
-        return acquired
+        lent = self._leased[lease.slot] = RolloutLease(self._rollout(lease.slot), lease, self)
+        return lent
 
     @property
     def leases(self) -> list[RolloutLease]:
