@@ -158,6 +158,15 @@ def test_what_an_interrupted_acquire_took_is_among_the_leases():
         assert p.reader.read == (1, 0)
 
 
+def test_what_an_interrupted_acquire_all_took_is_acquired_with_the_rest():
+    for p, _ in interrupted(nothing, lambda p, _: p.reader.acquire_all()):
+        leases = p.reader.acquire_all()
+        assert sorted(lease.writer for lease in leases) == [0, 0, 1]
+        for lease in leases:
+            p.reader.release(lease)
+        assert p.reader.read == (2, 1)
+
+
 def test_an_interrupted_release_is_done_or_is_done_again():
     for p, lease in interrupted(
         lambda p: p.reader.acquire(), lambda p, lease: p.reader.release(lease)

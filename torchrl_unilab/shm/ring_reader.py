@@ -97,6 +97,7 @@ class RingReader(RingMemory):
         self._check_open()
         if not self._is_reader:
             self._become_reader()
+        self._settle()
         lease = self._take_oldest()
         if lease is not None or timeout == 0.0:
             return lease
@@ -105,6 +106,21 @@ class RingReader(RingMemory):
             if lease is not None:
                 return lease
         return None
+
+    def acquire_all(self) -> list[Lease]:
+        """Own all committed rollouts; return the leases of this process, as `leases` does.
+
+        Raises:
+            RuntimeError: Another process is the reader.
+            SegmentError: A slot was written without a claim.
+        """
+        self._check_open()
+        if not self._is_reader:
+            self._become_reader()
+        self._settle()
+        while self._take_oldest() is not None:
+            pass
+        return [self._lease(token) for token in self._held]
 
     def _become_reader(self) -> None:
         if not self._is_reader:
@@ -121,7 +137,6 @@ class RingReader(RingMemory):
         self._header[READER] = me
 
     def _take_oldest(self) -> Lease | None:
-        self._settle()
         for writer in self._oldest_first():
             if self._ready[writer].take(self._held):
                 lease = self._lease(self._held[-1])

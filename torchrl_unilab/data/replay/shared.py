@@ -156,9 +156,10 @@ class SharedReplay(SharedStorage):
 
     def snapshot(self) -> ReplaySnapshot:
         """Return what there is to sample from now."""
-        if not self.initialized:
+        if self._rows is None:
+            self._check_open()
             return ReplaySnapshot(0, 0)
-        lineage = self.rows.lineage()
+        lineage = self._rows.lineage()
         return ReplaySnapshot(lineage.written, lineage.window.size, lineage.window)
 
     @property

@@ -235,10 +235,7 @@ class SharedRollouts(SharedStorage):
 
     def acquire_all(self) -> list[RolloutLease]:
         """Own all unread rollouts; return these and `leases`, the first acquired first."""
-        ring = self.ring
-        while ring.acquire() is not None:
-            pass
-        held = ring.leases
+        held = self.ring.acquire_all()
         return [self._leased[x.slot] if self._is_acquired(x) else self._lend(x) for x in held]
 
     def _lend(self, lease: Lease) -> RolloutLease:
