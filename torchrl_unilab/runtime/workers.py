@@ -5,9 +5,8 @@ worker answers; the worker's end also shows when the parent is gone. What a work
 in the parent as a `WorkerError`, with its traceback; a worker that is killed is named with its
 signal as soon as it is dead, and one that is stopped within a second.
 
-Workers start as multiprocessing's start method says, which TorchRL sets to ``"spawn"``. With
-``"forkserver"``, and `torchrl_unilab.trainers` among what it preloads, they start in
-milliseconds. They are never forked from the parent, whose threads and locks they would copy.
+Workers start as multiprocessing's start method says, which TorchRL sets to ``"spawn"``; with
+``"forkserver"``, and `torchrl_unilab.trainers` among what it preloads, in milliseconds.
 """
 
 from __future__ import annotations
@@ -284,8 +283,7 @@ class WorkerGroup:
             except EOFError:
                 if not channel.messages:
                     self._fail(worker)
-            messages = channel.messages
-            while messages:
+            while messages := channel.messages:
                 kind, number, value = messages[0]
                 if kind == "error":
                     raise self._error(worker, f"failed:\n{value}")
