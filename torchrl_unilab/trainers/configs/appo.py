@@ -158,7 +158,7 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {},
     "Hopper-v5": _SMALL_STEPS,
     "Walker2d-v5": {**_SMALL_STEPS, "reward_scale": 0.03},
-    # A simulation of eight joints finds its way by less noise; the last steps are small.
+    # Measured with less noise only; the last steps are small.
     "Ant-v5": {**_SMALL_STEPS, "log_std": -0.5, "anneal": True},
     # A stroke pays off after seconds, and no episode ends before its time limit.
     "Swimmer-v5": {
