@@ -156,8 +156,9 @@ still or at a first slow gait. They cost no time where physics is the limit."""
 
 APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {},
-    "Hopper-v5": _SMALL_STEPS,
-    "Walker2d-v5": _SMALL_STEPS,
+    # Larger scales learn faster, and end lower with some seeds.
+    "Hopper-v5": {**_SMALL_STEPS, "reward_scale": 0.03},
+    "Walker2d-v5": {**_SMALL_STEPS, "reward_scale": 0.03},
     # Measured with less noise only; the last steps are small.
     "Ant-v5": {**_SMALL_STEPS, "log_std": -0.5, "anneal": True},
     # A stroke pays off after seconds, and no episode ends before its time limit.
