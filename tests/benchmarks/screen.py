@@ -51,7 +51,9 @@ class Screen:
         self.behaviour = Policies(self.learner.policies.flat.clone(), sizes, self.config.hidden)
         torch.manual_seed(members[0].seed)
         self._current: TensorDictBase = self.env.reset()
-        self._logs = [EpisodeLog(self.config.num_envs, self.env.max_episode_steps) for _ in members]
+        self._logs = [EpisodeLog(self.config.num_envs) for _ in members]
+        for log in self._logs:
+            log.restart(staggered=self.env.stagger)
 
     def _make_env(
         self, num_envs: int, *, stagger: bool = False

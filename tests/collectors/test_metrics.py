@@ -63,14 +63,23 @@ def test_a_restart_forgets_open_episodes_and_keeps_finished_ones():
     assert log.last[:2].tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
 
 
-def test_an_episode_cut_before_the_time_limit_does_not_count():
-    log = EpisodeLog(3, limit=4)
-    done = np.array([[0, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 1]], dtype=bool)
-    terminated = done & np.array([[False], [True], [False]])
-    log.add(np.ones((3, 4)), done, terminated)
-    assert log.last[: log.episodes].tolist() == [[2.0, 2.0, 1.0], [4.0, 4.0, 0.0]]
-    log.add(np.ones((3, 2)), done[:1, :2].repeat(3, 0), np.zeros((3, 2), bool))
-    assert log.last[2 : log.episodes].tolist() == [[4.0, 4.0, 0.0], [4.0, 4.0, 0.0]]
+def test_a_staggered_first_episode_counts_only_if_a_terminal_state_ends_it():
+    log = EpisodeLog(2)
+    log.restart(staggered=True)
+    done = np.array([[0, 1, 0, 1], [0, 1, 0, 0]], dtype=bool)
+    terminated = np.array([[0, 0, 0, 0], [0, 1, 0, 0]], dtype=bool)
+    log.add(np.ones((2, 4)), done, terminated)
+    assert log.last[: log.episodes].tolist() == [[2.0, 2.0, 1.0], [2.0, 2.0, 0.0]]
+
+
+def test_a_log_that_was_saved_knows_which_first_episodes_are_open():
+    saved, log = EpisodeLog(2), EpisodeLog(2)
+    saved.restart(staggered=True)
+    no, ends = np.zeros((2, 1), dtype=bool), np.array([[True], [False]])
+    saved.add(np.ones((2, 1)), ends, no)
+    log.load_state_dict(saved.state_dict())
+    log.add(np.ones((2, 1)), ~no, no)
+    assert log.last[: log.episodes].tolist() == [[1.0, 1.0, 0.0]]
 
 
 def _log(returns: list[float], *, terminated: bool) -> EpisodeLog:

@@ -261,3 +261,39 @@ def test_a_worker_of_mujoco_goes_on_in_the_midst_of_episodes_bit_for_bit():
     assert (one.log.last == other.log.last).all()
     one.close()
     other.close()
+
+
+class Staggered(RolloutWorker):
+    """A worker of four cheetahs whose episodes last six steps, the first ones up to six."""
+
+    def __init__(self, **transforms: int) -> None:
+        env = MujocoBatchEnv("HalfCheetah-v5", 4, num_threads=1, max_episode_steps=6, stagger=True)
+        if transforms:
+            env = TransformedEnv(env, StepCounter(**transforms))
+        super().__init__(env, actor(size=17, actions=6), 8)
+        self._slot = example_rollout(env, self.policy, 8).clone()
+        self.seed(0, 0)
+
+    def lengths(self, rollouts: int) -> list[float]:
+        """Collect, and return the lengths of all episodes that count."""
+        for _ in range(rollouts):
+            self.rollout(self._slot)
+        return self.log.last[: self.log.episodes, 1].tolist()
+
+
+def test_episodes_that_staggering_cut_do_not_count():
+    worker = Staggered()
+    assert set(worker.lengths(3)) == {6.0}
+    worker.seed(1, 1)
+    assert set(worker.lengths(3)) == {6.0}
+
+
+def test_the_first_episodes_after_a_reset_without_a_seed_count():
+    worker = Staggered()
+    before = len(worker.lengths(1))
+    worker.reset()
+    assert len(worker.lengths(1)) == before + 4
+
+
+def test_staggered_episodes_that_a_transform_ends_count_from_the_second_on():
+    assert Staggered(max_steps=2).lengths(1)

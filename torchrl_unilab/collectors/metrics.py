@@ -86,8 +86,6 @@ class EpisodeLog:
 
     Args:
         num_envs: Environments.
-        limit: Steps that the time limit gives to whole episodes. One that ends sooner without
-            a terminal state was cut, as staggered first episodes are, and does not count.
 
     Attributes:
         episodes: Episodes finished so far.
@@ -101,15 +99,21 @@ class EpisodeLog:
         [2.0, 2.0, 0.0]
     """
 
-    def __init__(self, num_envs: int, limit: int = 0) -> None:
+    def __init__(self, num_envs: int) -> None:
         self.episodes = 0
-        self._limit = limit
         self.last: NDArray[np.float64] = np.zeros((WINDOW, 3))
         self._returns = np.zeros(num_envs)
         self._lengths = np.zeros(num_envs, dtype=np.int64)
+        self._may_be_cut = np.zeros(num_envs, dtype=bool)
 
-    def restart(self) -> None:
-        """Forget the episodes that have not ended: all environments were reset."""
+    def restart(self, *, staggered: bool = False) -> None:
+        """Forget the episodes that have not ended: all environments were reset.
+
+        Args:
+            staggered: Whether the episodes that start have time limits of their own: one that
+                its limit ends was cut, and does not count.
+        """
+        self._may_be_cut[:] = staggered
         self._returns[:] = 0.0
         self._lengths[:] = 0
 
@@ -120,6 +124,7 @@ class EpisodeLog:
             "last": self.last.copy(),
             "returns": self._returns.copy(),
             "lengths": self._lengths.copy(),
+            "may_be_cut": self._may_be_cut.copy(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -128,6 +133,7 @@ class EpisodeLog:
         self.last[...] = state_dict["last"]
         self._returns[...] = state_dict["returns"]
         self._lengths[...] = state_dict["lengths"]
+        self._may_be_cut[...] = state_dict["may_be_cut"]
 
     def add(
         self,
@@ -142,10 +148,11 @@ class EpisodeLog:
         for step, env in np.argwhere(done.T):
             total = self._returns[env] + sums[env, step] - summed[env]
             length = self._lengths[env] + step + 1 - counted[env]
-            if terminated[env, step] or length >= self._limit:
+            if terminated[env, step] or not self._may_be_cut[env]:
                 self.last[self.episodes % WINDOW] = total, length, terminated[env, step]
                 self.episodes += 1
             self._returns[env] = self._lengths[env] = 0
+            self._may_be_cut[env] = False
             summed[env], counted[env] = sums[env, step], step + 1
         self._returns += sums[:, -1] - summed
         self._lengths += reward.shape[1] - counted

@@ -114,8 +114,9 @@ class RolloutWorker:
         base = env
         while isinstance(base, TransformedEnv):
             base = base.base_env
-        limit = base.max_episode_steps if isinstance(base, MujocoBatchEnv) else 0
-        self.log = EpisodeLog(self.num_envs, limit)
+        self._staggers = isinstance(base, MujocoBatchEnv) and base.stagger
+        self._to_stagger = self._staggers  # the episodes that start next
+        self.log = EpisodeLog(self.num_envs)
         self._simulation = next(iter(_snapshotting(base)), None)
         self._modules = [found for part in policy.modules() for found in _snapshotting(part)]
 
@@ -124,6 +125,7 @@ class RolloutWorker:
         self.env.set_seed(env_seed)
         torch.manual_seed(torch_seed)
         self._carrier = None
+        self._to_stagger = self._staggers
 
     def reset(self) -> None:
         """Start new episodes with the next rollout."""
@@ -175,6 +177,7 @@ class RolloutWorker:
             batch = {"batch_size": self.env.batch_size, "device": self.env.device}
             self._carrier = TensorDict(state["carrier"], **batch)
             self._trajectories = state["trajectories"]
+            self._to_stagger = False
 
     def resume_from(self, snapshot: Mapping[str, torch.Tensor]) -> None:
         """Count on from the last metrics of the worker that this one replaces."""
@@ -188,7 +191,8 @@ class RolloutWorker:
         self.next_trajectory = first + uncounted * self._stride
 
     def _start(self) -> TensorDictBase:
-        self.log.restart()
+        self.log.restart(staggered=self._to_stagger)
+        self._to_stagger = False
         self._trajectories = self._new_trajectories(
             torch.ones(self.env.batch_size, dtype=torch.bool)
         )

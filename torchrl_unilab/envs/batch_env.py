@@ -79,6 +79,7 @@ class MujocoBatchEnv(EnvBase):
     Attributes:
         task: the task.
         max_episode_steps: steps after which an episode is truncated.
+        stagger: whether the first episodes after a seed have limits of their own.
         dt: seconds of simulated time that a step takes.
         randomizer: holds what differs between the simulations' models.
         phase_seconds: seconds since construction spent in ``physics``, ``reward``,
@@ -141,7 +142,7 @@ class MujocoBatchEnv(EnvBase):
         super().__init__(device="cpu" if device is None else device, batch_size=[num_envs])
         self._state = state
         self.task = task
-        self.max_episode_steps = state.episodes.limit
+        self.max_episode_steps, self.stagger = state.episodes.limit, stagger
         self._with_reward_terms = with_reward_terms
         self._torch_dtype, self.dtype = dtype, _NUMPY_DTYPE[dtype]
         self._on_cpu = self.device.type == "cpu"
