@@ -43,8 +43,13 @@ class Known:
         )
 
 
-KNOWN: tuple[Known, ...] = ()
-"""Measured figures only."""
+KNOWN: tuple[Known, ...] = (
+    Known("HalfCheetah-v5", "appo", 4643, 83, 1_000_448, 5),
+    Known("Hopper-v5", "appo", 2094, 375, 1_001_472, 4),
+    Known("InvertedPendulum-v5", "appo", 1000, 17, 75_776, 5),
+    Known("Walker2d-v5", "appo", 3589, 237, 661_504, 3),
+)
+"""Measured figures only; the seconds are those of cores that had other work, too."""
 
 
 def known_of(task: str) -> list[Known]:
