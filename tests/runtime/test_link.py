@@ -47,6 +47,30 @@ def test_messages_that_arrive_together_are_taken_one_by_one(ends: tuple[Connecti
     assert [channel.take(), channel.take(), channel.take()] == [1, 2, None]
 
 
+def _unreadable() -> None:
+    raise LookupError("cannot be built here")
+
+
+class Unreadable:
+    """Can be pickled, and not unpickled."""
+
+    def __reduce__(self):
+        return _unreadable, ()
+
+
+def test_a_message_that_cannot_be_unpickled_raises_once_and_the_next_ones_are_taken(
+    ends: tuple[Connection, Connection],
+):
+    here, there = ends
+    channel = Channel(here)
+    os.write(there.fileno(), _raw("before") + _raw(Unreadable()) + _raw("next"))
+    with pytest.raises(LookupError):
+        channel.take()
+    assert channel.take() == "before"
+    os.write(there.fileno(), _raw("last"))
+    assert [channel.take(), channel.take()] == ["next", "last"]
+
+
 def test_a_message_larger_than_the_pipe_is_sent_as_it_is_read(ends: tuple[Connection, Connection]):
     sender, reader = map(Channel, ends)
     sender.post(bytes(5_000_000))

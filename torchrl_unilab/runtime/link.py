@@ -112,7 +112,11 @@ class Channel:
                     needed += _LENGTH.unpack_from(data, begin)[0]
                 else:
                     body = memoryview(data)[begin + _LENGTH.size : begin + needed]
-                    found.append(pickle.loads(body))
+                    try:
+                        found.append(pickle.loads(body))
+                    except Exception:  # raised once: what came after it is still read
+                        self._incoming = deque(found), [data[begin + needed :]], _LENGTH.size
+                        raise
                     begin, needed = begin + needed, _LENGTH.size
             self._incoming = deque(found), [data[begin:]], needed
         if parts[before:] == [b""]:

@@ -5,8 +5,8 @@ worker answers; the worker's end also shows when the parent is gone. What a work
 in the parent as a `WorkerError`, with its traceback; a worker that is killed is named with its
 signal as soon as it is dead, and one that is stopped within a second.
 
-Workers start as multiprocessing's start method says, which TorchRL sets to ``"spawn"``; with
-``"forkserver"``, and `torchrl_unilab.trainers` among what it preloads, in milliseconds.
+Workers start as multiprocessing's start method says: ``"spawn"`` with TorchRL, ``"forkserver"`` in
+milliseconds if it preloads `torchrl_unilab.trainers`; never as a fork of the parent.
 """
 
 from __future__ import annotations
