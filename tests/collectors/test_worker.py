@@ -295,5 +295,13 @@ def test_the_first_episodes_after_a_reset_without_a_seed_count():
     assert len(worker.lengths(1)) == before + 4
 
 
+def test_a_restored_worker_staggers_no_second_time():
+    worker, other = Staggered(), Staggered()
+    before = len(worker.lengths(1))
+    other.load_state_dict(worker.state_dict())
+    other.reset()
+    assert len(other.lengths(1)) == before + 4
+
+
 def test_staggered_episodes_that_a_transform_ends_count_from_the_second_on():
     assert Staggered(max_steps=2).lengths(1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -302,3 +303,9 @@ def test_runs_of_neighbouring_seeds_share_no_environment():
     assert min(b - a for a, b in itertools.pairwise(acting)) > 10_000  # which counts on from it
     assert child_seeds(7, 2) == child_seeds(7, 2)
     assert len({child for seed in range(100) for child in child_seeds(seed, 2)}) == 200
+
+
+def test_a_run_is_evaluated_on_whole_episodes(tmp_path):
+    run = Run(RunConfig("HalfCheetah-v5", 1024), APPOConfig(), tmp_path / "run")
+    with contextlib.closing(run._evaluation_env()) as env:
+        assert not env.stagger
