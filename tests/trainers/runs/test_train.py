@@ -88,6 +88,25 @@ def test_a_run_in_lockstep_has_no_lag(lockstep):
     assert list(lockstep["policy_lag"]) == [0]
 
 
+# In the middle of a rollout
+
+
+@pytest.mark.parametrize(("changed", "mixes"), [({}, True), ({"pull": "rollout"}, False)])
+def test_workers_take_new_weights_in_mid_rollout_unless_told_otherwise(
+    changed, mixes, tmp_path, monkeypatch
+):
+    learn, versions = APPOTrainer._learn, []
+
+    def watch(trainer: APPOTrainer, batch: TensorDictBase) -> dict[str, float]:
+        versions.append(batch["next", "policy_version"].unique())
+        return learn(trainer, batch)
+
+    monkeypatch.setattr(APPOTrainer, "_learn", watch)
+    config = APPOConfig(**APPO | {"num_steps": 64} | changed)
+    _train(tmp_path / "run", frames=40 * config.frames_per_rollout, config=config)
+    assert any(len(version) > 1 for version in versions) is mixes
+
+
 # What a run says
 
 

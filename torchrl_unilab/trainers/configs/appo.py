@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torchrl_unilab.data.rollouts.pool import MAX_ROLLOUTS
 from torchrl_unilab.errors import ConfigError
@@ -22,6 +22,8 @@ from torchrl_unilab.trainers.configs.settings import (
 )
 
 __all__ = ["APPO_TASKS", "APPOConfig"]
+
+Pull = Literal["step", "rollout"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,12 @@ class APPOConfig(Settings):
         "compiler, so it pays off in long runs only",
         flag(),
     )
+    pull: Pull = setting(
+        "step",
+        "where in a rollout collectors take over newly published weights: before any step, or "
+        "at its start alone, so that one policy acts in all of it",
+        choice(Pull),
+    )
     stagger: bool = setting(
         True, "draw the first episodes' time limits, so that not all end in the same step", flag()
     )
@@ -161,22 +169,25 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
         **_SMALL_STEPS,
         "num_envs": 16,
         "num_steps": 128,
-        "minibatches": 32,
+        "minibatches": 16,
         "anneal": True,
     },
     "Walker2d-v5": {**_SMALL_STEPS, "reward_scale": 0.03},
     # Other deviations were not tried here.
     "Ant-v5": {**_SMALL_STEPS, "log_std": -0.5, "anneal": True},
-    # A stroke pays off after seconds, and no episode ends before its time limit.
+    # A stroke pays off after seconds, and no episode ends before its time limit: a window is a
+    # whole episode.
     "Swimmer-v5": {
-        **_SMALL_STEPS,
-        "num_envs": 16,
-        "num_steps": 128,
+        "num_envs": 4,
+        "num_steps": 1024,
+        "epochs": 10,
         "minibatches": 16,
-        "log_std": -0.5,
+        "lr": 6e-4,
         "anneal": True,
         "gamma": 0.9999,
-        "reward_scale": 1.0,
+        "lambda_": 0.98,
+        "reward_scale": 0.03,
+        "log_std": 0.0,
     },
     "InvertedPendulum-v5": {"num_envs": 16, "num_steps": 32},
     "QuadrupedWalk": {

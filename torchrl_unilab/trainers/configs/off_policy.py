@@ -63,6 +63,7 @@ class OffPolicyConfig(Settings):
     """
 
     stagger: ClassVar[bool] = False  # updates draw from the whole replay, not one window of time
+    pull: ClassVar[Literal["rollout"]] = "rollout"  # a tick has one step, or a few
 
     algorithm: Algorithm = setting("sac", "the algorithm", choice(Algorithm))
     num_envs: int = setting(16, "environments per collector", integer())

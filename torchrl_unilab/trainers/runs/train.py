@@ -204,7 +204,8 @@ class Run:
         """
         options, config, saved = self.options, self.config, self.saved
         # What a checkpoint has is published once it is loaded, under the version that it had.
-        scheme = UniLabShmScheme(first_version=max(0, saved.version - 1) if saved else 0)
+        first = max(0, saved.version - 1) if saved else 0
+        scheme = UniLabShmScheme(pull=config.pull, first_version=first)
         if options.trace:
             tracing.start(self.path / TRACE)  # the workers, started below, trace too
             closing.callback(lambda: tracing.stop(keep=self._writing))
