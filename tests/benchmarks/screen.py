@@ -6,7 +6,8 @@ Each ``--set`` is a variant: settings of `APPOConfig` and of `Extras`, on top of
 All seeds of a variant share one environment, and batched networks; nothing else mixes them.
 ``--together`` trains all variants at once, too, where these agree in the sizes of what they do. It
 is not the program: there are no processes, and each rollout is acted by the policy of one
-update before, always. Choose settings by it, and measure them with the program.
+update before, all of it, as with ``pull="rollout"`` of a program whose learner is the slower
+side. Choose settings by it, and measure them with the program.
 """
 
 from __future__ import annotations
