@@ -131,6 +131,8 @@ class APPOTrainer(Trainer):
         estimated = loss.estimate(self.pool.data.transpose(0, 1)).select(*loss.in_keys)
         pool = estimated.reshape(-1)
         statistics = self._take_steps(batch, pool) | _pool_statistics(loss, pool)
+        if self.config.final_log_std is not None:
+            self._bound_log_std(self.config.log_std, self.config.final_log_std)
         # The one look at the device per rollout.
         values = torch.stack([self.optimization_stepper.lr, *statistics.values()]).tolist()
         return dict(zip(("lr", *statistics), values, strict=True))
@@ -139,6 +141,10 @@ class APPOTrainer(Trainer):
         for update in (self.optimization_stepper, self._fused):
             if update is not None:
                 update.max_lr = rate
+
+    def _bound_log_std(self, first: float, last: float) -> None:
+        bound = first + (last - first) * min(1.0, self.collected_frames / self.total_frames)
+        self.loss_module.actor_network[0].log_std.detach().clamp_(max=bound)
 
     def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
         """Take all passes over the pool; return the mean of each statistic."""

@@ -75,6 +75,12 @@ class APPOConfig(Settings):
     )
     hidden: tuple[int, ...] = setting((64, 64), "widths of actor's and critic's layers", widths())
     log_std: float = setting(-1.0, "initial log standard deviation of the actions", number())
+    final_log_std: float | None = setting(
+        None,
+        "highest log standard deviation after the last frame; the bound falls to it linearly, "
+        "from log_std; None: no bound",
+        number().or_none(),
+    )
     gamma: float = setting(0.99, "discount per step", number(0, 1))
     lambda_: float = setting(0.95, "decay of V-trace's traces", number(0, 1))
     rho_bar: float = setting(
