@@ -17,7 +17,13 @@ from tests.support.collecting import SIZE, state_env
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.collectors.worker import RolloutWorker, example_rollout
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.modules import (
+    ObservationNormalizer,
+    make_actor,
+    make_critic,
+    make_sac_actor,
+)
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
 from torchrl_unilab.trainers.hooks import KEPT
@@ -116,6 +122,33 @@ def test_an_annealed_rate_starts_at_its_setting_and_ends_near_zero(fused):
     highest = [1e-3 * (1 - i / 8) for i in range(8)]
     assert all(rate <= bound * 1.0001 for rate, bound in zip(rates, highest, strict=True))
     assert rates[0] > 5e-4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_bound_of_the_deviation_falls_to_its_last_value(fused):
+    trainer = _trainer(4, final_log_std=-3.0, fused=fused)
+    highest = []
+    trainer.register_op(
+        "post_steps",
+        lambda *_: highest.append(trainer.loss_module.actor_network[0].log_std.max().item()),
+    )
+
+    trainer.train()
+
+    assert highest == pytest.approx([-1.5, -2.0, -2.5, -3.0])
+
+
+def test_without_a_last_value_the_deviation_has_no_bound():
+    trainer = _trainer(4)
+    trainer.train()
+    assert trainer.loss_module.actor_network[0].log_std.min() > -1.5
+
+
+def test_a_last_deviation_is_refused_for_an_actor_of_another_kind():
+    config = APPOConfig(**QUICK, final_log_std=-3.0)
+    loss = APPOLoss(make_sac_actor(4, 1), make_critic(4))
+    with pytest.raises(ConfigError, match=r"final_log_std: -3\.0 with SquashedGaussianActor"):
+        APPOTrainer(collector=None, loss_module=loss, total_frames=FRAMES, config=config)
 
 
 def _batches(count: int) -> list[TensorDictBase]:

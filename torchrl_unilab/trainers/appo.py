@@ -11,7 +11,9 @@ from torchrl.collectors import BaseCollector
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import RolloutPool
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
+from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.trace import span
@@ -86,6 +88,12 @@ class APPOTrainer(Trainer):
         scheme: UniLabShmScheme | None = None,
         **kwargs: Any,
     ) -> None:
+        actor = loss_module.actor_network
+        if config.final_log_std is not None and not isinstance(actor, GaussianActor):
+            raise ConfigError(
+                f"final_log_std: {config.final_log_std} with {type(actor).__name__} (expected "
+                "an actor that make_actor made, which learns its deviation). Leave it out."
+            )
         self.config = config
         self.normalizers = dict(normalizers or {})
         self._fused: FusedAPPOUpdate | None = None
