@@ -190,7 +190,6 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
         "epochs": 10,
         "minibatches": 16,
         "lr": 6e-4,
-        "anneal": True,
         "gamma": 0.9999,
         "lambda_": 0.98,
         "reward_scale": 0.03,
