@@ -38,8 +38,8 @@ class Threshold:
 THRESHOLDS = (
     # Seeds 100 to 109 ended at 1,000 and 1,000.
     Threshold("InvertedPendulum-v5", "appo", 120_000, training=950, without_noise=950),
-    # Seeds 100 to 104 ended at 4,644 to 5,581, without noise 5,526 to 6,801.
-    Threshold("HalfCheetah-v5", "appo", 1_000_000, training=4_000, without_noise=4_800),
+    # Seeds 100 to 104 ended at 4,111 to 6,220, without noise 4,587 to 7,293.
+    Threshold("HalfCheetah-v5", "appo", 1_000_000, training=3_500, without_noise=4_000),
 )
 """An entry needs five recorded seeds that passed it with room: `make learn`."""
 
