@@ -47,7 +47,7 @@ KNOWN: tuple[Known, ...] = (
     Known("Ant-v5", "appo", 2409, 263, 1_000_448, 2),
     Known("HalfCheetah-v5", "appo", 4110, 69, 1_000_448, 5),
     Known("Hopper-v5", "appo", 1756, 175, 1_001_472, 5),
-    Known("InvertedPendulum-v5", "appo", 1000, 5, 75_776, 5),
+    Known("InvertedPendulum-v5", "appo", 1000, 10, 73_728, 5),
     Known("Swimmer-v5", "appo", 43, 340, 1_003_520, 3),
     Known("Walker2d-v5", "appo", 2922, 168, 1_000_448, 3),
 )
