@@ -92,7 +92,7 @@ def test_a_run_in_lockstep_has_no_lag(lockstep):
 
 
 @pytest.mark.parametrize(("changed", "mixes"), [({}, True), ({"pull": "rollout"}, False)])
-def test_workers_take_new_weights_in_mid_rollout_unless_told_otherwise(
+def test_workers_take_new_weights_in_mid_rollout_unless_pull_is_rollout(
     changed, mixes, tmp_path, monkeypatch
 ):
     learn, versions = APPOTrainer._learn, []

@@ -24,6 +24,7 @@ from torchrl_unilab.trainers.configs.settings import (
 __all__ = ["APPO_TASKS", "APPOConfig"]
 
 Pull = Literal["step", "rollout"]
+"""What a run offers of `UniLabShmScheme`'s `pull`: without ``"manual"``, as no run calls it."""
 
 
 @dataclass(frozen=True)
