@@ -199,3 +199,27 @@ def test_td3s_target_noise_moves_with_the_loss_and_is_no_part_of_its_checkpoints
 
     assert not {"policy_noise", "noise_clip"} & set(loss.state_dict())
     assert loss.to(torch.float16).noise_clip.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dtype", "amx", "bfloat16"),
+    [
+        ("auto", torch.float32, True, True),
+        ("auto", torch.float32, False, False),
+        ("auto", torch.float64, True, False),
+        ("bfloat16", torch.float32, False, True),
+        ("float32", torch.float32, True, False),
+    ],
+)
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_products_are_in_bfloat16_where_chosen_or_where_the_processor_has_them(
+    monkeypatch, algorithm, chosen, dtype, amx, bfloat16
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
+    torch.set_default_dtype(dtype)
+    seen = {}
+    for setting in (chosen, "bfloat16", "float32"):
+        _, update, batch = _off_policy(algorithm, True, False, matmul_dtype=setting)
+        seen[setting] = _step(update, batch, seed=3)["loss_qvalue"].item()
+    assert seen["bfloat16"] != seen["float32"]
+    assert seen[chosen] == seen["bfloat16" if bfloat16 else "float32"]

@@ -135,7 +135,21 @@ def make_update(
     """Return what takes the updates: a fused one where the loss allows."""
     rates = {"lr_actor": config.lr_actor, "lr_critic": config.lr_critic, "tau": config.tau}
     if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
-        return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **rates)
+        return FusedSACUpdate(
+            loss, lr_alpha=config.lr_alpha, matmul_dtype=_matmul_dtype(loss, config), **rates
+        )
     if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
-        return FusedTD3Update(loss, **rates)
+        return FusedTD3Update(loss, matmul_dtype=_matmul_dtype(loss, config), **rates)
     return LossUpdate(loss, config)
+
+
+def _matmul_dtype(loss: LossModule, config: OffPolicyConfig) -> torch.dtype | None:
+    """Return the dtype of hidden layers' products; None: the parameters'."""
+    parameter = next(loss.parameters())
+    auto = (
+        parameter.dtype == torch.float32
+        and parameter.device.type == "cpu"
+        and torch.cpu.get_capabilities().get("amx_bf16", False)
+    )
+    chosen = config.matmul_dtype
+    return torch.bfloat16 if chosen == "bfloat16" or (chosen == "auto" and auto) else None

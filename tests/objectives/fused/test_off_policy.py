@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from copy import deepcopy
 
 import pytest
 import torch
@@ -112,6 +113,52 @@ def test_single_precision_follows_the_stock_loss(algorithm):
         batch = transitions_of(loss, 32, seed=i)
         observed, _ = assert_same_step(loss, other, update, batch, rtol=2e-3, atol=2e-4)
     assert update.prepare(batch).dtype == observed["q_value"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", ["plain", "layer norm", "three and one layers", "linear"])
+@BOTH
+def test_products_in_another_dtype_leave_parameters_and_losses_in_their_own(algorithm, case):
+    loss = make_loss(algorithm, **CASES[case])
+    other, update = stock(loss), fused(loss, matmul_dtype=torch.float32)
+    for i in range(5):
+        batch = transitions_of(loss, 32, seed=i)
+        observed, expected = assert_same_step(loss, other, update, batch, rtol=1e-3, atol=1e-4)
+        for key in ("loss_qvalue", "loss_actor"):
+            torch.testing.assert_close(observed[key], expected[key], rtol=1e-4, atol=1e-5)
+            assert observed[key].dtype == torch.float64
+    assert {parameter.dtype for parameter in loss.parameters()} == {torch.float64}
+
+
+@BOTH
+def test_gradients_by_bfloat16_point_where_exact_ones_do(algorithm):
+    gradients = []
+    for dtype in (None, torch.bfloat16):
+        loss = make_loss(algorithm, hidden=((64, 64), (64, 64)))
+        update = fused(loss, matmul_dtype=dtype)
+        torch.manual_seed(1)
+        update.step(update.prepare(transitions_of(loss, 256, seed=0)))
+        gradients.append({n: p.grad.flatten() for n, p in loss.named_parameters() if p.ndim})
+    for name, exact in gradients[0].items():
+        assert torch.cosine_similarity(exact, gradients[1][name], dim=0) > 0.995, name
+        assert not torch.equal(exact, gradients[1][name]), name
+
+
+@BOTH
+def test_products_in_another_dtype_see_parameters_that_others_set(algorithm):
+    after = []
+    for moved in (make_loss(algorithm), make_loss(algorithm)):
+        update = fused(moved, matmul_dtype=torch.bfloat16)
+        if after:  # the second one takes its values when the update is made already
+            moved.load_state_dict(state)
+        else:
+            with torch.no_grad():
+                for parameter in moved.parameters():
+                    parameter.mul_(1.5)
+            state = deepcopy(moved.state_dict())
+            update = fused(moved, matmul_dtype=torch.bfloat16)
+        torch.manual_seed(1)
+        after.append(update.step(update.prepare(transitions_of(moved, 32, seed=0))))
+    torch.testing.assert_close(*after, rtol=0, atol=0)
 
 
 @BOTH

@@ -173,6 +173,9 @@ class ReluNetwork:
         parameters: Its parameters, nested as in the module.
         stacked: Whether they have a leading dimension of k.
         first: Take the first of the k networks alone.
+        matmul_dtype: The dtype of hidden layers' products, activations and gradients; by default
+            the parameters'. With another one the layers read copies of their weights, as of
+            the last `refresh`. Outputs, parameters and their gradients keep their dtype.
     """
 
     def __init__(
@@ -182,6 +185,7 @@ class ReluNetwork:
         *,
         stacked: bool,
         first: bool = False,
+        matmul_dtype: torch.dtype | None = None,
     ) -> None:
         def batched(tensor: torch.Tensor | None) -> Any:
             if tensor is None:
@@ -202,23 +206,40 @@ class ReluNetwork:
             else:
                 affine.bias = affine.bias.unsqueeze(1)  # the same for each of the n samples
                 self._layers.append((affine, None))
-        self._k = len(self._layers[0][0].weight)
+        *hidden, (output, _) = self._layers
+        self._k, self._dtype = len(output.weight), output.weight.dtype
+        self._matmul_dtype = matmul_dtype if matmul_dtype and hidden else self._dtype
+        self._masters: list[torch.Tensor] = []
+        self._copies: list[torch.Tensor] = []
+        if self._matmul_dtype != self._dtype:
+            for linear, _ in hidden:
+                self._masters += [linear.weight, linear.bias]
+                linear.weight = torch.empty_like(linear.weight, dtype=self._matmul_dtype)
+                linear.bias = torch.empty_like(linear.bias, dtype=self._matmul_dtype)
+                self._copies += [linear.weight, linear.bias]
+            self.refresh()
         # What `backward` needs of the last `forward`, per layer: its input, and what its
         # normalisation read and found.
         self._inputs: list[torch.Tensor] = []
         self._normed: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = []
 
+    def refresh(self) -> None:
+        """Copy the parameters for products in another dtype than theirs."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._masters)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs, [k, n, out], for inputs all of them read, [n, in]."""
-        x = x.expand(self._k, *x.shape)
+        x = x.to(self._matmul_dtype).expand(self._k, *x.shape)
         self._inputs, self._normed = [], []
         *hidden, (output, _) = self._layers
         for linear, norm in hidden:
             self._inputs.append(x)
             x = torch.baddbmm(linear.bias, x, linear.weight.transpose(1, 2))
             if norm is not None:
-                x = self._normalize(x, norm)
-            x = x.relu_()
+                x = self._normalize(x.to(self._dtype), norm)
+            x = x.relu_().to(self._matmul_dtype)
+        x = x.to(self._dtype)
         self._inputs.append(x)
         return torch.baddbmm(output.bias, x, output.weight.transpose(1, 2))
 
@@ -226,14 +247,19 @@ class ReluNetwork:
         """Write the parameters' gradients, given the outputs', [k, n, out]."""
         for i, dy in self._descend(gradient):
             linear = self._layers[i][0]
-            torch.bmm(dy.transpose(1, 2), self._inputs[i], out=linear.weight_grad)
-            torch.sum(dy, 1, out=linear.bias_grad)
+            if dy.dtype == self._dtype:
+                torch.bmm(dy.transpose(1, 2), self._inputs[i], out=linear.weight_grad)
+                torch.sum(dy, 1, out=linear.bias_grad)
+            else:
+                linear.weight_grad.copy_(torch.bmm(dy.transpose(1, 2), self._inputs[i]))
+                linear.bias_grad.copy_(dy.sum(1))
 
     def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
         """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
         for i, dy in self._descend(gradient, learn=False):
             if i == 0:
-                return torch.bmm(dy, self._layers[0][0].weight[:, :, start:]).sum(0)
+                by_input = torch.bmm(dy, self._layers[0][0].weight[:, :, start:])
+                return by_input.sum(0, dtype=self._dtype)
         raise AssertionError("a network has a first layer")
 
     def _descend(
@@ -250,7 +276,10 @@ class ReluNetwork:
             )
             norm = self._layers[i - 1][1]
             if norm is not None:
-                gradient = self._normalize_backward(gradient, norm, self._normed[i - 1], learn)
+                gradient = self._normalize_backward(
+                    gradient.to(self._dtype), norm, self._normed[i - 1], learn
+                )
+            gradient = gradient.to(self._matmul_dtype)
 
     def _normalize(self, x: torch.Tensor, norm: _Affine) -> torch.Tensor:
         out, seen = torch.empty_like(x), []

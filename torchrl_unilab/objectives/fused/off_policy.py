@@ -97,6 +97,8 @@ class FusedOffPolicyUpdate(abc.ABC):
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
+        matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`; by default the
+            parameters'.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -125,7 +127,15 @@ class FusedOffPolicyUpdate(abc.ABC):
     def _known_head(loss: LossModule) -> TensorDictModuleBase | None:
         """Return the actor's head; None if the loss or its actor is of another structure."""
 
-    def __init__(self, loss: LossModule, *, lr_actor: float, lr_critic: float, tau: float) -> None:
+    def __init__(
+        self,
+        loss: LossModule,
+        *,
+        lr_actor: float,
+        lr_critic: float,
+        tau: float,
+        matmul_dtype: torch.dtype | None = None,
+    ) -> None:
         actor = self._known_head(loss)
         if actor is None or not critics_are_known(loss, actor):
             raise ConfigError(
@@ -153,9 +163,10 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._critic_adam = FlatAdam(list(learnt.values()), lr_critic)
         # Networks and the targets that follow them, each one tensor.
         self._followers = [(flatten([target.get(key) for key in learnt]), self._critic_adam.flat)]
-        self._actor = ReluNetwork(actor.net, actor_parameters, stacked=False)
-        self._critics = ReluNetwork(critic.net, online.get("net"), stacked=True)
-        self._target_critics = ReluNetwork(critic.net, target.get("net"), stacked=True)
+        self._matmul_dtype, self._networks = matmul_dtype, list[ReluNetwork]()
+        self._actor = self._network(actor.net, actor_parameters)
+        self._critics = self._network(critic.net, online.get("net"), stacked=True)
+        self._target_critics = self._network(critic.net, target.get("net"), stacked=True)
         # Detached copies, which TorchRL's losses keep of parameters, show the old memory.
         loss._erase_cache()
         for name in loss._has_update_associated:  # spares a warning that targets stand still
@@ -175,6 +186,21 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._reach = actor.reach.to(flat)
         self._observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
+
+    def _network(
+        self,
+        net: nn.Sequential,
+        parameters: TensorDictBase,
+        *,
+        stacked: bool = False,
+        first: bool = False,
+    ) -> ReluNetwork:
+        """Return a network whose copies of parameters each step renews."""
+        network = ReluNetwork(
+            net, parameters, stacked=stacked, first=first, matmul_dtype=self._matmul_dtype
+        )
+        self._networks.append(network)
+        return network
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Adam]:
@@ -290,6 +316,8 @@ class FusedOffPolicyUpdate(abc.ABC):
             are.
         """
         with torch.inference_mode():  # each operation takes less time than without gradients
+            for network in self._networks:  # here, as others may have set parameters since
+                network.refresh()
             self._differentiate(self._transitions(minibatch), update_policy, generator)
             self._critic_adam.step()
             if update_policy:

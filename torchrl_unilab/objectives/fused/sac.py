@@ -47,6 +47,8 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         lr_critic: Learning rate of the critics.
         lr_alpha: Learning rate of the temperature's logarithm; unused where it is fixed.
         tau: Share of the critics that their targets take over in each step.
+        matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`; by default the
+            parameters'.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -101,9 +103,18 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         return head if known else None
 
     def __init__(
-        self, loss: SACLoss, *, lr_actor: float, lr_critic: float, lr_alpha: float, tau: float
+        self,
+        loss: SACLoss,
+        *,
+        lr_actor: float,
+        lr_critic: float,
+        lr_alpha: float,
+        tau: float,
+        matmul_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau)
+        super().__init__(
+            loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, matmul_dtype=matmul_dtype
+        )
         self._alpha_adam = None if loss.fixed_alpha else FlatAdam([loss.log_alpha], lr_alpha)
         self._log_alpha = loss.log_alpha.detach()
         self._target_entropy = loss.target_entropy

@@ -7,7 +7,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.objectives import LossModule, TD3Loss
 
 from torchrl_unilab.modules.squashed import SquashedPoint
-from torchrl_unilab.objectives.fused.networks import ReluNetwork, flatten, is_relu_mlp
+from torchrl_unilab.objectives.fused.networks import flatten, is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions, trained
 from torchrl_unilab.objectives.targets import targets_of
 
@@ -30,6 +30,8 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
+        matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`; by default the
+            parameters'.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -71,18 +73,28 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         )
         return actor if known else None
 
-    def __init__(self, loss: TD3Loss, *, lr_actor: float, lr_critic: float, tau: float) -> None:
-        super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau)
+    def __init__(
+        self,
+        loss: TD3Loss,
+        *,
+        lr_actor: float,
+        lr_critic: float,
+        tau: float,
+        matmul_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, matmul_dtype=matmul_dtype
+        )
         actor = loss.actor_network
         target = targets_of(loss, "actor_network").get("net")
         learnt = trained(loss.actor_network_params.get("net"))
         flat = flatten([target.get(key) for key in learnt])
         self._followers.append((flat, self._actor_adam.flat))
-        self._target_actor = ReluNetwork(actor.net, target, stacked=False)
+        self._target_actor = self._network(actor.net, target)
         # The policy climbs the first critic alone.
         critic = loss.qvalue_network
         online = loss.qvalue_network_params.get("net")
-        self._first_critic = ReluNetwork(critic.net, online, stacked=True, first=True)
+        self._first_critic = self._network(critic.net, online, stacked=True, first=True)
         self._low, self._high = loss.min_action.to(flat), loss.max_action.to(flat)
 
     @property

@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 Algorithm = Literal["sac", "td3"]
+MatmulDtype = Literal["auto", "float32", "bfloat16"]
 
 
 def compute_train_start_threshold(batch_size: int, learning_starts: int, num_envs: int) -> int:
@@ -136,6 +137,12 @@ class OffPolicyConfig(Settings):
         1.0, "factor on rewards for learning; reported returns are unscaled", number(above=0)
     )
     fused: bool = setting(True, "update by `FusedSACUpdate` or `FusedTD3Update`", flag())
+    matmul_dtype: MatmulDtype = setting(
+        "auto",
+        "of the hidden layers' products in fused updates; auto: bfloat16 where the processor "
+        "multiplies matrices of it in hardware (amx_bf16), else float32",
+        choice(MatmulDtype),
+    )
     compile: bool = setting(
         False,
         "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
