@@ -120,7 +120,7 @@ def test_a_record_has_all_settings_and_apart_those_that_differ_from_the_defaults
     assert record["settings"] == json.loads(json.dumps(dataclasses.asdict(config)))
     defaults = dataclasses.asdict(APPOConfig())
     changed = {name: value for name, value in APPO.items() if value != defaults[name]}
-    changed["anneal"] = True  # the task's own
+    changed |= {"lr": 1e-3, "log_std": -1.0}  # the task's own
     assert record["changed_settings"] == json.loads(json.dumps(changed))
 
 

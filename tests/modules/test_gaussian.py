@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal
 
 from torchrl_unilab.modules import make_actor
-from torchrl_unilab.modules.gaussian import DiagonalNormal
+from torchrl_unilab.modules.gaussian import HALF_LOG_TAU, DiagonalNormal, GaussianActor
 
 
 def test_the_actor_gives_action_and_log_probability_and_its_mean_without_exploration():
@@ -27,3 +28,59 @@ def test_the_distribution_agrees_with_torchrls():
     torch.testing.assert_close(ours.entropy(), theirs.entropy())
     divergence = torch.distributions.kl_divergence(ours, DiagonalNormal(other, scale))
     torch.testing.assert_close(divergence, ((loc - other) / scale).square().sum(-1) / 2)
+
+
+def _noise(actor: GaussianActor, steps: int, envs: int = 64) -> torch.Tensor:
+    """What the actor adds to its mean, in standard deviations, [steps, envs, 2]."""
+    drawn = []
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        for _ in range(steps):
+            batch = actor(TensorDict(observation=torch.randn(envs, 3), batch_size=[envs]))
+            drawn.append((batch["action"] - batch["loc"]) / batch["scale"])
+    return torch.stack(drawn)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+def test_noise_follows_the_step_before_as_far_as_asked_and_each_sample_is_standard(correlation):
+    torch.manual_seed(0)
+    noise = _noise(make_actor(3, 2, noise_correlation=correlation), 1000)
+    assert noise.mean().abs() < 0.05
+    assert abs(noise.std() - 1.0) < 0.03
+    for lag in (1, 2, 3):
+        followed = (noise[lag:] * noise[:-lag]).mean()
+        assert abs(followed - correlation**lag) < 0.03, lag
+    assert (noise[:, :, 0] * noise[:, :, 1]).mean().abs() < 0.03  # dimensions and
+    assert (noise[:, 1:] * noise[:, :-1]).mean().abs() < 0.03  # environments stand alone
+
+
+def test_the_log_probability_is_of_the_action_alone_whatever_the_noise_follows():
+    torch.manual_seed(0)
+    actor = make_actor(3, 2, noise_correlation=0.9)
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        for _ in range(3):
+            batch = actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))
+    noise = (batch["action"] - batch["loc"]) / batch["scale"]
+    expected = (-0.5 * noise.square() - batch["scale"].log() - HALF_LOG_TAU).sum(-1)
+    torch.testing.assert_close(batch["action_log_prob"], expected)
+
+
+def test_noise_continues_after_a_snapshot_and_begins_anew_for_other_environments():
+    torch.manual_seed(0)
+    actor = make_actor(3, 2, noise_correlation=0.999)
+    [last] = _noise(actor, 1)
+    state = actor.snapshot()
+    other = make_actor(3, 2, noise_correlation=0.999)
+    other.restore(state)
+    [following] = _noise(other, 1)
+    torch.testing.assert_close(following, last, atol=0.3, rtol=0)
+    assert not torch.equal(following, last)
+    torch.testing.assert_close(actor.snapshot(), last)  # the other's draw left it alone
+    assert _noise(other, 1, envs=3).shape == (1, 3, 2)
+
+
+def test_noise_is_neither_published_nor_saved_with_the_weights():
+    actor = make_actor(3, 2, noise_correlation=0.5)
+    names = set(actor.state_dict())
+    _noise(actor, 2)
+    assert set(actor.state_dict()) == names
+    assert actor.snapshot() is not None

@@ -31,7 +31,16 @@ from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import CollectorReport, EpisodeReturns
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-QUICK = {"num_envs": 4, "num_steps": 16, "epochs": 2, "minibatches": 2, "hidden": (8,)}
+QUICK = {
+    "num_envs": 4,
+    "num_steps": 16,
+    "epochs": 2,
+    "minibatches": 2,
+    "hidden": (8,),
+    "lr": 1e-3,
+    "log_std": -1.0,
+    "anneal": False,
+}
 FRAMES = 64
 
 create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)

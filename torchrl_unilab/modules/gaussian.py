@@ -105,23 +105,47 @@ class GaussianActor(DirectActor):
 
     Args:
         parameters: Writes ``loc`` and ``scale``.
+        noise_correlation: How far an environment's deviation from the mean follows the one
+            before it, from 0 to below 1: while collecting, noise is a first-order
+            autoregressive process (the idea of Hollenstein et al. 2024, arXiv 2312.11091). Each
+            sample alone is standard normal, and ``action_log_prob`` is of it alone. It
+            continues over the ends of episodes.
     """
 
-    def __init__(self, parameters: GaussianParameters) -> None:
+    def __init__(self, parameters: GaussianParameters, noise_correlation: float = 0.0) -> None:
         super().__init__(
             parameters,
             in_keys=["loc", "scale"],
             distribution_class=DiagonalNormal,
             return_log_prob=True,
         )
+        self.noise_correlation = noise_correlation
+        self._noise: torch.Tensor | None = None  # neither parameter nor buffer: not published
+
+    def snapshot(self) -> torch.Tensor | None:
+        """Return the last noise, [..., n], for a checkpoint of who acts; None if not needed."""
+        return self._noise
+
+    def restore(self, snapshot: torch.Tensor | None) -> None:
+        """Continue after the noise that `snapshot` returned."""
+        self._noise = snapshot
+
+    def _draw(self, like: torch.Tensor) -> torch.Tensor:
+        """Return standard normal noise, [..., n]."""
+        noise, follow = torch.randn_like(like), self.noise_correlation
+        if follow:
+            if self._noise is not None and self._noise.shape == noise.shape:
+                noise.mul_(math.sqrt(1.0 - follow**2)).add_(self._noise, alpha=follow)
+            self._noise = noise
+        return noise
 
     def _act(self, tensordict: TensorDictBase, explore: bool) -> TensorDictBase:
         loc, log_std = tensordict.get("loc"), self.module[0].log_std
         volume = log_std.sum() + HALF_LOG_TAU * log_std.shape[0]
         if explore:
-            noise = torch.randn_like(loc)
+            noise = self._draw(loc)
             tensordict.set("action", torch.addcmul(loc, noise, tensordict.get("scale")))
-            log_prob = noise.square_().sum(-1).mul_(-0.5).sub_(volume)
+            log_prob = noise.square().sum(-1).mul_(-0.5).sub_(volume)
         else:
             tensordict.set("action", loc.clone())
             log_prob = (-volume).expand(loc.shape[:-1]).clone()
@@ -136,6 +160,7 @@ def make_actor(
     normalizer: ObservationNormalizer | None = None,
     hidden: Sequence[int] = (64, 64),
     log_std: float = -1.0,
+    noise_correlation: float = 0.0,
 ) -> GaussianActor:
     """Return a Gaussian actor, whose action and log probability follow an observation.
 
@@ -146,6 +171,7 @@ def make_actor(
         normalizer: Normalises observations; part of the actor, so it is published with it.
         hidden: Widths of the tanh layers.
         log_std: Initial logarithm of the standard deviation.
+        noise_correlation: See `GaussianActor`.
 
     Example:
         >>> import torch
@@ -156,4 +182,5 @@ def make_actor(
         (torch.Size([5, 2]), torch.Size([5]))
     """
     net = tanh_mlp([observation_size, *hidden, action_size], last_gain=0.01)
-    return GaussianActor(GaussianParameters(in_key, normalizer, net, action_size, log_std))
+    parameters = GaussianParameters(in_key, normalizer, net, action_size, log_std)
+    return GaussianActor(parameters, noise_correlation)

@@ -87,7 +87,7 @@ def test_no_number_is_a_flag_and_no_flag_a_number(config, field):
 
 
 def test_a_refused_setting_names_its_default():
-    with pytest.raises(ConfigError, match=r"epochs: 0 .* Leave it out for the default, 5\.$"):
+    with pytest.raises(ConfigError, match=r"epochs: 0 .* Leave it out for the default, 10\.$"):
         APPOConfig(epochs=0)
 
 

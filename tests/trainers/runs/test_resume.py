@@ -36,7 +36,8 @@ from torchrl_unilab.trainers.runs.playback import play_run
 
 INTERVAL, KILLED, FRAMES = 96, 160, 192
 QUIET: Mapping[str, Any] = {"progress_bar": False, "eval_episodes": 1}
-# What makes each hard: a round of rollouts cut in two and older ones used again; what the
+# What makes each hard: a round of rollouts cut in two and older ones used again, and noise that
+# follows the step before; what the
 # physics derives, in ticks of two steps; noise that each environment keeps, and two collectors
 # that fill one replay with rows whose successors come only after the checkpoint.
 RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
@@ -48,6 +49,7 @@ RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
             num_collectors=2,
             pool=2,
             hidden=(8,),
+            noise_correlation=0.8,
             physics_threads=1,
             lockstep=True,
         ),

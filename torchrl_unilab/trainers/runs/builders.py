@@ -106,6 +106,7 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
         normalizer=normalizers[key],
         hidden=config.hidden,
         log_std=config.log_std,
+        noise_correlation=config.noise_correlation,
     )
     critic = make_critic(
         sizes[critic_key],

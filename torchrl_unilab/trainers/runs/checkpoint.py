@@ -60,7 +60,7 @@ __all__ = [
     "save_learner",
 ]
 
-FORMAT = 4
+FORMAT = 5
 """Of what this package puts into a checkpoint; another one is refused."""
 DIGESTS = "digests.json"
 MANIFEST = "manifest.json"
