@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from copy import deepcopy
 
 import pytest
 import torch
@@ -145,20 +144,17 @@ def test_gradients_by_bfloat16_point_where_exact_ones_do(algorithm):
 
 @BOTH
 def test_products_in_another_dtype_see_parameters_that_others_set(algorithm):
-    after = []
-    for moved in (make_loss(algorithm), make_loss(algorithm)):
-        update = fused(moved, matmul_dtype=torch.bfloat16)
-        if after:  # the second one takes its values when the update is made already
-            moved.load_state_dict(state)
-        else:
-            with torch.no_grad():
-                for parameter in moved.parameters():
-                    parameter.mul_(1.5)
-            state = deepcopy(moved.state_dict())
-            update = fused(moved, matmul_dtype=torch.bfloat16)
+    source, target = make_loss(algorithm), make_loss(algorithm)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(1.5)
+    updates = [fused(loss, matmul_dtype=torch.bfloat16) for loss in (source, target)]
+    target.load_state_dict(source.state_dict())
+    observed = []
+    for update in updates:
         torch.manual_seed(1)
-        after.append(update.step(update.prepare(transitions_of(moved, 32, seed=0))))
-    torch.testing.assert_close(*after, rtol=0, atol=0)
+        observed.append(update.step(update.prepare(transitions_of(source, 32, seed=0))))
+    torch.testing.assert_close(*observed, rtol=0, atol=0)
 
 
 @BOTH
