@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 from tests.benchmarks.bootstrap import Scores, bootstrap_interval, interquartile_mean
 from tests.benchmarks.learn import RESULTS
 from tests.benchmarks.published import FAMILY, PUBLISHED, SOURCES, best_published, levels
+from torchrl_unilab.trainers.configs.settings import Settings
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS
 
 NOT_REACHED = "not reached"
@@ -97,6 +98,8 @@ def load_groups(directory: Path) -> list[Group]:
     ]
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
+        # A setting that came later is at its default, which is what runs did before it came.
+        run["settings"] = _plain(type(_settings_of(run))()) | run["settings"]
         groups.setdefault((run["task"], run["algorithm"], run["frames_asked"]), []).append(run)
     for name, members in groups.items():
         check(name, members)
@@ -118,10 +121,20 @@ def check(name: tuple[str, str, int], runs: Sequence[dict[str, Any]]) -> None:
 
 def changed_since(group: Group) -> dict[str, Any]:
     """Return the settings of a group that are not those of the task today."""
-    today = dataclasses.asdict(ALGORITHMS[group.algorithm].settings(group.task))
-    now = json.loads(json.dumps(today))
-    then = group.runs[0]["settings"]
+    now, then = _plain(_settings_of(group.runs[0])), group.runs[0]["settings"]
     return {name: value for name, value in then.items() if now.get(name) != value}
+
+
+def _settings_of(run: dict[str, Any]) -> Settings:
+    """Return the settings that a run's task has today."""
+    settings: Settings = ALGORITHMS[run["algorithm"]].settings(run["task"])
+    return settings
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    """Return settings as a record has them."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
+    return plain
 
 
 def show(value: float) -> str:

@@ -50,6 +50,18 @@ def test_runs_with_other_settings_are_not_of_one_group(tmp_path):
         page.load_groups(tmp_path)
 
 
+def test_a_setting_that_a_record_does_not_know_was_at_its_default(tmp_path):
+    later = {"noise_correlation": 0.0}
+    _write(tmp_path, _run(0, [1.0]), _run(1, [1.0], settings=SETTINGS | later))
+    [group] = page.load_groups(tmp_path)
+    assert [run["settings"]["noise_correlation"] for run in group.runs] == [0.0, 0.0]
+    _write(
+        tmp_path, _run(0, [1.0]), _run(1, [1.0], settings={**SETTINGS, "noise_correlation": 0.5})
+    )
+    with pytest.raises(ValueError, match=r"seeds \[1\] have other settings"):
+        page.load_groups(tmp_path)
+
+
 def test_a_seed_that_was_run_twice_is_refused(tmp_path):
     _write(tmp_path, _run(0, [1.0]), _run(0, [2.0]))
     with pytest.raises(ValueError, match=r"seeds \[0, 0\] \(expected each once\)"):
