@@ -66,6 +66,20 @@ def torchrl_step(loss: LossModule, batch: TensorDict) -> Callable[[], object]:
     return step
 
 
+def fused_step(
+    algorithm: str, batch: TensorDict, matmul_dtype: torch.dtype | None = None
+) -> Callable[[], object]:
+    """A step by our update."""
+    loss, rates = make_loss(algorithm), {"lr_actor": LR, "lr_critic": LR, "tau": TAU}
+    update: FusedSACUpdate | FusedTD3Update
+    if algorithm == "SAC":
+        update = FusedSACUpdate(loss, lr_alpha=LR, matmul_dtype=matmul_dtype, **rates)
+    else:
+        update = FusedTD3Update(loss, matmul_dtype=matmul_dtype, **rates)
+    packed = update.prepare(batch)
+    return lambda: update.step(packed)
+
+
 def make_ways(algorithm: str, size: int, *, compiled: bool) -> dict[str, Callable[[], object]]:
     """The ways to take one step, by name."""
     batch = make_batch(size)
@@ -76,21 +90,15 @@ def make_ways(algorithm: str, size: int, *, compiled: bool) -> dict[str, Callabl
         "reward": batch["next", "reward"].squeeze(1),
         "terminated": batch["next", "terminated"].squeeze(1),
     }
-    loss = make_loss(algorithm)
-    if algorithm == "SAC":
-        kind = PlainSAC
-        update = FusedSACUpdate(loss, lr_actor=LR, lr_critic=LR, lr_alpha=LR, tau=TAU)
-    else:
-        kind = PlainTD3
-        update = FusedTD3Update(loss, lr_actor=LR, lr_critic=LR, tau=TAU)
-    plain, packed = kind(OBSERVATION, ACTION), update.prepare(batch)
+    plain = {"SAC": PlainSAC, "TD3": PlainTD3}[algorithm](OBSERVATION, ACTION)
     ways: dict[str, Callable[[], object]] = {
         "plain PyTorch": lambda: plain.update(tensors),
-        type(update).__name__: lambda: update.step(packed),
+        "fused": fused_step(algorithm, batch),
+        "fused, bfloat16": fused_step(algorithm, batch, matmul_dtype=torch.bfloat16),
         "TorchRL": torchrl_step(make_loss(algorithm), batch),
     }
     if compiled:
-        step = torch.compile(kind(OBSERVATION, ACTION).update)
+        step = torch.compile(type(plain)(OBSERVATION, ACTION).update)
         ways["plain PyTorch, compiled"] = lambda: step(tensors)
     return ways
 
