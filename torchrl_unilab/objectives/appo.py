@@ -29,8 +29,9 @@ def kl_adapted_lr(
     """Return the learning rate after one observation of the KL divergence.
 
     Divided by 1.1 above ``1.2 * desired_kl``, multiplied by 1.1 below
-    ``desired_kl / 1.2``, and kept within [1e-5, max_lr]. A divergence of 0 is that of a policy
-    that has not moved, which says nothing: the rate stays as it is. Nothing leaves the device.
+    ``desired_kl / 1.2``, and kept within [1e-5, max_lr], or at `max_lr` where that is lower. A
+    divergence of 0 is that of a policy that has not moved, which says nothing: the rate stays as
+    it is. Nothing leaves the device.
 
     The divergence is small in the first steps on a rollout, whatever the last ones bring, so
     that steering alone would raise the rate without end.

@@ -186,7 +186,7 @@ class Tracer:
     def _forget(self) -> None:
         """Start as a forked child: what the parent records is not this process's."""
         if self._part is not None:
-            self._part.close_unlocked()  # whoever held the lock is not in this process
+            self._part.close_unlocked()  # the lock's holder is not in this process
         self._part = self._settings = self._path = None
 
 

@@ -37,10 +37,10 @@ __all__ = ["Link", "WorkerGroup"]
 
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
-FAILED_START_SECONDS = 0.2  # workers that are still starting listen to nobody
+FAILED_START_SECONDS = 0.2  # workers that are still starting do not listen
 LOOK_SECONDS = 0.5  # from one look for stopped workers to the next
 CONTINUE_SECONDS = 0.25  # within which all of a terminal's job go on once it is continued
-_RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe though nobody reads it yet
+_RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
 _HINTS = {
     "SIGKILL": "The system may have been out of memory.",
     "SIGBUS": "Shared memory may have been full.",
@@ -308,7 +308,7 @@ class WorkerGroup:
     def _fail(self, worker: _Worker) -> None:
         """Raise what a dead worker failed with."""
         if self._failed is not None:
-            raise self._failed  # the pipe told it once
+            raise self._failed  # the pipe delivers it once
         worker.process.join(STOP_SECONDS)
         with contextlib.suppress(EOFError):
             while worker.channel.fill():
@@ -336,7 +336,7 @@ class WorkerGroup:
         """Ask all workers to end; kill those that have not after `timeout`. Idempotent.
 
         Threads may call it at once: all return when the workers have ended. In a forked copy of
-        the process it lets go of them: they are not the copy's.
+        the process it forgets them: they are not the copy's.
         """
         if os.getpid() != self._owner:
             self._workers = []
@@ -394,7 +394,7 @@ def _run(
         try:
             link.fail(text)
         except ParentGoneError:
-            sys.stderr.write(text)  # nobody is left to relay it to
+            sys.stderr.write(text)  # the parent has gone
     finally:
         link.close()
         sys.stderr.flush()

@@ -2,8 +2,10 @@
 
 1. Write its loss as a TorchRL `LossModule`, or take one of TorchRL's; here DDPG's.
 2. Make its networks; workers act with the loss's actor.
-3. Give a collector to `OffPolicyTrainer` (off-policy) or `APPOTrainer` (on-policy) with the loss:
-   the general update takes gradients by autograd and moves the targets.
+3. Off-policy: give a collector and the loss to `OffPolicyTrainer`; the general update takes
+   gradients by autograd and moves the targets. On-policy: `APPOTrainer` takes `APPOLoss` or a
+   subclass; any other loss goes into TorchRL's `Trainer`, with `APPOCollector` and
+   `PublishWeights`.
 4. For the command line, add an entry to `ALGORITHMS` of `torchrl_unilab.trainers.runs.builders`:
    settings, networks, collector and trainer. The names that `OffPolicyConfig` accepts are those of
    `Algorithm` in `torchrl_unilab.trainers.configs.off_policy`.

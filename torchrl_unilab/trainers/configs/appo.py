@@ -57,7 +57,8 @@ class APPOConfig(Settings):
     minibatches: int = setting(8, "minibatches per pass over the pool", integer())
     lr: float = setting(
         3e-4,
-        "initial and highest learning rate; the KL divergence adapts it, down to 1e-5",
+        "initial and highest learning rate; the KL divergence adapts it, down to 1e-5, or to "
+        "the annealed bound where that is lower",
         number(above=0),
     )
     anneal: bool = setting(
