@@ -199,15 +199,15 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "InvertedDoublePendulum-v5": {"log_std": -1.0},
     "Pusher-v5": {},
     # A stroke pays off after seconds, and no episode ends before its time limit: a window is a
-    # whole episode.
+    # whole episode, rewards count over it (lambda), and values reach little further (gamma).
     "Swimmer-v5": {
         "num_envs": 4,
         "num_steps": 1024,
         "minibatches": 16,
         "lr": 6e-4,
         "anneal": False,
-        "gamma": 0.9999,
-        "lambda_": 0.98,
+        "gamma": 0.998,
+        "lambda_": 0.997,
         "reward_scale": 0.03,
         "noise_correlation": 0.8,  # white noise moves it on average nowhere
     },
