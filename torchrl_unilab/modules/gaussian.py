@@ -134,8 +134,9 @@ class GaussianActor(DirectActor):
         """Return standard normal noise, [..., n]."""
         noise, follow = torch.randn_like(like), self.noise_correlation
         if follow:
-            if self._noise is not None and self._noise.shape == noise.shape:
-                noise.mul_(math.sqrt(1.0 - follow**2)).add_(self._noise, alpha=follow)
+            last = self._noise
+            if last is not None and (last.shape, last.device) == (noise.shape, noise.device):
+                noise.mul_(math.sqrt(1.0 - follow**2)).add_(last, alpha=follow)
             self._noise = noise
         return noise
 
