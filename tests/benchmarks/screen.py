@@ -52,6 +52,8 @@ class Screen:
         self.behaviour = Policies(self.learner.policies.flat.clone(), sizes, self.config.hidden)
         torch.manual_seed(members[0].seed)
         self._current: TensorDictBase = self.env.reset()
+        follow = torch.tensor([member.config.noise_correlation for member in members])
+        self._follow, self._noise = follow.view(-1, 1, 1), torch.empty(0)
         self._logs = [EpisodeLog(self.config.num_envs) for _ in members]
         for log in self._logs:
             log.restart(staggered=self.env.stagger)
@@ -79,6 +81,9 @@ class Screen:
             observation = self._current[self.config.observation]
             loc = self._noise_free(observation, policies)
             noise = torch.randn_like(loc)
+            if self._noise.shape == noise.shape:
+                noise = self._follow * self._noise + (1.0 - self._follow**2).sqrt() * noise
+            self._noise = noise
             action = torch.addcmul(loc, noise, std)
             self._current.set("action", action.transpose(1, 2).flatten(0, 1))
             stepped, self._current = self.env.step_and_maybe_reset(self._current)
@@ -130,12 +135,16 @@ class Screen:
         learner, curve, statistics = self.learner, [], []
         highest = learner.max_lr
         anneals = torch.tensor([[member.config.anneal] for member in self.members])
+        first, last = torch.tensor([_log_std_bounds(each.config) for each in self.members]).T
         updates = math.ceil(frames / self.config.frames_per_rollout)
         for update in range(updates):
             rollout = self.collect()
             learner.max_lr = highest * torch.where(anneals, 1.0 - update / updates, 1.0)
             self.behaviour.copy_(learner.policies)  # which acts on while the learner learns
             statistics.append(learner.update(rollout))
+            bound = first + (last - first) * (update + 1) / updates
+            log_std = learner.policies.log_std
+            log_std.copy_(torch.minimum(log_std, bound.unsqueeze(1)))
             if (update + 1) * POINTS // updates > update * POINTS // updates:
                 curve.append(
                     [(update + 1) * self.config.frames_per_rollout, self.last_episodes()[0]]
@@ -154,6 +163,13 @@ class Screen:
             "explained_variance": _rounded(explained[-max(1, updates // 10) :].mean(0)),
             "seconds": round(time.perf_counter() - started),
         }
+
+
+def _log_std_bounds(config: APPOConfig) -> tuple[float, float]:
+    """Return the highest log standard deviation at first, and at last."""
+    unbounded = 1e3  # finite, as bounds are interpolated
+    last = config.final_log_std
+    return (unbounded, unbounded) if last is None else (config.log_std, last)
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

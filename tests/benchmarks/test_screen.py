@@ -174,6 +174,29 @@ def test_staggered_first_episodes_do_not_count():
     trained.env.close()
 
 
+def test_noise_follows_and_its_deviation_is_bounded_as_each_member_says(monkeypatch):
+    monkeypatch.setattr(Screen, "evaluate", lambda _: [])
+    torch.set_default_dtype(torch.float32)
+    plain = APPOConfig(num_envs=8, num_steps=200, epochs=1, minibatches=1)
+    other = dataclasses.replace(plain, noise_correlation=0.9, final_log_std=-2.0)
+    screened = Screen("Swimmer-v5", [Member(0, plain), Member(0, other)])
+    drawn, log_prob = [], screened.behaviour.log_prob
+
+    def recording(noise: torch.Tensor) -> torch.Tensor:
+        drawn.append(noise)
+        return log_prob(noise)
+
+    monkeypatch.setattr(screened.behaviour, "log_prob", recording)
+    screened.train(screened.config.frames_per_rollout)
+    noise = torch.stack(drawn)  # [T, S, size, n]
+    followed = (noise[1:] * noise[:-1]).mean((0, 2, 3))
+    torch.testing.assert_close(followed, torch.tensor([0.0, 0.9]), atol=0.1, rtol=0)
+    highest = screened.learner.policies.log_std.amax(1)
+    assert highest[0] > -0.1
+    assert highest[1] == -2.0
+    screened.env.close()
+
+
 def test_the_actor_lags_by_one_update(monkeypatch):
     monkeypatch.setattr(Screen, "evaluate", lambda _: [])  # takes longer than all else
     trained = _screen()

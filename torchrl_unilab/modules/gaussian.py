@@ -171,7 +171,7 @@ def make_actor(
         in_key: Where the observation is.
         normalizer: Normalises observations; part of the actor, so it is published with it.
         hidden: Widths of the tanh layers.
-        log_std: Initial logarithm of the standard deviation.
+        log_std: Initial logarithm of the standard deviation; 0 in APPO's settings.
         noise_correlation: See `GaussianActor`.
 
     Example:
