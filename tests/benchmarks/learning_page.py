@@ -36,6 +36,14 @@ MILLION = 1_000_000
 Point = Sequence[float]
 
 
+BEFORE: dict[str, dict[str, Any]] = {
+    "appo": {"noise_correlation": 0.0, "final_log_std": None},
+    "sac": {"matmul_dtype": "float32"},
+    "td3": {"matmul_dtype": "float32"},
+}
+"""What runs did before a setting came, for records that do not have it."""
+
+
 @dataclass(frozen=True)
 class Group:
     """The runs of one algorithm on one task, of one length, with the same settings.
@@ -98,8 +106,7 @@ def load_groups(directory: Path) -> list[Group]:
     ]
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
-        # A setting that came later is at its default, which is what runs did before it came.
-        run["settings"] = _plain(type(_settings_of(run))()) | run["settings"]
+        run["settings"] = BEFORE[run["algorithm"]] | run["settings"]
         groups.setdefault((run["task"], run["algorithm"], run["frames_asked"]), []).append(run)
     for name, members in groups.items():
         check(name, members)

@@ -11,6 +11,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.support.acting import make_policy, set_action
 from tests.support.collecting import (
+    SIZE,
     CountingEnv,
     actor,
     gym_env,
@@ -26,7 +27,8 @@ from torchrl_unilab.collectors.worker import (
     example_rollout,
 )
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.modules import PerEnvNoise
+from torchrl_unilab.modules import PerEnvNoise, make_actor
+from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 
@@ -98,6 +100,27 @@ def test_rollouts_equal_those_of_torchrls_collector_bit_for_bit(case):
     assert any(slot["next", "done"].any() for slot in slots) is (case != "gym")
     worker.close()
     worker.close()
+
+
+def test_a_seed_repeats_noise_that_follows_the_step_before_whatever_the_policy_did_before():
+    def policy() -> GaussianActor:
+        torch.manual_seed(0)
+        return make_actor(SIZE, 1, hidden=(8,), noise_correlation=0.9)
+
+    def actions(worker: RolloutWorker) -> torch.Tensor:
+        worker.seed(5, 7)
+        slot = example_rollout(CountingEnv((3,)), policy(), 4).clone()
+        worker.rollout(slot)
+        return slot["action"]
+
+    used = policy()
+    with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
+        used(CountingEnv((3,)).reset())
+    workers = [RolloutWorker(CountingEnv((3,)), each, 4) for each in (policy(), used)]
+    assert used.snapshot() is None
+    first, again, other = actions(workers[0]), actions(workers[0]), actions(workers[1])
+    assert torch.equal(first, again)
+    assert torch.equal(first, other)
 
 
 def test_trajectories_go_on_over_rollouts_and_are_unique_over_workers():

@@ -6,6 +6,7 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.modules.gaussian import HALF_LOG_TAU, DiagonalNormal, GaussianActor
 
@@ -76,6 +77,12 @@ def test_noise_continues_after_a_snapshot_and_begins_anew_for_other_environments
     assert not torch.equal(following, last)
     torch.testing.assert_close(actor.snapshot(), last)  # the other's draw left it alone
     assert _noise(other, 1, envs=3).shape == (1, 3, 2)
+
+
+@pytest.mark.parametrize("correlation", [-0.1, 1.0, 1.5, float("nan")])
+def test_a_correlation_out_of_its_range_is_refused(correlation):
+    with pytest.raises(ConfigError, match=r"noise_correlation: .*expected from 0 to below 1"):
+        make_actor(3, 2, noise_correlation=correlation)
 
 
 def test_noise_is_neither_published_nor_saved_with_the_weights():

@@ -114,9 +114,11 @@ def test_a_worker_does_not_wait_for_the_rest_of_a_request(ends: tuple[Connection
 def test_a_worker_that_answers_at_length_ends_with_its_parent(ends: tuple[Connection, Connection]):
     here, there = ends
     link = Link(here)
-    threading.Timer(0.1, there.close).start()
+    closing = threading.Timer(0.1, there.close)
+    closing.start()
     with pytest.raises(ParentGoneError):
         link.answer(bytes(5_000_000))
+    closing.join()  # the fixture closes it, too, and two threads at once are one too many
 
 
 @pytest.mark.parametrize("call", ["flush", "fill"])

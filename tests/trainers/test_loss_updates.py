@@ -215,7 +215,7 @@ def test_td3s_target_noise_moves_with_the_loss_and_is_no_part_of_its_checkpoints
 def test_products_are_in_bfloat16_where_chosen_or_where_the_processor_has_them(
     monkeypatch, algorithm, chosen, dtype, amx, bfloat16
 ):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx}, raising=False)
     torch.set_default_dtype(dtype)
     seen = {}
     for setting in (chosen, "bfloat16", "float32"):
@@ -223,3 +223,21 @@ def test_products_are_in_bfloat16_where_chosen_or_where_the_processor_has_them(
         seen[setting] = _step(update, batch, seed=3)["loss_qvalue"].item()
     assert seen["bfloat16"] != seen["float32"]
     assert seen[chosen] == seen["bfloat16" if bfloat16 else "float32"]
+
+
+@pytest.mark.parametrize("chosen", ["auto", "float32", "bfloat16"])
+def test_a_torch_that_does_not_know_its_processor_is_taken_for_one_without_bfloat16(
+    monkeypatch, chosen
+):
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    torch.set_default_dtype(torch.float32)
+    seen = {}
+    for setting in (chosen, "bfloat16", "float32"):
+        _, update, batch = _off_policy("sac", True, False, matmul_dtype=setting)
+        seen[setting] = _step(update, batch, seed=3)["loss_qvalue"].item()
+    assert seen[chosen] == seen["bfloat16" if chosen == "bfloat16" else "float32"]
+
+
+def test_the_setting_of_correlated_noise_reaches_the_actor():
+    config = APPOConfig(hidden=(8,), noise_correlation=0.8)
+    assert build_learner(_env(), config).actor.noise_correlation == 0.8

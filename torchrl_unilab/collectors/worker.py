@@ -58,7 +58,7 @@ class Snapshotting(Protocol):
         ...
 
     def restore(self, snapshot: Any) -> None:
-        """Resume from a state."""
+        """Resume from a state; a module begins anew from None."""
         ...
 
 
@@ -119,13 +119,19 @@ class RolloutWorker:
         self.log = EpisodeLog(self.num_envs)
         self._simulation = next(iter(_snapshotting(base)), None)
         self._modules = [found for part in policy.modules() for found in _snapshotting(part)]
+        self._renew_modules()  # the policy may have acted before it was sent here
 
     def seed(self, env_seed: int, torch_seed: int) -> None:
         """Seed environment and policy noise; the next rollout starts new episodes."""
         self.env.set_seed(env_seed)
         torch.manual_seed(torch_seed)
+        self._renew_modules()
         self._carrier = None
         self._to_stagger = self._staggers
+
+    def _renew_modules(self) -> None:
+        for module in self._modules:
+            module.restore(None)
 
     def reset(self) -> None:
         """Start new episodes with the next rollout."""

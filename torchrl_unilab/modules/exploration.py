@@ -91,7 +91,7 @@ class PerEnvNoise(TensorDictModuleBase):
         return None if self._std is None else self._std.clone()
 
     def restore(self, snapshot: torch.Tensor | None) -> None:
-        """Continue with the deviations that `snapshot` returned."""
+        """Continue with the deviations that `snapshot` returned; None: draw anew."""
         self._std = snapshot
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.critics import tanh_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
@@ -84,7 +85,8 @@ class DirectActor(ProbabilisticActor, abc.ABC):
 
     Without gradients, and sampling or taking the one action without exploration, it computes
     the action in a handful of operations; in all other cases it is the
-    `torchrl.modules.ProbabilisticActor` that it inherits from, with equal results.
+    `torchrl.modules.ProbabilisticActor` that it inherits from, with equal results (but for noise
+    that follows the step before, see `GaussianActor`).
     """
 
     def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
@@ -106,13 +108,21 @@ class GaussianActor(DirectActor):
     Args:
         parameters: Writes ``loc`` and ``scale``.
         noise_correlation: How far an environment's deviation from the mean follows the one
-            before it, from 0 to below 1: while collecting, noise is a first-order
+            before it, from 0 to below 1: sampled without gradients, noise is a first-order
             autoregressive process (the idea of Hollenstein et al. 2024, arXiv 2312.11091). Each
             sample alone is standard normal, and ``action_log_prob`` is of it alone. It
-            continues over the ends of episodes.
+            continues over the ends of episodes, so each environment needs an actor of its own.
+
+    Raises:
+        ConfigError: `noise_correlation` is out of its range.
     """
 
     def __init__(self, parameters: GaussianParameters, noise_correlation: float = 0.0) -> None:
+        if not 0.0 <= noise_correlation < 1.0:
+            raise ConfigError(
+                f"noise_correlation: {noise_correlation} (expected from 0 to below 1). Leave it "
+                "out for noise that follows nothing."
+            )
         super().__init__(
             parameters,
             in_keys=["loc", "scale"],
@@ -127,7 +137,7 @@ class GaussianActor(DirectActor):
         return self._noise
 
     def restore(self, snapshot: torch.Tensor | None) -> None:
-        """Continue after the noise that `snapshot` returned."""
+        """Continue after the noise that `snapshot` returned; None: begin anew."""
         self._noise = snapshot
 
     def _draw(self, like: torch.Tensor) -> torch.Tensor:

@@ -145,11 +145,13 @@ def make_update(
 
 def _matmul_dtype(loss: LossModule, config: OffPolicyConfig) -> torch.dtype | None:
     """Return the dtype of hidden layers' products; None: the parameters'."""
-    parameter = next(loss.parameters())
-    auto = (
-        parameter.dtype == torch.float32
-        and parameter.device.type == "cpu"
-        and torch.cpu.get_capabilities().get("amx_bf16", False)
-    )
     chosen = config.matmul_dtype
-    return torch.bfloat16 if chosen == "bfloat16" or (chosen == "auto" and auto) else None
+    if chosen == "auto":
+        parameter = next(loss.parameters())
+        fast = (
+            (parameter.dtype, parameter.device.type) == (torch.float32, "cpu")
+            # Before 2.11 torch does not say.
+            and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
+        )
+        chosen = "bfloat16" if fast else "float32"
+    return torch.bfloat16 if chosen == "bfloat16" else None

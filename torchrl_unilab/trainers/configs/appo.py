@@ -85,7 +85,7 @@ class APPOConfig(Settings):
     )
     noise_correlation: float = setting(
         0.0,
-        "how far an environment's noise follows that of its step before; 0: white noise",
+        "correlation of an environment's exploration noise with its step before; 0: white noise",
         number(0, 0.999),
     )
     gamma: float = setting(0.99, "discount per step", number(0, 1))

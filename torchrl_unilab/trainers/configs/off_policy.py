@@ -139,8 +139,8 @@ class OffPolicyConfig(Settings):
     fused: bool = setting(True, "update by `FusedSACUpdate` or `FusedTD3Update`", flag())
     matmul_dtype: MatmulDtype = setting(
         "float32",
-        "dtype of the hidden layers' products in fused updates; auto: bfloat16 where the "
-        "processor multiplies matrices of it in hardware (amx_bf16), else float32",
+        "dtype of the hidden layers' products, in fused updates alone; auto: bfloat16 on a CPU "
+        "that multiplies matrices of it in hardware (amx_bf16), else float32",
         choice(MatmulDtype),
     )
     compile: bool = setting(
