@@ -148,10 +148,8 @@ def _matmul_dtype(loss: LossModule, config: OffPolicyConfig) -> torch.dtype | No
     chosen = config.matmul_dtype
     if chosen == "auto":
         parameter = next(loss.parameters())
-        fast = (
-            (parameter.dtype, parameter.device.type) == (torch.float32, "cpu")
-            # Before 2.11 torch does not say.
-            and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False)
-        )
-        chosen = "bfloat16" if fast else "float32"
+        # Before 2.11 torch does not say what the processor can do.
+        capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+        ours = (parameter.dtype, parameter.device.type) == (torch.float32, "cpu")
+        chosen = "bfloat16" if ours and capabilities.get("amx_bf16") else "float32"
     return torch.bfloat16 if chosen == "bfloat16" else None

@@ -180,10 +180,10 @@ class ReluNetwork:
 
     def __init__(
         self,
-        net: nn.Sequential,
+        net: nn.Module,
         parameters: TensorDictBase,
         *,
-        stacked: bool,
+        stacked: bool = False,
         first: bool = False,
         matmul_dtype: torch.dtype | None = None,
     ) -> None:

@@ -97,8 +97,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
-        matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`; by default the
-            parameters'.
+        matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -187,20 +186,10 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
 
-    def _network(
-        self,
-        net: nn.Sequential,
-        parameters: TensorDictBase,
-        *,
-        stacked: bool = False,
-        first: bool = False,
-    ) -> ReluNetwork:
-        """Return a network whose copies of parameters each step renews."""
-        network = ReluNetwork(
-            net, parameters, stacked=stacked, first=first, matmul_dtype=self._matmul_dtype
-        )
-        self._networks.append(network)
-        return network
+    def _network(self, net: nn.Module, weights: TensorDictBase, **kind: bool) -> ReluNetwork:
+        """Return a `ReluNetwork` whose copies of parameters each step renews."""
+        self._networks.append(ReluNetwork(net, weights, matmul_dtype=self._matmul_dtype, **kind))
+        return self._networks[-1]
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Adam]:
