@@ -39,7 +39,7 @@ class Known:
         """
         return (
             f"{self.algorithm} {self.mean_return:,g} after {self.seconds:,.0f} s, "
-            f"{self.frames:,} frames ({self.seeds} seeds)"
+            f"{self.frames:,} frames ({self.seeds} seed{'s' if self.seeds > 1 else ''})"
         )
 
 
