@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+import yaml
 
 from torchrl_unilab.cli import main
+from torchrl_unilab.configs import known
+from torchrl_unilab.configs.known import Known
 from torchrl_unilab.envs.registry import EXAMPLES, TASKS
-from torchrl_unilab.trainers.configs import known
-from torchrl_unilab.trainers.configs.known import Known
 
 
 def _listed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -34,3 +38,63 @@ def test_a_task_is_listed_with_what_is_known_and_the_algorithm_to_choose(capsys,
 def test_what_is_not_measured_is_said(capsys, monkeypatch):
     monkeypatch.setattr(known, "KNOWN", ())
     assert _listed(capsys)["Ant-v5"].endswith(" -       not measured")
+
+
+def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["train", "appo", "--print-config", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_printed_config_has_what_was_given_and_the_task_s_own(capsys):
+    shown = _printed(capsys, "--env", "Swimmer-v5", "--frames", "9", "--hidden", "8", "4")
+    values = yaml.safe_load(shown)
+    assert (values["algo"], values["env"], values["frames"]) == ("appo", "Swimmer-v5", 9)
+    assert (values["hidden"], values["gamma"]) == ([8, 4], 0.998)
+
+
+def test_a_config_file_repeats_a_run_and_flags_take_precedence(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    shown = _printed(capsys, "--env", "Swimmer-v5", "--frames", "9", "--gamma", "0.5")
+    file.write_text(shown)
+    assert _printed(capsys, "--config", str(file)) == shown
+    again = yaml.safe_load(_printed(capsys, "--config", str(file), "--frames", "7"))
+    assert again == {**yaml.safe_load(shown), "frames": 7}
+
+
+def test_a_run_without_a_directory_gets_one_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = "--frames 64 --num-envs 2 --num-steps 16 --minibatches 1 --epochs 1 --eval-episodes 1"
+    arguments = ["train", "appo", "--env", "InvertedPendulum-v5", "--no-progress", *small.split()]
+    assert main([*arguments, "--seed", "5"]) == 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("InvertedPendulum-v5-appo-5-20")
+    assert (run_dir / "summary.json").is_file()
+    assert f"wrote runs/{run_dir.name}" in capsys.readouterr().out
+
+
+def test_resuming_takes_a_run_directory(capsys):
+    assert main(["train", "appo", "--resume"]) == 2
+    assert "--resume without --run-dir" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "sac", "--env", "Ant-v5", "--help"],
+        ["train", "sac", "--env", "Ant-v5", "--lrr", "1"],
+        ["train", "sac", "--env", "Ant-v5", "--frames", "9", "--tau", "7"],
+    ],
+)
+def test_help_and_refusals_do_not_wait_for_torch(arguments):
+    asked = (
+        "import sys\n"
+        "from torchrl_unilab.cli import main\n"
+        "try:\n"
+        f"    main({arguments})\n"
+        "finally:\n"
+        "    loaded = {'torch', 'torchrl', 'mujoco', 'tensordict'} & sys.modules.keys()\n"
+        "    assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    assert "AssertionError" not in done.stderr
+    assert done.stdout or done.stderr.startswith("error: ")

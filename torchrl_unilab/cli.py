@@ -1,7 +1,8 @@
 """The command line: ``torchrl-unilab train``, ``tasks``, ``budget``, ``eval`` and ``play``.
 
-Flags and help texts of settings come from the dataclass fields in `trainers.configs`. Imports of
-the package wait for `main`: spawned workers import this module, too.
+Flags and help texts of settings come from the dataclass fields in `configs`. What imports torch
+is imported by the command that needs it: help and wrong arguments are answered at once, and
+spawned workers import this module, too.
 """
 
 from __future__ import annotations
@@ -12,14 +13,19 @@ import json
 import multiprocessing
 import signal
 import sys
+import time
 import typing
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
-if TYPE_CHECKING:
-    from torchrl_unilab.trainers.configs.settings import Settings
+import torchrl_unilab
+from torchrl_unilab.configs import SETTINGS, RunConfig, run_settings, split_settings
+from torchrl_unilab.configs.file import as_yaml, read_config
+from torchrl_unilab.configs.settings import Settings, nearest
+from torchrl_unilab.errors import ConfigError, UniLabError
 
 __all__ = ["main"]
 
@@ -28,14 +34,14 @@ _OF_THE_PARSER = ("run", "parser")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
-    options, unknown = _parser().parse_known_args(arguments)
+    parser = _parser(_task_of(arguments))
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        options.parser.error(f"unknown argument {unknown[0]}")
+        flags = [flag for action in options.parser._actions for flag in action.option_strings]
+        options.parser.error(f"unknown argument {unknown[0]}.{nearest(unknown[0], flags)}")
     # The collectors that TorchRL builds on import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
     signal.signal(signal.SIGTERM, _interrupt)
-    from torchrl_unilab.errors import ConfigError, UniLabError
-
     try:
         return int(options.run(options))
     except ConfigError as error:
@@ -57,41 +63,53 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """A parser whose errors are one line, and whose flags are written out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}. See {self.prog} --help.\n")
+        end = "" if message.endswith((".", "?")) else "."
+        self.exit(2, f"error: {message}{end} See {self.prog} --help.\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _task_of(arguments: Sequence[str] | None) -> str:
+    """Return the task among arguments, whose defaults the help shows; empty without one."""
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    parser.add_argument("--env", nargs="?", default="")
+    return parser.parse_known_args(arguments)[0].env or ""
+
+
+def _parser(task: str = "") -> argparse.ArgumentParser:
     parser = _Parser(
         prog="torchrl-unilab", description="Asynchronous training for TorchRL on batched MuJoCo."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_algorithms(commands.add_parser("train", help="train a policy"), _add_training)
+    _add_algorithms(commands.add_parser("train", help="train a policy"), task, _add_training)
     tasks = commands.add_parser("tasks", help="list the tasks, and what is known of each")
     tasks.set_defaults(run=_tasks, parser=tasks)
     budget = commands.add_parser("budget", help="show the memory and threads that a run would take")
-    _add_algorithms(budget, _add_budget)
+    _add_algorithms(budget, task, _add_budget)
     _add_evaluation(commands.add_parser("eval", help="evaluate a run's checkpoint"))
     _add_playing(commands.add_parser("play", help="film a run's checkpoint"))
     return parser
 
 
 def _add_algorithms(
-    command: argparse.ArgumentParser, add: Callable[[argparse.ArgumentParser], None]
+    command: argparse.ArgumentParser, task: str, add: Callable[[argparse.ArgumentParser], None]
 ) -> None:
     """Add a command per algorithm, with the arguments of `add` and the algorithm's settings."""
-    from torchrl_unilab.trainers.runs.builders import ALGORITHMS
-
     algorithms = command.add_subparsers(required=True, metavar="ALGORITHM", dest="algorithm")
-    for name, algorithm in ALGORITHMS.items():
+    for name, algorithm in SETTINGS.items():
         parser = algorithms.add_parser(name, help=algorithm.title, description=algorithm.title)
         add(parser)
         group = parser.add_argument_group(
-            f"settings of {name}", "Each task may have other defaults than these."
+            f"settings of {name}",
+            f"The defaults are those of {task}."
+            if task
+            else "A task may have other defaults than these: --env TASK --help shows them.",
         )
-        defaults = algorithm.settings("")
+        defaults = algorithm.for_task(task)
         _add_settings(group, type(defaults), vars(defaults), skip=["algorithm"])
 
 
@@ -140,14 +158,16 @@ def _given(options: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
 
 
 def _add_training(train: argparse.ArgumentParser) -> None:
-    from torchrl_unilab.trainers.configs.run import RunConfig
-
-    train.add_argument("--run-dir", required=True, help="new directory for everything written")
+    add = train.add_argument
+    directory = "new directory for everything written (default: runs/TASK-ALGORITHM-SEED-TIME)"
+    add("--run-dir", help=directory)
     resume = "continue the run in --run-dir; its task, frames and settings need not be given"
-    train.add_argument("--resume", action="store_true", help=resume)
+    add("--resume", action="store_true", help=resume)
+    add("--config", metavar="FILE", help="repeat a run from its config.yaml; flags take precedence")
+    add("--print-config", action="store_true", help="print the config.yaml of the run, and end")
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     _add_settings(train, RunConfig, defaults, skip=["progress_bar"])
-    train.add_argument(
+    add(
         "--no-progress",
         dest="progress_bar",
         action="store_false",
@@ -158,27 +178,28 @@ def _add_training(train: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from torchrl_unilab.errors import ConfigError
-    from torchrl_unilab.trainers.configs.run import RunConfig
-    from torchrl_unilab.trainers.runs.builders import ALGORITHMS
-    from torchrl_unilab.trainers.runs.resume import resume_run
-    from torchrl_unilab.trainers.runs.train import Run
-
-    algorithm = ALGORITHMS[options.algorithm]
-    settings = _given(options, type(algorithm.settings("")))
-    run = _given(options, RunConfig)
     if options.resume:
+        if options.run_dir is None:
+            raise ConfigError("train: --resume without --run-dir (expected the run). Give it.")
+        from torchrl_unilab.trainers.runs.resume import resume_run
+
+        algorithm = SETTINGS[options.algorithm]
+        settings = _given(options, type(algorithm.for_task("")))
+        run = _given(options, RunConfig)
         known: dict[str, Any] = {"algo": options.algorithm, **settings}
         known |= {name: run.pop(name) for name in ("env", "seed") if name in run}
         summary = resume_run(options.run_dir, settings=known, announce=print, **run)
-    elif "env" in run and "frames" in run:
-        config = algorithm.settings(options.env, **settings)
-        summary = Run(RunConfig(**run), config, options.run_dir, announce=print)()
     else:
-        raise ConfigError(
-            f"train: --env {options.env}, --frames {options.frames} (expected both). Give them, "
-            "or --resume to continue a run."
-        )
+        plan, config = _planned(options)
+        if options.print_config:
+            print(as_yaml(run_settings(plan, config)), end="")
+            return 0
+        from torchrl_unilab.trainers.runs.train import Run
+
+        if options.run_dir is None:
+            name = f"{plan.env}-{options.algorithm}-{plan.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+            options.run_dir = str(Path("runs", name.replace(":", "-")))
+        summary = Run(plan, config, options.run_dir, announce=print)()
     busy = summary["busy"]
     collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"])
     print(
@@ -191,19 +212,34 @@ def _train(options: argparse.Namespace) -> int:
     return 130 if summary["interrupted"] else 0
 
 
+def _planned(options: argparse.Namespace) -> tuple[RunConfig, Any]:
+    """Return the run and the settings that flags ask for, on top of ``--config``."""
+    algorithm = SETTINGS[options.algorithm]
+    kind = type(algorithm.for_task(""))
+    run, settings = _given(options, RunConfig), _given(options, kind)
+    if options.config is not None:
+        saved_run, saved = split_settings(read_config(Path(options.config)), options.algorithm)
+        run, settings = {**saved_run, **run}, {**saved, **settings}
+    if not {"env", "frames"} <= run.keys():
+        raise ConfigError(
+            f"train: --env {options.env}, --frames {options.frames} (expected both). Give them, "
+            "or --config to repeat a run, or --resume to continue one."
+        )
+    return RunConfig(**run), algorithm.for_task(run["env"], **settings)
+
+
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.1f}"
 
 
 def _tasks(_: argparse.Namespace) -> int:
+    from torchrl_unilab.configs.known import known_of
     from torchrl_unilab.envs.registry import EXAMPLES, TASKS
-    from torchrl_unilab.trainers.configs.known import known_of
-    from torchrl_unilab.trainers.runs.builders import ALGORITHMS
 
     line = "{:26}{:15}{:8}{}".format
     print(line("task", "own settings", "choose", "known"))
     for task in (*TASKS, *EXAMPLES):
-        own = [name for name, algorithm in ALGORITHMS.items() if task in algorithm.tasks]
+        own = [name for name, algorithm in SETTINGS.items() if task in algorithm.tasks]
         known = known_of(task)
         choose = known[0].algorithm if known else "-"
         words = "; ".join(map(str, known)) or "not measured"
@@ -223,11 +259,11 @@ def _add_budget(budget: argparse.ArgumentParser) -> None:
 
 
 def _budget(options: argparse.Namespace) -> int:
-    from torchrl_unilab.trainers.runs.builders import ALGORITHMS, plan_run
+    from torchrl_unilab.trainers.runs.builders import plan_run
 
-    algorithm = ALGORITHMS[options.algorithm]
-    settings = _given(options, type(algorithm.settings("")))
-    budget = plan_run(options.env, algorithm.settings(options.env, **settings))
+    algorithm = SETTINGS[options.algorithm]
+    settings = _given(options, type(algorithm.for_task("")))
+    budget = plan_run(options.env, algorithm.for_task(options.env, **settings))
     print(json.dumps(budget.as_dict()) if options.json else budget)
     refusal = budget.refusal()
     if refusal is not None:
@@ -237,18 +273,14 @@ def _budget(options: argparse.Namespace) -> int:
 
 
 def _add_evaluation(evaluation: argparse.ArgumentParser) -> None:
-    from torchrl_unilab.trainers import evaluate_run
-
     add = evaluation.add_argument
     add("--run-dir", required=True, help="directory of a run")
     add("--episodes", type=int, default=16, help="number of episodes (default: 16)")
     add("--seed", type=int, default=0, help="seed of the episodes (default: 0)")
-    evaluation.set_defaults(run=partial(_print_result, evaluate_run), parser=evaluation)
+    evaluation.set_defaults(run=partial(_print_result, "evaluate_run"), parser=evaluation)
 
 
 def _add_playing(playing: argparse.ArgumentParser) -> None:
-    from torchrl_unilab.trainers import play_run
-
     add = playing.add_argument
     add("--run-dir", required=True, help="directory of a run")
     add("--video", required=True, help="file to write, ending in .mp4")
@@ -261,15 +293,15 @@ def _add_playing(playing: argparse.ArgumentParser) -> None:
     add("--camera", type=_name_or_number, help=camera)
     flag = argparse.BooleanOptionalAction
     add("--deterministic", action=flag, default=True, help="act without exploration")
-    playing.set_defaults(run=partial(_print_result, play_run), parser=playing)
+    playing.set_defaults(run=partial(_print_result, "play_run"), parser=playing)
 
 
 def _name_or_number(camera: str) -> str | int:
     return int(camera) if camera.lstrip("-").isdecimal() else camera
 
 
-def _print_result(command: Callable[..., dict[str, Any]], options: argparse.Namespace) -> int:
-    """Call a command with its options by name, and print what it returns."""
+def _print_result(command: str, options: argparse.Namespace) -> int:
+    """Call a function of the package with the options by name, and print what it returns."""
     arguments = {key: value for key, value in vars(options).items() if key not in _OF_THE_PARSER}
-    print(json.dumps(command(**arguments)))
+    print(json.dumps(getattr(torchrl_unilab, command)(**arguments)))
     return 0

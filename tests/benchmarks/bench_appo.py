@@ -20,9 +20,9 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.benchmarks.plain import PlainLearner
+from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
-from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 
 OBSERVATION, ACTION = 17, 6

@@ -24,8 +24,8 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.runtime.budget import available_cores
-from torchrl_unilab.trainers.configs.appo import APPOConfig
 
 Curve = list[tuple[float, int, float]]
 

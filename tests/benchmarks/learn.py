@@ -34,12 +34,12 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_unilab.configs import SETTINGS
+from torchrl_unilab.configs.settings import Settings
 from torchrl_unilab.envs.registry import TASKS
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime.budget import available_cores
 from torchrl_unilab.trainers import train_appo, train_off_policy
-from torchrl_unilab.trainers.configs.settings import Settings
-from torchrl_unilab.trainers.runs.builders import ALGORITHMS
 from torchrl_unilab.trainers.runs.saved import load_run
 
 RESULTS = Path(__file__).parent / "results"
@@ -157,7 +157,7 @@ def learn(
         KeyboardInterrupt: The run was interrupted.
         ConfigError: The run cannot work.
     """
-    config = ALGORITHMS[algorithm].settings(task, **(overrides or {}))
+    config = SETTINGS[algorithm].for_task(task, **(overrides or {}))
     train: Any = train_appo if algorithm == "appo" else train_off_policy
     summary = train(
         task,
@@ -176,7 +176,7 @@ def learn(
         trained.env.close()
         in_gymnasium = gymnasium_returns(trained.actor, task, GYMNASIUM_EPISODES, seed)
     settings = dataclasses.asdict(config)
-    defaults = dataclasses.asdict(ALGORITHMS[algorithm].settings(""))
+    defaults = dataclasses.asdict(SETTINGS[algorithm].for_task(""))
     return {
         "task": task,
         "algorithm": algorithm,
@@ -216,7 +216,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _run_all(options: argparse.Namespace) -> None:
     out = options.out or results_path(options.task, options.algorithm)
-    kind = type(ALGORITHMS[options.algorithm].settings(""))
+    kind = type(SETTINGS[options.algorithm].for_task(""))
     overrides = parse_settings(kind, options.set)
     for seed in options.seeds:
         name = f"{options.task.replace(':', '.')}-{options.algorithm}-{seed}"
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all seeds; return 0, 2 for bad input, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("task")
-    parser.add_argument("algorithm", choices=ALGORITHMS)
+    parser.add_argument("algorithm", choices=SETTINGS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102, 103, 104])
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, help="default: results/<task>-<algorithm>.jsonl")

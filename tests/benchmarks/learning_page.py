@@ -3,7 +3,7 @@
 ``python -m tests.benchmarks.learning_page [--results DIRECTORY]``, or ``make learning-page``. It
 reads what `tests.benchmarks.learn` recorded, prints the page, writes it as ``README.md`` with
 ``learning.png`` beside the records, and prints the entries for
-`torchrl_unilab.trainers.configs.known`.
+`torchrl_unilab.configs.known`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from matplotlib.figure import Figure
 from tests.benchmarks.bootstrap import Scores, bootstrap_interval, interquartile_mean
 from tests.benchmarks.learn import RESULTS
 from tests.benchmarks.published import FAMILY, PUBLISHED, SOURCES, best_published, levels
-from torchrl_unilab.trainers.configs.settings import Settings
-from torchrl_unilab.trainers.runs.builders import ALGORITHMS
+from torchrl_unilab.configs import SETTINGS
+from torchrl_unilab.configs.settings import Settings
 
 NOT_REACHED = "not reached"
 COLORS = {"appo": "tab:blue", "sac": "tab:orange", "td3": "tab:green"}
@@ -134,7 +134,7 @@ def changed_since(group: Group) -> dict[str, Any]:
 
 def _settings_of(run: dict[str, Any]) -> Settings:
     """Return the settings that a run's task has today."""
-    settings: Settings = ALGORITHMS[run["algorithm"]].settings(run["task"])
+    settings: Settings = SETTINGS[run["algorithm"]].for_task(run["task"])
     return settings
 
 
@@ -202,7 +202,7 @@ def time_table(groups: Sequence[Group]) -> str:
 def overall_lines(groups: Sequence[Group]) -> str:
     """Return each algorithm's share of the best published return, over all its tasks."""
     lines = []
-    for algorithm in ALGORITHMS:
+    for algorithm in SETTINGS:
         shares = [
             group.without_noise / group.published
             for group in groups
@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = page(groups)
     (directory / "README.md").write_text(text)
     print(text)
-    print(f"Entries for torchrl_unilab/trainers/configs/known.py:\n{known_entries(groups)}")
+    print(f"Entries for torchrl_unilab/configs/known.py:\n{known_entries(groups)}")
     return 0
 
 

@@ -17,10 +17,10 @@ from mujoco import mjtStage
 from mujoco.batch import Batch
 from torch import nn
 
+from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.envs import make_task
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.modules import make_actor, make_critic
-from torchrl_unilab.trainers.configs.appo import APPOConfig
 
 HALF_LOG_TAU = 0.9189385332046727  # 0.5 * log(2 pi)
 

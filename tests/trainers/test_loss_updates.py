@@ -226,9 +226,7 @@ def test_products_are_in_bfloat16_where_chosen_or_where_the_processor_has_them(
 
 
 @pytest.mark.parametrize("chosen", ["auto", "float32", "bfloat16"])
-def test_a_torch_that_does_not_know_its_processor_is_taken_for_one_without_bfloat16(
-    monkeypatch, chosen
-):
+def test_auto_takes_float32_where_torch_does_not_report_the_processor(monkeypatch, chosen):
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     torch.set_default_dtype(torch.float32)
     seen = {}

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, call
@@ -13,6 +12,7 @@ from torchrl.objectives import DDPGLoss
 from tests.support.collecting import flat_state_env
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_q_value, make_td3_actor
@@ -316,8 +316,8 @@ def test_a_run_leaves_what_an_appo_run_leaves_and_can_be_evaluated(off_policy_ru
     assert (summary["algo"], summary["frames"]) == (algorithm, 192)
     assert summary["optim_steps"] == 4 * (48 - 7)  # from 32 rows on
     files = {path.name for path in run_dir.iterdir()}
-    assert {"summary.json", "config.json", "returns.png", "checkpoint"} <= files
-    assert json.loads((run_dir / "config.json").read_text())["algorithm"] == algorithm
+    assert {"summary.json", "config.yaml", "returns.png", "checkpoint"} <= files
+    assert read_config(run_dir / "config.yaml")["algo"] == algorithm
     result = evaluate_run(run_dir, episodes=1, seed=0)
     assert result["mean"] == pytest.approx(summary["eval_return"])
 

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any
 
+from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.envs.gymnasium.arms import Pusher, Reacher
 from torchrl_unilab.envs.gymnasium.base import GymnasiumTask
 from torchrl_unilab.envs.gymnasium.humanoids import Humanoid, HumanoidStandup
@@ -77,8 +78,9 @@ def make_task(name: str, **options: Any) -> MujocoTask:
     known: dict[str, MujocoTask] = {**TASKS, **EXAMPLES}
     if name not in known:
         raise ConfigError(
-            f"make_task: no task {name!r} (expected one of {', '.join(known)}). Use one of these "
-            "names, or name your own, 'module:Name', or pass your own MujocoTask."
+            f"make_task: no task {name!r} (expected one of {', '.join(known)})."
+            f"{nearest(name, known)} Use one of these names, or name your own, 'module:Name', or "
+            "pass your own MujocoTask."
         )
     task = known[name]
     settable = {field.name for field in fields(task)} - _NO_OPTIONS

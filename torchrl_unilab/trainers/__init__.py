@@ -1,8 +1,8 @@
 """Trainers, their hooks and settings, and whole runs."""
 
+from torchrl_unilab.configs.appo import APPOConfig
+from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.appo import APPOTrainer
-from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.off_policy import (
     OffPolicyTrainer,

@@ -16,11 +16,11 @@ from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import OptimizationStepper
 
+from torchrl_unilab.configs.appo import APPOConfig
+from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate, FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.objectives.targets import sync_normalizers
-from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 
 __all__ = ["APPOStepper", "LossUpdate", "make_update"]
 

@@ -11,14 +11,14 @@ from torchrl.objectives import LossModule
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.configs.off_policy import (
+    OffPolicyConfig,
+    compute_train_start_threshold,
+)
 from torchrl_unilab.data import DoubleBufferReplayPipeline, ReplayPipeline
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.configs.off_policy import (
-    OffPolicyConfig,
-    compute_train_start_threshold,
-)
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import make_update
 from torchrl_unilab.trainers.reports import register_reports

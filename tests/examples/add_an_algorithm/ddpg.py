@@ -7,8 +7,9 @@
    subclass; any other loss goes into TorchRL's `Trainer`, with `APPOCollector` and
    `PublishWeights`.
 4. For the command line, add an entry to `ALGORITHMS` of `torchrl_unilab.trainers.runs.builders`:
-   settings, networks, collector and trainer. The names that `OffPolicyConfig` accepts are those of
-   `Algorithm` in `torchrl_unilab.trainers.configs.off_policy`.
+   networks, collector and trainer; and its settings to `SETTINGS` of `torchrl_unilab.configs`. The
+   names that `OffPolicyConfig` accepts are those of `Algorithm` in
+   `torchrl_unilab.configs.off_policy`.
 5. Only if it is worth it: write the gradients out, as `torchrl_unilab.objectives.fused` does, and
    compare bit for bit with the loss.
 """

@@ -10,12 +10,12 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
+from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.modules.gaussian import DiagonalNormal, GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
-from torchrl_unilab.trainers.configs.appo import APPOConfig
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 
 OBS, ACT = 5, 3

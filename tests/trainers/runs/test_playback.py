@@ -84,7 +84,7 @@ def test_max_steps_ends_an_episode(run_dir, tmp_path):
         (["--camera", "2"], "camera 2 (expected one of []"),
         (["--episodes", "0"], "play: 0 episodes (expected at least 1)"),
         (["--max-steps", "0"], "max_episode_steps is 0"),
-        (["--run-dir", "nowhere"], "cannot play nowhere: no config.json"),
+        (["--run-dir", "nowhere"], "cannot play nowhere: no config.yaml"),
         (["--video", "out.avi"], "not a file name that ends in .mp4"),
     ],
 )

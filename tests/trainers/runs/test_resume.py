@@ -21,6 +21,7 @@ from tests.support.checkpoints import contents, differences, plant_code
 from tests.support.processes import DEADLINE, live_children
 from tests.support.quick import OFF_POLICY
 from torchrl_unilab.cli import main
+from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.errors import CheckpointError, ConfigError, WorkerError
 from torchrl_unilab.trainers import (
     APPOConfig,
@@ -37,9 +38,9 @@ from torchrl_unilab.trainers.runs.playback import play_run
 INTERVAL, KILLED, FRAMES = 96, 160, 192
 QUIET: Mapping[str, Any] = {"progress_bar": False, "eval_episodes": 1}
 # What makes each hard: a round of rollouts cut in two and older ones used again, and noise that
-# follows the step before; what the
-# physics derives, in ticks of two steps; noise that each environment keeps, and two collectors
-# that fill one replay with rows whose successors come only after the checkpoint.
+# follows the step before; what the physics derives, in ticks of two steps; noise that each
+# environment keeps, and two collectors that fill one replay with rows whose successors come only
+# after the checkpoint.
 RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
     "appo": (
         "Hopper-v5",
@@ -338,11 +339,11 @@ def test_another_run_or_nothing_to_do_is_refused(free, settings, reason):
 
 
 def test_a_checkpoint_in_the_directory_of_another_run_is_refused(run_dir):
-    config = json.loads((run_dir / "config.json").read_text())
-    (run_dir / "config.json").write_text(json.dumps({**config, "seed": 7, "hidden": [9]}))
+    file = run_dir / "config.yaml"
+    file.write_text(as_yaml({**read_config(file), "seed": 7, "hidden": [9]}))
     refused(run_dir, r"run with \{'seed': 0, 'hidden': \[8\]\}", frames=2 * FRAMES)
-    (run_dir / "config.json").write_text("{")
-    refused(run_dir, "config.json cannot be read", frames=2 * FRAMES)
+    file.write_text("{")
+    refused(run_dir, "config.yaml: cannot be read", frames=2 * FRAMES)
 
 
 def test_a_checkpoint_of_other_sizes_is_refused(run_dir):

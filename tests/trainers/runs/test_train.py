@@ -16,6 +16,8 @@ from tests.support.collecting import flat_state_env
 from tests.support.processes import live_children
 from tests.support.quick import APPO
 from torchrl_unilab.cli import main
+from torchrl_unilab.configs import RunConfig
+from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.trainers import (
     APPOConfig,
@@ -24,7 +26,6 @@ from torchrl_unilab.trainers import (
     evaluate_run,
     train_appo,
 )
-from torchrl_unilab.trainers.configs.run import RunConfig
 from torchrl_unilab.trainers.runs.train import Run, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -158,9 +159,9 @@ def test_the_curve_has_seconds_frames_and_return(appo_run):
 
 
 def test_the_settings_of_a_run_are_written(appo_run):
-    written = json.loads((appo_run.run_dir / "config.json").read_text())
+    written = read_config(appo_run.run_dir / "config.yaml")
     assert (written["env"], written["algo"], written["seed"]) == ("InvertedPendulum-v5", "appo", 3)
-    assert APPO.items() <= {**written, "hidden": tuple(written["hidden"])}.items()
+    assert APPO.items() <= written.items()
 
 
 def test_a_run_leaves_a_picture_and_two_kinds_of_logs(appo_run):
@@ -211,7 +212,7 @@ def test_several_collectors_feed_one_learner_whose_critic_sees_more(tmp_path):
     assert summary["collector"]["timeout_rate"] == 1.0
     assert {"dropped", "stale", "ring_occupancy", "fps_physics"} <= set(summary["collector"])
     assert sum(summary["policy_lag"].values()) == 16
-    saved = json.loads((tmp_path / "config.json").read_text())
+    saved = read_config(tmp_path / "config.yaml")
     assert saved["critic_observation"] == "state"
 
 
@@ -222,6 +223,7 @@ def test_several_collectors_feed_one_learner_whose_critic_sees_more(tmp_path):
         ["--env", "Hopper-v5", "--frames", "10", "--lr", "inf"],
         ["--env", "Hopper-v5", "--frames", "10", "--seed", "4294967296"],
         ["--env", "Hopper-v5"],
+        ["--env", "Hopper-v5", "--frames", "10", "--config", "nowhere.yaml"],
     ],
 )
 def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, tmp_path, capsys):
@@ -237,8 +239,12 @@ def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, 
     ("arguments", "message"),
     [
         (["train", "ppo9"], "invalid choice: 'ppo9' (choose from"),
-        (["train", "appo"], "the following arguments are required: --run-dir"),
-        (["train", "appo", "--run-dir", "x", "--numenvs", "3"], "unknown argument --numenvs"),
+        (["eval"], "the following arguments are required: --run-dir"),
+        (
+            ["train", "appo", "--numenvs", "3"],
+            "unknown argument --numenvs. Did you mean --num-envs?",
+        ),
+        (["train", "appo", "--epoch", "3"], "unknown argument --epoch. Did you mean --epochs?"),
         (["budget", "sac", "--env", "x", "--num-envs", "few"], "--num-envs: invalid int value"),
     ],
 )
@@ -249,7 +255,7 @@ def test_a_wrong_argument_is_one_error_line_that_says_where_help_is(arguments, m
     assert ended.value.code == 2
     assert error.startswith("error: ")
     assert message in error
-    assert f". See torchrl-unilab {arguments[0]}" in error
+    assert f" See torchrl-unilab {arguments[0]}" in error
     assert error.endswith(" --help.\n")
     assert error.count("\n") == 1
 
@@ -257,6 +263,11 @@ def test_a_wrong_argument_is_one_error_line_that_says_where_help_is(arguments, m
 def test_an_unknown_task_lists_what_exists(tmp_path, capsys):
     main(["train", "appo", "--env", "Nix", "--frames", "1", "--run-dir", str(tmp_path / "r")])
     assert "HalfCheetah-v5" in capsys.readouterr().err
+
+
+def test_an_unknown_task_names_the_nearest(tmp_path, capsys):
+    main(["train", "appo", "--env", "Hoper-v5", "--frames", "1", "--run-dir", str(tmp_path / "r")])
+    assert "Did you mean Hopper-v5?" in capsys.readouterr().err
 
 
 def test_evaluating_nothing_is_refused(tmp_path, capsys):
@@ -273,7 +284,7 @@ def test_a_run_directory_under_a_file_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("config", ["{}", "[", '{"env": "Hopper-v5", "hidden": [3]}'])
 def test_evaluating_a_damaged_run_is_one_error_line(config, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "config.yaml").write_text(config)
     (tmp_path / "checkpoint").mkdir()
     assert main(["eval", "--run-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: cannot evaluate")

@@ -21,6 +21,8 @@ from torchrl.objectives import LossModule
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.collectors.worker import example_rollout
+from torchrl_unilab.configs.appo import APPOConfig
+from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.data.pipeline.pipeline import SLOTS
 from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout
@@ -41,8 +43,6 @@ from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import free_bytes, named_by_default, named_directory
 from torchrl_unilab.shm.seqlock import SnapshotCell
-from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.weight_update.transport import named_tensors
 
 __all__ = [

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import (
@@ -33,9 +34,6 @@ from torchrl_unilab.modules.squashed import SquashedPoint
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.runtime.budget import MemoryItem
 from torchrl_unilab.trainers.appo import APPOTrainer
-from torchrl_unilab.trainers.configs.appo import APPO_TASKS, APPOConfig
-from torchrl_unilab.trainers.configs.off_policy import OFF_POLICY_TASKS, OffPolicyConfig
-from torchrl_unilab.trainers.configs.off_policy import Algorithm as OffPolicyName
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.runs.budget import (
     Config,
@@ -207,24 +205,21 @@ def ring_collector(
     scheme: UniLabShmScheme,
     config: APPOConfig,
     seed: int,
+    **overrides: Any,
 ) -> APPOCollector:
     """Return what collects an APPO run's rollouts."""
-    return APPOCollector(
-        create_env,
-        actor,
-        num_collectors=config.num_collectors,
-        frames_per_batch=config.frames_per_rollout,
-        total_frames=-1,  # the trainer counts
-        weight_sync_schemes={"policy": scheme},
-        slots=config.slots,
-        overflow=config.overflow,
-        max_policy_lag=config.max_policy_lag,
-        lockstep=config.lockstep,
-        use_buffers=False,
-        num_threads=1,
-        seed=seed,
-        restart_workers=config.restart_workers,
-    )
+    arguments: dict[str, Any] = {
+        "num_collectors": config.num_collectors,
+        "frames_per_batch": config.frames_per_rollout,
+        "weight_sync_schemes": {"policy": scheme},
+        "slots": config.slots,
+        "overflow": config.overflow,
+        "max_policy_lag": config.max_policy_lag,
+        "lockstep": config.lockstep,
+        "seed": seed,
+        "restart_workers": config.restart_workers,
+    }
+    return APPOCollector(create_env, actor, **(arguments | overrides))
 
 
 def replay_collector(
@@ -233,28 +228,25 @@ def replay_collector(
     scheme: UniLabShmScheme,
     config: OffPolicyConfig,
     seed: int,
+    **overrides: Any,
 ) -> ReplayCollector:
     """Return what fills a SAC or TD3 run's replay."""
-    return ReplayCollector(
-        create_env,
-        actor,
-        capacity=config.capacity,
-        num_collectors=config.num_collectors,
-        frames_per_batch=config.frames_per_tick,
-        total_frames=-1,  # the trainer counts
-        init_random_frames=config.init_random_frames,
-        explore=partial(
-            with_exploration_noise, std_min=config.noise_std_min, std_max=config.noise_std_max
-        )
-        if config.algorithm == "td3"
-        else None,
-        weight_sync_schemes={"policy": scheme},
-        lockstep=config.sync_collection,
-        num_threads=1,
-        seed=seed,
-        restart_workers=config.restart_workers,
-        replay={"n_step": config.n_step, "gamma": config.gamma},
+    noise = partial(
+        with_exploration_noise, std_min=config.noise_std_min, std_max=config.noise_std_max
     )
+    arguments: dict[str, Any] = {
+        "capacity": config.capacity,
+        "num_collectors": config.num_collectors,
+        "frames_per_batch": config.frames_per_tick,
+        "init_random_frames": config.init_random_frames,
+        "explore": noise if config.algorithm == "td3" else None,
+        "weight_sync_schemes": {"policy": scheme},
+        "lockstep": config.sync_collection,
+        "seed": seed,
+        "restart_workers": config.restart_workers,
+        "replay": {"n_step": config.n_step, "gamma": config.gamma},
+    }
+    return ReplayCollector(create_env, actor, **(arguments | overrides))
 
 
 def with_exploration_noise(
@@ -272,12 +264,9 @@ def with_exploration_noise(
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The parts of an algorithm's runs. To add one: an entry of `ALGORITHMS`.
+    """The parts of an algorithm's runs, beside its settings. To add one: an entry of `ALGORITHMS`.
 
     Attributes:
-        title: For the command line's help.
-        settings: Returns the settings of a task, with overrides.
-        tasks: The tasks that have settings of their own.
         learner: Builds networks and loss from an environment and the settings.
         collector: Builds the collector.
         trainer: Builds the trainer.
@@ -286,9 +275,6 @@ class Algorithm:
             owns a pipeline, which is closed.
     """
 
-    title: str
-    settings: Callable[..., Any]
-    tasks: Collection[str]
     learner: Callable[[EnvBase, Any], Learner]
     collector: Callable[..., Any]
     trainer: Callable[..., Any]
@@ -296,34 +282,16 @@ class Algorithm:
     replay: bool
 
 
-def _off_policy(name: OffPolicyName, title: str) -> Algorithm:
-    return Algorithm(
-        title,
-        partial(OffPolicyConfig.for_task, algorithm=name),
-        OFF_POLICY_TASKS,
-        build_off_policy,
-        replay_collector,
-        OffPolicyTrainer,
-        replay_items,
-        replay=True,
-    )
-
+_OFF_POLICY = Algorithm(
+    build_off_policy, replay_collector, OffPolicyTrainer, replay_items, replay=True
+)
 
 ALGORITHMS: Mapping[str, Algorithm] = {
-    "appo": Algorithm(
-        "asynchronous PPO",
-        APPOConfig.for_task,
-        APPO_TASKS,
-        build_appo,
-        ring_collector,
-        APPOTrainer,
-        ring_items,
-        replay=False,
-    ),
-    "sac": _off_policy("sac", "soft actor-critic"),
-    "td3": _off_policy("td3", "twin delayed DDPG"),
+    "appo": Algorithm(build_appo, ring_collector, APPOTrainer, ring_items, replay=False),
+    "sac": _OFF_POLICY,
+    "td3": _OFF_POLICY,
 }
-"""All algorithms by name, which settings have as ``algorithm``."""
+"""The parts of each algorithm that `torchrl_unilab.configs.SETTINGS` has settings of, by name."""
 
 
 def build_learner(env: EnvBase, config: Config) -> Learner:

@@ -48,9 +48,9 @@ from torchrl.checkpoint import (
 )
 from torchrl.trainers import Trainer
 
+from torchrl_unilab.configs.settings import integer
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
-from torchrl_unilab.trainers.configs.settings import integer
 
 __all__ = [
     "RunCheckpoints",
@@ -100,7 +100,7 @@ class SavedRun:
 
     Attributes:
         path: Where it is.
-        run: What ``config.json`` said: task, algorithm, seed and settings.
+        run: Task, algorithm, seed and settings.
         frames: Frames that had been collected.
         total_frames: Frames that the run was to collect.
         interval: Frames between checkpoints; None for one at the end only.

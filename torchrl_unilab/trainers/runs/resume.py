@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.configs import RunConfig
+from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.configs.run import RunConfig
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, CONFIG, saved_config
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, saved_config
 from torchrl_unilab.trainers.runs.train import Run
 
 __all__ = ["resume_run"]
@@ -62,7 +63,10 @@ def resume_run(
     """
     path = Path(run_dir)
     saved = RunCheckpoints(path / CHECKPOINT).newest()
-    known = {**_config(path), **json.loads(json.dumps(dict(settings or {})))}
+    file = path / CONFIG_FILE
+    said = read_config(file) if file.is_file() else {}  # the checkpoint has all that is needed
+    known = {name: value for name, value in said.items() if name in saved.run}
+    known = json.loads(json.dumps(known | dict(settings or {})))
     other = {key: saved.run.get(key) for key in known if saved.run.get(key) != known[key]}
     if other:
         raise ConfigError(
@@ -86,16 +90,3 @@ def resume_run(
         announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
     config = saved_config(saved.run)
     return Run(run, config, path, create_env=create_env, announce=announce, saved=saved)()
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """What ``config.json`` says, if it is there."""
-    if not (path / CONFIG).is_file():
-        return {}
-    try:
-        return dict(json.loads((path / CONFIG).read_text()))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"cannot resume {path}: {CONFIG} cannot be read, {error} (expected the settings of "
-            "the run). Remove it: the checkpoint has them."
-        ) from error

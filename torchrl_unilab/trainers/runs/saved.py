@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,15 +21,16 @@ from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_unilab.configs import SETTINGS
+from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.runtime.budget import available_cores
-from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
+from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
 __all__ = [
     "CHECKPOINT",
-    "CONFIG",
     "TrainedPolicy",
     "evaluate",
     "evaluate_run",
@@ -39,12 +39,11 @@ __all__ = [
 ]
 
 CHECKPOINT = "checkpoint"
-CONFIG = "config.json"
 
 
 def saved_config(settings: Mapping[str, Any]) -> Any:
-    """Return the settings that ``config.json`` or a checkpoint has."""
-    make = ALGORITHMS[settings["algo"]].settings
+    """Return the settings that ``config.yaml`` or a checkpoint has."""
+    make = SETTINGS[settings["algo"]].for_task
     names = {field.name for field in dataclasses.fields(make(settings["env"]))} - {"algorithm"}
     kept = {key: value for key, value in settings.items() if key in names}
     return make(settings["env"], **{**kept, "hidden": tuple(kept["hidden"])})
@@ -55,7 +54,7 @@ class TrainedPolicy:
     """A run's policy, with an environment of its task.
 
     Attributes:
-        settings: What ``config.json`` says.
+        settings: What ``config.yaml`` says.
         env: New, of the run's task; the caller closes it.
         actor: The policy of the run's checkpoint.
     """
@@ -79,18 +78,18 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
         ValueError: The environment refuses the options.
     """
     path = Path(run_dir)
-    if not (path / CONFIG).is_file() or not (path / CHECKPOINT).exists():
+    if not (path / CONFIG_FILE).is_file() or not (path / CHECKPOINT).exists():
         raise ConfigError(
-            f"cannot {purpose} {run_dir}: no {CONFIG} and {CHECKPOINT} there (expected a "
+            f"cannot {purpose} {run_dir}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
             "run directory). Train first."
         )
     try:
-        settings = json.loads((path / CONFIG).read_text())
+        settings = read_config(path / CONFIG_FILE)
         config = saved_config(settings)
         task = make_task(settings["env"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"cannot {purpose} {run_dir}: {CONFIG} says {error!r} (expected the settings of a "
+            f"cannot {purpose} {run_dir}: {CONFIG_FILE} says {error!r} (expected the settings of a "
             "run on a task of MujocoBatchEnv). Restore it, or train again."
         ) from error
     try:
@@ -105,7 +104,7 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
         env.close()
         raise CheckpointError(
             f"cannot {purpose} {run_dir}: {saved.path.name} does not load, {error} (expected one "
-            f"that fits {CONFIG}). Restore both, or train again."
+            f"that fits {CONFIG_FILE}). Restore both, or train again."
         ) from error
     return TrainedPolicy(settings, env, actor)
 

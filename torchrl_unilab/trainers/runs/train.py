@@ -22,12 +22,11 @@ import torch
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig, run_settings
+from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
-from torchrl_unilab.trainers.configs.appo import APPOConfig
-from torchrl_unilab.trainers.configs.off_policy import OffPolicyConfig
-from torchrl_unilab.trainers.configs.run import RunConfig
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.reports import StopWhen
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
@@ -39,7 +38,7 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     run_checkpoint,
     save_learner,
 )
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, CONFIG, evaluate
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, evaluate
 from torchrl_unilab.trainers.runs.summary import package_versions, plot_returns, run_logger
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -188,7 +187,7 @@ class Run:
     def prepare(self) -> None:
         """Build the networks and refuse a run that does not fit the memory that is free."""
         self.announce(str(self.threads))
-        if not self.saved and self.options.env not in self.algorithm.tasks:
+        if not self.saved and self.options.env not in SETTINGS[self.config.algorithm].tasks:
             self.announce(self._without_own_settings())
         torch.set_num_threads(self.threads.learner_threads)
         torch.manual_seed(self._network_seed)
@@ -258,7 +257,7 @@ class Run:
         # What can be refused has been: from here on files are written.
         self._writing = True
         self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / CONFIG).write_text(json.dumps(self.settings, indent=2))
+        (self.path / CONFIG_FILE).write_text(as_yaml(run_settings(self.options, self.config)))
         trainer = self.trainer
         trainer.logger = run_logger(self.path, closing, self.saved.frames if self.saved else None)
         try:
@@ -305,14 +304,14 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What ``config.json`` holds: task, algorithm, seed and settings, as JSON has them."""
+        """What a checkpoint says of its run: task, algorithm, seed, settings; as JSON has them."""
         run = {"env": self.options.env, "algo": self.config.algorithm, "seed": self.options.seed}
         settings: dict[str, Any] = json.loads(json.dumps(run | dataclasses.asdict(self.config)))
         return settings
 
     def _without_own_settings(self) -> str:
         """Say which settings a task takes that has none of its own."""
-        defaults = vars(self.algorithm.settings(""))
+        defaults = vars(SETTINGS[self.config.algorithm].for_task(""))
         other = {k: v for k, v in vars(self.config).items() if v != defaults[k]}
         given = ", ".join(f"{name} {value}" for name, value in other.items())
         return (

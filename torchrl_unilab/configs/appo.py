@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from torchrl_unilab.data.rollouts.pool import MAX_ROLLOUTS
-from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.shm.ring import Overflow
-from torchrl_unilab.trainers.configs.settings import (
+from torchrl_unilab.configs.settings import (
     Settings,
     choice,
     flag,
@@ -20,9 +17,12 @@ from torchrl_unilab.trainers.configs.settings import (
     text,
     widths,
 )
+from torchrl_unilab.errors import ConfigError
 
 __all__ = ["APPO_TASKS", "APPOConfig"]
 
+MAX_POOL = 8
+Overflow = Literal["overwrite", "block"]
 Pull = Literal["step", "rollout"]
 """What a run offers of `UniLabShmScheme`'s `pull`: without ``"manual"``, as no run calls it."""
 
@@ -51,7 +51,7 @@ class APPOConfig(Settings):
         None, "physics threads per collector; None shares the cores", integer().or_none()
     )
     pool: int = setting(
-        1, "rollouts that are reused together; the oldest is replaced", integer(1, MAX_ROLLOUTS)
+        1, "rollouts that are reused together; the oldest is replaced", integer(1, MAX_POOL)
     )
     epochs: int = setting(10, "passes over the pool per new rollout", integer())
     minibatches: int = setting(8, "minibatches per pass over the pool", integer())

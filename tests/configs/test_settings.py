@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_unilab.cli import _parser
-from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
-from torchrl_unilab.trainers.configs.run import RunConfig
-from torchrl_unilab.trainers.configs.settings import (
+from torchrl_unilab.cli import _parser, main
+from torchrl_unilab.configs.run import RunConfig
+from torchrl_unilab.configs.settings import (
     REQUIRED,
     Constraint,
     choice,
@@ -23,6 +21,8 @@ from torchrl_unilab.trainers.configs.settings import (
     text,
     widths,
 )
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
 
 CONFIGS = (APPOConfig, OffPolicyConfig, RunConfig)
 FIELDS = [(config, field) for config in CONFIGS for field in dataclasses.fields(config)]
@@ -168,6 +168,14 @@ def test_each_setting_is_a_flag_whose_help_says_meaning_and_default(parsers, alg
 def test_the_help_shows_the_defaults_of_the_algorithm(parsers):
     shown = " ".join(parsers["train", "td3"].format_help().split())
     assert "critic updates per update of the policy; at least 1 (default: 2)" in shown
+
+
+def test_the_help_shows_the_defaults_of_a_task(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["train", "appo", "--env", "Swimmer-v5", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "The defaults are those of Swimmer-v5." in shown
+    assert "discount per step; within [0, 1] (default: 0.998)" in shown
 
 
 def test_given_flags_are_parsed_by_the_type_of_the_setting(parsers):

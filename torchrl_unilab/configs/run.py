@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_unilab.trainers.configs.settings import (
+from torchrl_unilab.configs.settings import (
     REQUIRED,
     Settings,
     flag,

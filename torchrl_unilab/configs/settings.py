@@ -7,9 +7,10 @@ command line reads its flags and its help from the same fields.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "choice",
     "flag",
     "integer",
+    "nearest",
     "number",
     "setting",
     "text",
@@ -108,6 +110,17 @@ class Settings:
             if field.default is not REQUIRED:
                 remedy = f"Leave it out for the default, {field.default!r}."
             constraint.check(field.name, value, remedy)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a question after the known name most like one; empty if none is like it.
+
+    Example:
+        >>> nearest("epoch", ["epochs", "lr"])
+        ' Did you mean epochs?'
+    """
+    names = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {names[0]}?" if names else ""
 
 
 def integer(least: float | None = 1, most: float = math.inf) -> Constraint:

@@ -2,16 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from torchrl_unilab.configs import SETTINGS, known
+from torchrl_unilab.configs.known import KNOWN, Known, known_of
 from torchrl_unilab.envs import make_task
-from torchrl_unilab.trainers.configs import known
-from torchrl_unilab.trainers.configs.known import KNOWN, Known, known_of
-from torchrl_unilab.trainers.runs.builders import ALGORITHMS
 
 
 def test_each_entry_is_of_a_task_with_settings_for_its_algorithm():
     for entry in KNOWN:
         make_task(entry.task)
-        assert entry.task in ALGORITHMS[entry.algorithm].tasks
+        assert entry.task in SETTINGS[entry.algorithm].tasks
 
 
 def test_a_task_and_an_algorithm_have_one_entry():

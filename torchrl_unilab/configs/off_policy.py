@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.configs.settings import (
+from torchrl_unilab.configs.settings import (
     Settings,
     choice,
     flag,
@@ -19,6 +18,7 @@ from torchrl_unilab.trainers.configs.settings import (
     text,
     widths,
 )
+from torchrl_unilab.errors import ConfigError
 
 __all__ = [
     "OFF_POLICY_TASKS",

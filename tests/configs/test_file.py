@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from torchrl_unilab.configs import (
+    SETTINGS,
+    APPOConfig,
+    OffPolicyConfig,
+    RunConfig,
+    run_settings,
+    split_settings,
+)
+from torchrl_unilab.configs.appo import MAX_POOL
+from torchrl_unilab.configs.file import as_yaml, read_config
+from torchrl_unilab.data.rollouts.pool import MAX_ROLLOUTS
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS
+
+RUN = RunConfig("Hopper-v5", 1000, seed=3, max_seconds=1e-5)
+CONFIGS = [
+    APPOConfig.for_task("Hopper-v5", hidden=(8,), lr=1e-5),
+    OffPolicyConfig.for_task("Hopper-v5", "td3", hidden=()),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.algorithm)
+def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(as_yaml(run_settings(RUN, config)))
+    run, settings = split_settings(read_config(file), config.algorithm)
+    assert RunConfig(**run) == RUN
+    assert SETTINGS[config.algorithm].for_task("Hopper-v5", **settings) == config
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "a: [", "nothing"])
+def test_a_file_without_settings_is_refused(text, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read.*expected the settings"):
+        read_config(file)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read, .*No such file"):
+        read_config(tmp_path / "nothing.yaml")
+
+
+def test_settings_of_another_algorithm_are_refused():
+    with pytest.raises(ConfigError, match=r"algo: 'appo' \(expected 'sac'\)"):
+        split_settings(run_settings(RUN, CONFIGS[0]), "sac")
+
+
+def test_an_unknown_setting_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"epoch: unknown .*Did you mean epochs\?"):
+        split_settings({"algo": "appo", "epoch": 3}, "appo")
+
+
+def test_each_algorithm_has_settings_and_parts():
+    assert SETTINGS.keys() == ALGORITHMS.keys()
+
+
+def test_the_pool_of_the_settings_is_the_pool_that_there_is():
+    assert MAX_POOL == MAX_ROLLOUTS

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
+from hydra import compose, initialize_config_module
+from hydra.errors import ConfigCompositionException, InstantiationException
+from hydra.utils import instantiate
+from torchrl.trainers import Trainer
+from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
+
+from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.hydra.factories import (
+    make_appo_trainer,
+    make_off_policy_trainer,
+    make_settings,
+)
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+SMALL = ["env.task=InvertedPendulum-v5", "settings.num_envs=4", "settings.hidden=[8]"]
+QUIET = ["trainer.progress_bar=false", "trainer.log_interval=1"]
+APPO = [*SMALL, *QUIET, "settings.num_steps=16", "settings.minibatches=2", "total_frames=256"]
+OFF_POLICY = [
+    *(*SMALL, *QUIET, "settings.batch_size=16", "settings.learning_starts=4"),
+    *("settings.replay_buffer_n=64", "total_frames=64"),
+]
+INLINE = ["collector.inline=true"]
+RECIPES = [
+    pytest.param("appo", APPO, APPOTrainer, id="appo"),
+    pytest.param("sac", OFF_POLICY, OffPolicyTrainer, id="sac"),
+    pytest.param("td3", OFF_POLICY, OffPolicyTrainer, id="td3"),
+]
+# What TorchRL says of its own trainers.
+stock = pytest.mark.filterwarnings(
+    "ignore:.*is an experimental/prototype feature:UserWarning",
+    "ignore:The '.*' hook stage will be replaced by OptimizationStepper:FutureWarning",
+)
+
+
+def _trainer(recipe: str, overrides: list[str]) -> Trainer:
+    with initialize_config_module("torchrl_unilab.hydra.recipes", version_base="1.3"):
+        config = compose(recipe, overrides=overrides)
+    return instantiate(config.trainer)
+
+
+@pytest.fixture(autouse=True)
+def _logs_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def _trained(recipe: str, overrides: list[str]) -> Any:
+    trainer = _trainer(recipe, overrides)
+    try:
+        trainer.train()
+    finally:
+        trainer.collector.shutdown()
+        if isinstance(trainer, OffPolicyTrainer):
+            trainer.close()
+    return trainer
+
+
+@pytest.mark.parametrize(("recipe", "overrides", "kind"), RECIPES)
+def test_a_recipe_composes_and_trains(recipe, overrides, kind):
+    trainer = _trained(recipe, [*overrides, *INLINE])
+    assert type(trainer) is kind
+    assert trainer.collected_frames == (256 if recipe == "appo" else 64)
+    assert trainer.config.algorithm == recipe
+    assert trainer._optim_count > 0
+    assert list(Path("csv_logs").rglob("fps.csv")) != []
+
+
+def test_the_same_seed_trains_the_same_networks_and_another_one_others():
+    first, same, other = (
+        torch.cat(
+            [p.flatten() for p in _trained("appo", [*APPO, *INLINE, seed]).loss_module.parameters()]
+        )
+        for seed in ("seed=1", "seed=1", "seed=2")
+    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def test_workers_act_with_the_networks_that_are_learnt():
+    trainer = _trainer("appo", [*APPO, "collector.num_workers=1"])
+    try:
+        assert trainer.collector.policy is trainer.loss_module.actor_network
+        assert trainer.collector.scheme.pull_at == "step"
+        trainer.train()
+        assert trainer.collector.scheme.version > 0
+    finally:
+        trainer.collector.shutdown()
+
+
+def test_a_collector_s_node_overrides_the_settings():
+    trainer = _trainer("sac", [*OFF_POLICY, *INLINE, "collector.capacity=128"])
+    trainer.collector.shutdown()
+    trainer.close()
+    assert trainer.storage.max_size == 128
+
+
+def test_hooks_are_registered():
+    hooks = ["+hook@hook=count_frames_log", "trainer.hooks=[${hook}]"]
+    trainer = _trainer("appo", [*APPO, *INLINE, *hooks])
+    trainer.collector.shutdown()
+    assert "count_frames_log" in trainer._modules
+
+
+@stock
+def test_torchrl_s_ppo_trains_with_our_scheme_storage_and_environment():
+    trainer = _trained(
+        "stock_ppo", [*QUIET, "total_frames=4096", "trainer.num_epochs=1", "loss.entropy_coeff=0.0"]
+    )
+    assert type(trainer) is PPOTrainer
+    assert type(trainer.replay_buffer._storage) is PackedReplayStorage
+    scheme = trainer.collector._weight_sync_schemes["policy"]
+    assert type(scheme) is UniLabShmScheme
+    assert scheme.version >= 2
+
+
+@stock
+def test_torchrl_s_sac_trains_with_our_scheme_storage_and_environment():
+    few = [
+        "total_frames=512",
+        "collector.init_random_frames=256",
+        "trainer.optim_steps_per_batch=2",
+    ]
+    trainer = _trained("stock_sac", [*QUIET, *few])
+    assert type(trainer) is SACTrainer
+    assert type(trainer.replay_buffer._storage) is PackedReplayStorage
+    assert 256 <= len(trainer.replay_buffer) <= 512
+
+
+def test_an_unknown_setting_is_refused_by_name():
+    with pytest.raises(ConfigCompositionException, match=re.escape("settings.epoch")):
+        _trainer("appo", [*APPO, "settings.epoch=3"])
+
+
+def test_a_setting_out_of_range_is_refused_with_its_range():
+    with pytest.raises(
+        InstantiationException, match=r"epochs: 0 \(expected an integer of at least 1"
+    ):
+        _trainer("appo", [*APPO, "settings.epochs=0"])
+
+
+def test_an_argument_of_stock_trainers_that_has_no_meaning_names_what_to_set_instead():
+    config = APPOConfig(num_envs=2)
+    with pytest.raises(ConfigError, match=r"num_epochs, gae .*replace num_epochs by epochs in"):
+        make_appo_trainer(config=config, total_frames=1, num_epochs=3, gae=object())
+
+
+def test_settings_of_another_algorithm_are_refused():
+    with pytest.raises(ConfigError, match=r"config: OffPolicyConfig \(expected APPOConfig"):
+        make_appo_trainer(config=OffPolicyConfig(), total_frames=1)
+
+
+@pytest.mark.parametrize("collector", ["appo", partial(int), partial(dict, policy=1)])
+def test_a_collector_that_is_none_of_ours_is_refused(collector):
+    with pytest.raises(ConfigError, match=r"collector: .*expected collector=appo"):
+        make_off_policy_trainer(config=OffPolicyConfig(), total_frames=1, collector=collector)
+
+
+@pytest.mark.parametrize("create_env", [None, "Hopper-v5"])
+def test_what_makes_no_environment_is_refused(create_env):
+    with pytest.raises(ConfigError, match=r"create_env_fn: .* \(expected what makes"):
+        make_appo_trainer(config=APPOConfig(), total_frames=1, create_env_fn=create_env)
+
+
+def test_values_that_are_none_leave_a_setting_to_the_task():
+    settings = make_settings("appo", "Swimmer-v5", gamma=None, epochs=3, hidden=[8, 4])
+    assert (settings.gamma, settings.epochs, settings.hidden) == (0.998, 3, (8, 4))

@@ -1,0 +1,24 @@
+"""Settings of runs: one line each, with type, default, help text and constraint.
+
+Nothing here imports torch, so that the command line and Hydra know all settings at once.
+"""
+
+from torchrl_unilab.configs.algorithms import (
+    SETTINGS,
+    AlgorithmSettings,
+    run_settings,
+    split_settings,
+)
+from torchrl_unilab.configs.appo import APPOConfig
+from torchrl_unilab.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.configs.run import RunConfig
+
+__all__ = [
+    "SETTINGS",
+    "APPOConfig",
+    "AlgorithmSettings",
+    "OffPolicyConfig",
+    "RunConfig",
+    "run_settings",
+    "split_settings",
+]

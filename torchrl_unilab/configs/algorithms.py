@@ -1,0 +1,94 @@
+"""`SETTINGS`: the settings of each algorithm by name, and of a whole run as one mapping.
+
+`torchrl_unilab.trainers.runs.builders` has the parts that are built from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torchrl_unilab.configs.appo import APPO_TASKS, APPOConfig
+from torchrl_unilab.configs.off_policy import OFF_POLICY_TASKS, OffPolicyConfig
+from torchrl_unilab.configs.run import RunConfig
+from torchrl_unilab.configs.settings import Settings, nearest
+from torchrl_unilab.errors import ConfigError
+
+__all__ = [
+    "SETTINGS",
+    "AlgorithmSettings",
+    "run_settings",
+    "split_settings",
+]
+
+
+@dataclass(frozen=True)
+class AlgorithmSettings:
+    """The settings of an algorithm.
+
+    Attributes:
+        title: What it is called in full.
+        for_task: Returns the settings of a task, with overrides by name.
+        tasks: The tasks that have settings of their own.
+    """
+
+    title: str
+    for_task: Callable[..., Any]
+    tasks: Collection[str]
+
+
+SETTINGS: Mapping[str, AlgorithmSettings] = {
+    "appo": AlgorithmSettings("asynchronous PPO", APPOConfig.for_task, APPO_TASKS),
+    "sac": AlgorithmSettings(
+        "soft actor-critic", partial(OffPolicyConfig.for_task, algorithm="sac"), OFF_POLICY_TASKS
+    ),
+    "td3": AlgorithmSettings(
+        "twin delayed DDPG", partial(OffPolicyConfig.for_task, algorithm="td3"), OFF_POLICY_TASKS
+    ),
+}
+"""The settings of all algorithms, by name."""
+
+
+def run_settings(run: RunConfig, config: APPOConfig | OffPolicyConfig) -> dict[str, Any]:
+    """Return all that repeats a run, by name, as ``config.yaml`` has it.
+
+    Example:
+        >>> settings = run_settings(RunConfig("Hopper-v5", 1000), APPOConfig.for_task("Hopper-v5"))
+        >>> settings["algo"], settings["env"], settings["num_envs"]
+        ('appo', 'Hopper-v5', 16)
+    """
+    values = {"algo": config.algorithm, **dataclasses.asdict(run), **dataclasses.asdict(config)}
+    return {name: value for name, value in values.items() if name != "algorithm"}
+
+
+def split_settings(
+    values: Mapping[str, Any], algorithm: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `run_settings` returned as the arguments of `RunConfig` and of the settings.
+
+    Raises:
+        ConfigError: The values are of another algorithm, or one is unknown; names the nearest.
+    """
+    if values.get("algo") != algorithm:
+        raise ConfigError(
+            f"algo: {values.get('algo')!r} (expected {algorithm!r}). Train by that algorithm, or "
+            "take another file."
+        )
+    run, config = _names(RunConfig), _names(type(SETTINGS[algorithm].for_task("")))
+    for name in values:
+        if name not in {"algo", *run, *config}:
+            raise ConfigError(
+                f"{name}: unknown (expected a setting of {algorithm})."
+                f"{nearest(name, run + config)} Correct it, or leave it out."
+            )
+    return (
+        {name: value for name, value in values.items() if name in run},
+        {name: value for name, value in values.items() if name in config},
+    )
+
+
+def _names(kind: type[Settings]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind) if field.name != "algorithm"]

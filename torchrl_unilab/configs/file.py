@@ -1,0 +1,52 @@
+"""``config.yaml``: algorithm, task, frames and all settings of a run, which repeat it.
+
+Each run directory has one. ``torchrl-unilab train ALGORITHM --config FILE`` reads it, and so do
+`resume_run` and the commands ``eval`` and ``play``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_unilab.errors import ConfigError
+
+__all__ = ["CONFIG_FILE", "as_yaml", "read_config"]
+
+CONFIG_FILE = "config.yaml"
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """Return settings as the text of a ``config.yaml``.
+
+    Example:
+        >>> print(as_yaml({"algo": "appo", "hidden": (64, 64)}), end="")
+        algo: appo
+        hidden: [64, 64]
+    """
+    plain = json.loads(json.dumps(values))  # lists for tuples
+    return yaml.safe_dump(plain, sort_keys=False, default_flow_style=None)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the settings of a ``config.yaml``, whose widths are tuples again.
+
+    Raises:
+        ConfigError: The file cannot be read, or has no settings by name.
+    """
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+    else:
+        if isinstance(values, dict):
+            return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        reason = f"it holds {type(values).__name__}"
+    raise ConfigError(
+        f"{path}: cannot be read, {reason} (expected the settings of a run by name). Restore it, "
+        "or train again."
+    )

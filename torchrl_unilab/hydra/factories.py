@@ -1,0 +1,225 @@
+"""What the nodes of settings, collectors and trainers instantiate.
+
+Hydra instantiates each ``${...}`` anew, so that a collector's policy and the loss's actor would be
+two networks. Networks, loss and collector of our trainers therefore follow from one ``config``,
+and the collector's node has what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torchrl.collectors import BaseCollector
+from torchrl.trainers import Trainer, TrainerHookBase
+
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.runs.budget import Config, run_threads
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
+from torchrl_unilab.trainers.runs.train import child_seeds
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = [
+    "make_appo_collector",
+    "make_appo_trainer",
+    "make_off_policy_trainer",
+    "make_replay_collector",
+    "make_settings",
+]
+
+_PASSED = frozenset(
+    {
+        "logger",
+        "progress_bar",
+        "save_trainer_file",
+        "save_trainer_interval",
+        "log_interval",
+        "log_timings",
+        "auto_log_optim_steps",
+        "checkpoint",
+        "checkpoint_rotation",
+        "checkpoint_metadata",
+    }
+)
+"""Arguments of TorchRL's trainers that ours take, too."""
+
+_INSTEAD: Mapping[str, str] = {
+    "optimizer": "the rates in config",
+    "lr_scheduler": "anneal in config",
+    "replay_buffer": "replay_buffer_n in config",
+    "actor_network": "hidden in config",
+    "critic_network": "hidden in config",
+    "target_net_updater": "tau in config",
+    "optim_steps_per_batch": "minibatches or updates_per_step in config",
+    "batch_size": "batch_size or minibatches in config",
+    "num_epochs": "epochs in config",
+    "gamma": "gamma in config",
+    "lmbda": "lambda_ in config",
+    "clip_norm": "max_grad_norm in config",
+    "clip_grad_norm": "max_grad_norm in config",
+}
+"""What to set instead of an argument that ours do not take."""
+
+
+def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
+    """Return the settings of a task, with all values that are not None on top.
+
+    Example:
+        >>> from torchrl_unilab.hydra.factories import make_settings
+        >>> make_settings("appo", "Swimmer-v5", epochs=3, gamma=None).gamma
+        0.998
+    """
+    given = _given(values)
+    if "hidden" in given:
+        given["hidden"] = tuple(given["hidden"])
+    settings: APPOConfig | OffPolicyConfig = SETTINGS[algorithm].for_task(task, **given)
+    return settings
+
+
+def make_appo_collector(**arguments: Any) -> APPOCollector:
+    """Return an `APPOCollector` from those arguments that are not None.
+
+    ``num_workers`` is TorchRL's name for ``num_collectors``.
+    """
+    return APPOCollector(**_collector_arguments(arguments))
+
+
+def make_replay_collector(**arguments: Any) -> ReplayCollector:
+    """Return a `ReplayCollector` from those arguments that are not None."""
+    return ReplayCollector(**_collector_arguments(arguments))
+
+
+def make_appo_trainer(*, config: APPOConfig, **arguments: Any) -> Trainer:
+    """Return an `APPOTrainer` with networks, loss and collector of its settings.
+
+    Args:
+        config: The settings.
+        **arguments: ``create_env_fn`` makes a collector's environment; of a `MujocoBatchEnv`,
+            what is None follows the settings. ``collector`` is a partial with what differs from
+            the settings, ``seed`` seeds as `train_appo` does, ``hooks`` are registered; the rest
+            is TorchRL's.
+
+    Raises:
+        ConfigError: The settings are of another algorithm, or an argument has no meaning here;
+            names what to set instead.
+    """
+    return _make_trainer("trainer=appo", APPOConfig, config, **arguments)
+
+
+def make_off_policy_trainer(*, config: OffPolicyConfig, **arguments: Any) -> Trainer:
+    """Return an `OffPolicyTrainer` with networks, loss and collector of its settings.
+
+    Arguments and errors are those of `make_appo_trainer`.
+    """
+    return _make_trainer("trainer=off_policy", OffPolicyConfig, config, **arguments)
+
+
+def _make_trainer(
+    name: str,
+    kind: type,
+    config: Config,
+    *,
+    create_env_fn: Any = None,
+    collector: Any = None,
+    total_frames: int,
+    seed: int = 0,
+    hooks: Sequence[TrainerHookBase] | None = None,
+    **others: Any,
+) -> Trainer:
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"{name} config: {type(config).__name__} (expected {kind.__name__}). Choose the "
+            "settings of that algorithm."
+        )
+    _refuse(name, {k: v for k, v in others.items() if v is not None and k not in _PASSED})
+    overrides = _overrides(name, collector)
+    create_env = _sized(overrides.pop("create_env_fn", None) or create_env_fn, config)
+    schemes = overrides.pop("weight_sync_schemes", {})
+    scheme = schemes.get("policy", UniLabShmScheme(pull=config.pull))
+    network_seed, acting_seed = child_seeds(seed, 2)
+    torch.set_num_threads(run_threads(config).learner_threads)
+    torch.manual_seed(network_seed)
+    with contextlib.closing(create_env()) as env:
+        learner = build_learner(env, config)
+    algorithm = ALGORITHMS[config.algorithm]
+    collecting = algorithm.collector(
+        create_env, learner.actor, scheme, config, acting_seed, **overrides
+    )
+    try:
+        trainer: Trainer = algorithm.trainer(
+            collector=collecting,
+            loss_module=learner.loss,
+            total_frames=total_frames,
+            config=config,
+            normalizers=learner.normalizers,
+            scheme=scheme,
+            seed=acting_seed,
+            **{name: value for name, value in others.items() if name in _PASSED},
+        )
+        for hook in hooks or ():
+            hook.register(trainer)
+    except BaseException:
+        collecting.shutdown()
+        raise
+    return trainer
+
+
+def _refuse(name: str, given: Mapping[str, Any]) -> None:
+    if given:
+        instead = [f"{key} by {_INSTEAD[key]}" for key in given if key in _INSTEAD]
+        raise ConfigError(
+            f"{name}: {', '.join(given)} (expected null: networks, loss and collector follow "
+            f"config). Leave them out{', or replace ' if instead else ''}{', '.join(instead)}."
+        )
+
+
+def _overrides(name: str, collector: Any) -> dict[str, Any]:
+    """Return what a collector's node has, by the names of the collector's arguments."""
+    if collector is None:
+        return {}
+    made = (make_appo_collector, make_replay_collector)
+    if not (isinstance(collector, partial) and collector.func in made):
+        what = type(collector).__name__ if isinstance(collector, BaseCollector) else collector
+        raise ConfigError(
+            f"{name} collector: {what} (expected collector=appo or collector=replay, with "
+            "_partial_). Choose one, or leave it out."
+        )
+    _refuse(name, {k: v for k, v in collector.keywords.items() if k == "policy" and v is not None})
+    return _collector_arguments(collector.keywords)
+
+
+def _collector_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    given = _given(arguments)
+    if "num_workers" in given:
+        given["num_collectors"] = given.pop("num_workers")
+    if "weight_sync_schemes" in given:  # a DictConfig does not pickle what it holds
+        given["weight_sync_schemes"] = dict(given["weight_sync_schemes"])
+    return given
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _sized(create_env: Any, config: Config) -> Any:
+    """Return what makes a collector's environment, of the size that the settings say."""
+    if not callable(create_env):
+        raise ConfigError(
+            f"create_env_fn: {create_env!r} (expected what makes an environment). Give a node of "
+            "the group env, with _partial_: true."
+        )
+    if isinstance(create_env, partial) and create_env.func is MujocoBatchEnv:
+        from_settings = {
+            "num_envs": config.num_envs,
+            "num_threads": run_threads(config).physics_threads,
+        }
+        given = {k: v for k, v in create_env.keywords.items() if k in from_settings}
+        missing = {k: v for k, v in from_settings.items() if given.get(k) is None}
+        return partial(create_env, **missing, stagger=config.stagger)
+    return create_env

@@ -1,0 +1,332 @@
+"""Our parts as structured configs, in the groups that TorchRL registers its own in.
+
+Each node has the fields of its target's signature, and those that TorchRL's own YAML files set on
+the stock part in its place; a test compares them. The nodes of settings are made from the
+settings. `register` stores them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+from torchrl_unilab.configs import SETTINGS
+from torchrl_unilab.configs.settings import Settings
+
+__all__ = ["NODES", "register"]
+
+
+@dataclass
+class MujocoBatchEnvNode:
+    """`MujocoBatchEnv`."""
+
+    task: str = MISSING
+    num_envs: int | None = 64
+    num_threads: int | None = None
+    seed: int | None = None
+    max_episode_steps: int | None = None
+    device: Any = None
+    dtype: Any = field(
+        default_factory=lambda: {"_target_": "hydra.utils.get_object", "path": "torch.float32"}
+    )
+    with_reward_terms: bool = False
+    randomization: Any = None
+    stagger: bool = False
+    from_pixels: bool = False
+    pixels_only: bool = True
+    render_width: int = 320
+    render_height: int = 240
+    render_camera: Any = None
+    render_ids: Any = None
+    _target_: str = "torchrl_unilab.envs.MujocoBatchEnv"
+    _partial_: bool = False
+
+
+@dataclass
+class UniLabShmSchemeNode:
+    """`UniLabShmScheme`."""
+
+    strategy: str = "tensordict"
+    sync: bool = True
+    per_worker_weights: bool = False
+    pull: str = "rollout"
+    slots: int = 3
+    first_version: int = 0
+    _target_: str = "torchrl_unilab.weight_update.UniLabShmScheme"
+    _partial_: bool = False
+
+
+@dataclass
+class PackedReplayStorageNode:
+    """`PackedReplayStorage`, with the arguments of TorchRL's storages."""
+
+    max_size: int = MISSING
+    example: Any = None
+    writers: int = 1
+    n_step: int = 1
+    gamma: float = 0.99
+    observation_keys: Any = None
+    non_finite: str = "refuse"
+    timeout: float = 10.0
+    device: Any = "cpu"
+    ndim: int = 1
+    compilable: bool = False
+    consolidated: bool = False
+    shared_init: bool = False
+    cleanup_memmap: bool = True
+    scratch_dir: Any = None
+    existsok: bool = False
+    auto_cleanup: Any = None
+    _target_: str = "torchrl_unilab.data.PackedReplayStorage"
+    _partial_: bool = False
+
+
+@dataclass
+class PackedReplayWriterNode:
+    """`PackedReplayWriter`."""
+
+    compilable: bool = False
+    _target_: str = "torchrl_unilab.data.PackedReplayWriter"
+    _partial_: bool = False
+
+
+@dataclass
+class RolloutRingStorageNode:
+    """`RolloutRingStorage`."""
+
+    slots: int = 4
+    example: Any = None
+    writers: int = 1
+    overflow: str = "overwrite"
+    timeout: float | None = 60.0
+    _target_: str = "torchrl_unilab.data.RolloutRingStorage"
+    _partial_: bool = False
+
+
+@dataclass
+class RolloutRingWriterNode:
+    """`RolloutRingWriter`."""
+
+    compilable: bool = False
+    _target_: str = "torchrl_unilab.data.RolloutRingWriter"
+    _partial_: bool = False
+
+
+@dataclass
+class RolloutRingSamplerNode:
+    """`RolloutRingSampler`."""
+
+    take: str = "oldest"
+    timeout: float = 0.0
+    _target_: str = "torchrl_unilab.data.RolloutRingSampler"
+    _partial_: bool = False
+
+
+@dataclass
+class ActionDelayNode:
+    """`ActionDelay`."""
+
+    delay: Any = MISSING
+    before: Any = 0.0
+    in_keys_inv: Any = ("action",)
+    _target_: str = "torchrl_unilab.envs.ActionDelay"
+    _partial_: bool = False
+
+
+@dataclass
+class ObservationDelayNode:
+    """`ObservationDelay`."""
+
+    delay: Any = MISSING
+    in_keys: Any = ("observation",)
+    _target_: str = "torchrl_unilab.envs.ObservationDelay"
+    _partial_: bool = False
+
+
+@dataclass
+class ObservationNoiseNode:
+    """`ObservationNoise`."""
+
+    std: Any = MISSING
+    in_keys: Any = ("observation",)
+    _target_: str = "torchrl_unilab.envs.ObservationNoise"
+    _partial_: bool = False
+
+
+@dataclass
+class _WorkersNode:
+    """What both collectors have; under our trainers None leaves it to the settings."""
+
+    create_env_fn: Any = None
+    policy: Any = None
+    frames_per_batch: int | None = None
+    total_frames: int | None = None
+    num_workers: int | None = None
+    weight_sync_schemes: Any = None
+    lockstep: bool | None = None
+    inline: bool | None = None
+    num_threads: int | None = None
+    exploration_type: Any = None
+    seed: int | None = None
+    timeout: float | None = None
+    restart_workers: int | None = None
+    _partial_: bool = True
+
+
+@dataclass
+class APPOCollectorNode(_WorkersNode):
+    """`APPOCollector`."""
+
+    slots: int | None = None
+    overflow: str | None = None
+    max_policy_lag: int | None = None
+    use_buffers: bool | None = None
+    _target_: str = "torchrl_unilab.hydra.factories.make_appo_collector"
+
+
+@dataclass
+class ReplayCollectorNode(_WorkersNode):
+    """`ReplayCollector`."""
+
+    capacity: int | None = None
+    init_random_frames: int | None = None
+    explore: Any = None
+    replay: Any = None
+    _target_: str = "torchrl_unilab.hydra.factories.make_replay_collector"
+
+
+@dataclass
+class EpisodeReturnsNode:
+    """`EpisodeReturns`."""
+
+    window: int = 64
+    _target_: str = "torchrl_unilab.trainers.EpisodeReturns"
+    _partial_: bool = False
+
+
+@dataclass
+class _TrainerNode:
+    """What the nodes of TorchRL's trainers have; from `frame_skip` on, None alone is accepted."""
+
+    config: Any = MISSING
+    create_env_fn: Any = None
+    collector: Any = None
+    total_frames: int = MISSING
+    logger: Any = None
+    seed: int = 0
+    progress_bar: bool = True
+    save_trainer_file: Any = None
+    save_trainer_interval: int = 10000
+    log_interval: int = 10000
+    log_timings: bool = False
+    auto_log_optim_steps: bool = True
+    checkpoint: Any = None
+    checkpoint_rotation: Any = None
+    checkpoint_metadata: Any = None
+    hooks: Any = None
+
+    frame_skip: Any = None
+    loss_module: Any = None
+    optimizer: Any = None
+    replay_buffer: Any = None
+    actor_network: Any = None
+    critic_network: Any = None
+    target_net_updater: Any = None
+    optim_steps_per_batch: Any = None
+    batch_size: Any = None
+    clip_grad_norm: Any = None
+    clip_norm: Any = None
+    async_collection: Any = None
+    enable_logging: Any = None
+    log_rewards: Any = None
+    log_actions: Any = None
+    log_observations: Any = None
+    done_key: Any = None
+    terminated_key: Any = None
+    reward_key: Any = None
+    episode_reward_key: Any = None
+    action_key: Any = None
+    observation_key: Any = None
+
+
+@dataclass
+class APPOTrainerNode(_TrainerNode):
+    """`APPOTrainer`, with the fields of TorchRL's ``OnPolicyTrainerConfig``."""
+
+    num_epochs: Any = None
+    add_gae: Any = None
+    gae: Any = None
+    lr_scheduler: Any = None
+    weight_update_map: Any = None
+    gamma: Any = None
+    lmbda: Any = None
+    _target_: str = "torchrl_unilab.hydra.factories.make_appo_trainer"
+
+
+@dataclass
+class OffPolicyTrainerNode(_TrainerNode):
+    """`OffPolicyTrainer`, with the fields of TorchRL's ``SACTrainerConfig``."""
+
+    learner_backend: Any = None
+    learner_backend_options: Any = None
+    learner_poll_interval: Any = None
+    _target_: str = "torchrl_unilab.hydra.factories.make_off_policy_trainer"
+
+
+def _settings_node(name: str, kind: type[Settings]) -> type:
+    """Return the node of an algorithm's settings, in which None leaves one to the task."""
+    types = typing.get_type_hints(kind)
+    fields = [
+        (each.name, next((t | None for t in (bool, int, float) if types[each.name] is t), Any))
+        for each in dataclasses.fields(kind)
+        if each.name != "algorithm"
+    ]
+    constants = {
+        "algorithm": name,
+        "_target_": "torchrl_unilab.hydra.factories.make_settings",
+        "task": "",
+    }
+    return dataclasses.make_dataclass(
+        f"{name.upper()}SettingsNode",
+        [
+            *((field_name, str, field(default=value)) for field_name, value in constants.items()),
+            *((field_name, kind, field(default=None)) for field_name, kind in fields),
+        ],
+    )
+
+
+NODES: Mapping[tuple[str, str], type] = {
+    ("env", "mujoco_batch"): MujocoBatchEnvNode,
+    ("transform", "action_delay"): ActionDelayNode,
+    ("transform", "observation_delay"): ObservationDelayNode,
+    ("transform", "observation_noise"): ObservationNoiseNode,
+    ("weight_sync_scheme", "unilab_shm"): UniLabShmSchemeNode,
+    ("storage", "packed_replay"): PackedReplayStorageNode,
+    ("writer", "packed_replay"): PackedReplayWriterNode,
+    ("storage", "rollout_ring"): RolloutRingStorageNode,
+    ("writer", "rollout_ring"): RolloutRingWriterNode,
+    ("sampler", "rollout_ring"): RolloutRingSamplerNode,
+    ("collector", "appo"): APPOCollectorNode,
+    ("collector", "replay"): ReplayCollectorNode,
+    ("hook", "episode_returns"): EpisodeReturnsNode,
+    ("trainer", "appo"): APPOTrainerNode,
+    ("trainer", "off_policy"): OffPolicyTrainerNode,
+    **{
+        ("settings", name): _settings_node(name, type(algorithm.for_task("")))
+        for name, algorithm in SETTINGS.items()
+    },
+}
+"""Structured configs by group and name."""
+
+
+def register() -> None:
+    """Store all nodes in Hydra's ConfigStore."""
+    store = ConfigStore.instance()
+    for (group, name), node in NODES.items():
+        store.store(group=group, name=name, node=node, provider="torchrl-unilab")

@@ -1,0 +1,1 @@
+"""Whole configurations, for ``--config-name`` and for defaults lists."""

@@ -1,1 +1,0 @@
-"""Settings of runs: one line each, with type, default, help text and constraint."""
