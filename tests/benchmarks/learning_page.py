@@ -37,9 +37,9 @@ Point = Sequence[float]
 
 
 BEFORE: dict[str, dict[str, Any]] = {
-    "appo": {"noise_correlation": 0.0, "final_log_std": None},
-    "sac": {"matmul_dtype": "float32"},
-    "td3": {"matmul_dtype": "float32"},
+    "appo": {"noise_correlation": 0.0, "final_log_std": None, "device": "cpu"},
+    "sac": {"matmul_dtype": "float32", "device": "cpu"},
+    "td3": {"matmul_dtype": "float32", "device": "cpu"},
 }
 """What runs did before a setting came, for records that do not have it."""
 

@@ -25,6 +25,7 @@ from torchrl_unilab.collectors.worker import (
     TRAJECTORIES,
     RolloutWorker,
     example_rollout,
+    on_host,
 )
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import PerEnvNoise, make_actor
@@ -328,3 +329,28 @@ def test_a_restored_worker_staggers_no_second_time():
 
 def test_staggered_episodes_that_a_transform_ends_count_from_the_second_on():
     assert Staggered(max_steps=2).lengths(1)
+
+
+class _Elsewhere(torch.nn.Module):
+    """Stands for a module on an accelerator: copies go where they are sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(2, device="meta"))
+        self.sent: list[str] = []
+
+    def to(self, device: str) -> _Elsewhere:
+        self.sent.append(device)
+        return self
+
+
+def test_what_acts_is_the_policy_itself_on_the_cpu():
+    policy = actor()
+    assert on_host(policy) is policy
+
+
+def test_of_a_policy_on_an_accelerator_a_copy_acts_on_the_cpu():
+    policy = _Elsewhere()
+    copied = on_host(policy)
+    assert copied is not policy
+    assert (copied.sent, policy.sent) == (["cpu"], [])

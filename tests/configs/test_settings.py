@@ -15,6 +15,7 @@ from torchrl_unilab.configs.settings import (
     REQUIRED,
     Constraint,
     choice,
+    device,
     flag,
     integer,
     number,
@@ -47,6 +48,7 @@ CONSTRAINTS = [
     (number(above=0), [1e-9], [0, 0.0, -1.0, None], "a finite number above 0"),
     (choice(Literal["a", "b"]), ["a", "b"], ["c", None, ["a"]], "'a' or 'b'"),
     (flag(), [True, False], [1, 0, None, "yes"], "True or False"),
+    (device(), ["cpu", "cuda", "cuda:1"], ["gpu", "cuda:", "cuda:x", 0], "cpu, cuda or cuda:N"),
     (text(), ["a"], ["", None, 1, ("a",)], "a text"),
     (widths(), [(), (1,), [8, 8]], [(0,), (True,), (8.0,), "8", 8, None], "a tuple of integers"),
 ]

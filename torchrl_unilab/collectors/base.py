@@ -31,6 +31,7 @@ from torchrl_unilab.collectors.service import (
     run_worker,
 )
 from torchrl_unilab.collectors.team import WorkerTeam
+from torchrl_unilab.collectors.worker import on_host
 from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
@@ -170,7 +171,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             self._metrics = metrics = SharedMetrics(self.num_workers)
             self.scheme.init_on_sender(model_id="policy", context=self)
             factories = [] if self._inline else self._factories
-            payload = cloudpickle.dumps((factories, self.policy, explore))
+            payload = cloudpickle.dumps((factories, on_host(self.policy), explore))
             random_frames = -(-self.init_random_frames // self.num_workers)
             setup = WorkerSetup(
                 payload, num_steps, self._exploration, random_frames, trace.settings()

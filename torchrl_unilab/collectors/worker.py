@@ -6,6 +6,7 @@ scheme. `WorkerService` drives it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -25,11 +26,20 @@ __all__ = [
     "TRAJECTORIES",
     "RolloutWorker",
     "example_rollout",
+    "on_host",
 ]
 
 POLICY_VERSION = ("next", "policy_version")
 TRAJECTORIES = ("collector", "traj_ids")
 ADDED = (POLICY_VERSION, TRAJECTORIES)
+
+
+def on_host(policy: TensorDictModuleBase) -> TensorDictModuleBase:
+    """Return a policy that acts on the CPU: itself if it is there, else a copy."""
+    tensors = (*policy.parameters(), *policy.buffers())
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return policy
+    return copy.deepcopy(policy).to("cpu")
 
 
 def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) -> TensorDictBase:
@@ -40,8 +50,9 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
         policy: Acts once.
         num_steps: Steps of each environment.
     """
+    acting = on_host(policy)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        step, _ = env.step_and_maybe_reset(policy(env.reset()))
+        step, _ = env.step_and_maybe_reset(acting(env.reset()))
     step = step.detach().clone()
     for key in ADDED:
         step.set(key, torch.zeros(env.batch_size, dtype=torch.int64))

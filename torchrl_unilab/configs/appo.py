@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from torchrl_unilab.configs.settings import (
     Settings,
     choice,
+    device,
     flag,
     integer,
     number,
@@ -44,6 +45,7 @@ class APPOConfig(Settings):
     learner_threads: ClassVar[int] = 1  # small networks run fastest on one thread
     min_frames: ClassVar[int] = 1
 
+    device: str = setting("cpu", "device that learns; collectors act on the CPU", device())
     num_envs: int = setting(64, "environments per collector", integer())
     num_steps: int = setting(16, "steps of each environment in a rollout", integer())
     num_collectors: int = setting(1, "collector processes", integer())

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from torchrl_unilab.configs.settings import (
     Settings,
     choice,
+    device,
     flag,
     integer,
     number,
@@ -67,6 +68,7 @@ class OffPolicyConfig(Settings):
     pull: ClassVar[Literal["rollout"]] = "rollout"  # a tick has one step, or a few
 
     algorithm: Algorithm = setting("sac", "the algorithm", choice(Algorithm))
+    device: str = setting("cpu", "device that learns; collectors act on the CPU", device())
     num_envs: int = setting(16, "environments per collector", integer())
     num_collectors: int = setting(1, "collector processes", integer())
     physics_threads: int | None = setting(

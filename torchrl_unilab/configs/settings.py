@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ __all__ = [
     "Constraint",
     "Settings",
     "choice",
+    "device",
     "flag",
     "integer",
     "nearest",
@@ -153,6 +155,14 @@ def choice(words: Any) -> Constraint:
 def flag() -> Constraint:
     """Accept True and False."""
     return Constraint("True or False", lambda v: isinstance(v, bool))
+
+
+def device() -> Constraint:
+    """Accept names of devices; whether this machine has one is checked when a run starts."""
+    name = re.compile(r"cpu|cuda(:\d+)?")
+    return Constraint(
+        "cpu, cuda or cuda:N", lambda v: isinstance(v, str) and bool(name.fullmatch(v))
+    )
 
 
 def text() -> Constraint:

@@ -49,12 +49,12 @@ class ObservationNormalizer(nn.Module):
 
     @torch.no_grad()
     def update(self, observation: torch.Tensor) -> None:
-        """Take a batch, [..., size], into the statistics.
+        """Take a batch, [..., size], of any device and dtype, into the statistics.
 
         Merges the batch's moments with the running ones (Chan, Golub and LeVeque 1979,
         eq. 2.1), so that the result does not depend on how the data was cut.
         """
-        batch = observation.reshape(-1, self.mean.shape[0]).double()
+        batch = observation.reshape(-1, self.mean.shape[0]).to(self.mean)
         n = batch.shape[0]
         if n == 0:
             return

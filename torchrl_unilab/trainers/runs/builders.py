@@ -51,6 +51,7 @@ __all__ = [
     "build_appo",
     "build_learner",
     "build_off_policy",
+    "find_device",
     "plan_run",
     "replay_collector",
     "ring_collector",
@@ -299,7 +300,7 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
 
     Raises:
         ConfigError: The environment does not observe what the networks read; names what it
-            does.
+            does. Or this machine does not have the settings' device; names what it has.
 
     Example:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -310,7 +311,28 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
         >>> sorted(learner.normalizers), type(learner.loss).__name__
         (['observation'], 'APPOLoss')
     """
-    return ALGORITHMS[config.algorithm].learner(env, config)
+    device = find_device(config.device)
+    learner = ALGORITHMS[config.algorithm].learner(env, config)
+    # Critics refer to their normaliser without containing it.
+    for module in (learner.loss, *learner.normalizers.values()):
+        module.to(device)
+    return learner
+
+
+def find_device(name: str) -> torch.device:
+    """Return a device of this machine.
+
+    Raises:
+        ConfigError: The machine does not have it; names what it has.
+    """
+    device = torch.device(name)
+    known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if (f"cuda:{device.index or 0}" if device.type == "cuda" else name) not in known:
+        raise ConfigError(
+            f"device: {name!r} (expected one that torch {torch.__version__} finds here: "
+            f"{', '.join(known)}). Choose one."
+        )
+    return device
 
 
 def run_budget(env: EnvBase, learner: Learner, config: Config) -> RunBudget:

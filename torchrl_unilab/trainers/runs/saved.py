@@ -98,7 +98,7 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
         raise CheckpointError(f"cannot {purpose} {run_dir}: {error}") from error
     env = MujocoBatchEnv(task, **env_options)
     try:
-        actor = build_learner(env, config).actor
+        actor = build_learner(env, dataclasses.replace(config, device="cpu")).actor
         Checkpoint(policy=actor).load(saved.path)
     except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
         env.close()

@@ -22,6 +22,7 @@ import torch
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.worker import on_host
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig, run_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
@@ -322,7 +323,7 @@ class Run:
     def _evaluate(self) -> float:
         with contextlib.closing(self._evaluation_env()) as env:
             env.set_seed(self.options.seed)
-            return float(evaluate(env, self.learner.actor).mean())
+            return float(evaluate(env, on_host(self.learner.actor)).mean())
 
     def _evaluation_env(self) -> EnvBase:
         """The environment that is trained on; of ours, as many simulations as episodes."""

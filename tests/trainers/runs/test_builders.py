@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrl_unilab.cli import main
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers import (
+    APPOConfig,
+    OffPolicyConfig,
+    evaluate_run,
+    train_appo,
+    train_off_policy,
+)
+from torchrl_unilab.trainers.runs import builders
+from torchrl_unilab.trainers.runs.builders import build_learner, find_device
+
+CONFIGS = [
+    pytest.param(APPOConfig(hidden=(8,), num_envs=2, num_steps=16, minibatches=1), id="appo"),
+    *(
+        pytest.param(
+            OffPolicyConfig(
+                algorithm,
+                hidden=(8,),
+                num_envs=2,
+                batch_size=8,
+                learning_starts=2,
+                obs_normalization=True,
+            ),
+            id=algorithm,
+        )
+        for algorithm in ("sac", "td3")
+    ),
+]
+every_algorithm = pytest.mark.parametrize("config", CONFIGS)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:0", "cuda:1"])
+def test_a_device_that_is_there_is_found(two_gpus, name):
+    assert find_device(name) == torch.device(name)
+
+
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(two_gpus):
+    with pytest.raises(ConfigError, match=r"device: 'cuda:2' \(.* here: cpu, cuda:0, cuda:1\)"):
+        find_device("cuda:2")
+
+
+def test_a_run_on_a_device_that_is_not_there_writes_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    run_dir = tmp_path / "run"
+    asked = ["--env", "Hopper-v5", "--frames", "9999", "--run-dir", str(run_dir)]
+    assert main(["train", "appo", *asked, "--device", "cuda"]) == 2
+    assert capsys.readouterr().err.startswith("error: device: 'cuda' (expected one that torch")
+    assert not run_dir.exists()
+
+
+@every_algorithm
+def test_all_of_the_learner_moves_to_its_device(config, two_gpus, monkeypatch):
+    moved = []
+    monkeypatch.setattr(
+        torch.nn.Module, "to", lambda module, device: moved.append((module, device))
+    )
+    env = MujocoBatchEnv("InvertedPendulum-v5", num_envs=1, num_threads=1)
+    learner = build_learner(env, dataclasses.replace(config, device="cuda:1"))
+    env.close()
+    assert len(learner.normalizers) == 1
+    for module in (learner.loss, *learner.normalizers.values()):
+        assert any(one is module and device == torch.device("cuda:1") for one, device in moved)
+
+
+@pytest.mark.gpu
+@every_algorithm
+def test_a_run_learns_on_a_gpu_and_is_evaluated_on_the_cpu(config, tmp_path: Path):
+    train = train_appo if config.algorithm == "appo" else train_off_policy
+    summary = train(
+        "InvertedPendulum-v5",
+        frames=256,
+        run_dir=tmp_path / "run",
+        config=dataclasses.replace(config, device="cuda"),
+        progress_bar=False,
+        eval_episodes=2,
+    )
+    assert summary["optim_steps"] > 0
+    assert evaluate_run(tmp_path / "run", episodes=2)["mean"] == pytest.approx(
+        summary["eval_return"]
+    )
