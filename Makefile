@@ -18,7 +18,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-all test-faults test-gpu test-learning soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
+.PHONY: install check train robot test test-all test-faults test-gpu test-learning test-wheel soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
 
 install: $(STAMP)
 
@@ -56,6 +56,21 @@ test-learning: install
 
 soak: install
 	$(BIN)/python -m tests.benchmarks.soak --minutes $(SOAK_MINUTES)
+
+# The wheel, built, installed into an environment of its own, and tested from there.
+WHEEL := build/wheel-test
+FROM_WHEEL := tests/test_package.py tests/test_cli.py tests/configs tests/hydra tests/weight_update tests/trainers/runs/test_train.py
+
+test-wheel: install
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	rm -rf build
+	$(PYTHON) -m venv $(WHEEL)/venv
+	$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[test]"
+	cp -r tests pyproject.toml $(WHEEL)
+	cd $(WHEEL) && venv/bin/python -c "import torchrl_unilab; assert 'site-packages' in torchrl_unilab.__file__"
+	cd $(WHEEL) && venv/bin/python -m pytest -n 2 --dist loadfile -q $(FROM_WHEEL)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu tests

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torchrl_unilab.configs.settings import (
     REQUIRED,
     Settings,
     flag,
     integer,
+    names,
     number,
     setting,
     text,
 )
 
-__all__ = ["RunConfig"]
+__all__ = ["LoggerName", "RunConfig"]
+
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class RunConfig(Settings):
         number(above=0).or_none(),
     )
     progress_bar: bool = setting(True, "show frames per second, return and policy lag", flag())
+    logger: str = setting(
+        "csv,tensorboard", "TorchRL's loggers that follow the run", names(LoggerName)
+    )
     eval_episodes: int = setting(16, "episodes of the final evaluation", integer())
     trace: bool = setting(
         False, "write trace.json, for ui.perfetto.dev: what each process did when", flag()

@@ -25,6 +25,7 @@ __all__ = [
     "device",
     "flag",
     "integer",
+    "names",
     "nearest",
     "number",
     "setting",
@@ -150,6 +151,17 @@ def choice(words: Any) -> Constraint:
     """Accept the words of a `Literal`."""
     names = typing.get_args(words)
     return Constraint(" or ".join(map(repr, names)), lambda v: isinstance(v, str) and v in names)
+
+
+def names(words: Any) -> Constraint:
+    """Accept some words of a `Literal`, each once, with commas between."""
+    known = typing.get_args(words)
+
+    def accepts(value: Any) -> bool:
+        given = value.split(",") if isinstance(value, str) else [None]
+        return set(given) <= set(known) and len(set(given)) == len(given)
+
+    return Constraint(f"some of {', '.join(known)}, with commas between", accepts)
 
 
 def flag() -> Constraint:

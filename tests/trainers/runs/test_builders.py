@@ -16,7 +16,6 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.runs import builders
 from torchrl_unilab.trainers.runs.builders import build_learner, find_device
 
 CONFIGS = [

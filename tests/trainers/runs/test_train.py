@@ -168,6 +168,8 @@ def test_a_run_leaves_a_picture_and_two_kinds_of_logs(appo_run):
     assert (appo_run.run_dir / "returns.png").stat().st_size > 1000
     assert list((appo_run.run_dir / "logs").rglob("*.csv"))
     assert list((appo_run.run_dir / "tensorboard").rglob("events.*"))
+    (settings,) = (appo_run.run_dir / "logs" / "texts").glob("hparams*")
+    assert "\nenv: InvertedPendulum-v5\n" in settings.read_text()
 
 
 def test_a_run_saves_every_quarter_and_keeps_two(appo_run):

@@ -7,37 +7,78 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+from torchrl.record.loggers import Logger
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
+from torchrl.record.loggers.utils import get_logger
 
-__all__ = ["RunLogger", "cut_logs", "package_versions", "plot_returns", "run_logger"]
+from torchrl_unilab.errors import ConfigError
+
+__all__ = [
+    "RunLogger",
+    "check_loggers",
+    "cut_logs",
+    "package_versions",
+    "plot_returns",
+    "run_logger",
+]
 
 
-def run_logger(path: Path, closing: contextlib.ExitStack, resumed_at: int | None) -> RunLogger:
-    """Return the logger of a run: CSV and TensorBoard files.
+def check_loggers(names: Sequence[str]) -> None:
+    """Refuse loggers whose package is not installed.
+
+    Raises:
+        ConfigError: Says how to install them.
+    """
+    missing = [n for n in names if n != "csv" and importlib.util.find_spec(n) is None]
+    if missing:
+        raise ConfigError(
+            f"logger: no package {', '.join(missing)} (expected installed packages). "
+            f"pip install {' '.join(missing)}."
+        )
+
+
+def run_logger(
+    path: Path, names: Sequence[str], closing: contextlib.ExitStack, resumed_at: int | None
+) -> RunLogger:
+    """Return the logger of a run.
 
     Args:
-        path: The run's directory.
-        closing: Closes the TensorBoard file, and with it a thread.
-        resumed_at: Frames at the checkpoint that the run is resumed from; later logs are removed.
+        path: The run's directory, where CSV and TensorBoard files are written.
+        names: Of TorchRL's loggers.
+        closing: Closes the loggers, and with them their threads.
+        resumed_at: Frames at the checkpoint that the run is resumed from; what the files have
+            of later frames is removed.
     """
     if resumed_at is not None:
         cut_logs(path / "logs", resumed_at)
-    board = TensorboardLogger("tensorboard", log_dir=str(path))
-    if resumed_at is not None:
-        board.experiment.purge_step = resumed_at + 1  # for the file that is opened next
-        board.experiment.close()
+    logger = RunLogger(path, [_logger(name, path, resumed_at) for name in names])
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
         # After another error, that a full disk refuses the last words says nothing new.
         with contextlib.suppress(*([OSError] if kind else [])):
-            board.experiment.close()
+            logger.close()
 
     closing.push(close)
-    return RunLogger(path, board)
+    return logger
+
+
+def _logger(name: str, path: Path, resumed_at: int | None) -> Logger:
+    if name == "csv":
+        return CSVLogger("logs", log_dir=str(path))
+    if name != "tensorboard":
+        return get_logger(name, str(path), path.name)
+    board = TensorboardLogger("tensorboard", log_dir=str(path))
+    if resumed_at is not None:
+        board.experiment.purge_step = resumed_at + 1  # for the file that is opened next
+        board.experiment.close()
+    return board
 
 
 def cut_logs(directory: Path, frames: int) -> None:
@@ -57,22 +98,52 @@ def cut_logs(directory: Path, frames: int) -> None:
             draft.replace(path)
 
 
-class RunLogger(CSVLogger):
-    """TorchRL's `CSVLogger` that writes scalars to a TensorBoard file, too.
+class RunLogger(Logger):
+    """Passes all that is logged on to several of TorchRL's loggers.
 
     Args:
         path: The run's directory.
-        board: The TensorBoard file.
+        loggers: The loggers.
     """
 
-    def __init__(self, path: Path, board: TensorboardLogger) -> None:
-        super().__init__("logs", log_dir=str(path))
-        self._board = board
+    def __init__(self, path: Path, loggers: Sequence[Logger]) -> None:
+        self.loggers = loggers
+        super().__init__("logs", str(path))
+
+    def _create_experiment(self) -> None:
+        """Make nothing: each logger has its own."""
 
     def log_scalar(self, name: str, value: float, step: int | None = None) -> None:
         """Log a scalar."""
-        super().log_scalar(name, value, step)
-        self._board.log_scalar(name, value, step=step)
+        for logger in self.loggers:
+            logger.log_scalar(name, value, step=step)
+
+    def log_video(self, name: str, video: torch.Tensor, step: int | None = None, **_: Any) -> None:
+        """Log a video, uint8 [N, T, C, H, W]."""
+        for logger in self.loggers:
+            logger.log_video(name, video, step=step)
+
+    def log_hparams(self, cfg: Mapping[str, Any]) -> None:
+        """Log settings: numbers, flags and texts as they are, others as text."""
+        plain = {
+            k: v if isinstance(v, bool | int | float | str) else str(v) for k, v in cfg.items()
+        }
+        for logger in self.loggers:
+            logger.log_hparams(plain)
+
+    def log_histogram(self, name: str, data: Sequence[float], **options: Any) -> None:
+        """Log a histogram where the logger can."""
+        for logger in self.loggers:
+            if not isinstance(logger, CSVLogger):
+                logger.log_histogram(name, data, **options)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close the loggers. Idempotent."""
+        for logger in self.loggers:
+            logger.close()
+
+    def __repr__(self) -> str:
+        return f"RunLogger({self.loggers})"
 
 
 def package_versions() -> dict[str, str]:

@@ -40,7 +40,12 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     save_learner,
 )
 from torchrl_unilab.trainers.runs.saved import CHECKPOINT, evaluate
-from torchrl_unilab.trainers.runs.summary import package_versions, plot_returns, run_logger
+from torchrl_unilab.trainers.runs.summary import (
+    check_loggers,
+    package_versions,
+    plot_returns,
+    run_logger,
+)
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["Run", "train_appo", "train_off_policy"]
@@ -156,6 +161,8 @@ class Run:
             )
         self.options, self.config, self.saved = options, config, saved
         self.algorithm = ALGORITHMS[config.algorithm]
+        self.loggers = options.logger.split(",")
+        check_loggers(self.loggers)
         self.threads = run_threads(config)
         self.announce = announce or (lambda line: None)
         if create_env is None:
@@ -260,7 +267,10 @@ class Run:
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / CONFIG_FILE).write_text(as_yaml(run_settings(self.options, self.config)))
         trainer = self.trainer
-        trainer.logger = run_logger(self.path, closing, self.saved.frames if self.saved else None)
+        resumed_at = self.saved.frames if self.saved else None
+        trainer.logger = logger = run_logger(self.path, self.loggers, closing, resumed_at)
+        if self.saved is None:
+            logger.log_hparams(run_settings(self.options, self.config) | package_versions())
         try:
             trainer.train()
         except KeyboardInterrupt:
