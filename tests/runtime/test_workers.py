@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_readable
@@ -220,6 +221,27 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_a_later_one(group):
     group.send(0, "double", 1)
     group.send(0, "double", 2)
     assert group.ask(0, "double", 21) == 42
+
+
+def test_a_poll_says_whether_the_newest_answer_has_come(group):
+    assert group.ask(0, "double", 1) == 2
+    group.send(0, "answer at length", 3_000_000)  # more than a pipe holds: it comes in pieces
+    seen = {group.poll(0)}
+    until = time.monotonic() + DEADLINE
+    while not group.poll(0):
+        assert time.monotonic() < until
+        wait_readable([group._workers[0].channel.connection], DEADLINE)
+    assert seen == {False}
+    assert len(group.receive(0)) == 3_000_000
+
+
+def test_a_poll_raises_what_the_worker_failed_with(lone):
+    lone.send(0, "raise", "broken")
+    wait_readable([lone._workers[0].channel.connection], DEADLINE)
+    with pytest.raises(WorkerError, match="broken"):
+        while not lone.poll(0):
+            wait_readable([lone._workers[0].channel.connection], DEADLINE)
+        lone.receive(0)
 
 
 def test_an_answer_that_an_interrupt_kept_from_its_caller_is_received_again(group):

@@ -26,6 +26,7 @@ def appo_run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
             seed=3,
             config=APPOConfig(**APPO),
             eval_episodes=2,
+            eval_interval=400,
         )
     return SimpleNamespace(run_dir=run_dir, summary=summary, terminal=terminal.getvalue())
 

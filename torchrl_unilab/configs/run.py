@@ -49,6 +49,12 @@ class RunConfig(Settings):
         "csv,tensorboard", "TorchRL's loggers that follow the run", names(LoggerName)
     )
     eval_episodes: int = setting(16, "episodes of the final evaluation", integer())
+    eval_interval: int | None = setting(
+        None,
+        "frames between evaluations while it trains, in a process of their own; None: only at the "
+        "end",
+        integer().or_none(),
+    )
     trace: bool = setting(
         False, "write trace.json, for ui.perfetto.dev: what each process did when", flag()
     )

@@ -181,6 +181,20 @@ class WorkerGroup:
         worker = self._workers[index]
         return self._receive(worker, timeout, [worker])
 
+    def poll(self, index: int) -> bool:
+        """Return whether `receive` would return at once.
+
+        Raises:
+            WorkerError: A worker has failed.
+        """
+        worker = self._workers[index]
+        with contextlib.suppress(EOFError):  # `check` says how it ended
+            worker.channel.fill()
+        if any(k == "error" or n == worker.requests for k, n, _ in worker.channel.messages):
+            return True
+        self.check()
+        return False
+
     def receive(self, index: int, timeout: float | None = None) -> Any:
         """Return the answer to the newest request; those to older ones are discarded.
 

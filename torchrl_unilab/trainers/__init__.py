@@ -3,6 +3,7 @@
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.trainers.appo import APPOTrainer
+from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, evaluate
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.off_policy import (
     OffPolicyTrainer,
@@ -16,13 +17,14 @@ from torchrl_unilab.trainers.runs.builders import build_learner, plan_run
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.playback import play_run
 from torchrl_unilab.trainers.runs.resume import resume_run
-from torchrl_unilab.trainers.runs.saved import evaluate, evaluate_run
+from torchrl_unilab.trainers.runs.saved import evaluate_run
 from torchrl_unilab.trainers.runs.train import train_appo, train_off_policy
 from torchrl_unilab.trainers.runs.video import Mp4Logger
 
 __all__ = [
     "APPOConfig",
     "APPOTrainer",
+    "BackgroundEvaluation",
     "EpisodeReturns",
     "LogPolicyLag",
     "Mp4Logger",

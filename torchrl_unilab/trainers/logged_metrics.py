@@ -120,6 +120,11 @@ LOGGED_METRICS: dict[str, LoggedMetric] = {
     "loss_actor": LoggedMetric("loss of the policy", "scaled return", "OffPolicyTrainer"),
     "alpha": LoggedMetric("SAC's temperature", "scaled return per nat", "OffPolicyTrainer"),
     "loss_alpha": LoggedMetric("loss of SAC's temperature", "nats", "OffPolicyTrainer"),
+    # With `eval_interval`
+    "eval_return": LoggedMetric(
+        "mean return of whole episodes without exploration", "reward", "BackgroundEvaluation"
+    ),
+    "eval_length": LoggedMetric("mean length of these episodes", "steps", "BackgroundEvaluation"),
     # APPO and SAC
     "entropy": LoggedMetric("mean entropy of the policy", "nats", "APPOLoss"),
 }

@@ -10,6 +10,7 @@ import torch
 from torchrl.record.loggers import CSVLogger, Logger
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.evaluation import Evaluation
 from torchrl_unilab.trainers.runs import summary
 from torchrl_unilab.trainers.runs.summary import (
     RunLogger,
@@ -42,6 +43,15 @@ def test_without_logs_there_is_nothing_to_cut(tmp_path):
 def test_the_picture_of_an_empty_curve_is_a_picture(tmp_path):
     plot_returns(tmp_path / "returns.png", "nothing learnt", [])
     assert (tmp_path / "returns.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluations_are_drawn_beside_the_curve(tmp_path):
+    curve = [(1.0, 100, 5.0), (2.0, 200, 6.0)]
+    pictures = []
+    for evaluations in ([], [], [Evaluation(150, 3, 7.0, 9.0)]):
+        plot_returns(tmp_path / "returns.png", "title", curve, evaluations)
+        pictures.append((tmp_path / "returns.png").read_bytes())
+    assert pictures[0] == pictures[1] != pictures[2]
 
 
 def test_versions_name_what_figures_depend_on():

@@ -147,7 +147,15 @@ def test_the_summary_of_a_run_is_written(appo_run):
     written = json.loads((appo_run.run_dir / "summary.json").read_text())
     assert written == json.loads(json.dumps(appo_run.summary))
     assert (written["frames"], written["seed"]) == (1024, 3)
-    assert set(written) == SUMMARY_KEYS
+    assert set(written) == SUMMARY_KEYS | {"evaluations"}  # those only where they are asked for
+
+
+def test_a_run_is_evaluated_while_it_trains(appo_run):
+    evaluations = appo_run.summary["evaluations"]
+    assert 400 <= evaluations[0].frames < 800
+    assert evaluations[0].mean_return >= 1
+    logged = (appo_run.run_dir / "logs" / "scalars" / "eval_return.csv").read_text()
+    assert len(logged.splitlines()) == len(evaluations)
 
 
 def test_the_curve_has_seconds_frames_and_return(appo_run):
@@ -339,5 +347,5 @@ def test_runs_of_neighbouring_seeds_share_no_environment():
 
 def test_a_run_is_evaluated_on_whole_episodes(tmp_path):
     run = Run(RunConfig("HalfCheetah-v5", 1024), APPOConfig(), tmp_path / "run")
-    with contextlib.closing(run._evaluation_env()) as env:
+    with contextlib.closing(run._evaluation_factory(threads=1)()) as env:
         assert not env.stagger

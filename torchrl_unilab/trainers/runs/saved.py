@@ -14,25 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
-from torchrl.envs import EnvBase
-from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.runtime.budget import available_cores
+from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
 __all__ = [
     "CHECKPOINT",
     "TrainedPolicy",
-    "evaluate",
     "evaluate_run",
     "load_run",
     "saved_config",
@@ -137,41 +134,3 @@ def evaluate_run(
         "min": returns.min().item(),
         "max": returns.max().item(),
     }
-
-
-@torch.no_grad()
-def evaluate(
-    env: EnvBase, policy: TensorDictModuleBase, *, max_steps: int = 100_000
-) -> torch.Tensor:
-    """Run each environment of `env` for one episode, acting deterministically.
-
-    Args:
-        env: Batch size [N] or [].
-        policy: Writes the action.
-        max_steps: Steps after which an unfinished episode is cut.
-
-    Returns:
-        The return of each environment's first episode, float64, [N] ([1] for batch
-        size []).
-
-    Example:
-        >>> from torchrl_unilab.envs import MujocoBatchEnv
-        >>> from torchrl_unilab.modules import make_actor
-        >>> from torchrl_unilab.trainers import evaluate
-        >>> env = MujocoBatchEnv("InvertedPendulum-v5", num_envs=3, num_threads=1, seed=0)
-        >>> evaluate(env, make_actor(4, 1)).shape
-        torch.Size([3])
-        >>> env.close()
-    """
-    returns = torch.zeros(env.batch_size.numel(), dtype=torch.float64)
-    running = torch.ones_like(returns, dtype=torch.bool)
-    with set_exploration_type(ExplorationType.DETERMINISTIC):
-        current = env.reset()
-        for _ in range(max_steps):
-            stepped, current = env.step_and_maybe_reset(policy(current))
-            after = stepped["next"]
-            returns += after["reward"].reshape(-1).double() * running
-            running &= ~after["done"].reshape(-1)
-            if not running.any():
-                break
-    return returns

@@ -19,6 +19,7 @@ from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.utils import get_logger
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.evaluation import Evaluation
 
 __all__ = [
     "RunLogger",
@@ -152,13 +153,19 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def plot_returns(path: Path, title: str, curve: Sequence[tuple[float, int, float]]) -> None:
+def plot_returns(
+    path: Path,
+    title: str,
+    curve: Sequence[tuple[float, int, float]],
+    evaluations: Sequence[Evaluation] = (),
+) -> None:
     """Write a picture of the return against seconds and against frames.
 
     Args:
         path: Where to write; the suffix chooses the format.
         title: Above the picture.
         curve: (seconds, frames, mean return).
+        evaluations: Without exploration; drawn against frames.
     """
     # Imported here: it takes a second, and neither workers nor `--help` draw.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -172,6 +179,10 @@ def plot_returns(path: Path, title: str, curve: Sequence[tuple[float, int, float
         axis.plot([point[column] for point in curve], returns)
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
+    if evaluations:
+        points = [(one.frames, one.mean_return) for one in evaluations]
+        axes[1].plot(*zip(*points, strict=True), "o-", label="without exploration")
+        axes[1].legend()
     axes[0].set_ylabel("mean return of the last 64 episodes")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

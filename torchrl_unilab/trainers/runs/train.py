@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrl.envs import EnvBase
 
 from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.collectors.worker import on_host
@@ -28,6 +27,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
+from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.reports import StopWhen
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
@@ -39,7 +39,7 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     run_checkpoint,
     save_learner,
 )
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, evaluate
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT
 from torchrl_unilab.trainers.runs.summary import (
     check_loggers,
     package_versions,
@@ -183,6 +183,7 @@ class Run:
         self.resumed = [*saved.resumed, saved.frames] if saved else []
         self._network_seed, self._acting_seed = child_seeds(options.seed, 2)
         self._writing = False
+        self.evaluation: BackgroundEvaluation | None = None
 
     def __call__(self) -> dict[str, Any]:
         """Take the steps; return the summary."""
@@ -247,6 +248,16 @@ class Run:
         )
         if self.algorithm.replay:
             closing.callback(trainer.close)
+        if options.eval_interval is not None:
+            self.evaluation = BackgroundEvaluation(
+                self._evaluation_factory(threads=1),
+                self.learner.actor,
+                scheme.create_transport(),
+                interval=options.eval_interval,
+                seed=options.seed,
+            )
+            closing.callback(self.evaluation.close)
+            self.evaluation.register(trainer)
         if options.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
             trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
         limits = {"stop_at": options.stop_at, "max_seconds": options.max_seconds}
@@ -273,6 +284,8 @@ class Run:
             logger.log_hparams(run_settings(self.options, self.config) | package_versions())
         try:
             trainer.train()
+            if self.evaluation is not None:
+                self.evaluation.finish()
         except KeyboardInterrupt:
             save_learner(trainer)
             return True
@@ -308,8 +321,12 @@ class Run:
             "curve": returns.curve,
             "versions": package_versions(),
         }
+        if self.evaluation is not None:
+            summary["evaluations"] = self.evaluation.evaluations
         title = f"{options.env}, {self.config.algorithm.upper()}, seed {options.seed}"
-        plot_returns(self.path / "returns.png", title, returns.curve)
+        plot_returns(
+            self.path / "returns.png", title, returns.curve, summary.get("evaluations", ())
+        )
         (self.path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
         return summary
 
@@ -331,17 +348,18 @@ class Run:
         )
 
     def _evaluate(self) -> float:
-        with contextlib.closing(self._evaluation_env()) as env:
+        with contextlib.closing(self._evaluation_factory(self.threads.cores)()) as env:
             env.set_seed(self.options.seed)
             return float(evaluate(env, on_host(self.learner.actor)).mean())
 
-    def _evaluation_env(self) -> EnvBase:
-        """The environment that is trained on; of ours, as many simulations as episodes."""
+    def _evaluation_factory(self, threads: int) -> CreateEnv:
+        """What makes the environment trained on; of ours, as many simulations as episodes."""
         create = self._create_env
         if not (isinstance(create, partial) and create.func is MujocoBatchEnv):
-            return create()
-        sizes = {"num_envs": self.options.eval_episodes, "num_threads": self.threads.cores}
-        return MujocoBatchEnv(*create.args[:1], **{**create.keywords, **sizes, "stagger": False})
+            return create
+        sizes = {"num_envs": self.options.eval_episodes, "num_threads": threads}
+        settings = {**create.keywords, **sizes, "stagger": False}
+        return partial(MujocoBatchEnv, *create.args[:1], **settings)
 
 
 def child_seeds(seed: int, count: int) -> list[int]:

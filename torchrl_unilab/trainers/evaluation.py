@@ -1,0 +1,211 @@
+"""Evaluation without exploration: `evaluate`, and `BackgroundEvaluation` beside a training.
+
+The process that evaluates is one more reader of the published weights. It takes a whole version,
+with which it plays all its episodes, and the learner never waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import NamedTuple
+
+import cloudpickle
+import torch
+from tensordict.nn import TensorDictModuleBase
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.trainers import Trainer
+
+from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.worker import on_host
+from torchrl_unilab.errors import ConfigError, PeerGoneError
+from torchrl_unilab.runtime.link import Link
+from torchrl_unilab.runtime.workers import WorkerGroup
+from torchrl_unilab.weight_update import UniLabShmTransport
+
+__all__ = ["BackgroundEvaluation", "Evaluation", "evaluate"]
+
+_NICENESS = 10  # learner and collectors come first
+
+
+def evaluate(
+    env: EnvBase, policy: TensorDictModuleBase, *, max_steps: int = 100_000
+) -> torch.Tensor:
+    """Run each environment of `env` for one episode, acting deterministically.
+
+    Args:
+        env: Batch size [N] or [].
+        policy: Writes the action.
+        max_steps: Steps after which an unfinished episode is cut.
+
+    Returns:
+        The return of each environment's first episode, float64, [N] ([1] for batch
+        size []).
+
+    Example:
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.modules import make_actor
+        >>> from torchrl_unilab.trainers import evaluate
+        >>> env = MujocoBatchEnv("InvertedPendulum-v5", num_envs=3, num_threads=1, seed=0)
+        >>> evaluate(env, make_actor(4, 1)).shape
+        torch.Size([3])
+        >>> env.close()
+    """
+    return _play(env, policy, max_steps)[0]
+
+
+@torch.no_grad()
+def _play(
+    env: EnvBase, policy: TensorDictModuleBase, max_steps: int = 100_000
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return returns and lengths of the first episodes, float64 [N]."""
+    returns = torch.zeros(env.batch_size.numel(), dtype=torch.float64)
+    lengths = torch.zeros_like(returns)
+    running = torch.ones_like(returns, dtype=torch.bool)
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        current = env.reset()
+        for _ in range(max_steps):
+            stepped, current = env.step_and_maybe_reset(policy(current))
+            after = stepped["next"]
+            returns += after["reward"].reshape(-1).double() * running
+            lengths += running
+            running &= ~after["done"].reshape(-1)
+            if not running.any():
+                break
+    return returns, lengths
+
+
+class Evaluation(NamedTuple):
+    """A policy's episodes without exploration, while it was trained.
+
+    Attributes:
+        frames: Collected when it was asked for.
+        version: Of the weights that acted in all episodes.
+        mean_return: Of the episodes.
+        mean_length: Of the episodes, in steps.
+    """
+
+    frames: int
+    version: int
+    mean_return: float
+    mean_length: float
+
+
+class BackgroundEvaluation:
+    """Evaluates the published policy in a process of its own, every so many frames.
+
+    One evaluation runs at a time: what becomes due meanwhile is left out. Its figures are logged
+    as ``eval_return`` and ``eval_length`` at the frames at which it was asked for.
+
+    Args:
+        create_env: Makes the environment, each of whose simulations plays an episode. Picklable.
+        policy: The published policy.
+        transport: Where its weights are published.
+        interval: Frames from one evaluation to the next.
+        seed: Seeds the environment before each evaluation.
+
+    Raises:
+        ConfigError: `interval` is not positive.
+        WorkerError: The process failed while it started; later, at the next batch.
+
+    Attributes:
+        evaluations: What has been evaluated.
+
+    Example:
+        >>> from functools import partial
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> from torchrl_unilab.modules import make_actor
+        >>> from torchrl_unilab.trainers import BackgroundEvaluation
+        >>> from torchrl_unilab.weight_update import UniLabShmTransport
+        >>> policy = make_actor(4, 1)
+        >>> evaluation = BackgroundEvaluation(
+        ...     partial(MujocoBatchEnv, "InvertedPendulum-v5", 2, num_threads=1),
+        ...     policy,
+        ...     UniLabShmTransport.from_state_dict(policy),
+        ...     interval=1000,
+        ... )  # then evaluation.register(trainer)
+        >>> evaluation.close()
+    """
+
+    def __init__(
+        self,
+        create_env: CreateEnv,
+        policy: TensorDictModuleBase,
+        transport: UniLabShmTransport,
+        *,
+        interval: int,
+        seed: int = 0,
+    ) -> None:
+        if interval < 1:
+            raise ConfigError(
+                f"evaluation interval: {interval} frames (expected at least 1). Raise it."
+            )
+        self.interval = interval
+        self.evaluations: list[Evaluation] = []
+        self._trainer: Trainer | None = None
+        self._running = False
+        self._begun = 0  # intervals in which a batch has come
+        payload = cloudpickle.dumps((create_env, on_host(policy)))
+        self._process = WorkerGroup(_run, [(payload, transport, seed)], name="evaluation")
+
+    def register(self, trainer: Trainer) -> None:
+        """Look after each batch. There is no state for checkpoints."""
+        self._trainer = trainer
+        trainer.register_op("post_steps", self)
+
+    @property
+    def pids(self) -> list[int]:
+        """Id of the process."""
+        return self._process.pids
+
+    def __call__(self) -> None:
+        """Log an evaluation that has ended; ask for the next if it is due."""
+        assert self._trainer is not None, "register comes first"
+        if self._running:
+            self._running = not self._process.poll(0)
+            if not self._running:
+                self._log(Evaluation(*self._process.receive(0)))
+        intervals = self._trainer.collected_frames // self.interval
+        if intervals > self._begun:
+            self._begun = intervals
+            if not self._running:
+                self._process.send(0, self._trainer.collected_frames)
+                self._running = True
+
+    def _log(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
+        logger = self._trainer.logger if self._trainer else None
+        if logger is not None:
+            logger.log_scalar("eval_return", evaluation.mean_return, step=evaluation.frames)
+            logger.log_scalar("eval_length", evaluation.mean_length, step=evaluation.frames)
+
+    def finish(self) -> None:
+        """Wait for an evaluation that runs, and log it.
+
+        Raises:
+            WorkerError: The process failed.
+        """
+        if self._running:
+            self._log(Evaluation(*self._process.receive(0)))
+            self._running = False
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._process.stop()
+
+
+def _run(link: Link, payload: bytes, transport: UniLabShmTransport, seed: int) -> None:
+    """Evaluate on request, until the learner ends."""
+    os.nice(_NICENESS)
+    create_env, policy = cloudpickle.loads(payload)
+    with contextlib.closing(create_env()) as env:
+        link.ready()
+        with contextlib.suppress(PeerGoneError):
+            while True:
+                request = link.request(block=True)
+                assert request is not None, "it was waited for"
+                version = transport.read_weights_into(policy)
+                env.set_seed(seed)
+                returns, lengths = _play(env, policy)
+                link.answer((*request, version, returns.mean().item(), lengths.mean().item()))
