@@ -321,12 +321,11 @@ class Run:
             "curve": returns.curve,
             "versions": package_versions(),
         }
-        if self.evaluation is not None:
-            summary["evaluations"] = self.evaluation.evaluations
+        evaluations = [] if self.evaluation is None else self.evaluation.evaluations
+        if evaluations:
+            summary["evaluations"] = evaluations
         title = f"{options.env}, {self.config.algorithm.upper()}, seed {options.seed}"
-        plot_returns(
-            self.path / "returns.png", title, returns.curve, summary.get("evaluations", ())
-        )
+        plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         (self.path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
         return summary
 
