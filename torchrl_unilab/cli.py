@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torchrl_unilab
-from torchrl_unilab.configs import SETTINGS, RunConfig, run_settings, split_settings
+from torchrl_unilab.configs import SETTINGS, RunConfig
+from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.configs.settings import Settings, nearest
 from torchrl_unilab.errors import ConfigError, UniLabError

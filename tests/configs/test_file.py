@@ -7,9 +7,8 @@ from torchrl_unilab.configs import (
     APPOConfig,
     OffPolicyConfig,
     RunConfig,
-    run_settings,
-    split_settings,
 )
+from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.appo import MAX_POOL
 from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.data.rollouts.pool import MAX_ROLLOUTS

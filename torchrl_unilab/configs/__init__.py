@@ -3,12 +3,7 @@
 Nothing here imports torch, so that the command line and Hydra know all settings at once.
 """
 
-from torchrl_unilab.configs.algorithms import (
-    SETTINGS,
-    AlgorithmSettings,
-    run_settings,
-    split_settings,
-)
+from torchrl_unilab.configs.algorithms import SETTINGS
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.configs.run import RunConfig
@@ -16,9 +11,6 @@ from torchrl_unilab.configs.run import RunConfig
 __all__ = [
     "SETTINGS",
     "APPOConfig",
-    "AlgorithmSettings",
     "OffPolicyConfig",
     "RunConfig",
-    "run_settings",
-    "split_settings",
 ]

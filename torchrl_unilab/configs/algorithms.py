@@ -56,7 +56,8 @@ def run_settings(run: RunConfig, config: APPOConfig | OffPolicyConfig) -> dict[s
     """Return all that repeats a run, by name, as ``config.yaml`` has it.
 
     Example:
-        >>> settings = run_settings(RunConfig("Hopper-v5", 1000), APPOConfig.for_task("Hopper-v5"))
+        >>> config = APPOConfig.for_task("Hopper-v5")
+        >>> settings = run_settings(RunConfig("Hopper-v5", 1000), config)
         >>> settings["algo"], settings["env"], settings["num_envs"]
         ('appo', 'Hopper-v5', 16)
     """

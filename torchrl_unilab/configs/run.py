@@ -29,6 +29,7 @@ class RunConfig(Settings):
         ConfigError: A setting cannot work.
 
     Example:
+        >>> from torchrl_unilab.configs import RunConfig
         >>> RunConfig("Hopper-v5", frames=1000).interval
         250
     """

@@ -326,7 +326,15 @@ NODES: Mapping[tuple[str, str], type] = {
 
 
 def register() -> None:
-    """Store all nodes in Hydra's ConfigStore."""
+    """Store all nodes in Hydra's ConfigStore.
+
+    Example:
+        >>> from hydra.core.config_store import ConfigStore
+        >>> from torchrl_unilab.hydra import register
+        >>> register()
+        >>> "appo.yaml" in ConfigStore.instance().list("trainer")
+        True
+    """
     store = ConfigStore.instance()
     for (group, name), node in NODES.items():
         store.store(group=group, name=name, node=node, provider="torchrl-unilab")

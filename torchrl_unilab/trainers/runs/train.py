@@ -22,7 +22,8 @@ import torch
 
 from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.collectors.worker import on_host
-from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig, run_settings
+from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig
+from torchrl_unilab.configs.algorithms import run_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, UniLabError
