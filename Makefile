@@ -18,7 +18,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-all test-faults test-gpu test-learning test-wheel soak lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
+.PHONY: install check train robot test test-all test-faults test-gpu test-learning test-wheel soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
 
 install: $(STAMP)
 
@@ -79,6 +79,11 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+# The site in build/site, from tutorials/ and from the code itself.
+docs: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file .github/mkdocs.yml
 
 type: install
 	$(BIN)/mypy

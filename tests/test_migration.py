@@ -1,4 +1,4 @@
-"""The README's migration table against the public names of UniLab's reference pages."""
+"""The migration table against the public names of UniLab's reference pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "tutorials" / "how-to" / "migrate.md"
 
 PIPELINE = (
     "start_prepare batch_ready wait_ready wait_until_ready sample_large_batch after_tick close"
@@ -50,7 +50,7 @@ Modules stand for themselves where the pages name nothing that is in them.
 
 def _rows() -> Iterator[tuple[str, tuple[list[str], dict[str, str]]]]:
     """Each name of the table's first column, with its counterparts and renamed members."""
-    table = README.read_text().partition("| There | Here |")[2].partition("\n\n")[0]
+    table = PAGE.read_text().partition("| There | Here |")[2].partition("\n\n")[0]
     for line in table.splitlines()[2:]:
         _, there, here, members, _ = line.split("|")
         for name in re.findall(r"`(\w+)`", there):

@@ -12,7 +12,7 @@ from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
 
 from torchrl_unilab.data import PackedReplayStorage
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "tutorials" / "how-to" / "replay.md"
 
 
 def _extension_loads() -> bool:
@@ -27,13 +27,13 @@ EXTENSION = _extension_loads()
 
 
 @pytest.mark.skipif(EXTENSION, reason="TorchRL's extension loads")
-def test_without_its_extension_torchrl_refuses_and_the_readme_has_the_remedy():
+def test_without_its_extension_torchrl_refuses_and_the_page_has_the_remedy():
     with pytest.raises(RuntimeError) as refused:
         PrioritizedSampler(8, 0.7, 0.5)
     symptom = str(refused.value).partition(". ")[0]
-    readme = " ".join(README.read_text().split())
-    assert f'"{symptom}"' in readme
-    assert "pip install --no-build-isolation git+https://github.com/pytorch/rl.git" in readme
+    page = " ".join(PAGE.read_text().split())
+    assert f'"{symptom}"' in page
+    assert "pip install --no-build-isolation git+https://github.com/pytorch/rl.git" in page
 
 
 @pytest.mark.skipif(not EXTENSION, reason="TorchRL's extension was built for another torch")

@@ -91,7 +91,7 @@ class EpisodeLog:
         episodes: Episodes finished so far.
         last: The last 64, oldest overwritten, [64, 3]: return, length, 1 if terminated.
 
-    Example:
+    Examples:
         >>> log = EpisodeLog(1)
         >>> no, yes = np.zeros((1, 2), bool), np.array([[False, True]])
         >>> log.add(np.ones((1, 2)), done=yes, terminated=no)
@@ -167,7 +167,7 @@ class SharedMetrics:
         num_workers: Number of workers.
         names: Further metrics that workers publish, a reward's terms for instance.
 
-    Example:
+    Examples:
         >>> metrics = SharedMetrics(2, names=["reward/forward"])
         >>> for worker, forward in enumerate((1.0, 2.0)):
         ...     values = {"reward/forward": forward}

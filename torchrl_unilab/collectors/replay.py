@@ -97,7 +97,7 @@ class ReplayCollector(WorkerCollector):
         SegmentSpaceError: The replay does not fit shared memory; says what would.
         WorkerError: A worker failed, while it started or while a tick was waited for.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from torchrl_unilab.collectors import ReplayCollector
         >>> from torchrl_unilab.envs import MujocoBatchEnv

@@ -116,7 +116,7 @@ class APPOCollector(WorkerCollector):
     Attributes:
         stale: Rollouts dropped because of `max_policy_lag`.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from torchrl_unilab.collectors import APPOCollector
         >>> from torchrl_unilab.envs import MujocoBatchEnv

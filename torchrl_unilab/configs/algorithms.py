@@ -55,7 +55,7 @@ SETTINGS: Mapping[str, AlgorithmSettings] = {
 def run_settings(run: RunConfig, config: APPOConfig | OffPolicyConfig) -> dict[str, Any]:
     """Return all that repeats a run, by name, as ``config.yaml`` has it.
 
-    Example:
+    Examples:
         >>> config = APPOConfig.for_task("Hopper-v5")
         >>> settings = run_settings(RunConfig("Hopper-v5", 1000), config)
         >>> settings["algo"], settings["env"], settings["num_envs"]

@@ -35,7 +35,7 @@ class APPOConfig(Settings):
     Raises:
         ConfigError: A setting cannot work.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import APPOConfig
         >>> APPOConfig.for_task("Hopper-v5", num_envs=32).epochs
         10

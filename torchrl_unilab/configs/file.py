@@ -23,7 +23,7 @@ CONFIG_FILE = "config.yaml"
 def as_yaml(values: Mapping[str, Any]) -> str:
     """Return settings as the text of a ``config.yaml``.
 
-    Example:
+    Examples:
         >>> print(as_yaml({"algo": "appo", "hidden": (64, 64)}), end="")
         algo: appo
         hidden: [64, 64]

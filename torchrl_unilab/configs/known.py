@@ -33,7 +33,7 @@ class Known:
     def __str__(self) -> str:
         """Return it in words.
 
-        Example:
+        Examples:
             >>> print(Known("Hopper-v5", "appo", 2609, 53, 901000, 5))
             appo 2,609 after 53 s, 901,000 frames (5 seeds)
         """

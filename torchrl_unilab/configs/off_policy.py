@@ -40,7 +40,7 @@ def compute_train_start_threshold(batch_size: int, learning_starts: int, num_env
         learning_starts: Steps of each environment; below 0 counts as 0.
         num_envs: Environments.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import compute_train_start_threshold
         >>> compute_train_start_threshold(256, 100, 16)
         1600
@@ -58,7 +58,7 @@ class OffPolicyConfig(Settings):
     Raises:
         ConfigError: A setting cannot work.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import OffPolicyConfig
         >>> OffPolicyConfig.for_task("HalfCheetah-v5", "td3", num_envs=8).policy_frequency
         2

@@ -28,7 +28,7 @@ class RunConfig(Settings):
     Raises:
         ConfigError: A setting cannot work.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.configs import RunConfig
         >>> RunConfig("Hopper-v5", frames=1000).interval
         250

@@ -67,7 +67,7 @@ class Constraint:
         Raises:
             ConfigError: Names the setting, the value, and what is expected.
 
-        Example:
+        Examples:
             >>> integer().check("epochs", 0)
             Traceback (most recent call last):
             ...
@@ -96,7 +96,7 @@ class Settings:
     Raises:
         ConfigError: A value is outside its constraint.
 
-    Example:
+    Examples:
         >>> @dataclass(frozen=True)
         ... class Example(Settings):
         ...     epochs: int = setting(5, "passes over the data", integer())
@@ -118,7 +118,7 @@ class Settings:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a question after the known name most like one; empty if none is like it.
 
-    Example:
+    Examples:
         >>> nearest("epoch", ["epochs", "lr"])
         ' Did you mean epochs?'
     """

@@ -26,7 +26,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
         length: How many items there are, for a slice. Other positions, negative ones too, stay
             as they are.
 
-    Example:
+    Examples:
         >>> flat_positions(slice(-2, None), 5), flat_positions([0, -1], 5)
         (tensor([3, 4]), tensor([ 0, -1]))
         >>> flat_positions([True, False, True], 3)

@@ -82,7 +82,7 @@ class TensorSchema:
         batch_size: Batch size of one item: [] for a transition, [N, T] for a rollout.
         fields: Its tensors in order; their shapes include `batch_size`.
 
-    Example:
+    Examples:
         >>> row = TensorDict({"x": torch.zeros(3), "next": {"done": torch.ones(1).bool()}}, [])
         >>> schema = TensorSchema.of(row)
         >>> schema.names

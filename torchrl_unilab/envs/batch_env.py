@@ -89,7 +89,7 @@ class MujocoBatchEnv(EnvBase):
         ValueError: if an argument is out of range or names no task, and ConfigError,
             which is one, for pictures that cannot be drawn.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> env = MujocoBatchEnv("Hopper-v5", num_envs=4, seed=0)
         >>> env.rollout(10, break_when_any_done=False)["observation"].shape
@@ -229,7 +229,7 @@ class MujocoBatchEnv(EnvBase):
             ValueError: if an argument has the wrong shape, is not finite, or names
                 no simulation. Nothing has changed then.
 
-        Example:
+        Examples:
             >>> from torchrl_unilab.envs import MujocoBatchEnv
             >>> env = MujocoBatchEnv("InvertedPendulum-v5", num_envs=3)
             >>> td = env.set_state([[0.0, 0.1]], [[0.0, 0.0]], ids=[1])
@@ -249,7 +249,7 @@ class MujocoBatchEnv(EnvBase):
         Raises:
             RuntimeError: if the environment is closed.
 
-        Example:
+        Examples:
             >>> from torchrl_unilab.envs import MujocoBatchEnv
             >>> one, other = (MujocoBatchEnv("Hopper-v5", 2, seed=seed) for seed in (0, 1))
             >>> action = one.rand_action(one.rollout(5)[:, -1])

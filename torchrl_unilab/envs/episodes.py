@@ -28,7 +28,7 @@ class Episodes:
         truncated: The same.
         any_done: Whether an episode has ended, one way or the other.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from torchrl_unilab.envs.episodes import Episodes
         >>> episodes = Episodes(2, limit=2)

@@ -77,7 +77,7 @@ def add_contact_forces(spec: mujoco.MjSpec) -> None:
         spec: the model to be, which is changed. A process that compiles or loads
             it must have called this function.
 
-    Example:
+    Examples:
         >>> import mujoco
         >>> from torchrl_unilab.envs.mujoco_engine import add_contact_forces
         >>> spec = mujoco.MjSpec.from_string(
@@ -105,7 +105,7 @@ def stop_physics_clock() -> None:
     MuJoCo's C interface. ``mujoco.set_mjcb_time(None)`` starts the clock again. A clock of the
     caller's own stays, and where the variable cannot be found so does MuJoCo's.
 
-    Example:
+    Examples:
         >>> import mujoco
         >>> from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
         >>> stop_physics_clock()

@@ -65,7 +65,7 @@ class Randomize:
     Raises:
         ConfigError: if the range is not finite and in order.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.envs.randomization import Randomize
         >>> slippery = Randomize("geom_friction[0]", 0.5, 1.0, shared=True)

@@ -65,7 +65,7 @@ def make_task(name: str, **options: Any) -> MujocoTask:
     Raises:
         ConfigError: if there is no such task, or it has no such option.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.envs.registry import make_task
         >>> make_task("Hopper-v5").frame_skip
         4

@@ -57,7 +57,7 @@ class BatchRenderer:
     Raises:
         ConfigError: if a size is not positive or the model has no such camera.
 
-    Example:
+    Examples:
         >>> import mujoco
         >>> from mujoco.batch import Batch
         >>> from torchrl_unilab.envs.rendering import BatchRenderer

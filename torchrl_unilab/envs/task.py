@@ -34,7 +34,7 @@ class Outcome:
         terms: the named parts of the reward, ``(nsim,)`` each.
         info: further quantities, ``(nsim, ...)`` each, such as a speed.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from torchrl_unilab.envs import Outcome
         >>> speed, fallen = np.array([0.5, 2.0]), np.array([False, True])
@@ -81,7 +81,7 @@ class MujocoTask(ABC):
         randomization: how the models of its simulations differ, unless the
             environment has another setting.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, Outcome, make_task
         >>> class Still(MujocoTask):

@@ -70,7 +70,7 @@ _INSTEAD: Mapping[str, str] = {
 def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
     """Return the settings of a task, with all values that are not None on top.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.hydra.factories import make_settings
         >>> make_settings("appo", "Swimmer-v5", epochs=3, gamma=None).gamma
         0.998

@@ -328,7 +328,7 @@ NODES: Mapping[tuple[str, str], type] = {
 def register() -> None:
     """Store all nodes in Hydra's ConfigStore.
 
-    Example:
+    Examples:
         >>> from hydra.core.config_store import ConfigStore
         >>> from torchrl_unilab.hydra import register
         >>> register()

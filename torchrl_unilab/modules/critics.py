@@ -28,7 +28,7 @@ def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
         sizes: Widths from input to output, at least two.
         last_gain: Scale of the output layer's weights.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.modules.critics import tanh_mlp
         >>> [type(layer).__name__ for layer in tanh_mlp([3, 8, 1], last_gain=1.0)]
         ['Linear', 'Tanh', 'Linear']
@@ -53,7 +53,7 @@ def relu_mlp(sizes: Sequence[int], *, layer_norm: bool = False) -> nn.Sequential
     Raises:
         ConfigError: A width is not positive.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.modules.critics import relu_mlp
         >>> [type(layer).__name__ for layer in relu_mlp([3, 8, 1])]
         ['Linear', 'ReLU', 'Linear']
@@ -132,7 +132,7 @@ def make_critic(
         normalizer: Normalises observations.
         hidden: Widths of the tanh layers.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_critic
@@ -164,7 +164,7 @@ def make_q_value(
     Raises:
         ConfigError: A size is not positive.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_q_value

@@ -37,7 +37,7 @@ class PerEnvNoise(TensorDictModuleBase):
     Raises:
         ConfigError: Bounds or standard deviations are not in order.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import PerEnvNoise

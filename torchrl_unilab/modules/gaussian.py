@@ -184,7 +184,7 @@ def make_actor(
         log_std: Initial logarithm of the standard deviation; 0 in APPO's settings.
         noise_correlation: See `GaussianActor`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_actor

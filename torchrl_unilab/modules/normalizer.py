@@ -26,7 +26,7 @@ class ObservationNormalizer(nn.Module):
         epsilon: Added to the variance.
         clip: Bound of the normalised values.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.modules import ObservationNormalizer
         >>> normalizer = ObservationNormalizer(2)

@@ -36,7 +36,7 @@ def squash(x: torch.Tensor) -> torch.Tensor:
 
     So that an action can be mapped back. ``x`` is overwritten.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.modules.squashed import squash
         >>> squash(torch.tensor([0.0, 100.0])).tolist()
@@ -180,7 +180,7 @@ def make_sac_actor(
     Raises:
         ConfigError: A size or a pair of bounds cannot work.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_sac_actor
@@ -227,7 +227,7 @@ def make_td3_actor(
     Raises:
         ConfigError: A size or a pair of bounds cannot work.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_td3_actor

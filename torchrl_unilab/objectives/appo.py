@@ -36,7 +36,7 @@ def kl_adapted_lr(
     The divergence is small in the first steps on a rollout, whatever the last ones bring, so
     that steering alone would raise the rate without end.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.objectives.appo import kl_adapted_lr
         >>> kl_adapted_lr(torch.tensor(1e-3), torch.tensor(0.5), 0.01, max_lr=1e-3).item()
@@ -78,7 +78,7 @@ class APPOLoss(LossModule):
     Raises:
         ConfigError: A coefficient is out of its range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_actor, make_critic

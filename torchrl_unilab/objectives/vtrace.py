@@ -25,7 +25,7 @@ def timeout_bootstrap(
     Returns:
         ``gamma * v_t`` where an episode was cut, else 0, [...].
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.objectives import timeout_bootstrap
         >>> value, done = torch.tensor([2.0, 2.0]), torch.tensor([True, True])
@@ -73,7 +73,7 @@ def vtrace(
     Returns:
         Value targets [B, T] and advantages [B, T], neither with a gradient.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.objectives import vtrace
         >>> one = torch.ones(1, 1)

@@ -82,7 +82,7 @@ class MemoryBudget:
         items: All that it allocates.
         limits: What is free.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.runtime import MemoryBudget
         >>> from torchrl_unilab.runtime.budget import MemoryItem, MemoryLimit
         >>> budget = MemoryBudget(
@@ -165,7 +165,7 @@ class MemoryBudget:
 def readable(nbytes: int) -> str:
     """Return bytes as a person reads them.
 
-    Example:
+    Examples:
         >>> readable(512), readable(64 << 20), readable(3 << 29)
         ('512 B', '64.0 MiB', '1.5 GiB')
     """
@@ -216,7 +216,7 @@ def plan_threads(
     Raises:
         ConfigError: A count is not positive.
 
-    Example:
+    Examples:
         >>> print(plan_threads(8, collectors=2))
         8 cores: 1 learner thread(s), 2 collector(s) with 3 physics thread(s) each
     """

@@ -37,7 +37,7 @@ class Channel:
     Attributes:
         connection: The same; readable when there may be a message.
 
-    Example:
+    Examples:
         >>> import multiprocessing as mp
         >>> here, there = (Channel(end) for end in mp.Pipe())
         >>> here.post(("collect", 3))

@@ -71,7 +71,7 @@ class Tracer:
 
     The functions of this module are the methods of the one tracer that a process needs.
 
-    Example:
+    Examples:
         >>> import json, tempfile
         >>> from pathlib import Path
         >>> tracer = Tracer()

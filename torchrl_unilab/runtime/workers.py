@@ -83,7 +83,7 @@ class WorkerGroup:
     Attributes:
         started: What each worker said when it was ready.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.runtime import WorkerGroup
         >>> from torchrl_unilab.runtime.link import Link
         >>> with WorkerGroup(Link.ready, [("hello",)]) as group:

@@ -28,7 +28,7 @@ def align(offset: int, alignment: int = LINE) -> int:
 def dotted(key: str | tuple[str, ...]) -> str:
     """Return a TensorDict key as a dotted name.
 
-    Example:
+    Examples:
         >>> dotted(("actor", "0", "weight"))
         'actor.0.weight'
     """
@@ -58,7 +58,7 @@ class BlockLayout:
         fields: The tensors, in order.
         nbytes: Size of the block, a multiple of 64 and at least 64.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.shm import BlockLayout
         >>> layout = BlockLayout.of({"w": torch.zeros(2, 3), "n": torch.tensor(0)})

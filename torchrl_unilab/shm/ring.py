@@ -76,7 +76,7 @@ class RolloutRing(RingWriter, RingReader):
         ConfigError: A count or `overflow` is not one of the above.
         SegmentSpaceError: The slots do not fit the memory that is free.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.shm import BlockLayout, RolloutRing
         >>> import torch
         >>> layout = BlockLayout.of({"reward": torch.zeros(2, 3)})

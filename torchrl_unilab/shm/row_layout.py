@@ -61,7 +61,7 @@ class RowLayout:
         fields: All fields, in the order in which they were given.
         widths: 32-bit words of each part.
 
-    Example:
+    Examples:
         >>> layout = RowLayout.of([((), torch.bool), ((3,), torch.float32)])
         >>> layout.widths, [(field.part, field.offset) for field in layout.fields]
         ((3, 1), [(1, 0), (0, 0)])

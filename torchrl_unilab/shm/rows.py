@@ -45,7 +45,7 @@ class SharedRows(RowReader):
     A process writes to one shard, which it claims on its first write; more processes than
     shards share them, one append at a time. Args as `Shards`.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.shm.segment import SharedSegment
         >>> with SharedSegment(SharedRows.nbytes([2], shards=1, shard_rows=4)) as segment:
         ...     rows = SharedRows(segment, [2], 1, 4, timeout=1.0)

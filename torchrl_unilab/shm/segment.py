@@ -85,7 +85,7 @@ class SharedSegment:
         SegmentSpaceError: It does not fit the memory that is free. Nothing was allocated.
         SegmentError: The name is taken.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.shm import SharedSegment
         >>> with SharedSegment(128) as segment:
         ...     segment.buffer[:4] = 7

@@ -116,7 +116,7 @@ class SnapshotCell:
         ConfigError: Fewer than two slots: a reader could find no whole version during a write.
         SegmentSpaceError: It does not fit shared memory; nothing was allocated.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.shm import SnapshotCell
         >>> from torchrl_unilab.shm.seqlock import Snapshot

@@ -86,7 +86,7 @@ def shared_words(buffer: npt.NDArray[np.uint8], offset: int, count: int) -> memo
     Raises:
         ValueError: `offset` is not aligned, or the words lie outside `buffer`.
 
-    Example:
+    Examples:
         >>> words = shared_words(np.zeros(128, np.uint8), offset=0, count=2)
         >>> words[1] = 3
         >>> words[0], words[1]

@@ -55,7 +55,7 @@ class APPOTrainer(Trainer):
         busy_time: The hook that measures the learner's waiting.
         pool: The rollouts that are learnt from.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from torchrl_unilab.collectors import APPOCollector
         >>> from torchrl_unilab.envs import MujocoBatchEnv

@@ -43,7 +43,7 @@ def evaluate(
         The return of each environment's first episode, float64, [N] ([1] for batch
         size []).
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.modules import make_actor
         >>> from torchrl_unilab.trainers import evaluate
@@ -112,7 +112,7 @@ class BackgroundEvaluation:
     Attributes:
         evaluations: What has been evaluated.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.modules import make_actor

@@ -85,7 +85,7 @@ class PublishWeights(Hook):
     Raises:
         ConfigError: `every` is not positive, or `unit` is not one of the two.
 
-    Example:
+    Examples:
         >>> from torchrl.collectors import Collector
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.modules import make_actor

@@ -37,7 +37,7 @@ def replay_buffer_ready_for_learning(
 ) -> bool:
     """Return whether a replay of so many rows suffices for the first update.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import replay_buffer_ready_for_learning
         >>> replay_buffer_ready_for_learning(
         ...     255, batch_size=256, learning_starts=0, num_envs=16)
@@ -61,7 +61,7 @@ def build_reward_comparison_metrics(
     Returns:
         ``mean_ep100``, or nothing before the first mean.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import build_reward_comparison_metrics
         >>> build_reward_comparison_metrics([1.5, 2.0], 7.0)
         {'mean_ep100': 2.0}
@@ -131,7 +131,7 @@ class OffPolicyTrainer(Trainer):
     Raises:
         ConfigError: The replay holds less than the first update needs.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from torchrl_unilab.collectors import ReplayCollector
         >>> from torchrl_unilab.envs import MujocoBatchEnv

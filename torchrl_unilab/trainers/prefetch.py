@@ -41,7 +41,7 @@ class PrefetchReplay(TrainerHookBase):
     Attributes:
         ticks: Large batches drawn.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage

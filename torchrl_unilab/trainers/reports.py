@@ -88,7 +88,7 @@ class LogPolicyLag(_Report):
     Attributes:
         histogram: How many batches were that many versions behind.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_actor
@@ -218,7 +218,7 @@ class EpisodeReturns(LearningCurve):
     Args:
         window: How many finished episodes the mean is over.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.trainers import EpisodeReturns

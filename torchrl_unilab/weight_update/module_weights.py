@@ -209,7 +209,7 @@ def flatten_extra_state(prefix: str, state: Any) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: `state` holds something that is no tensor or number.
 
-    Example:
+    Examples:
         >>> sorted(flatten_extra_state("_extra_state", {"a": torch.zeros(1), "n": 3}))
         ['_extra_state.a', '_extra_state.n#int']
     """

@@ -23,7 +23,7 @@ class SharedObsNormStats:
             full shape.
         name: Name to attach by from an unrelated process.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.weight_update import SharedObsNormStats
         >>> stats = SharedObsNormStats(2)

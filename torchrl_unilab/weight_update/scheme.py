@@ -53,7 +53,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     whole**. Workers own their weights: they change by publishing alone. A tensor that a module
     keeps outside its parameters, buffers and extra state is no weight.
 
-    Drop-in for :class:`~torchrl.weight_update.SharedMemWeightSyncScheme`.
+    Drop-in for TorchRL's `SharedMemWeightSyncScheme`.
 
     Args:
         strategy: ``"tensordict"`` or ``"state_dict"``, as in TorchRL. Both publish the same
@@ -71,7 +71,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     Raises:
         ConfigError: `pull`, `slots` or `first_version` is not one of the above.
 
-    Example:
+    Examples:
         >>> from functools import partial
         >>> from torchrl.collectors import MultiSyncCollector
         >>> from torchrl_unilab.envs import MujocoBatchEnv

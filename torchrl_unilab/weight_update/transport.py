@@ -105,7 +105,7 @@ class UniLabShmTransport:
     Raises:
         SegmentSpaceError: The cells do not fit shared memory.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.weight_update import UniLabShmTransport

@@ -52,7 +52,7 @@ class ReplayTickMetadata:
         batch_host_slot: Which host batch it was packed into.
         batch_gpu_slot: Which batch of the device it was copied to; None if it was not.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.data import ReplayTickMetadata
         >>> tick = ReplayTickMetadata(3, 612, 512, sample_seed=43, sample_count=64)
         >>> tick.snapshot_size
@@ -99,7 +99,7 @@ class DoubleBufferReplayPipeline:
     Attributes:
         last_metadata: Where the last batch sampled came from; None before the first.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage

@@ -38,7 +38,7 @@ class ReplaySource(Protocol):
 class ReplayPipeline(Protocol):
     """What a learner needs of an object that prepares its batches, one for each tick.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.data import ReplayPipeline
         >>> def next_batch(pipeline: ReplayPipeline, tick: int):
         ...     batch = pipeline.sample_large_batch(tick, 256)

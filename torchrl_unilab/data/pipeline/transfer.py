@@ -83,7 +83,7 @@ class PortableTransfer(HostTransfer):
         synchronize: Waits until the device has done all its work;
             ``torch.accelerator.synchronize`` if not given.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data.pipeline.transfer import PortableTransfer
@@ -210,7 +210,7 @@ def transfer_to(device: torch.device) -> MakeTransfer:
     Raises:
         ConfigError: There is no such device here.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.data.pipeline.transfer import transfer_to
         >>> transfer_to(torch.device("cpu"))([]).submitter

@@ -72,7 +72,7 @@ class PackedReplayStorage(SharedReplay):
         SegmentSpaceError: It does not fit memory; says how many rows would. Raised when the
             rows are known.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data import PackedReplayStorage

@@ -22,7 +22,7 @@ class PackedReplayWriter(SharedStorageWriter):
     TorchRL's round-robin writers keep a cursor: their processes write under the lock of a
     buffer that is shared, to a storage of one shard.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
         >>> from tensordict import TensorDict

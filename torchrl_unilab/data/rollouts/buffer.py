@@ -30,7 +30,7 @@ class RolloutRingWriter(SharedStorageWriter):
     takes one. What a writer returns is where the rollouts are among the unread ones, which
     holds until the reader takes some out.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data import RolloutRingStorage, RolloutRingWriter
@@ -97,7 +97,7 @@ class RolloutRingSampler(RolloutSampler):
     Raises:
         ConfigError: `take` is neither.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data import RolloutReplayBuffer, RolloutRingStorage
@@ -189,7 +189,7 @@ class RolloutReplayBuffer(TensorDictReplayBuffer):
         sampler: A `RolloutRingSampler` of the oldest rollouts if not given.
         **settings: As for `TensorDictReplayBuffer`.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data import RolloutReplayBuffer, RolloutRingStorage

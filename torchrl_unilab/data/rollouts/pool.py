@@ -34,7 +34,7 @@ class RolloutPool:
     Raises:
         ConfigError: `size` is out of range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.data import RolloutPool
         >>> from tensordict import TensorDict

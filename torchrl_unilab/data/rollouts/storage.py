@@ -69,7 +69,7 @@ class RolloutRingStorage(SharedRollouts):
         ConfigError: A count or `overflow` cannot work.
         SegmentSpaceError: The slots do not fit the memory that is free.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data import RolloutRingStorage

@@ -30,7 +30,7 @@ class GymnasiumTask(MujocoTask):
     Gymnasium task of the same name, so that its results are the same bits. The
     parts of the reward and the rest of Gymnasium's ``info`` have its names.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.envs import make_task
         >>> task = make_task("HalfCheetah-v5", ctrl_cost_weight=0.5)
         >>> task.ctrl_cost_weight, task.max_episode_steps

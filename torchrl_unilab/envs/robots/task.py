@@ -56,7 +56,7 @@ def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -
     Raises:
         ConfigError: if the model has no joint of a name.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.envs import make_task
         >>> from torchrl_unilab.envs.robots.task import joint_addresses
         >>> model = make_task("Hopper-v5").load_model()
@@ -128,7 +128,7 @@ class RobotTask(MujocoTask):
     Raises:
         ConfigError: if a command's range is not finite and in order.
 
-    Example:
+    Examples:
         >>> from dataclasses import dataclass, field
         >>> import numpy as np
         >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -285,7 +285,7 @@ def to_body_frame(quaternion: Array, vector: Array) -> Array:
     Returns:
         ``(nsim, 3)``.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from torchrl_unilab.envs.robots.task import to_body_frame
         >>> quarter_turn_about_z = np.array([[0.5**0.5, 0.0, 0.0, 0.5**0.5]])
@@ -332,7 +332,7 @@ def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
     Returns:
         ``(nsim,)``.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from torchrl_unilab.envs.robots.task import tracking
         >>> tracking(np.array([[0.0, 0.0], [3.0, 4.0]]), 5.0).round(4).tolist()

@@ -40,7 +40,7 @@ class ObservationNoise(ObservationTransform):
     Raises:
         ConfigError: if `std` is negative or not finite.
 
-    Example:
+    Examples:
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.envs.robots.transforms import ObservationNoise
@@ -203,7 +203,7 @@ class ObservationDelay(_Delay):
     Raises:
         ConfigError: if `delay` is negative or a range out of order.
 
-    Example:
+    Examples:
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.envs.robots.transforms import ObservationDelay
@@ -243,7 +243,7 @@ class ActionDelay(_Delay):
     Raises:
         ConfigError: if `delay` is negative or a range out of order.
 
-    Example:
+    Examples:
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.envs.robots.transforms import ActionDelay

@@ -58,7 +58,7 @@ class FusedAPPOUpdate:
     Raises:
         ConfigError: The loss is not supported.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_actor, make_critic

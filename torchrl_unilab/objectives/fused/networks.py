@@ -25,7 +25,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     They keep their identities and values; their memory moves.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from torchrl_unilab.objectives.fused.networks import flatten
         >>> parts = [torch.zeros(2), torch.ones(1, 1)]

@@ -53,7 +53,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.objectives import SACLoss

@@ -36,7 +36,7 @@ class FusedTD3Update(FusedOffPolicyUpdate):
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl.objectives import TD3Loss

@@ -302,7 +302,7 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
         ConfigError: The environment does not observe what the networks read; names what it
             does. Or this machine does not have the settings' device; names what it has.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.trainers import APPOConfig, build_learner
         >>> env = MujocoBatchEnv("Hopper-v5", num_envs=2, num_threads=1)
@@ -359,7 +359,7 @@ def plan_run(env: str, config: Config) -> RunBudget:
     Raises:
         ValueError: Unknown task (lists what exists).
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import APPOConfig, plan_run
         >>> budget = plan_run("HalfCheetah-v5", APPOConfig())
         >>> [item.name for item in budget.memory.items][0]

@@ -130,7 +130,7 @@ class RunCheckpoints(CheckpointRotation):
     Raises:
         ConfigError: `keep` or `interval` is no integer of at least 1.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import RunCheckpoints
         >>> from torchrl_unilab.trainers.runs.checkpoint import run_checkpoint
         >>> import tempfile

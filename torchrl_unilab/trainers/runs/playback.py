@@ -63,7 +63,7 @@ def play_run(
         ConfigError: A setting is wrong, there is no run with a checkpoint in `run_dir`,
             PyAV is missing or OpenGL cannot draw here. No file is written then.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import play_run, train_appo
         >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
         >>> play_run("run", "run/first.mp4", max_steps=5)["episodes"]

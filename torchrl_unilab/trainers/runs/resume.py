@@ -55,7 +55,7 @@ def resume_run(
             or `settings` say, or nothing is left to collect. The directory is as it was.
         ValueError: Unknown task (lists what exists).
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import resume_run, train_appo
         >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
         >>> resume_run("run", frames=2048, progress_bar=False)["frames"]

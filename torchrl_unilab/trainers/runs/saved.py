@@ -117,7 +117,7 @@ def evaluate_run(
     Raises:
         CheckpointError: There is no run with a checkpoint in `run_dir`.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import evaluate_run, train_appo
         >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
         >>> evaluate_run("run", episodes=3)["episodes"]

@@ -89,7 +89,7 @@ def train_appo(
             not fit the memory that is free (names the largest item).
         ValueError: Unknown task (lists what exists).
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import train_appo
         >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
         >>> run["frames"], run["final_return"] > 1
@@ -115,7 +115,7 @@ def train_off_policy(
 
     Arguments, result and errors are those of `train_appo`.
 
-    Example:
+    Examples:
         >>> from torchrl_unilab.trainers import OffPolicyConfig, train_off_policy
         >>> config = OffPolicyConfig.for_task("InvertedPendulum-v5", "td3", learner_threads=1)
         >>> run = train_off_policy(

@@ -31,7 +31,7 @@ class Mp4Logger(CSVLogger):
         log_dir: Where its directory is made.
         video_fps: Frames per second, where a call gives none.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from pathlib import Path
         >>> from torchrl.envs import TransformedEnv

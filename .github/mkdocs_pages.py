@@ -1,0 +1,102 @@
+"""Pages of the site that are made from code and records, so that they cannot fall behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pkgutil
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+import torchrl_unilab
+from torchrl_unilab.configs import SETTINGS, RunConfig
+from torchrl_unilab.configs.settings import Settings
+from torchrl_unilab.trainers.logged_metrics import LOGGED_METRICS
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tests" / "benchmarks" / "results"
+CSS = ".md-typeset td code { white-space: nowrap; word-break: normal; }"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not written by hand."""
+    pages = {
+        "index.md": _of_the_site((ROOT / "README.md").read_text()),
+        "learning.md": (RESULTS / "README.md").read_text().replace("(TRIED.md)", "(tried.md)"),
+        "tried.md": (RESULTS / "TRIED.md").read_text(),
+        "shm.md": (ROOT / "torchrl_unilab" / "shm" / "README.md").read_text(),
+        "compatibility.md": _compatibility(),
+        "reference/settings.md": "\n".join(_settings()),
+        "reference/metrics.md": "\n".join(_metrics()),
+        "extra.css": CSS,
+    }
+    for package in pkgutil.iter_modules(torchrl_unilab.__path__):
+        if package.name not in ("cli", "hydra", "__main__"):
+            module = import_module(f"torchrl_unilab.{package.name}")
+            pages[f"reference/{package.name}.md"] = "\n".join(_api(module))
+    for path, content in pages.items():
+        files.append(File.generated(config, path, content=content))
+    picture = "learning.png"
+    files.append(File.generated(config, picture, abs_src_path=str(RESULTS / picture)))
+    return files
+
+
+def _of_the_site(readme: str) -> str:
+    """The README, with its links to files of the repository as links to pages."""
+    pages = {
+        "tests/benchmarks/results/README.md": "learning.md",
+        "torchrl_unilab/shm/README.md": "shm.md",
+    }
+    for path, page in pages.items():
+        readme = readme.replace(f"]({path})", f"]({page})")
+    readme = re.sub(r"\[[^]]+\]\((\.github/\w+\.md)\)", r"`\1`", readme)
+    return readme.replace("](tutorials/", "](")
+
+
+def _settings() -> Iterator[str]:
+    yield "# Settings\n\nFlags of the command line have hyphens in place of underscores. A task"
+    yield "may have other defaults: `torchrl-unilab train appo --env TASK --help` shows them."
+    yield from _table("Every run", RunConfig, {})
+    for name, algorithm in SETTINGS.items():
+        defaults = algorithm.for_task("")
+        yield from _table(f"{name}: {algorithm.title}", type(defaults), vars(defaults))
+        yield f"\nTasks with settings of their own: {', '.join(sorted(algorithm.tasks)) or 'none'}."
+
+
+def _table(title: str, kind: type[Settings], defaults: dict[str, object]) -> Iterator[str]:
+    yield f"\n## {title}\n\n| setting | default | what | range |\n|---|---|---|---|"
+    for field in dataclasses.fields(kind):
+        if field.name != "algorithm":
+            default = defaults.get(field.name, field.default)
+            shown = "" if default is dataclasses.MISSING else f"`{default}`"
+            meaning = field.metadata["help"]
+            yield f"| `{field.name}` | {shown} | {meaning} | {field.metadata['constraint']} |"
+
+
+def _metrics() -> Iterator[str]:
+    yield "# Metrics\n\nEvery name that a run logs.\n\n| name | meaning | unit | computed by |"
+    yield "|---|---|---|---|"
+    for name, metric in LOGGED_METRICS.items():
+        yield f"| `{name}` | {metric.meaning} | {metric.unit} | `{metric.source}` |"
+
+
+def _api(module: ModuleType) -> Iterator[str]:
+    summary = str(module.__doc__).partition("\n")[0]
+    yield f"# {module.__name__}\n\n{summary}\n"
+    for name in module.__all__:
+        yield f"::: {module.__name__}.{name}\n"
+
+
+def _compatibility() -> str:
+    record = json.loads((ROOT / "tests" / "compatibility" / "results.json").read_text())
+    lines = ["# What works with TorchRL\n", record["about"]]
+    for group, rows in record["groups"].items():
+        lines.append(f"\n## {group}\n\n| part of TorchRL | beside the stock part |\n|---|---|")
+        lines += [f"| `{name}` | {outcome} |" for name, outcome in rows.items()]
+    return "\n".join(lines)
