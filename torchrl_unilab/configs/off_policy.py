@@ -232,7 +232,7 @@ _MANY_UPDATES: Mapping[str, Any] = {
 
 OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {**_FAST, "tau": 0.01},
-    # Rewards of three steps: a fall is felt sooner. Twice the updates of half the rows cost as much.
+    # Rewards of three steps: a fall is felt sooner.
     "Walker2d-v5": {**_FAST, "tau": 0.01, "n_step": 3, **_MANY_UPDATES},
     "InvertedPendulum-v5": {
         **_FAST,

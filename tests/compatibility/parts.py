@@ -1,0 +1,383 @@
+"""Parts of TorchRL beside the stock storage and environment, and beside ours, with one seed.
+
+`GROUPS` has a case for each part; `outcome` runs one over both and says in a few words what came
+of it. ``python -m tests.compatibility`` records all outcomes, the tests compare with the record.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import nn
+from torchrl.data import (
+    LazyTensorStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictReplayBuffer,
+    Unbounded,
+)
+from torchrl.data.replay_buffers import checkpointers, samplers, writers
+from torchrl.envs import GymEnv, TransformedEnv, transforms
+
+from tests.support.transitions import transitions
+from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.envs import MujocoBatchEnv
+
+Part = Callable[[], Any]
+STORAGES = (LazyTensorStorage, PackedReplayStorage)
+CAPACITY, ROWS = 50, 70
+
+
+class Group(NamedTuple):
+    """Parts of one kind.
+
+    Attributes:
+        title: Its heading on the page.
+        parts: Name of a class of TorchRL, to what makes one, or why none is run.
+        run: What is done with a part over the stock side (0) and ours (1).
+        known: The classes of this kind that TorchRL has.
+    """
+
+    title: str
+    parts: Mapping[str, Part | str]
+    run: Callable[[Part, int], Any]
+    known: Callable[[], set[str]]
+
+
+def outcome(group: Group, name: str) -> str:
+    """Run a part over the stock side and over ours, and say what came of it."""
+    part = group.parts[name]
+    if isinstance(part, str):
+        return f"not run: {part}"
+    stock, ours = (_attempt(partial(group.run, part, side)) for side in (0, 1))
+    if isinstance(stock, str) and isinstance(ours, str):
+        return "refused by both" + (f": {ours}" if stock == ours else f": {stock}; {ours}")
+    why = WHY.get(name, "")
+    if isinstance(ours, str):
+        return f"refused: {ours}{why}"
+    if isinstance(stock, str):
+        return f"runs here; over the stock part: {stock}"
+    return "same" if _alike(stock, ours) else f"differs{why}"
+
+
+def _alike(stock: TensorDictBase, ours: TensorDictBase) -> bool:
+    """Whether keys, shapes and values are equal; numbers to five digits."""
+    keys = {*stock.keys(True, True)}
+    return keys == {*ours.keys(True, True)} and all(
+        stock[key].shape == ours[key].shape
+        and torch.allclose(stock[key].double(), ours[key].double(), rtol=1e-5, atol=1e-5)
+        for key in keys
+    )
+
+
+def _attempt(run: Callable[[], TensorDictBase]) -> TensorDictBase | str:
+    torch.manual_seed(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return run()
+    except Exception as error:  # what TorchRL raises for a part that does not fit is anything
+        return f"{type(error).__name__}, {str(error).splitlines()[0]}"
+
+
+def _classes(module: Any, base: type) -> set[str]:
+    """Names of the classes of a module that derive from one."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type)
+        and issubclass(value, base)
+        and value is not base
+        and not name.startswith("_")
+    }
+
+
+def _episodes(length: int = 7) -> TensorDict:
+    """Rows of episodes of a length, whose content says which row they are."""
+    rows, number = transitions(ROWS), torch.arange(ROWS)
+    rows["next", "done"] = ((number + 1) % length == 0).unsqueeze(1)
+    rows["next", "terminated"] = rows["next", "done"].clone()
+    rows["episode"], rows["number"] = number // length, number.unsqueeze(1)
+    rows["policy_version"] = number // 10
+    rows["age"] = number % 7
+    return rows
+
+
+def _buffer(side: int, kind: Any = TensorDictReplayBuffer, **settings: Any) -> Any:
+    """A buffer over the storage of a side, filled past its end."""
+    buffer = kind(storage=STORAGES[side](CAPACITY), batch_size=12, **settings)
+    for block in _episodes().split(10):
+        buffer.extend(block)
+    return buffer
+
+
+def _samples(buffer: Any) -> TensorDictBase:
+    """Three batches, and the rows as they lie."""
+    found = {f"sample {i}": buffer.sample().clone() for i in range(3)}
+    if not isinstance(buffer, ReplayBufferEnsemble):
+        found["rows"] = buffer.storage[:].clone()
+    return TensorDict(found)
+
+
+def _sampler(part: Part, side: int) -> TensorDictBase:
+    return _samples(_buffer(side, sampler=part()))
+
+
+def _writer(part: Part, side: int) -> TensorDictBase:
+    return _samples(_buffer(side, writer=part()))
+
+
+def _kind(part: Part, side: int) -> TensorDictBase:
+    return _samples(part() and part()(side))
+
+
+def _transform(part: Part, side: int) -> TensorDictBase:
+    return _samples(_buffer(side, transform=part()))
+
+
+def _checkpointer(part: Part, side: int) -> TensorDictBase:
+    with tempfile.TemporaryDirectory() as directory:
+        saved, loaded = _buffer(side), _buffer(side)
+        for buffer in (saved, loaded):
+            buffer.storage.checkpointer = part()
+        saved.dumps(directory)
+        loaded.empty()
+        loaded.loads(directory)
+        return _samples(loaded)
+
+
+def _ensemble(side: int) -> Any:
+    parts = [_buffer(side, ReplayBuffer) for _ in range(2)]
+    return ReplayBufferEnsemble(*parts, batch_size=12)
+
+
+def _environment(part: Part, side: int) -> TensorDictBase:
+    """Thirty steps, with what falls on the way."""
+    env: Any = GymEnv("Hopper-v5")
+    if side:
+        env = MujocoBatchEnv("Hopper-v5", num_envs=1, num_threads=1)
+    env.set_seed(0)
+    if side:
+        env.reset()  # as GymEnv is when it is seeded
+    env = TransformedEnv(env, part())
+    try:
+        step, steps = env.reset(), []
+        torch.manual_seed(2)
+        for action in 2 * torch.rand(30, 3) - 1:
+            spec = env.full_action_spec["action"]
+            drawn = action if spec.dtype.is_floating_point else spec.rand()
+            step["action"] = drawn.to(spec.dtype).expand(spec.shape)
+            done, step = env.step_and_maybe_reset(step)
+            steps.append(done.clone())
+        return torch.stack(steps).reshape(30)
+    finally:
+        env.close()
+
+
+WHY = {
+    "DoubleToFloat": ": observations are float32 already",
+    "VecNorm": ": ours are float32, and its first variances are differences of near numbers",
+}
+"""Why a part differs, or is refused."""
+
+ACTING = TensorDictModule(nn.Identity(), in_keys=["action"], out_keys=["action"])
+PIXELS, TEXT, DISCRETE = "needs pixels", "needs text", "needs discrete actions"
+PACKAGE, ROBOT = "needs a package or weights of others", "needs TorchRL's robots or cells"
+EXTENSION = "needs TorchRL's C++ extension, see the replay"
+EMPTY = "abstract, or for other environments"
+
+SAMPLERS: dict[str, Part | str] = {
+    "RandomSampler": samplers.RandomSampler,
+    "SamplerWithoutReplacement": samplers.SamplerWithoutReplacement,
+    "ConsumingSampler": samplers.ConsumingSampler,
+    "StalenessAwareSampler": samplers.StalenessAwareSampler,
+    "SliceSampler": partial(samplers.SliceSampler, slice_len=4, traj_key="episode"),
+    "SliceSamplerWithoutReplacement": partial(
+        samplers.SliceSamplerWithoutReplacement, slice_len=4, traj_key="episode"
+    ),
+    "StreamingSliceSampler": partial(
+        samplers.StreamingSliceSampler, slice_len=4, traj_key="episode"
+    ),
+    "PromptGroupSampler": "needs groups of prompts",
+    "PrioritizedSampler": EXTENSION,
+    "PrioritizedSliceSampler": EXTENSION,
+    "SamplerEnsemble": "part of ReplayBufferEnsemble, below",
+}
+
+WRITERS: dict[str, Part | str] = {
+    "RoundRobinWriter": writers.RoundRobinWriter,
+    "TensorDictRoundRobinWriter": writers.TensorDictRoundRobinWriter,
+    "TensorDictMaxValueWriter": partial(writers.TensorDictMaxValueWriter, rank_key="number"),
+    "ImmutableDatasetWriter": writers.ImmutableDatasetWriter,
+    "WriterEnsemble": "part of ReplayBufferEnsemble, below",
+}
+
+BUFFERS: dict[str, Part | str] = {
+    "ReplayBuffer": lambda: partial(_buffer, kind=ReplayBuffer),
+    "TensorDictReplayBuffer": lambda: _buffer,
+    "HERReplayBuffer": "compared in tests/data/replay/test_contract.py, over goals",
+    "ReplayBufferEnsemble": lambda: _ensemble,
+    "PrioritizedReplayBuffer": EXTENSION,
+    "TensorDictPrioritizedReplayBuffer": EXTENSION,
+    "OfflineToOnlineReplayBuffer": "needs a data set",
+    "RemoteTensorDictReplayBuffer": "needs torch.distributed.rpc",
+    "RayReplayBuffer": PACKAGE,
+}
+
+CHECKPOINTERS: dict[str, Part | str] = {
+    name: getattr(checkpointers, name)
+    for name in (
+        "TensorStorageCheckpointer",
+        "FlatStorageCheckpointer",
+        "NestedStorageCheckpointer",
+        "ListStorageCheckpointer",
+        "CompressedListStorageCheckpointer",
+    )
+} | {
+    "H5StorageCheckpointer": "needs h5py",
+    "StorageEnsembleCheckpointer": "part of ReplayBufferEnsemble, above",
+}
+
+T: Any = transforms
+OBSERVATION: Any = {"in_keys": ["observation"]}
+BOTH_ENDS: Any = {"in_keys": ["observation", ("next", "observation")]}
+
+ON_SAMPLES: dict[str, Part | str] = {
+    "BinarizeReward": partial(T.BinarizeReward, in_keys=[("next", "reward")]),
+    "CatFrames": partial(T.CatFrames, 2, -1, **OBSERVATION),
+    "CatTensors": partial(T.CatTensors, in_keys=["observation", "action"], out_key="both"),
+    "ClipTransform": partial(T.ClipTransform, low=0.2, high=0.8, **BOTH_ENDS),
+    "Compose": lambda: T.Compose(T.RewardScaling(1.0, 2.0, in_keys=[("next", "reward")])),
+    "DTypeCastTransform": partial(
+        T.DTypeCastTransform, torch.float32, torch.float64, in_keys=["observation"]
+    ),
+    "DoubleToFloat": partial(T.DoubleToFloat, **OBSERVATION),
+    "ExcludeTransform": partial(T.ExcludeTransform, "number"),
+    "FlattenObservation": partial(T.FlattenObservation, -1, -1, **OBSERVATION),
+    "MultiStepTransform": partial(T.MultiStepTransform, 3, 0.99),
+    "ObservationNorm": partial(T.ObservationNorm, 1.0, 2.0, **BOTH_ENDS),
+    "PolicyAgeFilter": partial(T.PolicyAgeFilter, 6, 3, policy_version_key="age"),
+    "RenameTransform": partial(T.RenameTransform, ["observation"], ["seen"]),
+    "Reward2GoTransform": partial(T.Reward2GoTransform, in_keys=[("next", "reward")]),
+    "RewardClipping": partial(T.RewardClipping, 0.2, 0.8, in_keys=[("next", "reward")]),
+    "RewardScaling": partial(T.RewardScaling, 1.0, 2.0, in_keys=[("next", "reward")]),
+    "SelectTransform": partial(T.SelectTransform, "observation", "action"),
+    "SignTransform": partial(T.SignTransform, in_keys=[("next", "reward")]),
+    "SqueezeTransform": partial(T.SqueezeTransform, -1, in_keys=["number"]),
+    "UnsqueezeTransform": partial(T.UnsqueezeTransform, -1, in_keys=["number"]),
+    "VecNorm": partial(T.VecNorm, **OBSERVATION),
+}
+
+ON_STEPS: dict[str, Part | str] = {
+    "ActionChunkTransform": "for samples of robots' data sets",
+    "ActionDiscretizer": partial(T.ActionDiscretizer, 3),
+    "ActionMask": DISCRETE,
+    "ActionScaling": partial(T.ActionScaling),
+    "ActionTokenizerTransform": TEXT,
+    "AutoResetTransform": "for environments that reset themselves; ours reset when asked",
+    "BatchSizeTransform": "changes the batch size, which differs",
+    "BinarizeReward": T.BinarizeReward,
+    "BurnInTransform": "for samples of recurrent policies",
+    "CatFrames": partial(T.CatFrames, 3, -1, **OBSERVATION),
+    "CatTensors": partial(T.CatTensors, in_keys=["observation"], out_key="all"),
+    "CenterCrop": PIXELS,
+    "ClipTransform": partial(T.ClipTransform, low=-0.1, high=0.1, **OBSERVATION),
+    "Compose": lambda: T.Compose(T.StepCounter(), T.RewardSum()),
+    "ConditionalPolicySwitch": partial(T.ConditionalPolicySwitch, ACTING, lambda _: False),
+    "ConditionalSkip": partial(T.ConditionalSkip, lambda td: torch.zeros(td.shape, dtype=bool)),
+    "Crop": PIXELS,
+    "DTypeCastTransform": partial(
+        T.DTypeCastTransform, torch.float32, torch.float64, in_keys=["reward"]
+    ),
+    "DecodeVideoTransform": PIXELS,
+    "DeviceCastTransform": partial(T.DeviceCastTransform, "cpu"),
+    "DiscreteActionProjection": DISCRETE,
+    "DoubleToFloat": partial(T.DoubleToFloat, **OBSERVATION),
+    "EndOfLifeTransform": "for Atari",
+    "ExcludeTransform": partial(T.ExcludeTransform, "observation"),
+    "ExpandAs": partial(T.ExpandAs, "reward", "observation", "wide"),
+    "FiniteTensorDictCheck": T.FiniteTensorDictCheck,
+    "FlattenAction": "for actions of several dimensions",
+    "FlattenObservation": partial(T.FlattenObservation, -1, -1, **OBSERVATION),
+    "FrameSkipTransform": partial(T.FrameSkipTransform, 2),
+    "GrayScale": PIXELS,
+    "Hash": partial(
+        T.Hash, ["observation"], ["hash"], hash_fn=lambda value: value.sum(-1, keepdim=True)
+    ),
+    "InitTracker": T.InitTracker,
+    "LineariseRewards": "for several rewards",
+    "MacroPrimitiveTransform": ROBOT,
+    "MeanActionSelector": "for beliefs over states",
+    "ModuleTransform": partial(T.ModuleTransform, module=ACTING, inverse=True),
+    "MultiAction": "for chunks of actions",
+    "MultiStepTransform": "for samples, below",
+    "NextObservationDelta": partial(T.NextObservationDelta, **OBSERVATION),
+    "NextStateReconstructor": "for samples",
+    "NoopResetEnv": partial(T.NoopResetEnv, 2, random=False),
+    "ObservationNorm": partial(T.ObservationNorm, 1.0, 2.0, **OBSERVATION),
+    "ObservationTransform": EMPTY,
+    "PermuteTransform": PIXELS,
+    "PinMemoryTransform": "needs a GPU",
+    "PolicyAgeFilter": "for samples, below",
+    "R3MTransform": PACKAGE,
+    "RNDTransform": partial(T.RNDTransform, nn.Linear(11, 2), nn.Linear(11, 2), **OBSERVATION),
+    "RandomCropTensorDict": "for samples",
+    "RandomTruncationTransform": lambda: T.Compose(
+        T.StepCounter(), T.RandomTruncationTransform(3, 9, prob=1.0)
+    ),
+    "RayTransform": PACKAGE,
+    "RemoveEmptySpecs": T.RemoveEmptySpecs,
+    "RenameTransform": partial(T.RenameTransform, ["observation"], ["seen"]),
+    "Resize": PIXELS,
+    "Reward2GoTransform": "for samples, below",
+    "RewardClipping": partial(T.RewardClipping, -0.5, 0.5),
+    "RewardScaling": partial(T.RewardScaling, 1.0, 2.0),
+    "RewardSum": T.RewardSum,
+    "SelectTransform": partial(T.SelectTransform, "observation"),
+    "SignTransform": partial(T.SignTransform, in_keys=["reward"]),
+    "SqueezeTransform": partial(T.SqueezeTransform, -1, in_keys=["reward"]),
+    "Stack": partial(T.Stack, in_keys=["observation"], out_key="stacked"),
+    "StepCounter": partial(T.StepCounter, 7),
+    "SuccessReward": "for environments that tell success",
+    "TargetReturn": partial(T.TargetReturn, 100.0),
+    "TensorDictPrimer": lambda: T.TensorDictPrimer(memory=Unbounded(shape=(2,))),
+    "TerminateTransform": partial(
+        T.TerminateTransform, lambda td: td["observation"][..., :1] < 1.2
+    ),
+    "TimeMaxPool": partial(T.TimeMaxPool, in_keys=["observation"], T=2),
+    "Timer": "measures time, which differs",
+    "ToTensorImage": PIXELS,
+    "Tokenizer": TEXT,
+    "TrajCounter": T.TrajCounter,
+    "UnaryTransform": partial(T.UnaryTransform, ["observation"], ["out"], fn=torch.tanh),
+    "UnsqueezeTransform": partial(T.UnsqueezeTransform, -1, **OBSERVATION),
+    "VC1Transform": PACKAGE,
+    "VIPRewardTransform": PACKAGE,
+    "VIPTransform": PACKAGE,
+    "VecGymEnvTransform": "for Gymnasium's vector environments",
+    "VecNorm": partial(T.VecNorm, **OBSERVATION),
+    "VecNormV2": partial(T.VecNormV2, **OBSERVATION),
+    "gSDENoise": "for gSDE's policies",
+}
+
+GROUPS = [
+    Group("Samplers", SAMPLERS, _sampler, lambda: _classes(samplers, samplers.Sampler)),
+    Group("Writers", WRITERS, _writer, lambda: _classes(writers, writers.Writer)),
+    Group("Replay buffers", BUFFERS, _kind, lambda: set(BUFFERS)),
+    Group(
+        "Checkpointers",
+        CHECKPOINTERS,
+        _checkpointer,
+        lambda: _classes(checkpointers, checkpointers.StorageCheckpointerBase),
+    ),
+    Group("Transforms of samples", ON_SAMPLES, _transform, lambda: set(ON_SAMPLES)),
+    Group("Transforms of steps", ON_STEPS, _environment, lambda: _classes(T, T.Transform)),
+]
+"""The first five over `PackedReplayStorage`, the last around `MujocoBatchEnv`."""
