@@ -271,7 +271,7 @@ def test_returns_are_whole_while_two_processes_write():
         for pipe in pipes:
             receive(pipe)
         wait_for(lambda: storage.size >= 512)
-        for _ in range(60):
+        for _ in range(20):
             assert wrong_chain(storage.sample(512), 7, 3) == 0
         for pipe in pipes:
             pipe.send("stop")

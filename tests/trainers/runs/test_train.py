@@ -104,7 +104,7 @@ def test_workers_take_new_weights_in_mid_rollout_unless_pull_is_rollout(
 
     monkeypatch.setattr(APPOTrainer, "_learn", watch)
     config = APPOConfig(**APPO | {"num_steps": 64} | changed)
-    _train(tmp_path / "run", frames=40 * config.frames_per_rollout, config=config)
+    _train(tmp_path / "run", frames=16 * config.frames_per_rollout, config=config)
     assert any(len(version) > 1 for version in versions) is mixes
 
 
