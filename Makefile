@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# CONSTRAINTS=/dev/null installs the newest releases.
+CONSTRAINTS ?= constraints.txt
+PIP_INSTALL := pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
 TRAIN_ENV ?= HalfCheetah-v5
 TRAIN_FRAMES ?= 2000000
@@ -24,8 +27,8 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m $(PIP_INSTALL) torch
+	$(BIN)/python -m $(PIP_INSTALL) -e '.[dev]'
 	touch $@
 
 train: install
@@ -66,8 +69,8 @@ test-wheel: install
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	rm -rf build
 	$(PYTHON) -m venv $(WHEEL)/venv
-	$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[test]"
+	$(WHEEL)/venv/bin/python -m $(PIP_INSTALL) torch
+	$(WHEEL)/venv/bin/python -m $(PIP_INSTALL) "$$(echo dist/*.whl)[test]"
 	cp -r tests pyproject.toml $(WHEEL)
 	cd $(WHEEL) && venv/bin/python -c "import torchrl_unilab; assert 'site-packages' in torchrl_unilab.__file__"
 	cd $(WHEEL) && venv/bin/python -m pytest -n 2 --dist loadfile -q $(FROM_WHEEL)
@@ -79,10 +82,12 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 
 # The site in build/site, from tutorials/ and from the code itself.
 docs: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m $(PIP_INSTALL) -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file .github/mkdocs.yml
 
 type: install
@@ -123,7 +128,7 @@ bench-off-policy-update: install
 	$(BIN)/python -m tests.benchmarks.bench_offpolicy_update
 
 bench-env: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	$(BIN)/python -m $(PIP_INSTALL) -e '.[peers]'
 	$(BIN)/python -m tests.benchmarks.bench_env
 
 # One JSON line per seed. OUT names another file, SET other settings ("epochs=10 lr=3e-4"), KEEP a directory for the runs.
