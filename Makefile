@@ -21,7 +21,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-all test-faults test-gpu test-learning test-wheel soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
+.PHONY: install check train robot test test-all test-faults test-gpu test-learning test-wheel test-matrix soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
 
 install: $(STAMP)
 
@@ -74,6 +74,12 @@ test-wheel: install
 	cp -r tests pyproject.toml $(WHEEL)
 	cd $(WHEEL) && venv/bin/python -c "import torchrl_unilab; assert 'site-packages' in torchrl_unilab.__file__"
 	cd $(WHEEL) && venv/bin/python -m pytest -n 2 --dist loadfile -q $(FROM_WHEEL)
+
+# Other versions of what we rest on; gigabytes. SETS="oldest newest".
+SETS ?= pinned oldest newest
+
+test-matrix:
+	$(PYTHON) -m tests.matrix --sets $(SETS)
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu tests

@@ -1,0 +1,65 @@
+"""The tests under other versions of what we rest on: ``make test-matrix``.
+
+Each row of `SETS` gets an environment of its own below ``build/matrix``, with the releases that pip
+finds for its requirements, and runs the tests in it. Prints a table in Markdown. PyTorch comes with
+some gigabytes of CUDA libraries unless a build for the processor alone is found first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SETS: dict[str, list[str]] = {
+    "pinned": ["-c", str(ROOT / "constraints.txt")],
+    "oldest": [
+        "torch==2.7.*",
+        "torchrl==0.14.1",
+        "tensordict==0.14.3",
+        "gymnasium==1.1.*",
+        "mujoco==4.0.*",
+        "numpy==1.26.*",
+        "hydra-core==1.3.2",
+    ],
+    "newest": ["--upgrade-strategy=eager", "--upgrade"],
+}
+"""What pip is asked for beside the package."""
+
+SHOWN = ("torch", "torchrl", "tensordict", "mujoco", "gymnasium", "numpy")
+DEFAULT_TESTS = ["tests"]
+
+
+def run(name: str, tests: list[str]) -> str:
+    """Install a set, run the tests, and return its row of the table."""
+    home = ROOT / "build" / "matrix" / name
+    python = home / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", home], check=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*install, *SETS[name], f"{ROOT}[test,tutorials]"], check=True)
+    code = f"import importlib.metadata as m; print(*map(m.version, {SHOWN!r}))"
+    versions = subprocess.check_output([python, "-c", code], text=True).split()
+    command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-q", *tests]
+    tested = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (home / "tests.log").write_text(tested.stdout + tested.stderr)
+    *_, last = re.findall(r"\d+ (?:passed|failed|error).*", tested.stdout) or ["no tests ran"]
+    return f"| {name} | {' | '.join(versions)} | {last.strip(' =')} |"
+
+
+def main() -> None:
+    """Print the table, row by row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--tests", nargs="+", default=DEFAULT_TESTS)
+    options = parser.parse_args()
+    print(f"| set | {' | '.join(SHOWN)} | tests |\n|---|{'---|' * (len(SHOWN) + 1)}")
+    for name in options.sets:
+        print(run(name, options.tests), flush=True)
+
+
+if __name__ == "__main__":
+    main()
