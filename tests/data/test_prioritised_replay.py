@@ -37,10 +37,10 @@ def test_without_its_extension_torchrl_refuses_and_the_page_has_the_remedy():
 
 
 @pytest.mark.skipif(not EXTENSION, reason="TorchRL's extension was built for another torch")
-def test_with_its_extension_rows_of_no_priority_are_not_drawn():
+def test_with_its_extension_rows_of_hardly_any_priority_are_not_drawn():
     rows = TensorDict(x=torch.arange(8.0), batch_size=[8])
     with PackedReplayStorage(8, example=rows[0]) as storage:
-        sampler = PrioritizedSampler(8, 1.0, 1.0, eps=0.0)
+        sampler = PrioritizedSampler(8, 1.0, 1.0)
         buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=64)
         buffer.extend(rows)
         buffer.update_priority(torch.arange(8), torch.tensor([0.0] * 7 + [1.0]))

@@ -14,11 +14,19 @@ from tests.support.quick import APPO, OFF_POLICY
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, train_appo, train_off_policy
 
 
+class Terminal(io.StringIO):
+    """A terminal that remembers."""
+
+    def isatty(self) -> bool:
+        """Return True."""
+        return True
+
+
 @pytest.fixture(scope="session")
 def appo_run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run of APPO: its directory, its summary and what it wrote to the terminal."""
     run_dir = tmp_path_factory.mktemp("appo") / "run"
-    with contextlib.redirect_stderr(io.StringIO()) as terminal:
+    with contextlib.redirect_stderr(Terminal()) as terminal:
         summary = train_appo(
             "InvertedPendulum-v5",
             frames=1024,

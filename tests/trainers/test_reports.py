@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from tensordict import TensorDict
 
 from torchrl_unilab.collectors.metrics import CollectorMetrics
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag
-from torchrl_unilab.trainers.reports import CollectorReport, LearningCurve, StopWhen
+from torchrl_unilab.trainers.reports import CollectorReport, LearningCurve, ProgressLines, StopWhen
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 
@@ -86,6 +87,23 @@ def test_a_curve_begins_with_the_first_return_and_goes_with_the_trainers_frames(
     assert logged["return"] == 3.0
     assert logged["fps"] == pytest.approx(30 / curve.seconds)
     assert curve.curve[-1][0] == curve.seconds > curve.curve[0][0]
+
+
+def test_a_line_is_told_every_so_many_seconds():
+    curve, told = _Ended(), []
+    hook = ProgressLines(curve, told.append, every=10.0)
+    trainer, _ = _registered(hook)
+    trainer.total_frames = 4000
+    for seconds, frames, mean in [(5.0, 500, None), (11.0, 1000, None), (15.0, 1500, 2.5)]:
+        curve.seconds, trainer.collected_frames = seconds, frames
+        curve.mean = math.nan if mean is None else mean
+        assert hook() == {}
+    curve.seconds, trainer.collected_frames = 21.0, 2000
+    hook()
+    assert told == [
+        "1,000 of 4,000 frames, 91 frames/s, no episode has ended, 33 s left",
+        "2,000 of 4,000 frames, 95 frames/s, return 2.5, 21 s left",
+    ]
 
 
 def test_training_stops_once_the_return_is_reached_and_not_before():

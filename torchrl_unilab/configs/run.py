@@ -45,7 +45,12 @@ class RunConfig(Settings):
         "seconds of training, those before a resume included, after which it stops early",
         number(above=0).or_none(),
     )
-    progress_bar: bool = setting(True, "show frames per second, return and policy lag", flag())
+    progress_bar: bool = setting(
+        True,
+        "show frames per second, return and policy lag: as a bar in terminals and notebooks, "
+        "elsewhere as a line every ten seconds",
+        flag(),
+    )
     logger: str = setting(
         "csv,tensorboard", "TorchRL's loggers that follow the run", names(LoggerName)
     )

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from torchrl_unilab.trainers import (
     evaluate_run,
     train_appo,
 )
+from torchrl_unilab.trainers.reports import ProgressLines
 from torchrl_unilab.trainers.runs.train import Run, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -191,7 +193,17 @@ def test_the_checkpoint_of_a_run_evaluates_as_the_run_did(appo_run):
 
 
 def test_the_progress_bar_ends_its_line_before_the_summary_is_printed(appo_run):
+    assert "frames" not in appo_run.terminal
+    assert "1024/1024" in appo_run.terminal
     assert appo_run.terminal.endswith("\n")
+
+
+def test_elsewhere_than_in_a_terminal_there_are_lines_and_no_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ProgressLines.__init__, "__defaults__", (0.0,))
+    told: list[str] = []
+    _train(tmp_path, frames=128, progress_bar=True, announce=told.append)
+    assert any(re.match(r"\d+ of 128 frames, [\d,]+ frames/s, ", line) for line in told)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_has_ended_leaves_no_child(appo_run):

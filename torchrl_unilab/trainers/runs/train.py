@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
-from torchrl_unilab.trainers.reports import StopWhen
+from torchrl_unilab.trainers.reports import ProgressLines, StopWhen
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
@@ -232,7 +233,7 @@ class Run:
             config=config,
             normalizers=self.learner.normalizers,
             scheme=scheme,
-            progress_bar=options.progress_bar,
+            progress_bar=options.progress_bar and _can_draw(),
             seed=self._acting_seed,
             checkpoint=run_checkpoint(
                 **({"replay": collector.storage} if self.algorithm.replay else {})
@@ -259,8 +260,10 @@ class Run:
             )
             closing.callback(self.evaluation.close)
             self.evaluation.register(trainer)
-        if options.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
+        if trainer.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
             trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
+        elif options.progress_bar:
+            ProgressLines(trainer.returns, self.announce).register(trainer)
         limits = {"stop_at": options.stop_at, "max_seconds": options.max_seconds}
         StopWhen(trainer.returns, **limits).register(trainer)
         self.cpu = CollectorTime(collector)
@@ -366,6 +369,11 @@ def child_seeds(seed: int, count: int) -> list[int]:
     """Return seeds that follow from one, and share nothing with those of the next one."""
     children = np.random.SeedSequence(seed).spawn(count)
     return [int(child.generate_state(1)[0]) >> 1 for child in children]  # NumPy counts on from it
+
+
+def _can_draw() -> bool:
+    """Whether a progress bar can be drawn: in a terminal, or in a notebook."""
+    return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
 def _new_run_dir(run_dir: str | os.PathLike[str]) -> Path:
