@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from tensordict import TensorDict
 
 from torchrl_unilab.collectors.metrics import CollectorMetrics
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag
-from torchrl_unilab.trainers.reports import CollectorReport, LearningCurve, ProgressLines, StopWhen
+from torchrl_unilab.trainers.reports import CollectorReport, LearningCurve
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 
@@ -63,21 +62,19 @@ class _Ended(LearningCurve):
         return {} if batch is None else {"return": batch}
 
 
-def _registered(hook) -> tuple[SimpleNamespace, list]:
-    stopped: list[str] = []
+def _registered(hook) -> SimpleNamespace:
     trainer = SimpleNamespace(
         collected_frames=0,
         register_op=lambda *_: None,
         register_module=lambda *_: None,
-        request_stop=stopped.append,
     )
     hook.register(trainer)
-    return trainer, stopped
+    return trainer
 
 
 def test_a_curve_begins_with_the_first_return_and_goes_with_the_trainers_frames():
     curve = _Ended()
-    trainer, _ = _registered(curve)
+    trainer = _registered(curve)
     curve.start()
     for frames, value in [(10, None), (20, 1.0), (30, 3.0)]:
         trainer.collected_frames = frames
@@ -87,49 +84,6 @@ def test_a_curve_begins_with_the_first_return_and_goes_with_the_trainers_frames(
     assert logged["return"] == 3.0
     assert logged["fps"] == pytest.approx(30 / curve.seconds)
     assert curve.curve[-1][0] == curve.seconds > curve.curve[0][0]
-
-
-def test_a_line_is_told_every_so_many_seconds():
-    curve, told = _Ended(), []
-    hook = ProgressLines(curve, told.append, every=10.0)
-    trainer, _ = _registered(hook)
-    trainer.total_frames = 4000
-    for seconds, frames, mean in [(5.0, 500, None), (11.0, 1000, None), (15.0, 1500, 2.5)]:
-        curve.seconds, trainer.collected_frames = seconds, frames
-        curve.mean = math.nan if mean is None else mean
-        assert hook() == {}
-    curve.seconds, trainer.collected_frames = 21.0, 2000
-    hook()
-    assert told == [
-        "1,000 of 4,000 frames, 91 frames/s, no episode has ended, 33 s left",
-        "2,000 of 4,000 frames, 95 frames/s, return 2.5, 21 s left",
-    ]
-
-
-def test_training_stops_once_the_return_is_reached_and_not_before():
-    curve = _Ended()
-    hook = StopWhen(curve, stop_at=2.0)
-    _, stopped = _registered(hook)
-    hook()  # no episode has ended
-    for value, expected in [(1.9, []), (2.0, ["return 2 reached"])]:
-        curve(value)
-        assert hook() == {}
-        assert stopped == expected
-
-
-def test_training_stops_once_the_time_is_up_and_not_before():
-    curve = _Ended()
-    hook = StopWhen(curve, max_seconds=60.0)
-    _, stopped = _registered(hook)
-    for seconds, expected in [(59.0, []), (60.0, ["60 seconds are over"])]:
-        curve.seconds = seconds
-        hook()
-        assert stopped == expected
-    without = StopWhen(curve)
-    _, stopped = _registered(without)
-    curve.mean = 1e9
-    without()
-    assert stopped == []
 
 
 class _Reporting:

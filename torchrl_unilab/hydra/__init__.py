@@ -4,8 +4,6 @@ Hydra finds both without an import, by the plugin in `plugins`; importing this p
 them, too. Neither imports torch. ``python -m torchrl_unilab.hydra --config-name appo`` trains.
 """
 
-from torchrl_unilab.hydra.nodes import register
+from torchrl_unilab.hydra.nodes import register as _register
 
-__all__ = ["register"]
-
-register()
+_register()

@@ -330,7 +330,7 @@ def register() -> None:
 
     Examples:
         >>> from hydra.core.config_store import ConfigStore
-        >>> from torchrl_unilab.hydra import register
+        >>> from torchrl_unilab.hydra.nodes import register
         >>> register()
         >>> "appo.yaml" in ConfigStore.instance().list("trainer")
         True

@@ -13,14 +13,21 @@ from __future__ import annotations
 import os
 import pickle
 import select
+import signal
 import struct
+import sys
+import traceback
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Channel", "Link", "ParentGoneError"]
+import torch
+
+__all__ = ["Channel", "Link", "ParentGoneError", "serve"]
 
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
+_RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
 _READ_BYTES = 1 << 16  # larger ones take longer to allocate than to read
 
 
@@ -203,3 +210,29 @@ class Link:
     def close(self) -> None:
         """Close this end. Idempotent."""
         self._channel.close()
+
+
+def serve(
+    connection: Connection, target: Callable[..., None], args: tuple[Any, ...], num_threads: int
+) -> None:
+    """Run ``target(link, *args)`` in a worker; relay what it raises."""
+    # Ctrl-C reaches the whole terminal; the parent decides what becomes of its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(num_threads)
+    link = Link(connection)
+    try:
+        target(link, *args)
+    except ParentGoneError:
+        pass
+    except BaseException:
+        text = traceback.format_exc()
+        if len(text) > _RELAYED_CHARACTERS:
+            half = _RELAYED_CHARACTERS // 2
+            text = f"{text[:half]}\n[...]\n{text[-half:]}"
+        try:
+            link.fail(text)
+        except ParentGoneError:
+            sys.stderr.write(text)  # the parent has gone
+    finally:
+        link.close()
+        sys.stderr.flush()

@@ -18,29 +18,26 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
 import psutil
-import torch
 
 from torchrl_unilab.errors import WorkerError
-from torchrl_unilab.runtime.link import Channel, Link, ParentGoneError
+from torchrl_unilab.runtime.link import Channel, serve
 
-__all__ = ["Link", "WorkerGroup"]
+__all__ = ["WorkerGroup"]
 
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
 FAILED_START_SECONDS = 0.2  # workers that are still starting do not listen
 LOOK_SECONDS = 0.5  # from one look for stopped workers to the next
 CONTINUE_SECONDS = 0.25  # within which all of a terminal's job go on once it is continued
-_RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
 _HINTS = {
     "SIGKILL": "The system may have been out of memory.",
     "SIGBUS": "Shared memory may have been full.",
@@ -124,7 +121,7 @@ class WorkerGroup:
     def _start(self, index: int) -> _Worker:
         here, there = self._context.Pipe()
         process = self._context.Process(
-            target=_run,
+            target=serve,
             args=(there, self._target, self._arguments[index], self._num_threads),
             name=f"{self._name}-{index}",
             daemon=False,  # a worker may have processes of its own, as ParallelEnv has
@@ -386,29 +383,3 @@ def _stop(group: weakref.ref[WorkerGroup]) -> None:
     alive = group()
     if alive is not None:
         alive.stop()
-
-
-def _run(
-    connection: Connection, target: Callable[..., None], args: tuple[Any, ...], num_threads: int
-) -> None:
-    """Run a worker; relay what it raises."""
-    # Ctrl-C reaches the whole terminal; the parent decides what becomes of its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(num_threads)
-    link = Link(connection)
-    try:
-        target(link, *args)
-    except ParentGoneError:
-        pass
-    except BaseException:
-        text = traceback.format_exc()
-        if len(text) > _RELAYED_CHARACTERS:
-            half = _RELAYED_CHARACTERS // 2
-            text = f"{text[:half]}\n[...]\n{text[-half:]}"
-        try:
-            link.fail(text)
-        except ParentGoneError:
-            sys.stderr.write(text)  # the parent has gone
-    finally:
-        link.close()
-        sys.stderr.flush()

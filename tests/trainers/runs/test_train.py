@@ -27,7 +27,7 @@ from torchrl_unilab.trainers import (
     evaluate_run,
     train_appo,
 )
-from torchrl_unilab.trainers.reports import ProgressLines
+from torchrl_unilab.trainers.progress import ProgressLines
 from torchrl_unilab.trainers.runs.train import Run, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 

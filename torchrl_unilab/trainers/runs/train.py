@@ -31,7 +31,7 @@ from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
-from torchrl_unilab.trainers.reports import ProgressLines, StopWhen
+from torchrl_unilab.trainers.progress import ProgressLines, StopWhen
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
