@@ -38,7 +38,7 @@ from tests.support.processes import receive, spawned
 from torchrl_unilab.collectors.worker import RolloutWorker
 from torchrl_unilab.data import DoubleBufferReplayPipeline, RolloutRingStorage
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.modules.squashed import SquashedGaussianActor
 from torchrl_unilab.runtime.workers import WorkerGroup
@@ -382,7 +382,7 @@ def _named_after(seen: dict[int, str]) -> list[str]:
 def _checkpoint(run_dir: Path) -> int | None:
     try:
         return RunCheckpoints(run_dir / "checkpoint").newest().frames
-    except ConfigError as error:
+    except CheckpointError as error:
         if "no checkpoint in" in str(error):
             return None
         raise

@@ -224,7 +224,10 @@ _FAST: Mapping[str, Any] = {
     "obs_normalization": True,
 }
 
+# Half an update per frame, of half the rows: critics lag behind a robot that falls.
 _MANY_UPDATES: Mapping[str, Any] = {
+    **_FAST,
+    "tau": 0.01,
     "updates_per_step": 8,
     "batch_size": 128,
     "policy_frequency": 2,
@@ -232,8 +235,13 @@ _MANY_UPDATES: Mapping[str, Any] = {
 
 OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {**_FAST, "tau": 0.01},
-    # Rewards of three steps: a fall is felt sooner.
-    "Walker2d-v5": {**_FAST, "tau": 0.01, "n_step": 3, **_MANY_UPDATES},
+    # Rewards of three steps: a fall is felt sooner. With layer norm it learnt a fifth as much.
+    "Walker2d-v5": {**_MANY_UPDATES, "n_step": 3},
+    # With running statistics of the observations it stood still at 280.
+    "Hopper-v5": {**_MANY_UPDATES, "n_step": 3, "obs_normalization": False},
+    # Layer norm trebled it; rewards of three steps halved that.
+    "Ant-v5": {**_MANY_UPDATES, "layer_norm": True},
+    "Humanoid-v5": {**_MANY_UPDATES, "layer_norm": True, "obs_normalization": False},
     "InvertedPendulum-v5": {
         **_FAST,
         "num_envs": 8,
