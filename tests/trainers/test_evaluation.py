@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import psutil
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.trainers import BackgroundEvaluation, evaluate
-from torchrl_unilab.trainers.evaluation import Evaluation
+from torchrl_unilab.trainers.evaluation import Evaluation, Videos
 from torchrl_unilab.weight_update import UniLabShmTransport
 
 make_env = partial(MujocoBatchEnv, "InvertedPendulum-v5", 3, num_threads=1, max_episode_steps=50)
@@ -139,3 +140,21 @@ def test_a_process_that_dies_fails_the_next_batch(policy, transport):
 def test_an_interval_of_no_frames_is_refused_before_a_process_starts(policy, transport):
     with pytest.raises(ConfigError, match=r"interval: 0 frames \(expected at least 1\)"):
         BackgroundEvaluation(make_env, policy, transport, interval=0)
+
+
+def test_an_evaluation_is_filmed_each_so_many_frames(policy, transport, tmp_path):
+    stage = partial(MujocoBatchEnv, "InvertedPendulum-v5", 1, num_threads=1, max_episode_steps=3)
+    videos = Videos(stage, tmp_path / "videos", interval=200)
+    trainer = _Trainer()
+    evaluation = BackgroundEvaluation(make_env, policy, transport, interval=100, videos=videos)
+    try:
+        evaluation.register(trainer)
+        for frames in (100, 200, 300, 400):
+            trainer.collect(frames)
+            evaluation.finish()
+    finally:
+        evaluation.close()
+    names = sorted(path.name for path in videos.directory.iterdir())
+    assert names == ["frames-000000000200.mp4", "frames-000000000400.mp4"]
+    with av.open(str(videos.directory / names[0])) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 4  # three steps, and the first state

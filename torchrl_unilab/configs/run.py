@@ -15,6 +15,7 @@ from torchrl_unilab.configs.settings import (
     setting,
     text,
 )
+from torchrl_unilab.errors import ConfigError
 
 __all__ = ["LoggerName", "RunConfig"]
 
@@ -61,6 +62,12 @@ class RunConfig(Settings):
         "end",
         integer().or_none(),
     )
+    video_interval: int | None = setting(
+        None,
+        "frames between evaluations that are filmed, into videos/; None: no videos. Needs "
+        "eval_interval, a task of MujocoBatchEnv and the package PyAV",
+        integer().or_none(),
+    )
     trace: bool = setting(
         False, "write trace.json, for ui.perfetto.dev: what each process did when", flag()
     )
@@ -68,6 +75,15 @@ class RunConfig(Settings):
         None, "frames between checkpoints; None: a quarter of all", integer().or_none()
     )
     keep_checkpoints: int = setting(2, "checkpoints that are kept, the newest", integer())
+
+    def __post_init__(self) -> None:
+        """Check each setting, then those that depend on each other."""
+        super().__post_init__()
+        if self.video_interval is not None and self.eval_interval is None:
+            raise ConfigError(
+                f"video_interval: {self.video_interval} without eval_interval (expected both: "
+                "evaluations are filmed). Give it."
+            )
 
     @property
     def interval(self) -> int:

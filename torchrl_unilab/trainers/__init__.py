@@ -19,7 +19,7 @@ from torchrl_unilab.trainers.runs.playback import play_run
 from torchrl_unilab.trainers.runs.resume import resume_run
 from torchrl_unilab.trainers.runs.saved import evaluate_run
 from torchrl_unilab.trainers.runs.train import train_appo, train_off_policy
-from torchrl_unilab.trainers.runs.video import Mp4Logger
+from torchrl_unilab.trainers.video import Mp4Logger
 
 __all__ = [
     "APPOConfig",

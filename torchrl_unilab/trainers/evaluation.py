@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import cloudpickle
@@ -22,9 +23,10 @@ from torchrl_unilab.collectors.worker import on_host
 from torchrl_unilab.errors import ConfigError, PeerGoneError
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
+from torchrl_unilab.trainers.video import film_episodes
 from torchrl_unilab.weight_update import UniLabShmTransport
 
-__all__ = ["BackgroundEvaluation", "Evaluation", "evaluate"]
+__all__ = ["BackgroundEvaluation", "Evaluation", "Videos", "evaluate"]
 
 _NICENESS = 10  # learner and collectors come first
 
@@ -92,6 +94,20 @@ class Evaluation(NamedTuple):
     mean_length: float
 
 
+class Videos(NamedTuple):
+    """Which evaluations are filmed, and where to.
+
+    Attributes:
+        create_env: Makes a `MujocoBatchEnv` with one simulation. Picklable.
+        directory: Gets ``frames-NUMBER.mp4``.
+        interval: Frames from one filmed evaluation to the next.
+    """
+
+    create_env: CreateEnv
+    directory: Path
+    interval: int
+
+
 class BackgroundEvaluation:
     """Evaluates the published policy in a process of its own, every so many frames.
 
@@ -104,6 +120,7 @@ class BackgroundEvaluation:
         transport: Where its weights are published.
         interval: Frames from one evaluation to the next.
         seed: Seeds the environment before each evaluation.
+        videos: What is filmed: of such an evaluation, one more episode.
 
     Raises:
         ConfigError: `interval` is not positive.
@@ -136,6 +153,7 @@ class BackgroundEvaluation:
         *,
         interval: int,
         seed: int = 0,
+        videos: Videos | None = None,
     ) -> None:
         if interval < 1:
             raise ConfigError(
@@ -146,7 +164,10 @@ class BackgroundEvaluation:
         self._trainer: Trainer | None = None
         self._running = False
         self._begun = 0  # intervals in which a batch has come
-        payload = cloudpickle.dumps((create_env, on_host(policy)))
+        self._videos = videos
+        self._filmed = 0  # intervals of videos in which an evaluation has come
+        stage = videos.create_env if videos else None
+        payload = cloudpickle.dumps((create_env, stage, on_host(policy)))
         self._process = WorkerGroup(_run, [(payload, transport, seed)], name="evaluation")
 
     def register(self, trainer: Trainer) -> None:
@@ -170,8 +191,16 @@ class BackgroundEvaluation:
         if intervals > self._begun:
             self._begun = intervals
             if not self._running:
-                self._process.send(0, self._trainer.collected_frames)
+                frames = self._trainer.collected_frames
+                self._process.send(0, frames, self._video(frames))
                 self._running = True
+
+    def _video(self, frames: int) -> Path | None:
+        """Where the evaluation is filmed to, if it is to be."""
+        if self._videos is None or frames // self._videos.interval <= self._filmed:
+            return None
+        self._filmed = frames // self._videos.interval
+        return self._videos.directory / f"frames-{frames:012d}.mp4"
 
     def _log(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -198,14 +227,27 @@ class BackgroundEvaluation:
 def _run(link: Link, payload: bytes, transport: UniLabShmTransport, seed: int) -> None:
     """Evaluate on request, until the learner ends."""
     os.nice(_NICENESS)
-    create_env, policy = cloudpickle.loads(payload)
+    create_env, create_stage, policy = cloudpickle.loads(payload)
     with contextlib.closing(create_env()) as env:
         link.ready()
         with contextlib.suppress(PeerGoneError):
             while True:
                 request = link.request(block=True)
                 assert request is not None, "it was waited for"
+                frames, video = request
                 version = transport.read_weights_into(policy)
                 env.set_seed(seed)
                 returns, lengths = _play(env, policy)
-                link.answer((*request, version, returns.mean().item(), lengths.mean().item()))
+                if video is not None:
+                    _film(create_stage, policy, video, seed)
+                link.answer((frames, version, returns.mean().item(), lengths.mean().item()))
+
+
+def _film(create_env: CreateEnv, policy: TensorDictModuleBase, path: Path, seed: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with (
+        contextlib.closing(create_env()) as env,
+        set_exploration_type(ExplorationType.DETERMINISTIC),
+    ):
+        env.set_seed(seed)
+        film_episodes(env, policy, path)

@@ -45,7 +45,7 @@ def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys)
 
 
 def test_a_task_of_many_steps_a_second_is_filmed_in_its_own_time(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchrl_unilab.trainers.runs.playback._MOST_FPS", 10)
+    monkeypatch.setattr("torchrl_unilab.trainers.video._MOST_FPS", 10)
     result = play_run(run_dir, tmp_path / "out.mp4", width=64, height=48)
     # every third of 25 steps a second
     assert result["fps"] == pytest.approx(25 / 3)

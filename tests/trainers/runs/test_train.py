@@ -20,6 +20,7 @@ from torchrl_unilab.cli import main
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import (
     APPOConfig,
     APPOTrainer,
@@ -208,6 +209,15 @@ def test_elsewhere_than_in_a_terminal_there_are_lines_and_no_bar(tmp_path, monke
 
 def test_a_run_that_has_ended_leaves_no_child(appo_run):
     assert not live_children()
+
+
+def test_videos_that_cannot_be_made_are_refused_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match=r"video_interval: 9 without eval_interval"):
+        _train(tmp_path / "run", video_interval=9)
+    options = {"video_interval": 9, "eval_interval": 9, "create_env": _pendulum}
+    with pytest.raises(ConfigError, match=r"video_interval: with an environment of one's own"):
+        _train(tmp_path / "run", env="Pendulum-v1", **options)
+    assert not (tmp_path / "run").exists()
 
 
 # Runs of other kinds

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-from collections.abc import Generator
-from fractions import Fraction
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs.saved import load_run
-from torchrl_unilab.trainers.runs.video import check_video, write_video
+from torchrl_unilab.trainers.video import check_video, film_episodes
 
 __all__ = ["play_run"]
-
-_MOST_FPS = 60
-Picture: TypeAlias = NDArray[np.uint8]
 
 
 def play_run(
@@ -83,54 +74,20 @@ def play_run(
         render_height=height,
         render_camera=camera,
     )
-    every = math.ceil(1 / (_MOST_FPS * run.env.dt))
-    fps = Fraction(1 / (run.env.dt * every)).limit_denominator(1000)
-    returns: list[float] = []
-    lengths: list[int] = []
-
-    def film() -> Generator[Picture, None, None]:
-        for _ in range(episodes):
-            total, steps = yield from _film_episode(run.env, run.actor, every)
-            returns.append(total)
-            lengths.append(steps)
-
     kind = ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM
     with (
         contextlib.closing(run.env),
-        torch.no_grad(),
         torch.random.fork_rng(devices=[]),
         set_exploration_type(kind),
     ):
         torch.manual_seed(seed)
-        frames = write_video(video, film(), fps)
+        film = film_episodes(run.env, run.actor, video, episodes)
     return {
         "env": run.settings["env"],
         "episodes": episodes,
-        "mean": float(np.mean(returns)),
-        "min": min(returns),
-        "max": max(returns),
-        "returns": returns,
-        "lengths": lengths,
-        "frames": frames,
-        "fps": float(fps),
+        "mean": float(np.mean(film.returns)),
+        "min": min(film.returns),
+        "max": max(film.returns),
+        **film._asdict(),
         "video": str(video),
     }
-
-
-def _film_episode(
-    env: MujocoBatchEnv, actor: TensorDictModuleBase, every: int
-) -> Generator[Picture, None, tuple[float, int]]:
-    """Yield an episode's pictures; return its return and its number of steps."""
-    current = env.reset()
-    total, steps, done = 0.0, 0, False
-    while not done:
-        if steps % every == 0:
-            yield env.render()[0]
-        stepped = env.step(actor(current))
-        after = stepped["next"]
-        total += after["reward"].item()
-        done = after["done"].item()
-        steps += 1
-        current = env.step_mdp(stepped)
-    yield env.render()[0]
-    return total, steps

@@ -29,7 +29,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
-from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, evaluate
+from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import ProgressLines, StopWhen
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
@@ -48,12 +48,14 @@ from torchrl_unilab.trainers.runs.summary import (
     plot_returns,
     run_logger,
 )
+from torchrl_unilab.trainers.video import check_filming
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["Run", "train_appo", "train_off_policy"]
 
 SUMMARY = "summary.json"
 TRACE = "trace.json"
+VIDEOS = "videos"
 
 
 def train_appo(
@@ -165,6 +167,8 @@ class Run:
         self.algorithm = ALGORITHMS[config.algorithm]
         self.loggers = options.logger.split(",")
         check_loggers(self.loggers)
+        if options.video_interval is not None:
+            check_filming(own_environment=create_env is not None)
         self.threads = run_threads(config)
         self.announce = announce or (lambda line: None)
         if create_env is None:
@@ -251,12 +255,14 @@ class Run:
         if self.algorithm.replay:
             closing.callback(trainer.close)
         if options.eval_interval is not None:
+            filmed = options.video_interval
             self.evaluation = BackgroundEvaluation(
                 self._evaluation_factory(threads=1),
                 self.learner.actor,
                 scheme.create_transport(),
                 interval=options.eval_interval,
                 seed=options.seed,
+                videos=Videos(self._create_proxy, self.path / VIDEOS, filmed) if filmed else None,
             )
             closing.callback(self.evaluation.close)
             self.evaluation.register(trainer)

@@ -1,22 +1,31 @@
-"""Videos as H.264 in mp4 files, written by PyAV, for `play_run` and TorchRL's `VideoRecorder`."""
+"""Videos as H.264 in mp4 files, written by PyAV.
+
+`play_run` and `BackgroundEvaluation` film episodes, TorchRL's `VideoRecorder` takes `Mp4Logger`.
+"""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict.nn import TensorDictModuleBase
 from torchrl.record.loggers.csv import CSVLogger
 
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.envs.rendering import find_backend
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["Mp4Logger", "check_video", "write_video"]
+__all__ = ["Film", "Mp4Logger", "check_filming", "check_video", "film_episodes", "write_video"]
+
+_MOST_FPS = 60
 
 
 class Mp4Logger(CSVLogger):
@@ -37,7 +46,8 @@ class Mp4Logger(CSVLogger):
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl.record import VideoRecorder
         >>> from torchrl_unilab.envs import MujocoBatchEnv
-        >>> from torchrl_unilab.trainers.runs.video import Mp4Logger
+    from torchrl_unilab.envs.rendering import find_backend
+        >>> from torchrl_unilab.trainers.video import Mp4Logger
         >>> directory = tempfile.mkdtemp()
         >>> recorder = VideoRecorder(Mp4Logger("hopper", directory), tag="rollout", fps=40)
         >>> env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 4, from_pixels=True), recorder)
@@ -111,6 +121,24 @@ def check_video(path: str | os.PathLike[str], width: int, height: int) -> None:
         )
 
 
+def check_filming(*, own_environment: bool = False) -> None:
+    """Check, before anything starts, that a run can film its evaluations.
+
+    Args:
+        own_environment: Whether it has another environment than `MujocoBatchEnv`.
+
+    Raises:
+        ConfigError: It has, PyAV is missing, or OpenGL cannot draw here.
+    """
+    if own_environment:
+        raise ConfigError(
+            "video_interval: with an environment of one's own (expected a task of "
+            "MujocoBatchEnv, which draws). Leave it out."
+        )
+    _av()
+    find_backend(os.environ.get("MUJOCO_GL", "").lower().strip())
+
+
 def write_video(
     path: str | os.PathLike[str], frames: Iterable[NDArray[np.uint8]], fps: Fraction | int
 ) -> int:
@@ -157,8 +185,70 @@ def write_video(
     return count
 
 
+class Film(NamedTuple):
+    """What was filmed: each episode's return and length, and the video's frames and their rate."""
+
+    returns: list[float]
+    lengths: list[int]
+    frames: int
+    fps: float
+
+
+@torch.no_grad()
+def film_episodes(
+    env: MujocoBatchEnv,
+    actor: TensorDictModuleBase,
+    path: str | os.PathLike[str],
+    episodes: int = 1,
+) -> Film:
+    """Film episodes of an environment with one simulation, at the speed of the simulated time.
+
+    Where the task takes more than 60 steps a second, every second step is filmed, or third, and so
+    on; each episode's first and last state always are.
+
+    Raises:
+        ConfigError: As `write_video`, or OpenGL cannot draw here.
+    """
+    every = math.ceil(1 / (_MOST_FPS * env.dt))
+    fps = Fraction(1 / (env.dt * every)).limit_denominator(1000)
+    returns: list[float] = []
+    lengths: list[int] = []
+
+    def pictures() -> Generator[NDArray[np.uint8], None, None]:
+        for _ in range(episodes):
+            total, steps = yield from _film_episode(env, actor, every)
+            returns.append(total)
+            lengths.append(steps)
+
+    frames = write_video(path, pictures(), fps)
+    return Film(returns, lengths, frames, float(fps))
+
+
+def _film_episode(
+    env: MujocoBatchEnv, actor: TensorDictModuleBase, every: int
+) -> Generator[NDArray[np.uint8], None, tuple[float, int]]:
+    """Yield an episode's pictures; return its return and its number of steps."""
+    current = env.reset()
+    total, steps, done = 0.0, 0, False
+    while not done:
+        if steps % every == 0:
+            yield env.render()[0]
+        stepped = env.step(actor(current))
+        after = stepped["next"]
+        total += after["reward"].item()
+        done = after["done"].item()
+        steps += 1
+        current = env.step_mdp(stepped)
+    yield env.render()[0]
+    return total, steps
+
+
 def _av() -> Any:
-    """PyAV, which is installed only for those who want videos."""
+    """Return PyAV, which is installed only for those who want videos.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
     try:
         return importlib.import_module("av")
     except ModuleNotFoundError as error:

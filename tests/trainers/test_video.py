@@ -13,7 +13,7 @@ from torchrl.record import VideoRecorder
 
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.runs.video import Mp4Logger, check_video, write_video
+from torchrl_unilab.trainers.video import Mp4Logger, check_video, write_video
 
 
 def _read(path) -> tuple[np.ndarray, Fraction]:
