@@ -59,7 +59,7 @@ class GaussianParameters(NormalizedNetwork):
         return tensordict.set("scale", self.log_std.exp().expand_as(loc))
 
 
-class DiagonalNormal(torch.distributions.Independent[torch.distributions.Normal]):
+class DiagonalNormal(torch.distributions.Independent):  # type: ignore[type-arg]
     """Independent normal distributions over the last axis.
 
     TorchRL's `IndependentNormal` without its mappings and checks of the parameters, which

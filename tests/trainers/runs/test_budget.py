@@ -212,7 +212,9 @@ def test_the_command_takes_the_settings_of_a_run_and_prints_plain_data(capsys):
     settings = ["--replay-buffer-n", "1000", "--num-envs", "4", "--num-collectors", "2"]
     assert main(["budget", "sac", "--env", "Hopper-v5", "--json", *settings]) == 0
     printed = json.loads(capsys.readouterr().out)
-    config = OffPolicyConfig(replay_buffer_n=1000, num_envs=4, num_collectors=2)
+    config = OffPolicyConfig.for_task(
+        "Hopper-v5", replay_buffer_n=1000, num_envs=4, num_collectors=2
+    )
     expected = plan_run("Hopper-v5", config)
     assert printed["threads"] == dataclasses.asdict(expected.threads)
     assert printed["memory"]["items"][0]["nbytes"] == expected.memory.items[0].nbytes
