@@ -5,6 +5,8 @@ import multiprocessing as mp
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -201,6 +203,20 @@ def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_rea
 def test_a_worker_that_ends_before_it_is_ready_reminds_of_the_main_guard():
     with pytest.raises(WorkerError, match=r"exit code 3 before .*`if __name__ == \"__main__\":`"):
         WorkerGroup(_leave_at_start, [()], name="server")
+
+
+def test_a_script_without_its_main_guard_is_told_so_however_much_its_workers_get(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from torchrl_unilab.runtime import WorkerGroup\n"
+        "from torchrl_unilab.runtime.link import Link\n"
+        f"WorkerGroup(Link.ready, [(bytes({LARGE}),)])\n"
+    )
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 1
+    assert "before it was ready" in done.stderr
+    assert "for each worker imports the script" in done.stderr
 
 
 @pytest.mark.parametrize(

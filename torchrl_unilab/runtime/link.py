@@ -16,15 +16,17 @@ import select
 import signal
 import struct
 import sys
+import tempfile
 import traceback
 from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 import torch
 
-__all__ = ["Channel", "Link", "ParentGoneError", "serve"]
+__all__ = ["Channel", "Link", "ParentGoneError", "Shipment", "serve"]
 
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
 _RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
@@ -210,6 +212,37 @@ class Link:
     def close(self) -> None:
         """Close this end. Idempotent."""
         self._channel.close()
+
+
+class Shipment:
+    """What a worker gets, of any size, in a file that has no name.
+
+    A process that is started takes its own pickle from a pipe. If it dies before it does, as
+    where a script lacks its main guard, the parent would wait for room in that pipe for good.
+
+    Args:
+        content: Picklable as the argument of a process.
+    """
+
+    def __init__(self, content: tuple[Any, ...]) -> None:
+        self.content = content
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (until the process has it)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        ForkingPickler(self._file).dump(self.content)
+        self._file.flush()
+        return _unpack, (DupFd(self._file.fileno()),)
+
+    def close(self) -> None:
+        """Close this process's end, once the worker is started."""
+        self._file.close()
+
+
+def _unpack(descriptor: Any) -> tuple[Any, ...]:
+    with os.fdopen(descriptor.detach(), "rb") as file:
+        file.seek(0)
+        content: tuple[Any, ...] = pickle.load(file)
+        return content
 
 
 def serve(

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from torchrl_unilab.errors import WorkerError
-from torchrl_unilab.runtime.link import Channel, serve
+from torchrl_unilab.runtime.link import Channel, Shipment, serve
 
 __all__ = ["WorkerGroup"]
 
@@ -120,14 +120,18 @@ class WorkerGroup:
 
     def _start(self, index: int) -> _Worker:
         here, there = self._context.Pipe()
+        shipment = Shipment(self._arguments[index])
         process = self._context.Process(
             target=serve,
-            args=(there, self._target, self._arguments[index], self._num_threads),
+            args=(there, self._target, shipment, self._num_threads),
             name=f"{self._name}-{index}",
             daemon=False,  # a worker may have processes of its own, as ParallelEnv has
         )
-        process.start()
-        there.close()
+        try:
+            process.start()
+        finally:
+            shipment.close()
+            there.close()
         return _Worker(index, f"{self._name} {index}", process, Channel(here))
 
     def __len__(self) -> int:
