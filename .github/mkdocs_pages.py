@@ -118,10 +118,10 @@ Two groups have tests of their own. `UniLabShmScheme` under `Collector`, `MultiS
 
 ## Versions
 
-`make test-matrix` runs the tests under each set; Python 3.11 on Linux, 2026-11-23. The oldest and the
-newest set ran those of weights, storages, environments (the newest alone), collectors, trainers,
-losses and Hydra. TorchRL 0.14.1 takes no tensordict 0.15. Under the newest PyTorch its C++ extension
-loads, and prioritised samplers work.
+`make test-matrix` runs the tests under each set; Python 3.11 on Linux, 2026-11-23. The oldest and
+the newest set ran those of weights, storages, environments (the newest alone), collectors,
+trainers, losses and Hydra. TorchRL 0.14.1 takes no tensordict 0.15. Under the newest PyTorch its
+C++ extension loads, and prioritised samplers work.
 
 | set | torch | torchrl | tensordict | mujoco | gymnasium | numpy | tests |
 |---|---|---|---|---|---|---|---|

@@ -72,6 +72,14 @@ def _sleep_on(link: Link) -> None:
     link.request(block=True)
 
 
+def _leave_at_once(link: Link) -> None:
+    os._exit(3)
+
+
+def _end_before_it_is_ready() -> None:
+    WorkerGroup(_leave_at_once, [()], name="collector")
+
+
 def _lose_a_worker() -> None:
     with WorkerGroup(_sleep_on, [()], name="collector") as group:
         os.kill(group.pids[0], signal.SIGKILL)
@@ -143,6 +151,7 @@ CAUSES: dict[str, Callable[[], object]] = {
     "workers behind": _wait_for_a_worker,
     "cannot use": _publish_after_the_end,
     "... was ended": _lose_a_worker,
+    "... before it was ready": _end_before_it_is_ready,
     "no rollout": _wait_for_a_rollout,
     "slices of": _sample_slices,
     "cannot write": _fill_the_ring,
