@@ -46,7 +46,6 @@ class Mp4Logger(CSVLogger):
         >>> from torchrl.envs import TransformedEnv
         >>> from torchrl.record import VideoRecorder
         >>> from torchrl_unilab.envs import MujocoBatchEnv
-    from torchrl_unilab.envs.rendering import find_backend
         >>> from torchrl_unilab.trainers.video import Mp4Logger
         >>> directory = tempfile.mkdtemp()
         >>> recorder = VideoRecorder(Mp4Logger("hopper", directory), tag="rollout", fps=40)

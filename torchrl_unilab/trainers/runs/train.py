@@ -379,7 +379,8 @@ def child_seeds(seed: int, count: int) -> list[int]:
 
 def _can_draw() -> bool:
     """Whether a progress bar can be drawn: in a terminal, or in a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    shell = sys.modules.get("IPython")
+    return sys.stderr.isatty() or (shell is not None and shell.get_ipython() is not None)
 
 
 def _new_run_dir(run_dir: str | os.PathLike[str]) -> Path:
