@@ -21,7 +21,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-all test-faults test-gpu test-learning test-wheel test-matrix soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
+.PHONY: install check train robot test test-tutorials test-all test-faults test-gpu test-learning test-wheel test-matrix soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update learn learning-page screen clean
 
 install: $(STAMP)
 
@@ -38,7 +38,11 @@ robot: install
 	$(BIN)/torchrl-unilab train appo --env QuadrupedWalk --frames 1500000 --stop-at 500 --max-seconds 160 --seed $(SEED) --run-dir $(ROBOT_DIR)
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --nbmake tutorials tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests
+
+# The notebooks, from the first cell to the last.
+test-tutorials: install
+	PYTHONSTARTUP=$(CURDIR)/tests/support/fork_server.py $(BIN)/python -m pytest -n 2 --dist loadfile --nbmake tutorials
 
 # The inner loop: what takes no other process to test.
 FAST := tests/test_errors.py tests/test_contributing.py tests/test_migration.py tests/modules tests/objectives tests/shm
