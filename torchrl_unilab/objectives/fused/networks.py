@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,41 +245,36 @@ class ReluNetwork:
 
     def backward(self, gradient: torch.Tensor) -> None:
         """Write the parameters' gradients, given the outputs', [k, n, out]."""
-        for i, dy in self._descend(gradient):
+        for i in range(len(self._layers) - 1, -1, -1):
             linear = self._layers[i][0]
-            if dy.dtype == self._dtype:
-                torch.bmm(dy.transpose(1, 2), self._inputs[i], out=linear.weight_grad)
-                torch.sum(dy, 1, out=linear.bias_grad)
+            if gradient.dtype == self._dtype:
+                torch.bmm(gradient.transpose(1, 2), self._inputs[i], out=linear.weight_grad)
+                torch.sum(gradient, 1, out=linear.bias_grad)
             else:
-                linear.weight_grad.copy_(torch.bmm(dy.transpose(1, 2), self._inputs[i]))
-                linear.bias_grad.copy_(dy.sum(1))
+                linear.weight_grad.copy_(torch.bmm(gradient.transpose(1, 2), self._inputs[i]))
+                linear.bias_grad.copy_(gradient.sum(1))
+            if i:
+                gradient = self._descend(i, gradient, learn=True)
 
     def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
         """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
-        for i, dy in self._descend(gradient, learn=False):
-            if i == 0:
-                by_input = torch.bmm(dy, self._layers[0][0].weight[:, :, start:])
-                return by_input.sum(0, dtype=self._dtype)
-        raise AssertionError("a network has a first layer")
+        for i in range(len(self._layers) - 1, 0, -1):
+            gradient = self._descend(i, gradient, learn=False)
+        by_input = torch.bmm(gradient, self._layers[0][0].weight[:, :, start:])
+        return by_input.sum(0, dtype=self._dtype)
 
-    def _descend(
-        self, gradient: torch.Tensor, *, learn: bool = True
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield the gradient of each linear layer's outputs, [k, n, out], last layer first."""
-        for i in range(len(self._layers) - 1, -1, -1):
-            yield i, gradient
-            if i == 0:
-                return
-            gradient = torch.bmm(gradient, self._layers[i][0].weight)
-            gradient = torch.ops.aten.threshold_backward.grad_input(
-                gradient, self._inputs[i], 0, grad_input=gradient
+    def _descend(self, i: int, gradient: torch.Tensor, *, learn: bool) -> torch.Tensor:
+        """Return the gradient of linear layer i - 1's outputs, given that of layer i's."""
+        gradient = torch.bmm(gradient, self._layers[i][0].weight)
+        gradient = torch.ops.aten.threshold_backward.grad_input(
+            gradient, self._inputs[i], 0, grad_input=gradient
+        )
+        norm = self._layers[i - 1][1]
+        if norm is not None:
+            gradient = self._normalize_backward(
+                gradient.to(self._dtype), norm, self._normed[i - 1], learn
             )
-            norm = self._layers[i - 1][1]
-            if norm is not None:
-                gradient = self._normalize_backward(
-                    gradient.to(self._dtype), norm, self._normed[i - 1], learn
-                )
-            gradient = gradient.to(self._matmul_dtype)
+        return gradient.to(self._matmul_dtype)
 
     def _normalize(self, x: torch.Tensor, norm: _Affine) -> torch.Tensor:
         out, seen = torch.empty_like(x), []
