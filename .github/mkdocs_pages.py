@@ -71,12 +71,13 @@ def _settings() -> Iterator[str]:
 
 def _table(title: str, kind: type[Settings], defaults: dict[str, object]) -> Iterator[str]:
     yield f"\n## {title}\n\n| setting | default | what | range |\n|---|---|---|---|"
+    kinds = kind.kinds()
     for field in dataclasses.fields(kind):
         if field.name != "algorithm":
             default = defaults.get(field.name, field.default)
             shown = "" if default is dataclasses.MISSING else f"`{default}`"
             meaning = field.metadata["help"]
-            yield f"| `{field.name}` | {shown} | {meaning} | {field.metadata['constraint']} |"
+            yield f"| `{field.name}` | {shown} | {meaning} | {kinds[field.name]} |"
 
 
 def _metrics() -> Iterator[str]:

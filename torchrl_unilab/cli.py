@@ -121,15 +121,13 @@ def _add_settings(
     skip: Collection[str] = (),
 ) -> None:
     """Add a flag per setting; what is not given is None."""
-    types = typing.get_type_hints(kind)
+    types, kinds = typing.get_type_hints(kind), kind.kinds()
     for field in dataclasses.fields(kind):
         if field.name in skip:
             continue
         arguments = _argument(types[field.name])
         default = defaults[field.name]
-        text, bounds = field.metadata["help"], field.metadata["constraint"].range
-        if bounds:
-            text += f"; {bounds.removeprefix('of ')}"
+        text = f"{field.metadata['help']}; {kinds[field.name]}"
         if default is not dataclasses.MISSING:
             text += f" (default: {default})"
         flag = "--" + field.name.rstrip("_").replace("_", "-")

@@ -1,4 +1,4 @@
-"""Settings of runs: one line each, with type, default, help text and constraint.
+"""Settings of runs: one line each, with type, default and help text.
 
 Nothing here imports torch, so that the command line and Hydra know all settings at once.
 """

@@ -5,24 +5,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from torchrl_unilab.configs.settings import (
+    Count,
+    Device,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
     Settings,
-    choice,
-    device,
-    flag,
-    integer,
-    number,
+    Text,
+    Widths,
     setting,
-    text,
-    widths,
 )
 from torchrl_unilab.errors import ConfigError
 
 __all__ = ["APPO_TASKS", "APPOConfig"]
 
 MAX_POOL = 8
+Pool = Annotated[int, Field(ge=1, le=MAX_POOL, description=f"an integer within [1, {MAX_POOL}]")]
+Correlation = Annotated[
+    float, Field(ge=0, le=0.999, description="a finite number within [0, 0.999]")
+]
 Overflow = Literal["overwrite", "block"]
 Pull = Literal["step", "rollout"]
 """What a run offers of `UniLabShmScheme`'s `pull`: without ``"manual"``, as no run calls it."""
@@ -45,101 +52,83 @@ class APPOConfig(Settings):
     learner_threads: ClassVar[int] = 1  # small networks run fastest on one thread
     min_frames: ClassVar[int] = 1
 
-    device: str = setting("cpu", "device that learns; collectors act on the CPU", device())
-    num_envs: int = setting(64, "environments per collector", integer())
-    num_steps: int = setting(16, "steps of each environment in a rollout", integer())
-    num_collectors: int = setting(1, "collector processes", integer())
-    physics_threads: int | None = setting(
-        None, "physics threads per collector; None shares the cores", integer().or_none()
+    device: Device = setting("cpu", "device that learns; collectors act on the CPU")
+    num_envs: Count = setting(64, "environments per collector")
+    num_steps: Count = setting(16, "steps of each environment in a rollout")
+    num_collectors: Count = setting(1, "collector processes")
+    physics_threads: Count | None = setting(
+        None, "physics threads per collector; None shares the cores"
     )
-    pool: int = setting(
-        1, "rollouts that are reused together; the oldest is replaced", integer(1, MAX_POOL)
-    )
-    epochs: int = setting(10, "passes over the pool per new rollout", integer())
-    minibatches: int = setting(8, "minibatches per pass over the pool", integer())
-    lr: float = setting(
+    pool: Pool = setting(1, "rollouts that are reused together; the oldest is replaced")
+    epochs: Count = setting(10, "passes over the pool per new rollout")
+    minibatches: Count = setting(8, "minibatches per pass over the pool")
+    lr: Positive = setting(
         3e-4,
         "initial and highest learning rate; the KL divergence adapts it, down to 1e-5, or to "
         "the annealed bound where that is lower",
-        number(above=0),
     )
     anneal: bool = setting(
-        True, "let the highest learning rate fall linearly, to 0 at the last frame", flag()
+        True, "let the highest learning rate fall linearly, to 0 at the last frame"
     )
-    desired_kl: float = setting(
-        0.02, "KL divergence, target to current policy, to steer towards", number(above=0)
+    desired_kl: Positive = setting(
+        0.02, "KL divergence, target to current policy, to steer towards"
     )
-    max_grad_norm: float = setting(1.0, "bound of the gradient's norm", number(above=0))
-    reward_scale: float = setting(
-        0.1, "factor on rewards for learning; reported returns are unscaled", number(above=0)
+    max_grad_norm: Positive = setting(1.0, "bound of the gradient's norm")
+    reward_scale: Positive = setting(
+        0.1, "factor on rewards for learning; reported returns are unscaled"
     )
-    observation: str = setting("observation", "key that the actor reads", text())
-    critic_observation: str = setting(
-        "observation", "key that the critic reads; may hold what no actor can know", text()
+    observation: Text = setting("observation", "key that the actor reads")
+    critic_observation: Text = setting(
+        "observation", "key that the critic reads; may hold what no actor can know"
     )
-    hidden: tuple[int, ...] = setting((64, 64), "widths of actor's and critic's layers", widths())
-    log_std: float = setting(0.0, "initial log standard deviation of the actions", number())
+    hidden: Widths = setting((64, 64), "widths of actor's and critic's layers")
+    log_std: float = setting(0.0, "initial log standard deviation of the actions")
     final_log_std: float | None = setting(
         None,
         "highest log standard deviation after the last frame; the bound falls to it linearly, "
         "from log_std; None: no bound",
-        number().or_none(),
     )
-    noise_correlation: float = setting(
+    noise_correlation: Correlation = setting(
         0.0,
         "correlation of an environment's exploration noise with its step before; 0: white noise",
-        number(0, 0.999),
     )
-    gamma: float = setting(0.99, "discount per step", number(0, 1))
-    lambda_: float = setting(0.95, "decay of V-trace's traces", number(0, 1))
-    rho_bar: float = setting(
-        1.0, "V-trace's bound of the ratio in temporal differences", number(above=0)
+    gamma: Fraction = setting(0.99, "discount per step")
+    lambda_: Fraction = setting(0.95, "decay of V-trace's traces")
+    rho_bar: Positive = setting(1.0, "V-trace's bound of the ratio in temporal differences")
+    c_bar: NonNegative = setting(1.0, "V-trace's bound of the ratio in traces")
+    clip_epsilon: NonNegative = setting(0.2, "bound of the surrogate's ratio")
+    value_clip: Positive | None = setting(None, "bound of a value's change; None leaves it free")
+    critic_coeff: NonNegative = setting(1.0, "weight of the value loss")
+    entropy_coeff: float = setting(0.0, "weight of the entropy bonus")
+    tau: Fraction = setting(1.0, "share of the current policy that a target update takes over")
+    target_update_freq: Count | None = setting(
+        None, "optimiser steps between target updates; None: once per rollout"
     )
-    c_bar: float = setting(1.0, "V-trace's bound of the ratio in traces", number(0))
-    clip_epsilon: float = setting(0.2, "bound of the surrogate's ratio", number(0))
-    value_clip: float | None = setting(
-        None, "bound of a value's change; None leaves it free", number(above=0).or_none()
-    )
-    critic_coeff: float = setting(1.0, "weight of the value loss", number(0))
-    entropy_coeff: float = setting(0.0, "weight of the entropy bonus", number())
-    tau: float = setting(
-        1.0, "share of the current policy that a target update takes over", number(0, 1)
-    )
-    target_update_freq: int | None = setting(
-        None, "optimiser steps between target updates; None: once per rollout", integer().or_none()
-    )
-    fused: bool = setting(True, "update by `FusedAPPOUpdate` where the networks allow", flag())
+    fused: bool = setting(True, "update by `FusedAPPOUpdate` where the networks allow")
     compile: bool = setting(
         False,
         "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
         "compiler, so it pays off in long runs only",
-        flag(),
     )
     pull: Pull = setting(
         "step",
         "where in a rollout collectors take over newly published weights: before any step, or "
         "at its start alone, so that one policy acts in all of it",
-        choice(Pull),
     )
     stagger: bool = setting(
-        True, "draw the first episodes' time limits, so that not all end in the same step", flag()
+        True, "draw the first episodes' time limits, so that not all end in the same step"
     )
-    slots: int | None = setting(
-        None, "slots of the rollout ring; None: one per collector", integer().or_none()
-    )
+    slots: Count | None = setting(None, "slots of the rollout ring; None: one per collector")
     overflow: Overflow = setting(
-        "block", "what a collector without a free slot does to its rollout", choice(Overflow)
+        "block", "what a collector without a free slot does to its rollout"
     )
-    max_policy_lag: int | None = setting(
+    max_policy_lag: Natural | None = setting(
         None,
         "published versions after which a rollout is dropped; None keeps all",
-        integer(0).or_none(),
     )
-    lockstep: bool = setting(
-        False, "collect only when the learner asks: repeatable bit for bit", flag()
-    )
-    restart_workers: int = setting(
-        0, "lost collectors to replace before the loss of one ends the run", integer(0)
+    lockstep: bool = setting(False, "collect only when the learner asks: repeatable bit for bit")
+    restart_workers: Natural = setting(
+        0, "lost collectors to replace before the loss of one ends the run"
     )
 
     def __post_init__(self) -> None:

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from torchrl_unilab.configs.settings import (
+    Count,
+    Device,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
     Settings,
-    choice,
-    device,
-    flag,
-    integer,
-    number,
+    Text,
+    Widths,
     setting,
-    text,
-    widths,
 )
 from torchrl_unilab.errors import ConfigError
 
@@ -67,89 +68,81 @@ class OffPolicyConfig(Settings):
     stagger: ClassVar[bool] = False  # updates draw from the whole replay, not one window of time
     pull: ClassVar[Literal["rollout"]] = "rollout"  # a tick has one step, or a few
 
-    algorithm: Algorithm = setting("sac", "the algorithm", choice(Algorithm))
-    device: str = setting("cpu", "device that learns; collectors act on the CPU", device())
-    num_envs: int = setting(16, "environments per collector", integer())
-    num_collectors: int = setting(1, "collector processes", integer())
-    physics_threads: int | None = setting(
-        None, "physics threads per collector; None shares the cores", integer().or_none()
+    algorithm: Algorithm = setting("sac", "the algorithm")
+    device: Device = setting("cpu", "device that learns; collectors act on the CPU")
+    num_envs: Count = setting(16, "environments per collector")
+    num_collectors: Count = setting(1, "collector processes")
+    physics_threads: Count | None = setting(
+        None, "physics threads per collector; None shares the cores"
     )
-    learner_threads: int | None = setting(
+    learner_threads: Count | None = setting(
         None,
         "torch threads of the learner; None: all cores, which collecting at a few steps per "
         "update leaves nearly idle",
-        integer().or_none(),
     )
-    replay_buffer_n: int = setting(62_500, "rows of the replay per environment", integer())
-    batch_size: int = setting(256, "rows of a minibatch", integer())
+    replay_buffer_n: Count = setting(62_500, "rows of the replay per environment")
+    batch_size: Count = setting(256, "rows of a minibatch")
     learning_starts: int = setting(
-        250, "steps of each environment before the first update; below 0 counts as 0", integer(None)
+        250, "steps of each environment before the first update; below 0 counts as 0"
     )
-    init_random: bool = setting(True, "take those steps at random, not by the policy", flag())
-    updates_per_step: int = setting(
-        4, "updates per tick, which is env_steps_per_sync steps of all environments", integer()
+    init_random: bool = setting(True, "take those steps at random, not by the policy")
+    updates_per_step: Count = setting(
+        4, "updates per tick, which is env_steps_per_sync steps of all environments"
     )
-    policy_frequency: int = setting(1, "critic updates per update of the policy", integer())
+    policy_frequency: Count = setting(1, "critic updates per update of the policy")
     sync_collection: bool = setting(
         False,
         "collect only when the learner asks: repeatable bit for bit; else collectors take the "
         "next tick's steps while the learner updates",
-        flag(),
     )
     prefetch: bool = setting(
         False,
         "pack the next tick's sample in a thread while this one's is learnt from: it has rows up "
         "to this tick only; for a learner that leaves a core idle",
-        flag(),
     )
-    restart_workers: int = setting(
-        0, "lost collectors to replace before the loss of one ends the run", integer(0)
+    restart_workers: Natural = setting(
+        0, "lost collectors to replace before the loss of one ends the run"
     )
-    env_steps_per_sync: int = setting(1, "steps of each environment in a tick", integer())
+    env_steps_per_sync: Count = setting(1, "steps of each environment in a tick")
     obs_normalization: bool = setting(
-        False, "normalise observations by running statistics; each row counts once", flag()
+        False, "normalise observations by running statistics; each row counts once"
     )
-    n_step: int = setting(1, "rewards that are summed before a value is looked up", integer())
-    observation: str = setting("observation", "key that the actor reads", text())
-    critic_observation: str = setting("observation", "key that the critics read", text())
-    hidden: tuple[int, ...] = setting((256, 256), "widths of actor's and critics' layers", widths())
-    layer_norm: bool = setting(False, "normalise the inputs of the hidden layers' relus", flag())
-    gamma: float = setting(0.99, "discount per step", number(0, 1))
-    tau: float = setting(
-        0.005, "share of the networks that their targets take over per update", number(0, 1)
-    )
-    lr_actor: float = setting(3e-4, "learning rate of the actor", number(above=0))
-    lr_critic: float = setting(3e-4, "learning rate of the critics", number(above=0))
-    lr_alpha: float = setting(3e-4, "learning rate of SAC's temperature", number(above=0))
-    alpha: float = setting(
+    n_step: Count = setting(1, "rewards that are summed before a value is looked up")
+    observation: Text = setting("observation", "key that the actor reads")
+    critic_observation: Text = setting("observation", "key that the critics read")
+    hidden: Widths = setting((256, 256), "widths of actor's and critics' layers")
+    layer_norm: bool = setting(False, "normalise the inputs of the hidden layers' relus")
+    gamma: Fraction = setting(0.99, "discount per step")
+    tau: Fraction = setting(0.005, "share of the networks that their targets take over per update")
+    lr_actor: Positive = setting(3e-4, "learning rate of the actor")
+    lr_critic: Positive = setting(3e-4, "learning rate of the critics")
+    lr_alpha: Positive = setting(3e-4, "learning rate of SAC's temperature")
+    alpha: Positive = setting(
         1.0,
         "SAC's initial temperature; it is steered towards an entropy of -1 per dimension of "
         "actions scaled to [-1, 1]",
-        number(above=0),
     )
-    target_noise: float = setting(
-        0.2, "TD3's noise on target actions, in halves of the action's range", number(0)
+    target_noise: NonNegative = setting(
+        0.2, "TD3's noise on target actions, in halves of the action's range"
     )
-    target_noise_clip: float = setting(0.5, "bound of that noise, in the same unit", number(0))
-    noise_std_min: float = setting(
-        0.05, "lowest standard deviation of TD3's exploration noise, one per environment", number(0)
+    target_noise_clip: NonNegative = setting(0.5, "bound of that noise, in the same unit")
+    noise_std_min: NonNegative = setting(
+        0.05, "lowest standard deviation of TD3's exploration noise, one per environment"
     )
-    noise_std_max: float = setting(0.4, "highest one", number(0))
-    reward_scale: float = setting(
-        1.0, "factor on rewards for learning; reported returns are unscaled", number(above=0)
+    noise_std_max: NonNegative = setting(0.4, "highest one")
+    reward_scale: Positive = setting(
+        1.0, "factor on rewards for learning; reported returns are unscaled"
     )
-    fused: bool = setting(True, "update by `FusedSACUpdate` or `FusedTD3Update`", flag())
+    fused: bool = setting(True, "update by `FusedSACUpdate` or `FusedTD3Update`")
     matmul_dtype: MatmulDtype = setting(
         "float32",
         "dtype of the hidden layers' products, in fused updates alone; auto: bfloat16 on a CPU "
         "that multiplies matrices of it in hardware (amx_bf16), else float32",
-        choice(MatmulDtype),
     )
     compile: bool = setting(
         False,
         "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
         "compiler, so it pays off in long runs only; its noise has other random numbers",
-        flag(),
     )
 
     def __post_init__(self) -> None:

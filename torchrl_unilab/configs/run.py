@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated
+
+from pydantic import Field
 
 from torchrl_unilab.configs.settings import (
     REQUIRED,
+    Count,
+    LoggerNames,
+    Positive,
     Settings,
-    flag,
-    integer,
-    names,
-    number,
+    Text,
     setting,
-    text,
 )
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["LoggerName", "RunConfig"]
+__all__ = ["RunConfig"]
 
-LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1, description=f"an integer within [0, {2**32 - 1}]")]
 
 
 @dataclass(frozen=True)
@@ -35,46 +36,40 @@ class RunConfig(Settings):
         250
     """
 
-    env: str = setting(REQUIRED, "task, for example HalfCheetah-v5", text())
-    frames: int = setting(REQUIRED, "frames to collect", integer())
-    seed: int = setting(0, "seed of networks, environments and sampling", integer(0, 2**32 - 1))
+    env: Text = setting(REQUIRED, "task, for example HalfCheetah-v5")
+    frames: Count = setting(REQUIRED, "frames to collect")
+    seed: Seed = setting(0, "seed of networks, environments and sampling")
     stop_at: float | None = setting(
-        None, "mean return of the last episodes at which training stops early", number().or_none()
+        None, "mean return of the last episodes at which training stops early"
     )
-    max_seconds: float | None = setting(
+    max_seconds: Positive | None = setting(
         None,
         "seconds of training, those before a resume included, after which it stops early",
-        number(above=0).or_none(),
     )
     progress_bar: bool = setting(
         True,
         "show frames per second, return and policy lag: as a bar in terminals and notebooks, "
         "elsewhere as a line every ten seconds",
-        flag(),
     )
-    logger: str = setting(
-        "csv,tensorboard", "TorchRL's loggers that follow the run", names(LoggerName)
-    )
-    eval_episodes: int = setting(16, "episodes of the final evaluation", integer())
-    eval_interval: int | None = setting(
+    logger: LoggerNames = setting("csv,tensorboard", "TorchRL's loggers that follow the run")
+    eval_episodes: Count = setting(16, "episodes of the final evaluation")
+    eval_interval: Count | None = setting(
         None,
         "frames between evaluations while it trains, in a process of their own; None: only at the "
         "end",
-        integer().or_none(),
     )
-    video_interval: int | None = setting(
+    video_interval: Count | None = setting(
         None,
         "frames between evaluations that are filmed, into videos/; None: no videos. Needs "
         "eval_interval, a task of MujocoBatchEnv and the package PyAV",
-        integer().or_none(),
     )
     trace: bool = setting(
-        False, "write trace.json, for ui.perfetto.dev: what each process did when", flag()
+        False, "write trace.json, for ui.perfetto.dev: what each process did when"
     )
-    checkpoint_interval: int | None = setting(
-        None, "frames between checkpoints; None: a quarter of all", integer().or_none()
+    checkpoint_interval: Count | None = setting(
+        None, "frames between checkpoints; None: a quarter of all"
     )
-    keep_checkpoints: int = setting(2, "checkpoints that are kept, the newest", integer())
+    keep_checkpoints: Count = setting(2, "checkpoints that are kept, the newest")
 
     def __post_init__(self) -> None:
         """Check each setting, then those that depend on each other."""

@@ -1,92 +1,128 @@
-"""Settings as dataclass fields: each is one line with type, default, help text and constraint.
+"""Settings as dataclass fields: each is one line with type, default and help text.
 
-`Settings` checks every field on construction, so an instance holds values that can work. The
-command line reads its flags and its help from the same fields.
+The type says which values a setting takes: `Count` is an integer of at least 1. `Settings` has
+pydantic check every field on construction, so an instance holds values that can work. The command
+line, Hydra's nodes and the site's reference read the same fields.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-import re
+import functools
+import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from torchrl_unilab.errors import ConfigError
 
 __all__ = [
     "REQUIRED",
-    "Constraint",
+    "Count",
+    "Device",
+    "Fraction",
+    "Kind",
+    "LoggerNames",
+    "Natural",
+    "NonNegative",
+    "Positive",
     "Settings",
-    "choice",
-    "device",
-    "flag",
-    "integer",
-    "names",
+    "Text",
+    "Widths",
     "nearest",
-    "number",
     "setting",
-    "text",
-    "widths",
 ]
 
 REQUIRED: Any = dataclasses.MISSING
 """The default of a setting that has none."""
 
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 
-@dataclass(frozen=True)
-class Constraint:
-    """The values that a setting may have.
 
-    Attributes:
-        kind: Their type for a person: "an integer".
-        accepts: Whether a value is one of them.
-        range: Their bounds: "of at least 1"; empty without.
+def _logger_names(value: str) -> str:
+    """Refuse what is not some names of loggers, each once."""
+    given = value.split(",")
+    if len(set(given)) < len(given) or not set(given) <= set(typing.get_args(LoggerName)):
+        raise ValueError(value)
+    return value
+
+
+# The description of a type says in words which values it takes.
+Count = Annotated[int, Field(ge=1, description="an integer of at least 1")]
+Natural = Annotated[int, Field(ge=0, description="an integer of at least 0")]
+Positive = Annotated[float, Field(gt=0, description="a finite number above 0")]
+NonNegative = Annotated[float, Field(ge=0, description="a finite number of at least 0")]
+Fraction = Annotated[float, Field(ge=0, le=1, description="a finite number within [0, 1]")]
+Text = Annotated[str, Field(min_length=1, description="a text")]
+Widths = Annotated[
+    tuple[Count, ...], Strict(False), Field(description="a tuple of integers of at least 1")
+]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
+LoggerNames = Annotated[
+    str,
+    AfterValidator(_logger_names),
+    Field(description=f"some of {', '.join(typing.get_args(LoggerName))}, with commas between"),
+]
+
+_PLAIN = {bool: "True or False", int: "an integer", float: "a finite number"}
+
+
+class Kind:
+    """The values that a setting takes, by its type.
+
+    Args:
+        hint: The type: one of the above, bool, int, float, a `Literal`; or one of them or None.
+
+    Examples:
+        >>> print(Kind(Count | None))
+        None or an integer of at least 1
+        >>> Kind(Count).check("epochs", 0)
+        Traceback (most recent call last):
+        ...
+        torchrl_unilab.errors.ConfigError: epochs: 0 (expected an integer of at least 1). ...
     """
 
-    kind: str
-    accepts: Callable[[Any], bool] = dataclasses.field(repr=False)
-    range: str = ""
+    def __init__(self, hint: Any) -> None:
+        self.hint = hint
 
     def __str__(self) -> str:
-        """Return the values in words: "an integer of at least 1"."""
-        return f"{self.kind} {self.range}".rstrip()
+        """Return them in words: "an integer of at least 1"."""
+        parts = typing.get_args(self.hint)
+        if typing.get_origin(self.hint) in (types.UnionType, typing.Union):
+            return f"None or {Kind(parts[0])}"
+        if typing.get_origin(self.hint) is Literal:
+            return " or ".join(map(repr, parts))
+        return _PLAIN[self.hint] if self.hint in _PLAIN else str(parts[-1].description)
 
-    def or_none(self) -> Constraint:
-        """Return the constraint that accepts None, too."""
-        return Constraint(
-            f"None or {self.kind}", lambda v: v is None or self.accepts(v), self.range
-        )
+    @functools.cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        # Strict: True is no integer, and "1" no number.
+        return TypeAdapter(self.hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
     def check(self, name: str, value: Any, remedy: str = "Change it.") -> None:
-        """Refuse a value outside the constraint.
+        """Refuse another value.
 
         Raises:
             ConfigError: Names the setting, the value, and what is expected.
-
-        Examples:
-            >>> integer().check("epochs", 0)
-            Traceback (most recent call last):
-            ...
-            torchrl_unilab.errors.ConfigError: epochs: 0 (expected an integer of at least 1). ...
         """
-        if not self.accepts(value):
-            raise ConfigError(f"{name}: {value!r} (expected {self}). {remedy}")
+        try:
+            self._adapter.validate_python(value)
+        except ValidationError:
+            raise ConfigError(f"{name}: {value!r} (expected {self}). {remedy}") from None
 
 
-def setting(default: Any, description: str, constraint: Constraint) -> Any:
-    """Return a dataclass field that carries its description and its constraint.
+def setting(default: Any, description: str) -> Any:
+    """Return a dataclass field that carries its description.
 
     Args:
         default: Its default, or `REQUIRED`.
         description: What it means, with its unit.
-        constraint: What it may be.
     """
-    metadata = {"help": description, "constraint": constraint}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"help": description})
 
 
 @dataclass(frozen=True)
@@ -94,12 +130,12 @@ class Settings:
     """Base of settings classes: every field comes from `setting` and is checked.
 
     Raises:
-        ConfigError: A value is outside its constraint.
+        ConfigError: A value is not of its field's type.
 
     Examples:
         >>> @dataclass(frozen=True)
         ... class Example(Settings):
-        ...     epochs: int = setting(5, "passes over the data", integer())
+        ...     epochs: Count = setting(5, "passes over the data")
         >>> Example(epochs=0)
         Traceback (most recent call last):
         ...
@@ -107,12 +143,19 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
+        kinds = self.kinds()
         for field in dataclasses.fields(self):
-            constraint: Constraint = field.metadata["constraint"]
-            value, remedy = getattr(self, field.name), "Change it."
+            remedy = "Change it."
             if field.default is not REQUIRED:
                 remedy = f"Leave it out for the default, {field.default!r}."
-            constraint.check(field.name, value, remedy)
+            kinds[field.name].check(field.name, getattr(self, field.name), remedy)
+
+    @classmethod
+    @functools.cache
+    def kinds(cls) -> Mapping[str, Kind]:
+        """Return the values that each setting takes."""
+        hints = typing.get_type_hints(cls, include_extras=True)
+        return {field.name: Kind(hints[field.name]) for field in dataclasses.fields(cls)}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -124,79 +167,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     names = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {names[0]}?" if names else ""
-
-
-def integer(least: float | None = 1, most: float = math.inf) -> Constraint:
-    """Accept integers, but no bool, from `least` (None: no bound) to `most`."""
-    low = -math.inf if least is None else least
-    return Constraint(
-        "an integer", lambda v: _is_number(v, int) and low <= v <= most, _range(low, most)
-    )
-
-
-def number(
-    least: float = -math.inf, most: float = math.inf, *, above: float = -math.inf
-) -> Constraint:
-    """Accept finite numbers from `least`, or above `above`, to `most`; no bool."""
-
-    def accepts(value: Any) -> bool:
-        finite = _is_number(value, (int, float)) and math.isfinite(value)
-        return finite and least <= value <= most and value > above
-
-    bounds = _range(least, most) if math.isinf(above) else f"above {above}"
-    return Constraint("a finite number", accepts, bounds)
-
-
-def choice(words: Any) -> Constraint:
-    """Accept the words of a `Literal`."""
-    names = typing.get_args(words)
-    return Constraint(" or ".join(map(repr, names)), lambda v: isinstance(v, str) and v in names)
-
-
-def names(words: Any) -> Constraint:
-    """Accept some words of a `Literal`, each once, with commas between."""
-    known = typing.get_args(words)
-
-    def accepts(value: Any) -> bool:
-        given = value.split(",") if isinstance(value, str) else [None]
-        return set(given) <= set(known) and len(set(given)) == len(given)
-
-    return Constraint(f"some of {', '.join(known)}, with commas between", accepts)
-
-
-def flag() -> Constraint:
-    """Accept True and False."""
-    return Constraint("True or False", lambda v: isinstance(v, bool))
-
-
-def device() -> Constraint:
-    """Accept names of devices; whether this machine has one is checked when a run starts."""
-    name = re.compile(r"cpu|cuda(:\d+)?")
-    return Constraint(
-        "cpu, cuda or cuda:N", lambda v: isinstance(v, str) and bool(name.fullmatch(v))
-    )
-
-
-def text() -> Constraint:
-    """Accept any text except the empty one."""
-    return Constraint("a text", lambda v: isinstance(v, str) and bool(v))
-
-
-def widths() -> Constraint:
-    """Accept a tuple or a list of integers of at least 1; it may be empty."""
-    width = integer()
-    return Constraint(
-        "a tuple of integers",
-        lambda v: isinstance(v, (tuple, list)) and all(map(width.accepts, v)),
-        width.range,
-    )
-
-
-def _is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _range(least: float, most: float) -> str:
-    if math.isinf(least):
-        return ""
-    return f"of at least {least}" if math.isinf(most) else f"within [{least}, {most}]"

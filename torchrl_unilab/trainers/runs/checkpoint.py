@@ -48,7 +48,7 @@ from torchrl.checkpoint import (
 )
 from torchrl.trainers import Trainer
 
-from torchrl_unilab.configs.settings import integer
+from torchrl_unilab.configs.settings import Count, Kind
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
 
@@ -150,8 +150,8 @@ class RunCheckpoints(CheckpointRotation):
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 2, interval: int | None = None
     ) -> None:
-        integer().check("keep_checkpoints", keep)
-        integer().or_none().check("checkpoint_interval", interval)
+        Kind(Count).check("keep_checkpoints", keep)
+        Kind(Count | None).check("checkpoint_interval", interval)
         super().__init__(Path(directory), keep_last=keep, prefix=_PREFIX)
         self._directory = Path(directory)
         self.interval = interval
