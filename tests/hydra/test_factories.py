@@ -10,13 +10,13 @@ import pytest
 import torch
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
 from hydra import compose, initialize_config_module
-from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
 
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.hydra.__main__ import main
 from torchrl_unilab.hydra.factories import (
     make_appo_trainer,
     make_off_policy_trainer,
@@ -135,22 +135,28 @@ def test_torchrl_s_sac_trains_with_our_scheme_storage_and_environment():
         "collector.init_random_frames=256",
         "trainer.optim_steps_per_batch=2",
     ]
-    trainer = _trained("stock_sac", [*QUIET, *few])
+    # The one override that the page names for TorchRL's own recipe, which has no schemes.
+    page = (Path(__file__).parents[2] / "tutorials/how-to/hydra.md").read_text()
+    (scheme,) = re.findall(r"python sac\.py '(.*)'", page)
+    trainer = _trained("stock_sac", [*QUIET, *few, "collector.weight_sync_schemes=null", scheme])
     assert type(trainer) is SACTrainer
+    assert type(trainer.collector._weight_sync_schemes["policy"]) is UniLabShmScheme
     assert type(trainer.replay_buffer._storage) is PackedReplayStorage
     assert 256 <= len(trainer.replay_buffer) <= 512
 
 
-def test_an_unknown_setting_is_refused_by_name():
-    with pytest.raises(ConfigCompositionException, match=re.escape("settings.epoch")):
-        _trainer("appo", [*APPO, "settings.epoch=3"])
-
-
-def test_a_setting_out_of_range_is_refused_with_its_range():
-    with pytest.raises(
-        InstantiationException, match=r"epochs: 0 \(expected an integer of at least 1"
-    ):
-        _trainer("appo", [*APPO, "settings.epochs=0"])
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("settings.epoch=3", r"error: settings\.epoch: unknown .* Did you mean epochs\?"),
+        ("nothing=3", r"error: nothing: unknown .*configuration\)\. Correct it"),
+        ("settings.epochs=0", r"error: epochs: 0 \(expected an integer of at least 1\)"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(override, message, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "appo", *APPO, override])
+    with pytest.raises(SystemExit, match=message):
+        main()
 
 
 def test_an_argument_of_stock_trainers_that_has_no_meaning_names_what_to_set_instead():

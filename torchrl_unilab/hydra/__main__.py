@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 
 import hydra
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
+from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError
+
+from torchrl_unilab.configs.settings import nearest
+from torchrl_unilab.errors import UniLabError
 
 __all__ = ["main"]
 
 
 @hydra.main(version_base="1.3", config_path="pkg://torchrl_unilab.hydra.recipes")
-def main(config: DictConfig) -> None:
+def _train(config: DictConfig) -> None:
     """Instantiate the trainer of a configuration, train, and end the collector."""
     trainer = instantiate(config.trainer)
     try:
@@ -21,6 +28,26 @@ def main(config: DictConfig) -> None:
     finally:
         trainer.collector.shutdown()
     logging.getLogger(__name__).info("%d frames collected", trainer.collected_frames)
+
+
+def main() -> None:
+    """Train; end with one line where a key is unknown or a setting cannot work."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints an error and exits
+    try:
+        _train()
+    except ConfigCompositionException as error:
+        unknown = error.__cause__
+        if not isinstance(unknown, ConfigAttributeError):
+            raise
+        name, known = unknown.full_key, map(str, unknown.parent_node)
+        sys.exit(
+            f"error: {name}: unknown (expected a key of the configuration)."
+            f"{nearest(str(unknown.key), known)} Correct it, or add it by +{name}."
+        )
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, UniLabError):
+            raise
+        sys.exit(f"error: {error.__cause__}")
 
 
 if __name__ == "__main__":
