@@ -164,7 +164,7 @@ class DoubleBufferReplayPipeline:
 
     @property
     def h2d_submitter(self) -> str:
-        """What starts the copies to the device: ``"none"`` or ``"torch"``."""
+        """What starts the copies to the device: ``"none"``, ``"learner"`` or ``"torch"``."""
         return self._transfer.submitter
 
     @property

@@ -40,7 +40,8 @@ class HostTransfer:
         hosts: The host batch of each slot.
 
     Attributes:
-        submitter: What starts the copies: ``"none"`` or ``"torch"``.
+        submitter: What starts the copies: ``"none"``, ``"learner"`` (the thread that takes
+            batches) or ``"torch"`` (the thread that packs them).
     """
 
     submitter = "none"
@@ -73,46 +74,43 @@ MakeTransfer = Callable[[Sequence[TensorDictBase]], HostTransfer]
 
 
 class PortableTransfer(HostTransfer):
-    """Any device: a copy that the packing thread waits for, after all work of the device.
+    """Any device: the learner's thread copies when it takes a batch, after its work of before.
 
-    Needs no streams or events of the device (MPS, XPU, ...).
+    Needs no streams or events of the device, and no other thread that uses it (MPS, XPU, ...).
 
     Args:
         hosts: The host batch of each slot.
         device: The device.
-        synchronize: Waits until the device has done all its work;
-            ``torch.accelerator.synchronize`` if not given.
 
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.data.pipeline.transfer import PortableTransfer
         >>> host = TensorDict({"reward": torch.ones(3)}, [3])
-        >>> transfer = PortableTransfer([host], torch.device("cpu"), synchronize=lambda: None)
+        >>> transfer = PortableTransfer([host], torch.device("cpu"))
         >>> transfer.submit(0)
         >>> transfer.acquire(0)["reward"]
         tensor([1., 1., 1.])
     """
 
-    submitter = "torch"
+    submitter = "learner"
 
-    def __init__(
-        self,
-        hosts: Sequence[TensorDictBase],
-        device: torch.device,
-        *,
-        synchronize: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, hosts: Sequence[TensorDictBase], device: torch.device) -> None:
         batches, self._blocks = zip(*(mirror(host, device) for host in hosts), strict=True)
         super().__init__(batches)
-        self._synchronize = synchronize or functools.partial(torch.accelerator.synchronize, device)
+        self._pending: set[int] = set()
 
     def submit(self, slot: int) -> None:
-        """Copy the host batch, between two waits for the device."""
-        self._synchronize()  # the learner may not have read yet what is overwritten here
-        for target, source in self._blocks[slot]:
-            target.copy_(source)
-        self._synchronize()
+        """Have the next `acquire` copy the host batch."""
+        self._pending.add(slot)
+
+    def acquire(self, slot: int) -> TensorDictBase:
+        """Return the batch on the device; copy it at first, which waits for the copy."""
+        if slot in self._pending:
+            for target, source in self._blocks[slot]:
+                target.copy_(source)
+            self._pending.remove(slot)
+        return super().acquire(slot)
 
 
 class CUDATransfer(HostTransfer):

@@ -327,6 +327,7 @@ def find_device(name: str) -> torch.device:
     """
     device = torch.device(name)
     known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    known += ["mps"] * torch.backends.mps.is_available()
     if (f"cuda:{device.index or 0}" if device.type == "cuda" else name) not in known:
         raise ConfigError(
             f"device: {name!r} (expected one that torch {torch.__version__} finds here: "
