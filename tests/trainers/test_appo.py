@@ -26,7 +26,6 @@ from torchrl_unilab.modules import (
 )
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
-from torchrl_unilab.trainers.hooks import KEPT
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import CollectorReport, EpisodeReturns
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -499,11 +498,3 @@ def test_a_compiled_loss_takes_the_same_step():
         moved.append([p.detach().clone() for p in loss.actor_network.parameters()])
     for eager, other in zip(*moved, strict=True):
         torch.testing.assert_close(eager, other, rtol=1e-4, atol=1e-6)
-
-
-def test_a_trainer_keeps_the_last_of_what_it_logs_and_not_all():
-    trainer = _trainer()
-    for i in range(3 * KEPT):
-        trainer._log(value=i)
-    assert list(trainer._log_dict["value"]) == list(range(2 * KEPT, 3 * KEPT))
-    trainer.collector.shutdown()

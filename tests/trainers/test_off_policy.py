@@ -27,7 +27,6 @@ from torchrl_unilab.trainers import (
     replay_buffer_ready_for_learning,
     train_off_policy,
 )
-from torchrl_unilab.trainers.hooks import KEPT
 from torchrl_unilab.trainers.loss_updates import make_update
 from torchrl_unilab.trainers.runs.builders import build_off_policy, with_exploration_noise
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -368,11 +367,3 @@ def test_a_pendulum_is_balanced_for_nine_tenths_of_its_time(algorithm, seed):
     env.close()
     assert returns[0] < 20.0  # nothing is learnt before the 400th frame
     assert returns[-1] >= 90.0
-
-
-def test_a_trainer_keeps_the_last_of_what_it_logs_and_not_all():
-    trainer = _trainer()
-    for i in range(3 * KEPT):
-        trainer._log(value=i)
-    assert list(trainer._log_dict["value"]) == list(range(2 * KEPT, 3 * KEPT))
-    trainer.collector.shutdown()

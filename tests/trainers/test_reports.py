@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ from tensordict import TensorDict
 
 from torchrl_unilab.collectors.metrics import CollectorMetrics
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag
-from torchrl_unilab.trainers.reports import CollectorReport, LearningCurve
+from torchrl_unilab.trainers.reports import (
+    KEPT,
+    CollectorReport,
+    LearningCurve,
+    register_reports,
+)
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 
@@ -221,3 +227,11 @@ def test_a_restored_lag_counts_on():
     assert restored.state_dict() == hook.state_dict()
     restored.histogram.update([5])
     assert hook.histogram.total() == 4
+
+
+def test_a_trainer_keeps_the_last_of_what_it_logs_and_not_all():
+    trainer = Mock()
+    register_reports(trainer, collector=None, scheme=None)
+    for i in range(3 * KEPT):
+        trainer._log_dict["value"].append(i)
+    assert list(trainer._log_dict["value"]) == list(range(2 * KEPT, 3 * KEPT))

@@ -1,8 +1,7 @@
 """Hooks for TorchRL trainers that publish weights and measure who is busy.
 
-A `Hook` names the stages of the trainer at which its methods run, and its `state_dict` has what a
-resumed run needs. `APPOTrainer`, `OffPolicyTrainer` and `Run` register them; `PublishWeights`
-works in any TorchRL trainer. What is logged is in `reports`.
+`APPOTrainer`, `OffPolicyTrainer` and `Run` register them; `PublishWeights` works in any TorchRL
+trainer, and has state for checkpoints. What is logged is in `reports`.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections import defaultdict, deque
 from collections.abc import Mapping
-from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import psutil
 from tensordict import TensorDictBase
@@ -27,63 +24,23 @@ from torchrl_unilab.errors import ConfigError
 __all__ = [
     "BusyTime",
     "CollectorTime",
-    "Hook",
     "PublishWeights",
-    "keep_newest_values",
 ]
 
-KEPT = 100
-"""Logged values of each key that a trainer keeps."""
 
-
-def keep_newest_values(trainer: Trainer) -> None:
-    """Let a trainer keep the last values of each key that it logs.
-
-    TorchRL's trainers keep all, for hooks that read the last, and so grow as long as they run.
-    """
-    trainer._log_dict = defaultdict(partial(deque, maxlen=KEPT))
-
-
-class Hook(TrainerHookBase):
-    """A hook whose methods run at stages of a trainer; by default without state."""
-
-    name: ClassVar[str]
-    stages: ClassVar[Mapping[str, str]]
-    """Stage of the trainer to the name of the method that runs there."""
-    _trainer: Trainer | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: nothing."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-
-    def register(self, trainer: Trainer, name: str | None = None) -> None:
-        """Register the methods at their stages, and the state for checkpoints."""
-        self._trainer = trainer
-        for stage, method in self.stages.items():
-            trainer.register_op(stage, getattr(self, method))
-        trainer.register_module(name or self.name, self)
-
-
-class PublishWeights(Hook):
-    """Publishes models to the collector's workers, every n batches or optimiser steps.
+class PublishWeights(TrainerHookBase):
+    """Publishes models to the collector's workers after every n batches.
 
     Takes the place of the `UpdateWeights` hook that TorchRL's trainers register for the
     same collector, and its ``weight_update_map``, so that nothing is published twice.
+    Without a map, the policy is published from the model that the scheme knows.
 
     Args:
         collector: Has a weight-sync scheme for each model.
-        every: Batches or optimiser steps between publishes.
-        unit: What `every` counts, ``"batches"`` or ``"optim_steps"``.
-        weight_update_map: Model id to the dotted attribute of the trainer where its module
-            or weights are, such as ``{"policy": "loss_module.actor_network"}``. If not
-            given, that of the hook it replaces; without one, the policy is published from
-            the model that the scheme knows.
+        every: Batches between publishes.
 
     Raises:
-        ConfigError: `every` is not positive, or `unit` is not one of the two.
+        ConfigError: `every` is not positive.
 
     Examples:
         >>> from torchrl.collectors import Collector
@@ -98,101 +55,83 @@ class PublishWeights(Hook):
         >>> collector.shutdown()
     """
 
-    name = "publish_weights"
-
-    def __init__(
-        self,
-        collector: Any,
-        every: int = 1,
-        *,
-        unit: Literal["batches", "optim_steps"] = "batches",
-        weight_update_map: Mapping[str, str] | None = None,
-    ) -> None:
-        if every < 1 or unit not in ("batches", "optim_steps"):
+    def __init__(self, collector: Any, every: int = 1) -> None:
+        if every < 1:
             raise ConfigError(
-                f"PublishWeights: every {every} {unit} (expected at least 1, of 'batches' or "
-                "'optim_steps'). Leave both out to publish after each batch."
+                f"PublishWeights: every {every} batches (expected at least 1). Leave it out to "
+                "publish after each batch."
             )
         self.collector = collector
         self.every = every
-        self.unit = unit
-        self.weight_update_map = weight_update_map
+        self._map: Mapping[str, str] | None = None
+        self._trainer: Trainer | None = None
         self._counted = 0
 
     def __call__(self) -> None:
-        """Count a batch or step; publish if it is due."""
+        """Count a batch; publish if it is due."""
         self._counted += 1
         if self._counted % self.every:
             return
-        if self.weight_update_map is None:
+        if self._map is None:
             self.collector.update_policy_weights_()
         else:
-            sources = {
-                model_id: attrgetter(path)(self._trainer)
-                for model_id, path in self.weight_update_map.items()
-            }
+            sources = {model: attrgetter(path)(self._trainer) for model, path in self._map.items()}
             self.collector.update_policy_weights_(weights_dict=sources)
 
-    def register(self, trainer: Trainer, name: str | None = None) -> None:
-        """Register after the optimisation of each batch, or after each optimiser step."""
+    def register(self, trainer: Trainer, name: str = "publish_weights") -> None:
+        """Register after the optimisation of each batch."""
         self._trainer = trainer
         kept = []
         for op, arguments in trainer._post_steps_ops:
             hook = inspect.unwrap(op)  # TorchRL times its hooks
             if isinstance(hook, UpdateWeights) and hook.collector is self.collector:
-                self.weight_update_map = self.weight_update_map or hook.weight_update_map
+                self._map = hook.weight_update_map
             else:
                 kept.append((op, arguments))
         trainer._post_steps_ops[:] = kept
-        trainer.register_op("post_steps" if self.unit == "batches" else "post_optim", self)
-        trainer.register_module(name or self.name, self)
+        trainer.register_op("post_steps", self)
+        trainer.register_module(name, self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count of batches or steps."""
+        """Return the count of batches."""
         return {"counted": self._counted}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the count of batches or steps."""
+        """Restore the count of batches."""
         self._counted = state_dict["counted"]
 
 
-class BusyTime(Hook):
-    """Measures the share of time that the learner does not wait for data.
+class BusyTime:
+    """Measures the share of time that the learner does not wait for data, and logs it.
 
     Attributes:
         waited: Seconds spent waiting for batches, the first one left out.
-        total: Seconds since the first batch arrived.
     """
-
-    name = "busy_time"
-    stages: ClassVar[Mapping[str, str]] = {
-        "pre_steps_log": "arrived",
-        "post_steps_log": "finished",
-    }
 
     def __init__(self) -> None:
         self.waited = 0.0
-        self._first: float | None = None
-        self._idle_since: float | None = None
+        self._started: float | None = None
+        self._idle_since = 0.0
 
-    @property
-    def total(self) -> float:
-        """Seconds since the first batch arrived."""
-        return time.perf_counter() - self._first if self._first is not None else 0.0
+    def register(self, trainer: Trainer) -> None:
+        """Measure from each batch's arrival to its end."""
+        trainer.register_op("pre_steps_log", self.arrived)
+        trainer.register_op("post_steps_log", self.finished)
 
     @property
     def busy(self) -> float:
-        """Share of time the learner was busy, in [0, 1]."""
-        return 1.0 - self.waited / self.total if self.total else 0.0
+        """Share of time since the first batch that the learner was busy, in [0, 1]."""
+        if self._started is None:
+            return 0.0
+        return 1.0 - self.waited / (time.perf_counter() - self._started)
 
     def arrived(self, batch: TensorDictBase | None) -> None:
         """A batch arrived, or what a replay has of it: the wait is over."""
         now = time.perf_counter()
-        if self._first is None:
-            self._first = now
-        if self._idle_since is not None:
+        if self._started is None:
+            self._started = now
+        else:
             self.waited += now - self._idle_since
-            self._idle_since = None
 
     def finished(self, batch: TensorDictBase) -> dict[str, Any]:
         """The batch is dealt with: the next wait begins."""
@@ -200,7 +139,7 @@ class BusyTime(Hook):
         return {"learner_busy": self.busy}
 
 
-class CollectorTime(Hook):
+class CollectorTime:
     """Measures the processor time of each collector per second since training began.
 
     Args:
@@ -210,13 +149,15 @@ class CollectorTime(Hook):
         busy: One share per collector; above 1 if several threads step physics.
     """
 
-    name = "collector_time"
-    stages: ClassVar[Mapping[str, str]] = {"setup": "start", "post_steps": "sample"}
-
     def __init__(self, collector: WorkerCollector) -> None:
         self.collector = collector
         self.busy: list[float] = []
         self._seconds: list[dict[int, float]] = [{} for _ in collector.pids]  # by process id
+
+    def register(self, trainer: Trainer) -> None:
+        """Measure from the start of training to the last batch."""
+        trainer.register_op("setup", self.start)
+        trainer.register_op("post_steps", self.sample)
 
     def start(self) -> None:
         """Start to count: training begins."""

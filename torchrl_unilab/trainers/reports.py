@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
+from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.runtime.trace import counter
-from torchrl_unilab.trainers.hooks import BusyTime, Hook, keep_newest_values
+from torchrl_unilab.trainers.hooks import BusyTime
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -31,16 +32,30 @@ __all__ = [
 ]
 
 
-class _Report(Hook):
-    """A hook that logs values before the optimisation steps, some of them in the bar, too."""
+KEPT = 100
+"""Logged values of each key that a trainer keeps."""
 
-    stages: ClassVar[Mapping[str, str]] = {"pre_steps_log": "log"}
+
+class _Report(TrainerHookBase):
+    """A hook that logs values before the optimisation steps, some of them in the bar, too.
+
+    Its `state_dict` has what a resumed run needs.
+    """
+
+    name: ClassVar[str]
     headlines: ClassVar[tuple[str, ...]]
     """Keys that the progress bar shows."""
+    _trainer: Trainer | None = None
 
     def __call__(self, batch: TensorDictBase) -> dict[str, Any]:
         """Return all that is logged of a batch."""
         raise NotImplementedError
+
+    def register(self, trainer: Trainer, name: str | None = None) -> None:
+        """Register for each batch, and for checkpoints."""
+        self._trainer = trainer
+        trainer.register_op("pre_steps_log", self.log)
+        trainer.register_module(name or self.name, self)
 
     def log(self, batch: TensorDictBase) -> dict[str, Any]:
         """Log the values of a batch; return the headlines, which the trainer logs."""
@@ -169,7 +184,6 @@ class LearningCurve(_Report):
     """
 
     name = "learning_curve"
-    stages: ClassVar[Mapping[str, str]] = {"setup": "start", "pre_steps_log": "log"}
     headlines = ("return", "fps")
 
     def __init__(self) -> None:
@@ -177,6 +191,11 @@ class LearningCurve(_Report):
         self.seconds = 0.0
         self.mean = float("nan")
         self._started = time.perf_counter()
+
+    def register(self, trainer: Trainer, name: str | None = None) -> None:
+        """Register for the start of training, too."""
+        trainer.register_op("setup", self.start)
+        super().register(trainer, name)
 
     def start(self) -> None:
         """Start the clock of the curve, at a checkpoint's seconds."""
@@ -327,16 +346,21 @@ def register_reports(
 ) -> tuple[BusyTime, LearningCurve, LogPolicyLag | None]:
     """Register a trainer's busy time, learning curve and, where a scheme is given, policy lag.
 
+    TorchRL's trainers keep all that they log, for hooks that read the last: from now on only the
+    newest `KEPT` values of each key.
+
     Args:
-        trainer: The trainer; it keeps the newest of what it logs.
+        trainer: The trainer.
         collector: Any; one of ours counts its episodes itself.
         scheme: The scheme that publishes the policy.
     """
-    keep_newest_values(trainer)
+    trainer._log_dict = defaultdict(partial(deque, maxlen=KEPT))
     busy = BusyTime()
+    busy.register(trainer)
     ours = isinstance(collector, WorkerCollector)
     returns = CollectorReport(collector) if ours else EpisodeReturns()
     lag = None if scheme is None else LogPolicyLag(scheme)
-    for report in (busy, returns, *([lag] if lag else [])):
-        report.register(trainer)
+    for report in (returns, lag):
+        if report is not None:
+            report.register(trainer)
     return busy, returns, lag

@@ -28,7 +28,7 @@ from torchrl_unilab.trainers import (
     evaluate_run,
     train_appo,
 )
-from torchrl_unilab.trainers.progress import ProgressLines
+from torchrl_unilab.trainers.progress import tell_progress
 from torchrl_unilab.trainers.runs.train import Run, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -200,7 +200,7 @@ def test_the_progress_bar_ends_its_line_before_the_summary_is_printed(appo_run):
 
 
 def test_elsewhere_than_in_a_terminal_there_are_lines_and_no_bar(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ProgressLines.__init__, "__defaults__", (0.0,))
+    monkeypatch.setattr(tell_progress, "__defaults__", (0.0,))
     told: list[str] = []
     _train(tmp_path, frames=128, progress_bar=True, announce=told.append)
     assert any(re.match(r"\d+ of 128 frames, [\d,]+ frames/s, ", line) for line in told)

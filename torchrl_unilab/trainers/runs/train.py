@@ -31,7 +31,7 @@ from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
-from torchrl_unilab.trainers.progress import ProgressLines, StopWhen
+from torchrl_unilab.trainers.progress import stop_when, tell_progress
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
@@ -269,9 +269,8 @@ class Run:
         if trainer.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
             trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
         elif options.progress_bar:
-            ProgressLines(trainer.returns, self.announce).register(trainer)
-        limits = {"stop_at": options.stop_at, "max_seconds": options.max_seconds}
-        StopWhen(trainer.returns, **limits).register(trainer)
+            tell_progress(trainer, self.announce)
+        stop_when(trainer, options.stop_at, options.max_seconds)
         self.cpu = CollectorTime(collector)
         self.cpu.register(trainer)
         if saved:
