@@ -15,7 +15,7 @@ from torchrl_unilab.configs.off_policy import (
     OffPolicyConfig,
     compute_train_start_threshold,
 )
-from torchrl_unilab.data import DoubleBufferReplayPipeline, ReplayPipeline
+from torchrl_unilab.data import DoubleBufferReplayPipeline
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.trace import span
@@ -117,14 +117,14 @@ class OffPolicyTrainer(Trainer):
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given.
-        pipeline: Prepares the samples. If not given, one that packs them in this thread, or with
-            ``config.prefetch`` in another while the tick before is learnt from.
         **kwargs: As for `torchrl.trainers.Trainer`.
 
     Attributes:
         returns: The hook that follows episode returns.
         lag: The hook that follows the policy lag, if there is a scheme.
         busy_time: The hook that measures the learner's waiting.
+        pipeline: Prepares the samples in this thread, or with ``config.prefetch`` in another
+            while the tick before is learnt from.
         update: Takes the updates: a fused one where the loss allows.
         updates: Updates taken.
 
@@ -170,7 +170,6 @@ class OffPolicyTrainer(Trainer):
         config: OffPolicyConfig,
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
         scheme: UniLabShmScheme | None = None,
-        pipeline: ReplayPipeline | None = None,
         **kwargs: Any,
     ) -> None:
         self.config = config
@@ -196,7 +195,7 @@ class OffPolicyTrainer(Trainer):
         self.updates = 0
         self._tick = 0
         self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
-        self.pipeline = pipeline or DoubleBufferReplayPipeline(
+        self.pipeline = DoubleBufferReplayPipeline(
             self.storage,
             device=next(loss_module.parameters()).device,
             sample_count=config.batch_size * config.updates_per_step,
@@ -204,8 +203,7 @@ class OffPolicyTrainer(Trainer):
             packer="thread" if config.prefetch else "inline",
         )
         self.register_module("learner", _LearnerState(self))
-        if isinstance(self.pipeline, DoubleBufferReplayPipeline):
-            self.register_module("pipeline", self.pipeline)
+        self.register_module("pipeline", self.pipeline)
         self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         PublishWeights(collector).register(self)
 
