@@ -183,15 +183,12 @@ class BackgroundEvaluation:
     def __call__(self) -> None:
         """Log an evaluation that has ended; ask for the next if it is due."""
         assert self._trainer is not None, "register comes first"
-        if self._running:
-            self._running = not self._process.poll(0)
+        if self._running and self._process.poll(0):
+            self.finish()
+        frames = self._trainer.collected_frames
+        if frames // self.interval > self._begun:
+            self._begun = frames // self.interval
             if not self._running:
-                self._log(Evaluation(*self._process.receive(0)))
-        intervals = self._trainer.collected_frames // self.interval
-        if intervals > self._begun:
-            self._begun = intervals
-            if not self._running:
-                frames = self._trainer.collected_frames
                 self._process.send(0, frames, self._video(frames))
                 self._running = True
 
@@ -202,22 +199,21 @@ class BackgroundEvaluation:
         self._filmed = frames // self._videos.interval
         return self._videos.directory / f"frames-{frames:012d}.mp4"
 
-    def _log(self, evaluation: Evaluation) -> None:
-        self.evaluations.append(evaluation)
-        logger = self._trainer.logger if self._trainer else None
-        if logger is not None:
-            logger.log_scalar("eval_return", evaluation.mean_return, step=evaluation.frames)
-            logger.log_scalar("eval_length", evaluation.mean_length, step=evaluation.frames)
-
     def finish(self) -> None:
         """Wait for an evaluation that runs, and log it.
 
         Raises:
             WorkerError: The process failed.
         """
-        if self._running:
-            self._log(Evaluation(*self._process.receive(0)))
-            self._running = False
+        if not self._running:
+            return
+        evaluation = Evaluation(*self._process.receive(0))
+        self._running = False
+        self.evaluations.append(evaluation)
+        logger = self._trainer.logger if self._trainer else None
+        if logger is not None:
+            logger.log_scalar("eval_return", evaluation.mean_return, step=evaluation.frames)
+            logger.log_scalar("eval_length", evaluation.mean_length, step=evaluation.frames)
 
     def close(self) -> None:
         """End the process. Idempotent."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 from collections.abc import Generator, Iterable
@@ -172,11 +173,10 @@ def write_video(
             stream = container.add_stream("libx264", rate=fps)
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
             count = 0
-            while first is not None:
-                picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(first), format="rgb24")
+            for frame in itertools.chain([first], frames):
+                picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
                 container.mux(stream.encode(picture))
                 count += 1
-                first = next(frames, None)
             container.mux(stream.encode(None))
         unfinished.replace(path)
     finally:
