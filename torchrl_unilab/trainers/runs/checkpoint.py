@@ -30,7 +30,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ from torchrl.checkpoint import (
 )
 from torchrl.trainers import Trainer
 
-from torchrl_unilab.configs.settings import Count, Kind
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
 
@@ -100,8 +99,8 @@ class SavedRun:
 
     Attributes:
         path: Where it is.
-        run: Task, algorithm, seed and settings.
         frames: Frames that had been collected.
+        run: Task, algorithm, seed and settings.
         total_frames: Frames that the run was to collect.
         interval: Frames between checkpoints; None for one at the end only.
         keep: How many checkpoints are kept.
@@ -110,12 +109,12 @@ class SavedRun:
     """
 
     path: Path
-    run: Mapping[str, Any]
     frames: int
+    run: Mapping[str, Any]
     total_frames: int
     interval: int | None
     keep: int
-    resumed: tuple[int, ...]
+    resumed: Sequence[int]
     version: int
 
 
@@ -128,7 +127,7 @@ class RunCheckpoints(CheckpointRotation):
         interval: Frames between checkpoints; None for one at the end only.
 
     Raises:
-        ConfigError: `keep` or `interval` is no integer of at least 1.
+        ValueError: `keep` is less than 1.
 
     Examples:
         >>> from torchrl_unilab.trainers import RunCheckpoints
@@ -150,10 +149,8 @@ class RunCheckpoints(CheckpointRotation):
     def __init__(
         self, directory: str | os.PathLike[str], keep: int = 2, interval: int | None = None
     ) -> None:
-        Kind(Count).check("keep_checkpoints", keep)
-        Kind(Count | None).check("checkpoint_interval", interval)
         super().__init__(Path(directory), keep_last=keep, prefix=_PREFIX)
-        self._directory = Path(directory)
+        self.directory = Path(directory)  # which TorchRL expands a "~" in
         self.interval = interval
 
     def metadata(
@@ -177,7 +174,7 @@ class RunCheckpoints(CheckpointRotation):
 
     def paths(self) -> list[Path]:
         """Return where there are checkpoints, whole or damaged, the newest first."""
-        return sorted(self._directory.glob(f"{_PREFIX}-*"), reverse=True)
+        return sorted(self.directory.glob(f"{_PREFIX}-*"), reverse=True)
 
     def save(
         self,
@@ -195,7 +192,7 @@ class RunCheckpoints(CheckpointRotation):
         Raises:
             OSError: It cannot be written. What was there is as it was.
         """
-        directory = self._directory
+        directory = self.directory
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{_PREFIX}-{step:012d}"
         if path.exists():
@@ -261,16 +258,9 @@ class RunCheckpoints(CheckpointRotation):
                 f"{remedy}"
             )
         metadata = Checkpoint.manifest(paths[0])["metadata"]
-        return SavedRun(
-            paths[0],
-            metadata["run"],
-            metadata["collected_frames"],
-            metadata["total_frames"],
-            metadata["interval"],
-            metadata["keep"],
-            tuple(metadata["resumed"]),
-            metadata["version"],
-        )
+        names = ("run", "total_frames", "interval", "keep", "resumed", "version")
+        kept = {name: metadata[name] for name in names}
+        return SavedRun(paths[0], metadata["collected_frames"], **kept)
 
 
 def _damage(path: Path, components: Collection[str] | None) -> str | None:
