@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torchrl.record.loggers import Logger
 from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
@@ -100,7 +99,7 @@ def cut_logs(directory: Path, frames: int) -> None:
 
 
 class RunLogger(Logger):
-    """Passes all that is logged on to several of TorchRL's loggers.
+    """Passes what a run logs, scalars and settings, on to several of TorchRL's loggers.
 
     Args:
         path: The run's directory.
@@ -119,11 +118,6 @@ class RunLogger(Logger):
         for logger in self.loggers:
             logger.log_scalar(name, value, step=step)
 
-    def log_video(self, name: str, video: torch.Tensor, step: int | None = None, **_: Any) -> None:
-        """Log a video, uint8 [N, T, C, H, W]."""
-        for logger in self.loggers:
-            logger.log_video(name, video, step=step)
-
     def log_hparams(self, cfg: Mapping[str, Any]) -> None:
         """Log settings: numbers, flags and texts as they are, others as text."""
         plain = {
@@ -131,12 +125,6 @@ class RunLogger(Logger):
         }
         for logger in self.loggers:
             logger.log_hparams(plain)
-
-    def log_histogram(self, name: str, data: Sequence[float], **options: Any) -> None:
-        """Log a histogram where the logger can."""
-        for logger in self.loggers:
-            if not isinstance(logger, CSVLogger):
-                logger.log_histogram(name, data, **options)
 
     def close(self, timeout: float | None = None) -> None:
         """Close the loggers. Idempotent."""
