@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,8 @@ class APPOTrainer(Trainer):
         """Take a rollout in, and an update's steps on the pool; return what to log."""
         if self.config.anneal:
             before = self.collected_frames - batch.numel()
-            self._set_max_lr(self.config.lr * (1 - before / self.total_frames))
+            rate = self.config.lr * (1 - before / self.total_frames)
+            self.optimization_stepper.owner.max_lr = rate
         self._take_in(batch)
         loss = self.loss_module
         # The environments first, as the loss has it.
@@ -145,11 +147,6 @@ class APPOTrainer(Trainer):
         values = torch.stack([self.optimization_stepper.lr, *statistics.values()]).tolist()
         return dict(zip(("lr", *statistics), values, strict=True))
 
-    def _set_max_lr(self, rate: float) -> None:
-        for update in (self.optimization_stepper, self._fused):
-            if update is not None:
-                update.max_lr = rate
-
     def _bound_log_std(self, first: float, last: float) -> None:
         bound = first + (last - first) * min(1.0, self.collected_frames / self.total_frames)
         self.loss_module.actor_network[0].log_std.detach().clamp_(max=bound)
@@ -158,17 +155,14 @@ class APPOTrainer(Trainer):
         """Take all passes over the pool; return the mean of each statistic."""
         seen = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
         update = self._fused
-        prepared: Any
-        shuffled: Callable[..., Iterable[Any]]
-        step: Callable[[Any], torch.Tensor]
-        if update is None or seen:
-            prepared, shuffled, step = pool, self._shuffled, self._step
-        else:
-            prepared, shuffled, step = update.prepare(pool), update.shuffled, update.step
+        shuffled: Callable[[int], Iterable[Any]] = partial(self._shuffled, pool)
+        step: Callable[[Any], torch.Tensor] = self._step
+        if update is not None and not seen:
+            shuffled, step = partial(update.shuffled, update.prepare(pool)), update.step
         reported = []
         for _ in range(self.num_epochs):
             self._pre_epoch_log_hook(batch)
-            for minibatch in shuffled(prepared, self.optim_steps_per_batch):
+            for minibatch in shuffled(self.optim_steps_per_batch):
                 minibatch = self._process_optim_batch_hook(minibatch)
                 self._optim_count += 1
                 reported.append(step(minibatch))

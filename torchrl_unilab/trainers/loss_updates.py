@@ -35,6 +35,9 @@ class APPOStepper(OptimizationStepper):
         loss: The loss.
         config: Learning rate, desired KL divergence and bound of the gradient.
         fused: The update that owns the parameters' memory and their optimiser, if any.
+
+    Attributes:
+        owner: What has the optimiser and its highest rate, ``max_lr``: `fused`, or this.
     """
 
     def __init__(
@@ -43,17 +46,16 @@ class APPOStepper(OptimizationStepper):
         self.loss = loss
         self._losses = torch.compile(loss.forward) if config.compile else loss
         self.desired_kl, self.max_lr = config.desired_kl, config.lr
+        self.owner: APPOStepper | FusedAPPOUpdate = self if fused is None else fused
         self.max_grad_norm = config.max_grad_norm
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
-        self.optimizer: torch.optim.Optimizer
-        if fused is None:
-            # A tensor, so that steering it takes no look at its value.
-            lr = torch.tensor(config.lr, device=self.parameters[0].device)
-            self.optimizer = torch.optim.Adam(self.parameters, lr=lr, fused=True)
-        else:
-            self.optimizer = fused.optimizer
-        # Gradients that are views of one tensor must stay so.
-        self._keeps_gradients = fused is not None
+        # A tensor, so that steering it takes no look at its value.
+        lr = torch.tensor(config.lr, device=self.parameters[0].device)
+        self.optimizer: torch.optim.Optimizer = (
+            torch.optim.Adam(self.parameters, lr=lr, fused=True)
+            if fused is None
+            else fused.optimizer
+        )
 
     @property
     def lr(self) -> torch.Tensor:
@@ -68,10 +70,11 @@ class APPOStepper(OptimizationStepper):
         (total + losses.get("loss_entropy")).backward()
         nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=not self._keeps_gradients)
+        # Gradients that are views of the owner's one tensor must stay so.
+        self.optimizer.zero_grad(set_to_none=self.owner is self)
         if not self.loss.target_is_current:
             kl = losses.get("kl")
-            self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, self.max_lr))
+            self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, self.owner.max_lr))
         self.loss.step_target()
         for key in ("loss_objective", "loss_critic", "loss_entropy"):
             losses.set(key, losses.get(key).detach())
