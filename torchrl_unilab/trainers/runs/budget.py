@@ -174,12 +174,11 @@ def run_threads(config: Config) -> ThreadPlan:
     return plan_threads(cores, config.num_collectors, config.physics_threads, learner)
 
 
-def memory_limits(device: torch.device | str = "cpu") -> tuple[MemoryLimit, ...]:
+def memory_limits(device: torch.device) -> tuple[MemoryLimit, ...]:
     """Return what is free now: memory, the mount of shared segments, the learner's device.
 
     Segments without a name are bounded by memory alone, not by the mount.
     """
-    device = torch.device(device)
     limits = [MemoryLimit("memory", available_memory(), ("shared", "private"))]
     if named_by_default():
         name = f"shared-memory mount {named_directory()}"
@@ -240,10 +239,8 @@ def ring_items(config: APPOConfig, sizes: RunSizes) -> list[MemoryItem]:
 
 def replay_items(config: OffPolicyConfig, sizes: RunSizes) -> list[MemoryItem]:
     """Return what SAC and TD3 allocate beside what every run does."""
-    form, shards = (
-        RowForm.of(TensorSchema.of(sizes.transition), config.n_step),
-        config.num_collectors,
-    )
+    form = RowForm.of(TensorSchema.of(sizes.transition), config.n_step)
+    shards = config.num_collectors
     replay = SharedRows.nbytes(form.layout.widths, shards, config.capacity // shards)
     batch = BatchLayout(form).nbytes(config.batch_size * config.updates_per_step)
     steps = 2 * config.frames_per_tick * sizes.frame_bytes

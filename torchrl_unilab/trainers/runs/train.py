@@ -171,20 +171,18 @@ class Run:
             check_filming(own_environment=create_env is not None)
         self.threads = run_threads(config)
         self.announce = announce or (lambda line: None)
-        if create_env is None:
+        if create_env is not None:
+            self._create_env = self._create_proxy = create_env
+        else:
             make_task(options.env)  # an unknown task is refused before anything is made
             make = partial(MujocoBatchEnv, options.env)
-            threads = self.threads.physics_threads
-            self._create_proxy: CreateEnv = partial(make, num_envs=1, num_threads=1)
-            create_env = partial(
+            self._create_proxy = partial(make, num_envs=1, num_threads=1)
+            self._create_env = partial(
                 make,
                 num_envs=config.num_envs,
-                num_threads=threads,
+                num_threads=self.threads.physics_threads,
                 stagger=config.stagger,
             )
-        else:
-            self._create_proxy = create_env
-        self._create_env = create_env
         self.path = Path(run_dir) if saved else _new_run_dir(run_dir)
         self.resumed = [*saved.resumed, saved.frames] if saved else []
         self._network_seed, self._acting_seed = child_seeds(options.seed, 2)
@@ -230,6 +228,7 @@ class Run:
         checkpoints = RunCheckpoints(
             self.path / CHECKPOINT, options.keep_checkpoints, options.interval
         )
+        run = {"env": options.env, "algo": config.algorithm, "seed": options.seed}
         self.trainer = trainer = self.algorithm.trainer(
             collector=collector,
             loss_module=self.learner.loss,
@@ -244,7 +243,7 @@ class Run:
             ),
             checkpoint_rotation=checkpoints,
             checkpoint_metadata=lambda _: checkpoints.metadata(
-                self.settings,
+                run | dataclasses.asdict(config),
                 total_frames=options.frames,
                 resumed=self.resumed,
                 version=scheme.version,
@@ -337,13 +336,6 @@ class Run:
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         (self.path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
         return summary
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What a checkpoint says of its run: task, algorithm, seed, settings; as JSON has them."""
-        run = {"env": self.options.env, "algo": self.config.algorithm, "seed": self.options.seed}
-        settings: dict[str, Any] = json.loads(json.dumps(run | dataclasses.asdict(self.config)))
-        return settings
 
     def _without_own_settings(self) -> str:
         """Say which settings a task takes that has none of its own."""
