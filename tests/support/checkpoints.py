@@ -79,3 +79,12 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 def differences(one: Leaves, other: Leaves) -> list[str]:
     """The names under which there is not the same, bit by bit."""
     return sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+
+
+def tree(directory: Path) -> dict[str, tuple[bytes, int]]:
+    """All files below a directory, hidden ones too, and when they were written."""
+    return {
+        str(path.relative_to(directory)): (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
-from typing import ClassVar
 from unittest.mock import Mock
 
 import psutil
 import pytest
+from torchrl.trainers import UpdateWeights
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import PublishWeights, hooks
@@ -26,69 +26,49 @@ def test_weights_are_published_every_nth_batch():
     assert collector.update_policy_weights_.call_count == 3
 
 
+def test_the_hook_that_is_replaced_names_where_the_trainer_keeps_each_model():
+    collector, trainer = Mock(), Mock()
+    trainer.loss_module.actor = "the actor"
+    paths = {"policy": "loss_module.actor"}
+    replaced = UpdateWeights(collector, weight_update_map=paths, trainer=trainer)
+    other = UpdateWeights(Mock())
+    trainer._post_steps_ops = [(replaced, {}), (other, {})]
+    hook = PublishWeights(collector)
+
+    hook.register(trainer)
+    hook()
+
+    collector.update_policy_weights_.assert_called_once_with(weights_dict={"policy": "the actor"})
+    assert trainer._post_steps_ops == [(other, {})]
+
+
 def test_publishing_never_is_refused():
     with pytest.raises(ConfigError, match="every 0 batches"):
         PublishWeights(None, every=0)
 
 
-class _Processes:
-    """Stands for `psutil.Process`: processor seconds by process id; others have ended."""
+def test_the_time_of_a_collector_and_of_its_replacement_is_summed(monkeypatch):
+    seconds = {1: 5.0, 2: 7.0}
 
-    seconds: ClassVar[dict[int, float]] = {}
-
-    def __init__(self, pid: int) -> None:
-        if pid not in self.seconds:
+    def process(pid: int) -> SimpleNamespace:
+        if pid not in seconds:
             raise psutil.NoSuchProcess(pid)
-        self.pid = pid
+        return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=seconds[pid], system=0.0))
 
-    def cpu_times(self) -> SimpleNamespace:
-        return SimpleNamespace(user=self.seconds[self.pid], system=0.0)
-
-
-def _measured(times: CollectorTime) -> list[float]:
-    """Processor seconds of each collector since `start`."""
-    return [now - before for before, now in zip(times._before, times._total(), strict=True)]
-
-
-@pytest.fixture
-def seconds(monkeypatch) -> dict[int, float]:
-    """Processor seconds by process id; those of ids that are not in it have ended."""
-    seconds: dict[int, float] = {}
-    monkeypatch.setattr(_Processes, "seconds", seconds)
-    monkeypatch.setattr(psutil, "Process", _Processes)
-    return seconds
-
-
-def test_a_collector_that_has_ended_keeps_the_time_seen_last(seconds):
-    seconds[1] = 5.0
-    times = CollectorTime(SimpleNamespace(pids=[1]))
-    times.start()
-    seconds[1] = 8.0
-    times.sample()
-
-    del seconds[1]
-
-    assert _measured(times) == [3.0]
-
-
-def test_the_time_of_a_collector_and_of_its_replacement_is_summed(seconds):
-    seconds |= {1: 5.0, 2: 7.0}
+    monkeypatch.setattr(psutil, "Process", process)
+    monkeypatch.setattr(hooks, "time", SimpleNamespace(perf_counter=iter([0.0, 2.0, 4.0]).__next__))
     collector = SimpleNamespace(pids=[1])
     times = CollectorTime(collector)
     times.start()
-    seconds[1] = 6.0
+    seconds[1] = 8.0
     times.sample()
+    assert times.busy == [(8.0 - 5.0) / 2.0]
 
+    del seconds[1]
     collector.pids = [2]
-
-    assert _measured(times) == [1.0 + 7.0]
-
-
-def test_a_collector_that_ended_before_the_start_has_no_time(seconds):
-    times = CollectorTime(SimpleNamespace(pids=[1]))
-    times.start()
     times.sample()
-    assert times.busy == [0.0]
+
+    assert times.busy == [(8.0 - 5.0 + 7.0) / 4.0]
 
 
 def test_this_process_is_busy():

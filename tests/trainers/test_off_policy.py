@@ -7,7 +7,6 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
-from torchrl.objectives import DDPGLoss
 
 from tests.support.collecting import flat_state_env
 from torchrl_unilab.collectors import ReplayCollector
@@ -15,7 +14,7 @@ from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules import make_q_value, make_td3_actor
+from torchrl_unilab.modules import make_td3_actor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.trainers import (
     OffPolicyConfig,
@@ -27,7 +26,6 @@ from torchrl_unilab.trainers import (
     replay_buffer_ready_for_learning,
     train_off_policy,
 )
-from torchrl_unilab.trainers.loss_updates import make_update
 from torchrl_unilab.trainers.runs.builders import build_off_policy, with_exploration_noise
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -45,8 +43,6 @@ BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
 MOSTLY_SAC = pytest.mark.parametrize(
     "algorithm", ["sac", pytest.param("td3", marks=pytest.mark.slow)]
 )
-
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
 
 create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
 
@@ -72,13 +68,12 @@ LEARNS = {
 def _trainer(
     ticks: int = 20,
     create_env: CreateEnv = create_pendulum,
-    seed: int = 0,
     *,
     inline: bool = True,
     **settings: object,
 ) -> OffPolicyTrainer:
     """A trainer of a pendulum, everything seeded."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = OffPolicyConfig(**{**QUICK, **settings})
     env = create_env()
     learner = build_off_policy(env, config)
@@ -95,7 +90,7 @@ def _trainer(
         weight_sync_schemes={"policy": scheme},
         inline=inline,
         lockstep=not inline,
-        seed=seed,
+        seed=0,
     )
     return OffPolicyTrainer(
         collector=collector,
@@ -105,7 +100,7 @@ def _trainer(
         normalizers=learner.normalizers,
         scheme=scheme,
         progress_bar=False,
-        seed=seed,
+        seed=0,
     )
 
 
@@ -139,18 +134,9 @@ def test_learning_starts_when_the_replay_has_a_batch_and_each_environments_steps
     assert not ready(rows - 1)
 
 
-def test_runs_are_compared_by_the_latest_mean_of_a_hundred_episodes():
+def test_runs_are_compared_by_the_latest_mean_of_a_hundred_episodes_if_there_is_one():
     assert build_reward_comparison_metrics([1000.0, 1.0, 3.0], 7.0) == {"mean_ep100": 3.0}
-
-
-def test_runs_without_a_mean_are_not_compared():
     assert build_reward_comparison_metrics([], 5.0) == {}
-
-
-def test_learning_starts_below_zero_counts_as_zero():
-    trainer = _trainer(ticks=6, learning_starts=-1)
-    _trained(trainer)
-    assert trainer.updates == 2 * 3  # from 16 rows, a batch, on: ticks 4 to 6
 
 
 def test_no_update_is_taken_before_and_the_stated_number_after():
@@ -183,22 +169,15 @@ def test_known_networks_are_updated_by_the_fused_step_and_others_by_the_loss(alg
     assert "loss_qvalue" in general._log_dict
 
 
-@pytest.mark.parametrize(("prefetch", "packer"), [(True, "thread"), (False, "inline")])
-def test_a_sample_is_packed_beside_the_learner_with_prefetch(prefetch, packer):
-    trainer = _trainer(prefetch=prefetch)
-    assert trainer.pipeline.transfer_manifest["packer"] == packer
-    _trained(trainer)
-    assert trainer.updates == 2 * 13
-
-
 def test_prefetch_is_refused_where_runs_are_repeatable():
     with pytest.raises(ConfigError, match="prefetch: True with sync_collection"):
         OffPolicyConfig(prefetch=True, sync_collection=True)
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_the_next_sample_is_started_while_this_one_is_learnt_from_with_prefetch(prefetch):
+@pytest.mark.parametrize(("prefetch", "packer"), [(True, "thread"), (False, "inline")])
+def test_the_next_sample_is_started_while_this_one_is_learnt_from_with_prefetch(prefetch, packer):
     trainer = _trainer(9, prefetch=prefetch)
+    assert trainer.pipeline.transfer_manifest["packer"] == packer
     trainer.pipeline = noted = Mock(wraps=trainer.pipeline)
     _trained(trainer)
     ticks = [
@@ -268,24 +247,6 @@ def _last(storage) -> torch.Tensor:
     return torch.arange(storage.ptr - 4, storage.ptr) % storage.max_size
 
 
-def test_any_off_policy_loss_is_trained():
-    config = OffPolicyConfig(**QUICK)
-    torch.manual_seed(0)
-    actor = make_td3_actor(4, 1, low=-3.0, high=3.0, hidden=(8,))
-    loss = DDPGLoss(actor, make_q_value(4, 1, hidden=(8,)), delay_value=True)
-    loss.make_value_estimator(gamma=0.99)
-    update = make_update(loss, config)
-    before = {key: v.clone() for key, v in loss.state_dict().items()}
-    env = create_pendulum(seed=0)
-    batch = env.rollout(8, actor, break_when_any_done=False).reshape(-1)
-    env.close()
-    for minibatch in update.minibatches(update.prepare(batch), 2):
-        observed = update.step(minibatch)
-    assert observed.isfinite().all()
-    assert "loss_value" in update.statistics
-    assert not _equal(dict(loss.state_dict()), before)
-
-
 # Bad input
 
 
@@ -347,13 +308,12 @@ def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, al
     assert 0.0 < summary["final_return"] < 8.0
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @BOTH
 @pytest.mark.learning
-def test_a_pendulum_is_balanced_for_nine_tenths_of_its_time(algorithm, seed):
+def test_a_pendulum_is_balanced_for_nine_tenths_of_its_time(algorithm):
     task = replace(make_task("InvertedPendulum-v5"), max_episode_steps=100)
     create_env = partial(MujocoBatchEnv, task, num_envs=8, num_threads=1)
-    trainer = _trainer(300, create_env, seed, algorithm=algorithm, **LEARNS)
+    trainer = _trainer(300, create_env, algorithm=algorithm, **LEARNS)
     env, returns = create_env(seed=1), []  # seeds 0 to 4 need at most 4,160 of 9,600 frames
 
     def look() -> None:

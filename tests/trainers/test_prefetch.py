@@ -18,28 +18,18 @@ from torchrl.data import (
     ReplayBuffer,
     TensorDictReplayBuffer,
 )
-from torchrl.objectives import SACLoss, SoftUpdate, TD3Loss
 from torchrl.trainers import Trainer
-from torchrl.trainers.algorithms import SACTrainer, TD3Trainer
-from torchrl.trainers.algorithms.td3 import TD3OptimizationStepper
 
+from tests.support.collecting import single_env
+from tests.support.stock import WARNINGS, Stock, stock_sac, stock_td3
 from tests.support.transitions import stamped
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
-from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules import make_q_value, make_sac_actor, make_td3_actor
 from torchrl_unilab.trainers import PrefetchReplay
 
-TASK, FRAMES, BATCHES, STEPS, ROWS = "InvertedPendulum-v5", 32, 5, 4, 8
+FRAMES, BATCHES, STEPS, ROWS = 32, 5, 4, 8
 
-pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:(SAC|TD3)Trainer is an experimental/prototype feature:UserWarning"
-    ),
-    pytest.mark.filterwarnings(
-        "ignore:The '(optimizer|post_loss)' hook stage will be replaced:FutureWarning"
-    ),
-]
+pytestmark = WARNINGS
 
 
 @pytest.fixture
@@ -90,61 +80,30 @@ def test_large_batches_that_cannot_be_cut_evenly_are_refused(full):
 # On TorchRL's trainers
 
 
-def _arguments(collector: Collector, buffer: ReplayBuffer) -> dict[str, object]:
-    return {
-        "collector": collector,
-        "replay_buffer": buffer,
-        "total_frames": BATCHES * FRAMES,
-        "frame_skip": 1,
-        "optim_steps_per_batch": STEPS,
-        "progress_bar": False,
-    }
-
-
-def _sac(env: MujocoBatchEnv, buffer: ReplayBuffer) -> Trainer:
-    actor = make_sac_actor(4, 1, low=-3.0, high=3.0, hidden=(8,))
-    loss = SACLoss(actor, make_q_value(4, 1, hidden=(8,)), num_qvalue_nets=2)
-    return SACTrainer(
-        loss_module=loss,
-        optimizer=torch.optim.Adam(loss.parameters()),
-        target_net_updater=SoftUpdate(loss, tau=0.1),
-        episode_reward_key="reward",
-        **_arguments(_collector(env, actor), buffer),
+def _trainer(stock: Stock, buffer: ReplayBuffer) -> Trainer:
+    collector = Collector(
+        single_env(),
+        stock.policy,
+        frames_per_batch=FRAMES,
+        total_frames=-1,
+        auto_register_policy_transforms=False,
+    )
+    return stock.make(
+        collector=collector,
+        replay_buffer=buffer,
+        total_frames=BATCHES * FRAMES,
+        optim_steps_per_batch=STEPS,
     )
 
 
-def _td3(env: MujocoBatchEnv, buffer: ReplayBuffer) -> Trainer:
-    actor = make_td3_actor(4, 1, low=-3.0, high=3.0, hidden=(8,))
-    critic = make_q_value(4, 1, hidden=(8,))
-    loss = TD3Loss(actor, critic, bounds=(-3.0, 3.0), num_qvalue_nets=2)
-    groups = (loss.actor_network_params, loss.qvalue_network_params)
-    stepper = TD3OptimizationStepper(
-        *(torch.optim.Adam(group.flatten_keys().values()) for group in groups)
-    )
-    return TD3Trainer(
-        loss_module=loss,
-        optimization_stepper=stepper,
-        target_net_updater=SoftUpdate(loss, tau=0.1),
-        exploration_module=None,
-        **_arguments(_collector(env, actor), buffer),
-    )
-
-
-def _collector(env: MujocoBatchEnv, actor: torch.nn.Module) -> Collector:
-    return Collector(
-        env, actor, frames_per_batch=FRAMES, total_frames=-1, auto_register_policy_transforms=False
-    )
-
-
-@pytest.mark.parametrize("make", [_sac, _td3])
+@pytest.mark.parametrize("make", [stock_sac, stock_td3])
 def test_a_stock_trainer_learns_from_the_pipeline_alone(
-    make: Callable[[MujocoBatchEnv, ReplayBuffer], Trainer], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Stock], monkeypatch: pytest.MonkeyPatch
 ):
-    env = MujocoBatchEnv(TASK, num_envs=2, num_threads=1)
     seen: list[torch.Tensor] = []
     with PackedReplayStorage(1000) as storage:
         buffer = TensorDictReplayBuffer(storage=storage, sampler=RandomSampler(), batch_size=ROWS)
-        trainer = make(env, buffer)
+        trainer = _trainer(make(), buffer)
         # The pipeline needs to know rows before it can be made.
         first = next(iter(trainer.collector)).reshape(-1)
         buffer.extend(first)
@@ -167,14 +126,13 @@ def test_a_stock_trainer_learns_from_the_pipeline_alone(
         assert len(seen) == BATCHES * STEPS
         known = {tuple(row) for row in storage[:]["observation"].tolist()}
         for drawn in seen:
-            assert drawn.shape == (ROWS, 4)
+            assert drawn.shape == (ROWS, 3)
             assert {tuple(row) for row in drawn.tolist()} <= known
 
 
 def test_a_buffer_with_priorities_is_refused_and_the_trainer_left_as_it_was(full, monkeypatch):
-    env = MujocoBatchEnv(TASK, num_envs=2, num_threads=1)
     buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=ROWS)
-    trainer = _sac(env, buffer)
+    trainer = _trainer(stock_sac(), buffer)
     # TorchRL's own needs an extension that not every build has.
     monkeypatch.setattr(buffer, "_sampler", create_autospec(PrioritizedSampler, instance=True))
     before = list(trainer._process_optim_batch_ops)

@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
+from tensordict import TensorDictBase
 from torch import nn
-from torchrl.collectors import BaseCollector, MultiAsyncCollector, MultiSyncCollector
+from torchrl.collectors import MultiAsyncCollector, MultiSyncCollector
 from torchrl.data import (
-    Bounded,
-    Composite,
     LazyTensorStorage,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     TensorDictReplayBuffer,
-    Unbounded,
 )
-from torchrl.envs import EnvBase
-from torchrl.modules import (
-    AdditiveGaussianModule,
-    ProbabilisticActor,
-    TanhNormal,
-    ValueOperator,
-)
-from torchrl.objectives import ClipPPOLoss, SACLoss, SoftUpdate, TD3Loss
-from torchrl.trainers import Trainer
-from torchrl.trainers.algorithms import PPOTrainer, SACTrainer, TD3Trainer
-from torchrl.trainers.algorithms.td3 import TD3OptimizationStepper
+from torchrl.trainers.algorithms import PPOTrainer
 
 from tests.support.bounds import DEADLINE
+from tests.support.collecting import single_env
 from tests.support.processes import live_children
+from tests.support.stock import WARNINGS, Stock, stock_ppo, stock_sac, stock_td3
 from torchrl_unilab.trainers import LogPolicyLag, PublishWeights
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -45,175 +32,11 @@ FRAMES = 16
 PHASE = 6
 BATCHES = 2 * PHASE
 
-# What TorchRL says about its own trainers.
-pytestmark = [
-    pytest.mark.filterwarnings(
-        "ignore:(PPO|SAC|TD3)Trainer is an experimental/prototype feature:UserWarning"
-    ),
-    pytest.mark.filterwarnings(
-        "ignore:The '(optimizer|post_loss)' hook stage will be replaced:FutureWarning"
-    ),
-]
+pytestmark = WARNINGS
 
 
-class PointEnv(EnvBase):
-    """A point that the action pushes; reward for being near the origin; ten steps long."""
-
-    def __init__(self) -> None:
-        super().__init__(batch_size=[])
-        self.observation_spec = Composite(observation=Unbounded((3,)))
-        self.action_spec = Bounded(-1.0, 1.0, (1,))
-        self.reward_spec = Unbounded((1,))
-        self._point = torch.zeros(3)
-        self._steps = 0
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
-        self._point = torch.rand(3)
-        self._steps = 0
-        return TensorDict(observation=self._point)
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._point = self._point + 0.1 * tensordict["action"]
-        self._steps += 1
-        reward = -self._point.square().sum(-1, keepdim=True)
-        done = torch.tensor([self._steps >= 10])
-        return TensorDict(observation=self._point, reward=reward, done=done)
-
-    def _set_seed(self, seed: int | None) -> None:
-        pass
-
-
-class Setup:
-    """A stock trainer, and what it is made of.
-
-    Attributes:
-        out: The key under which the policy leaves what follows from weights alone.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[BaseCollector], Trainer],
-        policy: TensorDictModule,
-        out: str,
-        collector_class: type[BaseCollector],
-        workers: int,
-    ) -> None:
-        self.policy = policy
-        self.out = out
-        self.scheme = UniLabShmScheme()
-        self.collector = collector_class(
-            [PointEnv] * workers,
-            policy,
-            frames_per_batch=FRAMES,
-            total_frames=-1,
-            track_policy_version=True,
-            weight_sync_schemes={"policy": self.scheme},
-        )
-        self.trainer = make(self.collector)
-
-
-def _stochastic(**kwargs: Any) -> ProbabilisticActor:
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 2), NormalParamExtractor())
-    return ProbabilisticActor(
-        TensorDictModule(net, in_keys=["observation"], out_keys=["loc", "scale"]),
-        in_keys=["loc", "scale"],
-        spec=Bounded(-1.0, 1.0, (1,)),
-        distribution_class=TanhNormal,
-        **kwargs,
-    )
-
-
-class Quality(nn.Module):
-    """A Q-network."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def forward(self, observation: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        return self.net(torch.cat([observation, action], -1))
-
-
-def _qvalue() -> ValueOperator:
-    return ValueOperator(Quality(), in_keys=["observation", "action"])
-
-
-def _buffer(sampler: Any, frames: int) -> ReplayBuffer:
+def _buffer(sampler: Any, frames: int = 8 * FRAMES) -> ReplayBuffer:
     return TensorDictReplayBuffer(storage=LazyTensorStorage(frames), sampler=sampler, batch_size=8)
-
-
-def _common(collector: BaseCollector, steps: int | None = 2) -> dict[str, Any]:
-    return {
-        "collector": collector,
-        "total_frames": BATCHES * FRAMES,
-        "frame_skip": 1,
-        "optim_steps_per_batch": steps,
-        "progress_bar": False,
-    }
-
-
-def _ppo() -> Setup:
-    policy = _stochastic(return_log_prob=True)
-    value = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
-    loss = ClipPPOLoss(policy, value)
-
-    def make(collector: BaseCollector) -> Trainer:
-        return PPOTrainer(
-            loss_module=loss,
-            optimizer=torch.optim.Adam(loss.parameters(), lr=0.01),
-            replay_buffer=_buffer(SamplerWithoutReplacement(), FRAMES),
-            num_epochs=1,
-            weight_update_map={"policy": "loss_module.actor_network"},
-            **_common(collector, steps=None),  # as many as the buffer has minibatches
-        )
-
-    return Setup(make, policy, "loc", MultiSyncCollector, workers=2)
-
-
-def _sac() -> Setup:
-    policy = _stochastic()
-    loss = SACLoss(policy, _qvalue(), num_qvalue_nets=2)
-
-    def make(collector: BaseCollector) -> Trainer:
-        return SACTrainer(
-            loss_module=loss,
-            optimizer=torch.optim.Adam(loss.parameters(), lr=0.01),
-            replay_buffer=_buffer(RandomSampler(), 8 * FRAMES),
-            target_net_updater=SoftUpdate(loss, eps=0.9),
-            episode_reward_key="reward",
-            **_common(collector),
-        )
-
-    return Setup(make, policy, "loc", MultiAsyncCollector, workers=2)
-
-
-def _td3() -> Setup:
-    spec = Bounded(-1.0, 1.0, (1,))
-    net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh())
-    actor = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
-    # So little noise that the action still shows the weights.
-    noise = AdditiveGaussianModule(spec, sigma_init=1e-6, sigma_end=1e-6)
-    loss = TD3Loss(actor, _qvalue(), action_spec=spec, num_qvalue_nets=2)
-
-    def make(collector: BaseCollector) -> Trainer:
-        stepper = TD3OptimizationStepper(
-            torch.optim.Adam(loss.actor_network_params.flatten_keys().values(), lr=0.01),
-            torch.optim.Adam(loss.qvalue_network_params.flatten_keys().values(), lr=0.01),
-        )
-        return TD3Trainer(
-            loss_module=loss,
-            optimization_stepper=stepper,
-            replay_buffer=_buffer(RandomSampler(), 8 * FRAMES),
-            target_net_updater=SoftUpdate(loss, eps=0.9),
-            exploration_module=noise,
-            **_common(collector),
-        )
-
-    policy = TensorDictSequential(actor, noise)
-    return Setup(make, policy, "action", MultiAsyncCollector, workers=2)
-
-
-SETUPS = {"ppo": _ppo, "sac": _sac, "td3": _td3}
 
 
 def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -237,7 +60,7 @@ class Run:
     in its place: one run for both, as workers take seconds to start.
 
     Args:
-        setup: What to train.
+        stock: What to train.
         every: Batches between publishes in the second phase.
 
     Attributes:
@@ -251,76 +74,95 @@ class Run:
         left_over: Child processes that outlived the shutdown.
     """
 
-    def __init__(self, setup: Setup, every: int) -> None:
-        self.setup = setup
+    def __init__(self, stock: Stock, every: int) -> None:
+        self.stock = stock
         self.every = every
+        self.scheme = UniLabShmScheme()
+        # PPO takes as many steps as the buffer has minibatches.
+        on_policy = stock.make.func is PPOTrainer
+        self.collector = (MultiSyncCollector if on_policy else MultiAsyncCollector)(
+            [single_env] * 2,
+            stock.policy,
+            frames_per_batch=FRAMES,
+            total_frames=-1,
+            track_policy_version=True,
+            weight_sync_schemes={"policy": self.scheme},
+        )
+        self.trainer = stock.make(
+            collector=self.collector,
+            replay_buffer=_buffer(SamplerWithoutReplacement(), FRAMES)
+            if on_policy
+            else _buffer(RandomSampler()),
+            total_frames=BATCHES * FRAMES,
+            optim_steps_per_batch=None if on_policy else 2,
+        )
         self.versions: list[int] = []
-        self.learned = {0: _weights(setup.policy)}
+        self.learned = {0: _weights(stock.policy)}
         self.acted: list[set[int]] = []
         self.strays: list[float] = []
         self.lags: list[float] = []
         self.restored: dict[str, Any] = {}
-        self._acting = copy.deepcopy(setup.policy)
-        trainer = setup.trainer
+        self._acting = copy.deepcopy(stock.policy)
+        trainer = self.trainer
         try:
-            LogPolicyLag(setup.scheme).register(trainer, name="lag_of_the_policy")
+            LogPolicyLag(self.scheme).register(trainer, name="lag_of_the_policy")
             trainer.register_op("batch_process", self._look_at_frames)
             trainer.register_op("post_steps_log", self._look_at_workers)
             trainer.register_op("shutdown", self._look_at_the_end)
             trainer.train()
             self.logged = dict(trainer._log_dict)
         finally:
-            setup.collector.shutdown()
+            self.collector.shutdown()
             self.left_over = live_children()
 
     def _replace_own_update(self) -> None:
-        PublishWeights(self.setup.collector, every=self.every).register(self.setup.trainer)
+        PublishWeights(self.collector, every=self.every).register(self.trainer)
 
     def _look_at_frames(self, batch: TensorDictBase) -> None:
         versions = batch["next", "policy_version"].reshape(-1)
-        frames = batch.select("observation", self.setup.out).reshape(-1)
-        self.lags.append(self.setup.scheme.version - float(versions.float().mean()))
+        frames = batch.select("observation", self.stock.out).reshape(-1)
+        self.lags.append(self.scheme.version - float(versions.float().mean()))
         self.acted.append({int(version) for version in versions.unique()})
         self.strays.append(0.0)
         for version in self.acted[-1]:
             self._acting.load_state_dict(self.learned[version])
             own = frames[versions == version]
             with torch.no_grad():
-                expected = self._acting(own.select("observation"))[self.setup.out]
-            stray = float((own[self.setup.out] - expected).abs().max())
+                expected = self._acting(own.select("observation"))[self.stock.out]
+            stray = float((own[self.stock.out] - expected).abs().max())
             self.strays[-1] = max(stray, self.strays[-1])
 
     def _look_at_workers(self, batch: TensorDictBase) -> None:
-        version = self.setup.scheme.version
+        version = self.scheme.version
         self.versions.append(version)
         if version not in self.learned:
-            self.learned[version] = _weights(self.setup.policy)
+            self.learned[version] = _weights(self.stock.policy)
         # TorchRL's asynchronous workers drop the rollout under way, and wait for ever,
         # when they are asked for their state: those are looked at in the end.
-        if isinstance(self.setup.collector, MultiSyncCollector):
+        if isinstance(self.collector, MultiSyncCollector):
             self._look_at_weights()
         if len(self.versions) == PHASE:
             self._replace_own_update()
 
     def _look_at_weights(self) -> None:
         # The workers hold the newest weights, and say that they do.
-        scheme = self.setup.scheme
+        scheme = self.scheme
         for held in self._held():
             assert _same(held, self.learned[scheme.version])
         scheme.wait_applied(timeout=DEADLINE)
         assert set(scheme.applied_versions.values()) == {scheme.version}
 
     def _held(self) -> list[dict[str, torch.Tensor]]:
-        state = self.setup.collector.state_dict()
-        workers = range(self.setup.collector.num_workers)
+        state = self.collector.state_dict()
+        workers = range(self.collector.num_workers)
         return [state[f"worker{worker}"]["policy_state_dict"] for worker in workers]
 
     def _look_at_the_end(self) -> None:
         self._look_at_weights()
-        trainer, collector = self.setup.trainer, self.setup.collector
+        trainer, collector = self.trainer, self.collector
         saved = copy.deepcopy(trainer.state_dict())
-        learner = _weights(self.setup.policy)
-        _zero(self.setup.policy)
+        learner = _weights(self.stock.policy)
+        _zero(self.stock.policy)
         trainer._post_steps_hook()
         collector.update_policy_weights_()
         workers_changed = all(not _same(held, learner) for held in self._held())
@@ -330,27 +172,28 @@ class Run:
             "saved": {name: saved[name] for name in changed},
             "changed": changed,
             "loaded": self._hooks(),
-            "learner": _same(_weights(self.setup.policy), learner),
+            "learner": _same(_weights(self.stock.policy), learner),
             "workers_changed": workers_changed,
             "workers": all(_same(held, learner) for held in self._held()),
         }
-        _zero(self.setup.policy)
+        _zero(self.stock.policy)
         collector.update_policy_weights_()
         trainer.load_state_dict(saved)
         self.restored["workers_behind"] = all(_same(held, learner) for held in self._held())
 
     def _hooks(self) -> dict[str, Any]:
-        return {name: hook.state_dict() for name, hook in self.setup.trainer._modules.items()}
+        return {name: hook.state_dict() for name, hook in self.trainer._modules.items()}
 
 
-EVERY = {"ppo": 1, "sac": 1, "td3": 2}
+SETUPS = {"ppo": (stock_ppo, 1), "sac": (stock_sac, 1), "td3": (stock_td3, 2)}
 
 
 @pytest.fixture(scope="module", params=["ppo", pytest.param("sac", marks=pytest.mark.slow), "td3"])
 def run(request: pytest.FixtureRequest) -> Run:
     """A whole run of a stock trainer."""
     torch.manual_seed(0)
-    return Run(SETUPS[request.param](), EVERY[request.param])
+    make, every = SETUPS[request.param]
+    return Run(make(), every)
 
 
 def test_a_stock_trainers_own_update_publishes_once_a_batch(run):
@@ -396,20 +239,6 @@ def test_a_checkpoint_brings_back_the_hooks_the_learner_and_the_workers(run):
 
 def test_a_checkpoint_wins_over_a_publish_that_workers_have_yet_to_pull(run):
     assert run.restored["workers_behind"]
-
-
-def test_the_lag_is_logged_without_a_batch_as_in_asynchronous_collection():
-    scheme = UniLabShmScheme()
-    scheme.init_on_sender(model_id="policy", model=_stochastic(), devices=[torch.device("cpu")])
-    try:
-        assert LogPolicyLag(scheme)(None)["policy_lag"] == 0
-    finally:
-        scheme.shutdown()
-
-
-def test_a_name_serves_one_hook_only(run):
-    with pytest.raises(RuntimeError, match="publish_weights is already registered"):
-        PublishWeights(run.setup.collector).register(run.setup.trainer)
 
 
 def test_no_worker_outlives_the_training(run):

@@ -1,22 +1,21 @@
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 
-from tests.support.collecting import CountingEnv, env_for_parents_only
+from tests.support.collecting import CountingEnv, HitEnv, env_for_parents_only
 from tests.support.processes import live_children
 from tests.support.traces import Event, assert_nested, load_events, names, spans
 from torchrl_unilab.cli import main
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import trace
-from torchrl_unilab.trainers import APPOConfig, APPOTrainer, train_appo
+from torchrl_unilab.trainers import APPOConfig, train_appo
 
 APPO = ["--num-envs", "8", "--num-steps", "16", "--epochs", "1", "--minibatches", "1"]
 SAC = ["--num-envs", "8", "--batch-size", "16", "--learning-starts", "4", "--replay-buffer-n", "99"]
@@ -102,18 +101,6 @@ def test_the_pipelines_thread_has_a_track_of_its_own(tmp_path):
     }
 
 
-class _DyingEnv(CountingEnv):
-    """Kills its process after some steps."""
-
-    _left = 30
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self._left -= 1
-        if not self._left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super()._step(tensordict)
-
-
 def _run(path: Path, env: Callable[[], CountingEnv] = CountingEnv) -> None:
     train_appo(
         "Counting",
@@ -128,8 +115,8 @@ def _run(path: Path, env: Callable[[], CountingEnv] = CountingEnv) -> None:
 
 def test_a_run_whose_collector_is_killed_leaves_a_trace_with_what_that_did(tmp_path):
     with pytest.raises(WorkerError, match="SIGKILL"):
-        _run(tmp_path, _DyingEnv)
-    events = load_events(tmp_path / "trace.json")
+        _run(tmp_path / "run", partial(HitEnv, tmp_path / "mark", 30, "SIGKILL"))
+    events = load_events(tmp_path / "run" / "trace.json")
     assert_nested(events)
     named = names(events)
     rollouts = [e for e in spans(events) if e["name"] == "rollout"]
@@ -137,22 +124,6 @@ def test_a_run_whose_collector_is_killed_leaves_a_trace_with_what_that_did(tmp_p
     assert {named[event["pid"], 0] for event in rollouts} == {"collector 0"}
     assert "update" in _by_process(events, "X")["learner"]
     assert not live_children()
-
-
-def test_a_run_ended_by_ctrl_c_leaves_its_trace(tmp_path, monkeypatch):
-    learn, seen = APPOTrainer._learn, []
-
-    def interrupted(trainer: APPOTrainer, batch: TensorDictBase) -> dict[str, float]:
-        seen.append(batch)
-        if len(seen) == 3:
-            raise KeyboardInterrupt
-        return learn(trainer, batch)
-
-    monkeypatch.setattr(APPOTrainer, "_learn", interrupted)
-    _run(tmp_path)
-    updates = [e for e in spans(load_events(tmp_path / "trace.json")) if e["name"] == "update"]
-    assert len(updates) == 3
-    assert trace.settings() is None
 
 
 def test_a_run_whose_workers_do_not_start_leaves_no_trace(tmp_path):

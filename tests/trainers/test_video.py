@@ -4,23 +4,16 @@ import sys
 from collections.abc import Iterator
 from fractions import Fraction
 
-import av
 import numpy as np
 import pytest
 import torch
 from torchrl.envs import TransformedEnv
 from torchrl.record import VideoRecorder
 
+from tests.support.videos import read_video
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.video import Mp4Logger, check_video, write_video
-
-
-def _read(path) -> tuple[np.ndarray, Fraction]:
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-        return np.stack(frames), stream.average_rate
 
 
 def _greys(count: int) -> Iterator[np.ndarray]:
@@ -31,7 +24,7 @@ def _greys(count: int) -> Iterator[np.ndarray]:
 def test_a_video_has_every_frame_in_order_and_its_rate(tmp_path):
     path = tmp_path / "greys.mp4"
     assert write_video(path, _greys(20), Fraction(125, 3)) == 20
-    frames, rate = _read(path)
+    frames, rate = read_video(path)
     assert frames.shape == (20, 48, 64, 3)
     np.testing.assert_allclose(frames.mean(axis=(1, 2, 3)), 10 * np.arange(20), atol=4)
     assert rate == Fraction(125, 3)
@@ -89,7 +82,7 @@ def test_torchrl_records_an_environment_into_an_mp4_file(tmp_path):
     pixels = env.rollout(9, lambda td: td.set("action", torch.zeros(4, 1)))["next", "pixels"]
     env.transform.dump()
     env.close()
-    frames, rate = _read(tmp_path / "run" / "videos" / "cart_0.mp4")
+    frames, rate = read_video(tmp_path / "run" / "videos" / "cart_0.mp4")
     assert frames.shape == (10, 2 * 48, 2 * 64, 3)
     assert rate == 50
     difference = frames[-1, :48, :64].astype(int) - pixels[0, -1].numpy().astype(int)

@@ -160,11 +160,6 @@ def test_a_replay_lowered_by_the_factor_named_fits():
     assert _limited(plan_run("HalfCheetah-v5", lowered), *SMALL_MOUNT).refusal() is None
 
 
-def test_a_refused_run_shows_the_breakdown():
-    with pytest.raises(ConfigError, match=r"packed replay +160"):
-        _limited(_sac(), *SMALL_MOUNT).check()
-
-
 def test_on_a_mount_of_64_mb_the_default_appo_fits():
     budget = plan_run("HalfCheetah-v5", APPOConfig.for_task("HalfCheetah-v5"))
     _limited(budget, *SMALL_MOUNT).check()
@@ -173,7 +168,7 @@ def test_on_a_mount_of_64_mb_the_default_appo_fits():
 @pytest.mark.parametrize("kind", ["anonymous", "named"])
 def test_the_mount_bounds_named_segments_alone(kind, monkeypatch):
     monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", kind)
-    mounts = [limit for limit in memory_limits() if "mount" in limit.name]
+    mounts = [limit for limit in memory_limits(torch.device("cpu")) if "mount" in limit.name]
     assert len(mounts) == (kind == "named")
 
 
@@ -184,7 +179,7 @@ def test_a_run_that_does_not_fit_is_refused_with_nothing_allocated(
     monkeypatch.setattr(budget_module, "memory_limits", lambda device: SMALL_MOUNT)
     run_dir = tmp_path / "run"
     create_env = partial(MujocoBatchEnv, "HalfCheetah-v5", num_envs=16, num_threads=1)
-    with pytest.raises(ConfigError, match="lower replay_buffer_n or num_envs"):
+    with pytest.raises(ConfigError, match=r"(?s)lower replay_buffer_n or .*packed replay +160"):
         train_off_policy(
             "HalfCheetah-v5",
             frames=9999,
@@ -200,15 +195,7 @@ def test_a_run_that_does_not_fit_is_refused_with_nothing_allocated(
 # The command
 
 
-@pytest.mark.parametrize("algorithm", ["appo", "sac", "td3"])
-def test_the_command_prints_threads_and_memory_of_a_run(algorithm, capsys):
-    assert main(["budget", algorithm, "--env", "Hopper-v5", "--physics-threads", "3"]) == 0
-    printed = capsys.readouterr().out
-    assert "1 collector(s) with 3 physics thread(s) each" in printed
-    assert ("rollout ring" if algorithm == "appo" else "packed replay") in printed
-
-
-def test_the_command_takes_the_settings_of_a_run_and_prints_plain_data(capsys):
+def test_the_command_takes_the_settings_of_a_run_and_prints_lines_or_plain_data(capsys):
     settings = ["--replay-buffer-n", "1000", "--num-envs", "4", "--num-collectors", "2"]
     assert main(["budget", "sac", "--env", "Hopper-v5", "--json", *settings]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -219,6 +206,10 @@ def test_the_command_takes_the_settings_of_a_run_and_prints_plain_data(capsys):
     assert printed["threads"] == dataclasses.asdict(expected.threads)
     assert printed["memory"]["items"][0]["nbytes"] == expected.memory.items[0].nbytes
     assert printed["memory"]["fits"] is True
+    assert main(["budget", "appo", "--env", "Hopper-v5", "--physics-threads", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 collector(s) with 3 physics thread(s) each" in printed
+    assert "rollout ring" in printed
 
 
 def test_the_command_says_what_does_not_fit_and_fails(monkeypatch, capsys):
@@ -228,13 +219,3 @@ def test_the_command_says_what_does_not_fit_and_fails(monkeypatch, capsys):
     assert "TOO MUCH" in out
     assert err.startswith("error: memory of the run: ")
     assert err.count("\n") == 1
-
-
-def test_the_train_command_shows_the_breakdown_of_what_does_not_fit(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(budget_module, "memory_limits", lambda device: SMALL_MOUNT)
-    arguments = ["--env", "HalfCheetah-v5", "--frames", "9999", "--run-dir", str(tmp_path / "run")]
-    assert main(["train", "sac", *arguments]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("error: memory of the run: ")
-    assert lines[1].split() == ["shared", "packed", "replay", "160.2", "MiB"]
-    assert not (tmp_path / "run").exists()

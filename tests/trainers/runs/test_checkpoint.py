@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from tests.support.checkpoints import tree
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.trainers.runs import checkpoint as module
@@ -48,15 +49,6 @@ def save(directory: Path, frames: int, keep: int = 2, **parts: Any) -> Path:
         step=frames,
         metadata={**metadata, "collected_frames": frames},
     )
-
-
-def tree(directory: Path) -> dict[str, bytes]:
-    """All files below a directory, hidden ones too."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
 
 
 def names(directory: Path) -> list[str]:

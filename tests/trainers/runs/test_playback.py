@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 import math
 
-import av
 import pytest
 
+from tests.support.videos import read_video
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs.rendering import BatchRenderer
 from torchrl_unilab.errors import ConfigError
@@ -20,13 +20,6 @@ def run_dir(appo_run):
     return appo_run.run_dir
 
 
-def _frames(path) -> tuple[int, int, int]:
-    with av.open(str(path)) as container:
-        sizes = [(frame.width, frame.height) for frame in container.decode(video=0)]
-    assert len(set(sizes)) == 1
-    return len(sizes), *sizes[0]
-
-
 def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys):
     path = tmp_path / "out.mp4"
     arguments = ["--run-dir", str(run_dir), "--video", str(path), "--seed", "3", *SIZE]
@@ -36,7 +29,7 @@ def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys)
     # 25 steps a second are all filmed, and each episode's first state
     assert result["fps"] == 25.0
     assert result["frames"] == sum(result["lengths"]) + 2
-    assert _frames(path) == (result["frames"], 64, 48)
+    assert read_video(path)[0].shape == (result["frames"], 48, 64, 3)
     assert (result["env"], result["video"]) == ("InvertedPendulum-v5", str(path))
     # a reward of 1 for each step but the last, in which the pole falls
     assert result["returns"] == [length - 1 for length in result["lengths"]]
@@ -50,7 +43,7 @@ def test_a_task_of_many_steps_a_second_is_filmed_in_its_own_time(run_dir, tmp_pa
     # every third of 25 steps a second
     assert result["fps"] == pytest.approx(25 / 3)
     assert result["frames"] == math.ceil(result["lengths"][0] / 3) + 1
-    assert _frames(tmp_path / "out.mp4")[0] == result["frames"]
+    assert len(read_video(tmp_path / "out.mp4")[0]) == result["frames"]
 
 
 def test_actions_that_are_drawn_follow_the_seed(run_dir, tmp_path):
