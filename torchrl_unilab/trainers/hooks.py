@@ -81,14 +81,11 @@ class PublishWeights(TrainerHookBase):
     def register(self, trainer: Trainer, name: str = "publish_weights") -> None:
         """Register after the optimisation of each batch."""
         self._trainer = trainer
-        kept = []
-        for op, arguments in trainer._post_steps_ops:
-            hook = inspect.unwrap(op)  # TorchRL times its hooks
+        for entry in list(trainer._post_steps_ops):
+            hook = inspect.unwrap(entry[0])  # TorchRL times its hooks
             if isinstance(hook, UpdateWeights) and hook.collector is self.collector:
                 self._map = hook.weight_update_map
-            else:
-                kept.append((op, arguments))
-        trainer._post_steps_ops[:] = kept
+                trainer._post_steps_ops.remove(entry)
         trainer.register_op("post_steps", self)
         trainer.register_module(name, self)
 

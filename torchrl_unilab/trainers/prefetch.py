@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from types import MethodType
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -84,18 +83,17 @@ class PrefetchReplay(TrainerHookBase):
         Raises:
             ConfigError: The trainer samples by priority, which is known only when it learns.
         """
-        kept = []
-        for op, arguments in trainer._process_optim_batch_ops:
-            hook = inspect.unwrap(op)  # TorchRL times its hooks
-            owner = hook.__self__ if isinstance(hook, MethodType) else None
+        for entry in list(trainer._process_optim_batch_ops):
+            # TorchRL times its hooks; this one is a method.
+            owner = getattr(inspect.unwrap(entry[0]), "__self__", None)
             if not isinstance(owner, ReplayBufferTrainer):
-                kept.append((op, arguments))
-            elif isinstance(owner.replay_buffer.sampler, PrioritizedSampler):
+                continue
+            if isinstance(owner.replay_buffer.sampler, PrioritizedSampler):
                 raise ConfigError(
                     "PrefetchReplay: the trainer's buffer has a PrioritizedSampler (expected one "
                     "that does not depend on what is learnt). Use a RandomSampler."
                 )
-        trainer._process_optim_batch_ops[:] = kept
+            trainer._process_optim_batch_ops.remove(entry)
         trainer.register_op("process_optim_batch", self)
         trainer.register_module(name, self)
 

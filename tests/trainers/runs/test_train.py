@@ -294,17 +294,15 @@ def test_a_wrong_argument_is_one_error_line_that_says_where_help_is(arguments, m
     assert error.count("\n") == 1
 
 
-def test_evaluating_nothing_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("config", [None, "{}", "[", '{"env": "Hopper-v5", "hidden": [3]}'])
+def test_evaluating_no_run_or_a_damaged_one_is_one_error_line(config, tmp_path, capsys):
+    if config is not None:
+        (tmp_path / "config.yaml").write_text(config)
+        (tmp_path / "checkpoint").mkdir()
     assert main(["eval", "--run-dir", str(tmp_path)]) == 2
-    assert "Train first" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("config", ["{}", "[", '{"env": "Hopper-v5", "hidden": [3]}'])
-def test_evaluating_a_damaged_run_is_one_error_line(config, tmp_path, capsys):
-    (tmp_path / "config.yaml").write_text(config)
-    (tmp_path / "checkpoint").mkdir()
-    assert main(["eval", "--run-dir", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: cannot evaluate")
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot evaluate")
+    assert ("Train first" in error) is (config is None)
 
 
 def test_a_run_without_a_finished_episode_says_so(tmp_path):
