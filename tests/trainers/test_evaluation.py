@@ -116,8 +116,9 @@ def test_a_process_that_dies_fails_the_next_batch(policy, transport):
     try:
         trainer = Mock()
         background.register(trainer)
-        _collect(background, trainer, 100)
         process = psutil.Process(background.pids[0])
+        process.suspend()  # it does not answer before it dies
+        _collect(background, trainer, 100)
         process.kill()
         process.wait(10)
         with pytest.raises(WorkerError, match=r"evaluation 0, process \d+, was ended by SIGKILL"):
