@@ -232,9 +232,10 @@ class RolloutWorker:
         """
         clock, scheme, env = self.clock, self.scheme, self.env
         policy = env.rand_action if self.frames < self.random_frames else self.policy
-        every_step = scheme is not None and scheme.pull_at == "step"
+        in_steps = scheme if scheme is not None and scheme.pull_at == "step" else None
         if scheme is not None and scheme.pull_at != "manual":
             scheme.pull()
+        version = 0 if scheme is None else scheme.applied_version
         clock.start()
         carrier = self._carrier
         if carrier is None:
@@ -245,9 +246,10 @@ class RolloutWorker:
         trajectories, versions = [], []
         with set_exploration_type(self.exploration_type):
             for _ in range(self.num_steps):
-                if every_step:
-                    scheme.pull()  # type: ignore[union-attr]
-                versions.append(0 if scheme is None else scheme.applied_version)
+                if in_steps is not None:
+                    in_steps.pull()
+                    version = in_steps.applied_version
+                versions.append(version)
                 carrier = policy(carrier)
                 clock.to("policy")
                 step, carrier = env.step_and_maybe_reset(carrier)
