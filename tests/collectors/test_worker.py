@@ -19,7 +19,6 @@ from tests.support.collecting import (
     state_env,
     transformed_env,
 )
-from torchrl_unilab.collectors.service import own_randomness
 from torchrl_unilab.collectors.worker import (
     POLICY_VERSION,
     TRAJECTORIES,
@@ -230,27 +229,6 @@ def test_an_example_has_a_rollouts_form_and_draws_nothing():
     assert {("critic", "state"), ("next", "critic", "state"), POLICY_VERSION} <= set(
         example.keys(True, True)
     )
-
-
-def test_own_randomness_neither_sees_nor_disturbs_the_processs():
-    torch.manual_seed(1)
-    state = [torch.Generator().manual_seed(9).get_state()]
-    expected = torch.rand(4, generator=torch.Generator().manual_seed(9))
-    outside = torch.get_rng_state()
-    with own_randomness(state):
-        first = torch.rand(2)
-    assert torch.equal(torch.get_rng_state(), outside)
-    drawn = []
-
-    def draw_and_fail() -> None:
-        with own_randomness(state):
-            drawn.append(torch.rand(2))
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        draw_and_fail()
-    assert torch.equal(torch.get_rng_state(), outside)
-    assert torch.equal(torch.cat([first, *drawn]), expected)
 
 
 def test_a_worker_of_mujoco_goes_on_in_the_midst_of_episodes_bit_for_bit():

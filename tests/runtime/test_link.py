@@ -13,8 +13,9 @@ from multiprocessing.connection import Connection
 import pytest
 
 from tests.support.interrupts import Bytecodes
+from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.runtime import link as link_module
-from torchrl_unilab.runtime.link import Channel, Link, ParentGoneError
+from torchrl_unilab.runtime.link import Channel, Link
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def test_a_worker_that_answers_at_length_ends_with_its_parent(ends: tuple[Connec
     link = Link(here)
     closing = threading.Timer(0.1, there.close)
     closing.start()
-    with pytest.raises(ParentGoneError):
+    with pytest.raises(PeerGoneError):
         link.answer(bytes(5_000_000))
     closing.join()  # the fixture closes it, too, and two threads at once are one too many
 

@@ -8,7 +8,7 @@ that a service has completed is not collected again, however often it is asked f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,13 +19,12 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.worker import RolloutWorker
-from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.trace import TraceSettings, span
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["Sink", "WorkerService", "WorkerSetup", "build_service", "own_randomness", "run_worker"]
+__all__ = ["Sink", "WorkerService", "WorkerSetup", "build_service", "run_worker"]
 
 _CLAIM_SECONDS = 0.1  # between two looks at the collector's requests
 
@@ -232,19 +231,5 @@ def run_worker(link: Link, setup: WorkerSetup, *shared: Any) -> None:
                 link.answer(service.serve(*request))
             else:
                 service.collect(_CLAIM_SECONDS)
-    except PeerGoneError:
-        pass  # the learner has ended
     finally:
         service.close()
-
-
-@contextlib.contextmanager
-def own_randomness(state: list[torch.Tensor]) -> Iterator[None]:
-    """Run with the random state in `state[0]` instead of the process's; keep what becomes of it."""
-    before = torch.get_rng_state()
-    torch.set_rng_state(state[0])
-    try:
-        yield
-    finally:
-        state[0] = torch.get_rng_state()
-        torch.set_rng_state(before)

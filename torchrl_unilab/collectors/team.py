@@ -16,7 +16,7 @@ import torch
 from torchrl import logger as torchrl_logger
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
-from torchrl_unilab.collectors.service import Sink, WorkerService, own_randomness
+from torchrl_unilab.collectors.service import Sink, WorkerService
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime.workers import WorkerGroup
 
@@ -56,7 +56,7 @@ class WorkerTeam:
         self.restarts, self.seed = 0, 0
         self._sink, self._metrics = sink, metrics
         self._timeout, self._restart_workers = timeout, restart_workers
-        self._random = [torch.get_rng_state()] if self.service is not None else []
+        self._random = torch.get_rng_state()  # of a service in this process
         self._ahead = False
         self._tick = 0  # the last tick that workers were asked for
         self._outstanding: set[int] = set()  # workers that have not answered to it
@@ -93,21 +93,16 @@ class WorkerTeam:
         try:
             while self._outstanding:
                 self._ask_the_rest()
-                for worker in sorted(self._outstanding)[:1]:
-                    if self._answered(worker):
-                        self._outstanding.discard(worker)
+                self.persist(self._take_answers)
         except BaseException:
             self._unasked = set(self._outstanding)  # an answer may have been lost with Ctrl-C
             raise
 
-    def _answered(self, worker: int) -> bool:
-        """Wait for a worker's answer; return False if a worker was replaced meanwhile."""
-        try:
+    def _take_answers(self) -> None:
+        """Wait for the workers that are asked; a replaced one has to be asked anew."""
+        for worker in sorted(self._outstanding - self._unasked):
             self._group.receive(worker, self._timeout)
-        except WorkerError as lost:
-            self._replace(lost)
-            return False
-        return True
+            self._outstanding.discard(worker)
 
     def run_ahead(self, ahead: bool) -> None:
         """Let workers collect without being asked for ticks, or pause them."""
@@ -133,8 +128,12 @@ class WorkerTeam:
 
     def _serve(self, *request: Any) -> Any:
         assert self.service is not None, "the worker is in this process"
-        with own_randomness(self._random):
-            return self.service.serve(*request)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            try:
+                return self.service.serve(*request)
+            finally:
+                self._random = torch.get_rng_state()
 
     @property
     def _group(self) -> WorkerGroup:

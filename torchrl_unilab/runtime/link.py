@@ -26,15 +26,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["Channel", "Link", "ParentGoneError", "Shipment", "serve"]
+from torchrl_unilab.errors import PeerGoneError
+
+__all__ = ["Channel", "Link", "Shipment", "serve"]
 
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
 _RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
 _READ_BYTES = 1 << 16  # larger ones take longer to allocate than to read
-
-
-class ParentGoneError(Exception):
-    """The parent closed its end of the link or died: the worker ends."""
+_NO_PARENT = "link: the parent has ended (expected it to run on). Start it again."
 
 
 class Channel:
@@ -172,7 +171,7 @@ class Link:
         """Return the parent's next request, or None if none is complete and `block` is false.
 
         Raises:
-            ParentGoneError: There is no parent any more.
+            PeerGoneError: There is no parent any more.
         """
         try:
             while (message := self._channel.take()) is None:
@@ -180,7 +179,7 @@ class Link:
                     return None
                 self._channel.wait()
         except (EOFError, OSError):
-            raise ParentGoneError from None
+            raise PeerGoneError(_NO_PARENT) from None
         request: tuple[Any, ...]
         self._number, request = message
         return request
@@ -200,14 +199,14 @@ class Link:
         """Send a message; a parent that lives takes it sooner or later.
 
         Raises:
-            ParentGoneError: There is no parent any more.
+            PeerGoneError: There is no parent any more.
         """
         self._channel.post((kind, self._number, value))
         try:
             while not self._channel.flush():
                 self._channel.wait(to_send=True)
         except (EOFError, OSError):
-            raise ParentGoneError from None
+            raise PeerGoneError(_NO_PARENT) from None
 
     def close(self) -> None:
         """Close this end. Idempotent."""
@@ -255,8 +254,8 @@ def serve(
     link = Link(connection)
     try:
         target(link, *args)
-    except ParentGoneError:
-        pass
+    except PeerGoneError:
+        pass  # the parent's work has ended, and so has the worker's
     except BaseException:
         text = traceback.format_exc()
         if len(text) > _RELAYED_CHARACTERS:
@@ -264,7 +263,7 @@ def serve(
             text = f"{text[:half]}\n[...]\n{text[-half:]}"
         try:
             link.fail(text)
-        except ParentGoneError:
+        except PeerGoneError:
             sys.stderr.write(text)  # the parent has gone
     finally:
         link.close()
