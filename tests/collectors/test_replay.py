@@ -156,15 +156,6 @@ def test_a_worker_that_is_killed_is_named_while_a_tick_is_waited_for(number):
     collector.shutdown()
 
 
-def test_an_error_in_the_environment_surfaces_with_its_traceback():
-    collector = _collector()
-    set_action(collector.policy, 2000.0)
-    collector.update_policy_weights_()
-    with pytest.raises(WorkerError, match="the physics exploded"):
-        _ticks(collector, 3)
-    collector.shutdown()
-
-
 def test_states_and_seeds_are_served_between_ticks():
     collector = _collector()
     _ticks(collector, 2)
@@ -187,16 +178,6 @@ def test_states_and_seeds_are_served_between_ticks():
 def test_settings_that_cannot_work_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         _collector(**settings)
-
-
-def test_after_shutdown_everything_is_refused_but_another_shutdown():
-    collector = _collector(inline=True)
-    _ticks(collector, 1)
-    collector.shutdown()
-    collector.shutdown()
-    for use in (lambda: next(iter(collector)), collector.metrics, lambda: collector.storage):
-        with pytest.raises(SegmentClosedError, match="shut down"):
-            use()
 
 
 def test_two_workers_in_lockstep_write_their_rows_in_their_order():

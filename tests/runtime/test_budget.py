@@ -70,13 +70,6 @@ def test_shared_segments_take_whole_pages_each():
     assert MemoryItem("pool", "private", PAGE + 1).taken == PAGE + 1
 
 
-@given(st.integers(1, 1 << 40), st.integers(1, 64))
-def test_pages_hold_all_of_a_segment_and_less_than_a_page_more(each, segments):
-    item = MemoryItem("x", "shared", each * segments, segments=segments)
-    assert each * segments <= item.taken < (each + PAGE) * segments
-    assert item.taken % (PAGE * segments) == 0
-
-
 def test_the_table_names_items_estimates_and_what_is_too_much():
     items = (
         MemoryItem("packed replay", "shared", 3 * MIB),

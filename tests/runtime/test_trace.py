@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -167,25 +166,6 @@ def test_any_name_and_any_number_leave_valid_json(given_counters):
         written = [(e["name"], e["args"]["value"]) for e in _stopped(tracer) if e["ph"] == "C"]
     finite = [(name, value) for name, value in given_counters if abs(value) < float("inf")]
     assert written == finite
-
-
-def _tree(tracer: Tracer, children: Any) -> int:
-    """Record a tree of spans; return how many."""
-    count = 0
-    for child in children:
-        with tracer.span("node"):
-            count += 1 + _tree(tracer, child)
-    return count
-
-
-@settings(max_examples=25)
-@given(st.recursive(st.just([]), st.lists, max_leaves=20))
-def test_spans_of_a_thread_are_nested_as_the_code_is(tree):
-    with _tracing() as tracer:
-        count = _tree(tracer, tree)
-        events = _stopped(tracer)
-    assert len(spans(events)) == count
-    assert_nested(events)
 
 
 def test_threads_record_at_the_same_time_and_lose_nothing(tracer):

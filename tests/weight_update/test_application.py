@@ -160,7 +160,7 @@ def test_a_state_that_was_loaded_acts_until_the_next_publish_and_is_not_called_p
         assert scheme.applied_versions == {0: 2}
 
 
-def test_an_idle_workers_policy_attributes_show_what_was_published():
+def test_an_idle_workers_state_and_policy_show_what_was_published():
     policy = make_policy(0.25)
     with _collecting(policy, UniLabShmScheme()) as collector:
         next(iter(collector))
@@ -168,6 +168,9 @@ def test_an_idle_workers_policy_attributes_show_what_was_published():
         module = collector.getattr_policy("module")
         module = module[0] if isinstance(module, list) else module
         assert module[2].bias.item() == 0.75
+        _publish(collector, policy, 0.5)
+        state = collector.state_dict()["worker0"]["policy_state_dict"]
+        assert state["module.2.bias"].item() == 0.5
 
 
 def test_a_policy_that_was_copied_after_connecting_is_found_again(pair):
@@ -193,14 +196,6 @@ def test_a_replaced_model_is_filled_even_if_its_first_pull_was_overtaken(pair, m
             receiver.pull()
     assert receiver.pull()
     assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
-
-
-def test_invalid_weights_are_reported_until_the_next_publish(pair):
-    sender, receiver = pair(make_policy(0.25), make_policy())
-
-    receiver.invalidate()
-
-    assert sender.applied_versions == {0: None}
 
 
 def test_receive_applies_and_says_what_or_nothing(pair):

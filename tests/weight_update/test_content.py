@@ -292,21 +292,6 @@ def test_a_workers_replaced_layer_takes_the_next_published_weights(pair):
     assert _same(policy, worker)
 
 
-def test_thousands_of_leaves_arrive(pair):
-    def make(value: float) -> nn.Module:
-        leaves = [nn.Parameter(torch.full((2,), value)) for _ in range(2_000)]
-        return nn.ParameterList(leaves)
-
-    learner, worker = make(1.0), make(0.0)
-    sender, receiver = pair(learner, worker)
-    with torch.no_grad():
-        for i, leaf in enumerate(learner):
-            leaf.fill_(i)
-    sender.send()
-    receiver.pull()
-    assert all(leaf[0].item() == i for i, leaf in enumerate(worker))
-
-
 def test_a_model_without_weights_is_published_too(pair):
     sender, receiver = pair(nn.Tanh(), nn.Tanh())
     sender.send()

@@ -241,7 +241,9 @@ def test_state_seed_and_reset_go_on_working(scheme_cls: SchemeClass):
         (lambda scheme: scheme.connect(), RuntimeError),
         (lambda scheme: scheme.receive(), RuntimeError),
         (lambda scheme: scheme.init_on_sender(model_id="policy"), ValueError),
+        (lambda scheme: scheme.init_on_sender(model=nn.Linear(1, 1)), ValueError),
         (lambda scheme: scheme.init_on_sender(params_map={0: 1}), ValueError),
+        (lambda scheme: scheme.init_on_sender(params_map={"0": TensorDict()}), ValueError),
         (lambda scheme: scheme.init_on_sender(params_map={}, devices=[CPU]), ValueError),
         (lambda scheme: scheme.init_on_sender(context=object()), ValueError),
         (

@@ -39,46 +39,6 @@ def test_workers_with_separate_weights_have_an_object_each():
     assert initial.per_worker
 
 
-def test_distinct_factories_give_separate_weights_in_the_order_of_the_workers():
-    policies = [nn.Linear(2, 1), nn.Linear(2, 1)]
-    context = _collector(lambda: policies[0], lambda: policies[1])
-
-    initial = initial_weights(False, model_id="policy", context=context)
-
-    assert initial.of_workers == dict(enumerate(policies))
-    assert initial.per_worker
-
-
-def test_mapped_weights_may_have_other_dtypes():
-    weights = TensorDict(w=torch.zeros(2))
-
-    initial = initial_weights(
-        False,
-        weights=weights,
-        device_map_fn=lambda worker, whole: whole.apply(lambda t: t.double() + worker),
-        num_workers=2,
-    )
-
-    assert [of["w"].tolist() for of in initial.of_workers.values()] == [[0.0, 0.0], [1.0, 1.0]]
-    assert initial.casts
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        {},
-        {"model": nn.Linear(1, 1)},
-        {"model": nn.Linear(1, 1), "weights": TensorDict(), "devices": [CPU]},
-        {"params_map": {0: TensorDict()}, "devices": [CPU]},
-        {"params_map": {"0": TensorDict()}},
-        {"context": _collector(lambda: nn.Linear(1, 1))},
-    ],
-)
-def test_arguments_that_are_missing_or_exclude_one_another_are_refused(source):
-    with pytest.raises(ValueError, match=r"provided|must be"):
-        initial_weights(False, **source)
-
-
 def test_a_refused_source_leaves_the_scheme_as_it_was():
     scheme = UniLabShmScheme()
     context = _collector(lambda: nn.Linear(2, 1), lambda: "no module")

@@ -14,18 +14,6 @@ def _tied() -> nn.Module:
     return net
 
 
-def test_parameters_and_buffers_come_under_their_dotted_names():
-    net = _tied()
-    assert set(ModuleWeights(net).keys) == set(net.state_dict())
-
-
-def test_a_replaced_parameter_is_seen():
-    net = _tied()
-    tensors = ModuleWeights(net)
-    net[0].bias = nn.Parameter(torch.full((3,), 9.0))
-    assert tensors.named()["0.bias"].tolist() == [9.0] * 3
-
-
 def test_private_tensors_leave_shared_memory_and_keep_value_kind_and_ties():
     net = _tied().share_memory()
     net[0].bias.requires_grad_(False)
@@ -37,12 +25,6 @@ def test_private_tensors_leave_shared_memory_and_keep_value_kind_and_ties():
     assert {k: (type(v), v.requires_grad) for k, v in net.named_parameters()} == kinds
     for key, value in net.state_dict().items():
         assert torch.equal(value, shared[key])
-
-
-def test_meta_tensors_get_memory():
-    net = _tied().to("meta")
-    ModuleWeights(net).make_private()
-    assert {t.device.type for t in net.state_dict().values()} == {"cpu"}
 
 
 def test_a_lazy_module_is_refused_by_name():
