@@ -335,7 +335,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 if self._team.service is not None and close_env:
                     self._team.service.rollouts.close()
             if self._sink is not None:
-                self._sink.close()
+                self._sink.storage.close()
                 self._sink = None
             if self._metrics is not None:
                 self._metrics.close()

@@ -63,10 +63,6 @@ class ReplaySink:
     def recover(self, worker: int) -> None:
         """Do nothing: rows that a dead worker had not completed are below no `head`."""
 
-    def close(self) -> None:
-        """Close the replay in this process."""
-        self.storage.close()
-
 
 class ReplayCollector(WorkerCollector):
     """Collects transitions in worker processes into a `PackedReplayStorage`.

@@ -74,10 +74,6 @@ class RingSink:
         """Free the slots that a dead worker held."""
         self.storage.recover(worker)
 
-    def close(self) -> None:
-        """Close the ring in this process."""
-        self.storage.close()
-
 
 class APPOCollector(WorkerCollector):
     """Collects whole rollouts in worker processes, through a ring in shared memory.

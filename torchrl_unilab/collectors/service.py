@@ -33,7 +33,12 @@ class Sink(Protocol):
     """Stores rollouts in memory that the collector shares with its workers.
 
     The collector pickles its sink to the workers.
+
+    Attributes:
+        storage: The memory, which each process closes.
     """
+
+    storage: Any
 
     def open(self, rollouts: RolloutWorker, worker: int) -> None:
         """Become writer `worker`, in the process that stores its rollouts."""
@@ -53,10 +58,6 @@ class Sink(Protocol):
 
     def recover(self, worker: int) -> None:
         """Free what a dead writer held, in the collector's process."""
-        ...
-
-    def close(self) -> None:
-        """Close the memory in this process. Idempotent."""
         ...
 
 
@@ -106,10 +107,6 @@ class WorkerService:
         """
         return self._requests[kind](*arguments)
 
-    def collect(self, timeout: float | None = None) -> bool:
-        """Store one rollout; return False if there was no room in time."""
-        return self.sink.collect(self.rollouts, self.publish, timeout)
-
     def publish(self) -> None:
         """Publish the worker's metrics."""
         own = self.rollouts
@@ -130,7 +127,7 @@ class WorkerService:
             return
         before, self.ticks = self.ticks, tick
         try:
-            self.collect()
+            self.sink.collect(self.rollouts, self.publish, None)
         except BaseException:
             self.ticks = before
             raise
@@ -153,7 +150,7 @@ class WorkerService:
     def close(self) -> None:
         """Close environment and memory. Idempotent."""
         self.rollouts.close()
-        self.sink.close()
+        self.sink.storage.close()
 
 
 @dataclass(frozen=True)
@@ -223,6 +220,7 @@ def run_worker(link: Link, setup: WorkerSetup, *shared: Any) -> None:
     with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
         trace.join(setup.trace, f"collector {shared[3]}")
     service = build_service(setup, *shared)
+    sink = service.sink
     link.ready()
     try:
         while True:
@@ -230,6 +228,6 @@ def run_worker(link: Link, setup: WorkerSetup, *shared: Any) -> None:
             if request is not None:
                 link.answer(service.serve(*request))
             else:
-                service.collect(_CLAIM_SECONDS)
+                sink.collect(service.rollouts, service.publish, _CLAIM_SECONDS)
     finally:
         service.close()

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -184,19 +184,12 @@ class Link:
         self._number, request = message
         return request
 
-    def answer(self, value: Any = None) -> None:
-        """Answer the parent's request."""
-        self._send("answer", value)
+    def answer(self, value: Any = None, *, kind: Literal["answer", "error"] = "answer") -> None:
+        """Answer the parent's request; a parent that lives takes it sooner or later.
 
-    ready = answer
-    """Report that the worker has started, once, with what the parent wants to know."""
-
-    def fail(self, traceback: str) -> None:
-        """Report what the worker failed with."""
-        self._send("error", traceback)
-
-    def _send(self, kind: str, value: Any) -> None:
-        """Send a message; a parent that lives takes it sooner or later.
+        Args:
+            value: The answer, or the traceback of what the worker failed with.
+            kind: Which of them it is.
 
         Raises:
             PeerGoneError: There is no parent any more.
@@ -207,6 +200,9 @@ class Link:
                 self._channel.wait(to_send=True)
         except (EOFError, OSError):
             raise PeerGoneError(_NO_PARENT) from None
+
+    ready = answer
+    """Report that the worker has started, once, with what the parent wants to know."""
 
     def close(self) -> None:
         """Close this end. Idempotent."""
@@ -262,7 +258,7 @@ def serve(
             half = _RELAYED_CHARACTERS // 2
             text = f"{text[:half]}\n[...]\n{text[-half:]}"
         try:
-            link.fail(text)
+            link.answer(text, kind="error")
         except PeerGoneError:
             sys.stderr.write(text)  # the parent has gone
     finally:
