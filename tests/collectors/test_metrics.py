@@ -53,16 +53,6 @@ def test_episodes_equal_a_loop_over_environments_and_steps(envs, cuts, ends, see
     assert found == expected[-WINDOW:]
 
 
-def test_a_restart_forgets_open_episodes_and_keeps_finished_ones():
-    log = EpisodeLog(1)
-    ends = np.array([[True, False]])
-    log.add(np.ones((1, 2)), ends, ends)
-    log.restart()
-    log.add(np.ones((1, 2)), ends, ends)
-    assert log.episodes == 2
-    assert log.last[:2].tolist() == [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-
-
 def test_a_staggered_first_episode_counts_only_if_a_terminal_state_ends_it():
     log = EpisodeLog(2)
     log.restart(staggered=True)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torchrl.data import TensorDictReplayBuffer
 
-from tests.support.acting import make_policy, set_action
-from tests.support.collecting import BREAKING, CountingEnv, GatedEnv, HitEnv
+from tests.support.acting import make_policy
+from tests.support.collecting import CountingEnv, GatedEnv, HitEnv
 from tests.support.processes import DEADLINE, live_children, wait_for
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.data import PackedReplayWriter
@@ -289,15 +289,6 @@ def test_a_worker_that_fails_while_it_takes_a_place_counts_and_is_named(opened, 
     with pytest.raises(WorkerError, match="FileNotFoundError: the robot is gone"):
         deque(batches, maxlen=0)
     assert collector.restarts == 3
-
-
-def test_a_fault_of_the_policy_itself_ends_the_run_after_so_many_restarts(opened):
-    collector = _appo(opened, [CountingEnv] * 2, restart_workers=2)
-    set_action(collector.policy, BREAKING * 2)
-    collector.update_policy_weights_()
-    with pytest.raises(WorkerError, match="ArithmeticError: the physics exploded"):
-        deque(collector, maxlen=0)
-    assert collector.restarts == 2
 
 
 def test_a_replacement_goes_on_after_random_actions_and_does_not_repeat_them(opened):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import tempfile
 
@@ -171,16 +170,6 @@ def test_an_idle_workers_state_and_policy_show_what_was_published():
         _publish(collector, policy, 0.5)
         state = collector.state_dict()["worker0"]["policy_state_dict"]
         assert state["module.2.bias"].item() == 0.5
-
-
-def test_a_policy_that_was_copied_after_connecting_is_found_again(pair):
-    learner, acting = make_policy(0.25), make_policy()
-    _, receiver = pair(learner, acting)
-    moved = copy.deepcopy(make_policy(-1.0))  # as a collector does for another device
-    receiver.model = moved
-    assert receiver.pull()
-    assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
-    assert not receiver.pull()
 
 
 def test_a_replaced_model_is_filled_even_if_its_first_pull_was_overtaken(pair, monkeypatch):
