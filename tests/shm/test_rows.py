@@ -87,8 +87,7 @@ def read_all(rows: SharedRows) -> list[list[int]]:
     for shard, (floor, head) in enumerate(zip(*window, strict=True)):
         number = torch.arange(floor, head)
         batch = Batch(rows, len(number))
-        at = shard if rows.shards == 1 else torch.full_like(number, shard)
-        rows.read(window, at, number, batch, pytest.fail)
+        rows.read(window, number * rows.shards + shard, batch, pytest.fail)
         assert batch.numbers == number.tolist() or rows.revision >> 48
         found.append(batch.numbers)
     return found
@@ -150,9 +149,9 @@ def test_drawn_rows_are_uniform_over_all_shards(shards):
             put(rows, 2 + 2 * shard, shard)
         window = rows.window()
 
-        shard, number = rows.draw(window.size * 1000, window, torch.Generator().manual_seed(0))
+        ids = rows.draw(window.size * 1000, window, torch.Generator().manual_seed(0))
 
-        counts = torch.bincount(rows.positions(shard, number), minlength=8 * shards)
+        counts = torch.bincount(rows.positions(ids), minlength=8 * shards)
         readable = counts[counts > 0]
         assert len(readable) == window.size
         assert 840 < readable.min() <= readable.max() < 1160  # five standard deviations
@@ -164,11 +163,11 @@ def test_only_rows_overwritten_while_they_are_read_are_drawn_again():
         batch, drawn = Batch(rows, 3), []
         batch.meanwhile = lambda: put(rows, 3)
 
-        def redraw(count: int) -> tuple[int, torch.Tensor]:
+        def redraw(count: int) -> torch.Tensor:
             drawn.append(count)
-            return 0, torch.tensor([5, 9])
+            return torch.tensor([5, 9])
 
-        rows.read(rows.window(), 0, torch.tensor([1, 6, 2]), batch, redraw)
+        rows.read(rows.window(), torch.tensor([1, 6, 2]), batch, redraw)
 
         assert (batch.numbers, drawn, batch.calls[1:]) == ([5, 6, 9], [2], [[5, 1]])
 
@@ -194,7 +193,7 @@ def test_rows_rewritten_while_they_are_read_are_all_read_again(at):
         if at:
             rows.read_at(torch.tensor([1, 6]), batch)
         else:
-            rows.read(rows.window(), 0, torch.tensor([1, 6]), batch, pytest.fail)
+            rows.read(rows.window(), torch.tensor([1, 6]), batch, pytest.fail)
 
         assert (batch.numbers, batch.calls) == ([1, 66], [[1, 6], [1, 6]])
 
@@ -231,7 +230,6 @@ def test_rows_overwritten_faster_than_they_are_read_are_an_error():
         with pytest.raises(ContentionError, match=r"on each try for 0\.02 s"):
             rows.read(
                 window,
-                0,
                 torch.tensor([1]),
                 gather,
                 lambda count: rows.draw(count, rows.window(), None),
@@ -251,8 +249,9 @@ def test_cleared_rows_count_from_position_zero_and_reads_of_old_ones_are_drawn_a
             put(rows, 1, 0)
 
         batch.meanwhile = clear
-        shard, number = rows.draw(1, window, None)
-        rows.read(window, shard, number, batch, lambda n: rows.draw(n, rows.window(), None))
+        rows.read(
+            window, rows.draw(1, window, None), batch, lambda n: rows.draw(n, rows.window(), None)
+        )
 
         assert batch.numbers == [4]
         assert rows.extent(rows.window()) == (1, False)
@@ -431,9 +430,8 @@ def test_a_process_killed_at_any_step_leaves_whole_rows_without_a_wait(name, bes
                 else:
                     batch, window = Batch(rows, 16), rows.readable()
                     if window.size:
-                        shard, number = rows.draw(16, window, None)
                         redraw = lambda n: rows.draw(n, rows.readable(), None)  # noqa: E731
-                        rows.read(window, shard, number, batch, redraw)
+                        rows.read(window, rows.draw(16, window, None), batch, redraw)
                         assert batch.numbers
         check_whole_and_writable(rows)
 

@@ -139,9 +139,7 @@ def steps_of_reader(monkeypatch: pytest.MonkeyPatch, at: bool) -> list[Step]:
             rows.read_at(torch.tensor([1]), gather)
         else:
             window = rows.window()
-            rows.read(
-                window, *rows.draw(1, window, None), gather, lambda count: (0, torch.zeros(0))
-            )
+            rows.read(window, rows.draw(1, window, None), gather, torch.zeros)
         assert rows.steps
         return rows.steps
 

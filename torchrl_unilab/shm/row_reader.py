@@ -14,17 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from torchrl_unilab.errors import ContentionError
-from torchrl_unilab.shm.shards import (
-    BASE,
-    FLOOR,
-    NOTES,
-    VERSION,
-    Parts,
-    Shard,
-    Shards,
-    Window,
-    of_shard,
-)
+from torchrl_unilab.shm.shards import BASE, FLOOR, NOTES, VERSION, Parts, Shards, Window
 from torchrl_unilab.shm.words import fence
 
 __all__ = ["Gather", "RowReader"]
@@ -50,10 +40,8 @@ class RowReader(Shards):
             window = self.window()
         return window
 
-    def draw(
-        self, count: int, window: Window, generator: torch.Generator | None
-    ) -> tuple[Shard, torch.Tensor]:
-        """Draw rows of a window uniformly, with replacement: shards and numbers, int64 [count].
+    def draw(self, count: int, window: Window, generator: torch.Generator | None) -> torch.Tensor:
+        """Draw rows of a window uniformly, with replacement: ids, int64 [count].
 
         Raises:
             ContentionError: The window is empty.
@@ -64,28 +52,25 @@ class RowReader(Shards):
                 "Sample sooner, or use a larger replay."
             )
         if self.shards == 1:
-            number = torch.randint(window.floors[0], window.heads[0], (count,), generator=generator)
-            return 0, number
+            return torch.randint(window.floors[0], window.heads[0], (count,), generator=generator)
         floors, heads = torch.tensor(window)
         ends = (heads - floors).cumsum(0)
         drawn = torch.randint(window.size, (count,), generator=generator)
         shard = torch.bucketize(drawn, ends, right=True)
-        return shard, drawn - ends[shard] + heads[shard]
+        return drawn.sub_(ends[shard]).add_(heads[shard]).mul_(self.shards).add_(shard)
 
     def read(
         self,
         window: Window,
-        shard: Shard,
-        number: torch.Tensor,
+        ids: torch.Tensor,
         gather: Gather,
-        redraw: Callable[[int], tuple[Shard, torch.Tensor]],
+        redraw: Callable[[int], torch.Tensor],
     ) -> None:
-        """Gather whole rows by number; those overwritten meanwhile are drawn again.
+        """Gather whole rows by id; those overwritten meanwhile are drawn again.
 
         Args:
             window: The rows lie in it.
-            shard: Their shards.
-            number: Their numbers, int64 [n].
+            ids: The rows, int64 [n].
             gather: Copies rows.
             redraw: Draws so many other rows, as `draw` does.
 
@@ -96,23 +81,20 @@ class RowReader(Shards):
         heads, todo = window.heads, None
         while True:
             versions = self.settled()
-            gather(todo, self.positions(shard, number), heads)
+            gather(todo, self.positions(ids), heads)
             fence()  # before the floors are read again
             floors, changed = self.load(FLOOR), self.load(VERSION) != versions
             if not changed and floors == window.floors:
                 return
-            gone = number < of_shard(floors, shard)
+            gone = ids < self.bounds(floors, ids)
             again = (torch.ones_like(gone) if changed else gone).nonzero().squeeze(1)
             if not len(again):
                 return
             self._check_time(deadline, len(again))
             todo = again if todo is None else todo[again]
-            number, gone = number[again], gone[again].nonzero().squeeze(1)
-            shard = shard if isinstance(shard, int) else shard[again]
+            ids, gone = ids[again], gone[again].nonzero().squeeze(1)
             if len(gone):
-                drawn, number[gone] = redraw(len(gone))
-                if isinstance(shard, torch.Tensor):
-                    shard[gone] = drawn
+                ids[gone] = redraw(len(gone))
             heads = self.window().heads
 
     def read_at(self, positions: torch.Tensor, gather: Gather) -> None:
@@ -148,8 +130,7 @@ class RowReader(Shards):
             if not changed and floors == window.floors:
                 return
             if not changed:
-                shard, number = self.numbers(at, window.heads)
-                stale = (number < of_shard(floors, shard)).nonzero().squeeze(1)
+                stale = self.hidden(at, Window(floors, window.heads)).nonzero().squeeze(1)
                 if not len(stale):
                     return
                 todo = stale if todo is None else todo[stale]
@@ -158,8 +139,7 @@ class RowReader(Shards):
 
     def _check_written(self, window: Window, positions: torch.Tensor, length: int) -> None:
         """Refuse positions that have not been written; a shard may be ahead of the others."""
-        shard, number = self.numbers(positions, window.heads)
-        missing = positions[number < of_shard(self.load(BASE), shard)]
+        missing = positions[self.hidden(positions, Window(self.load(BASE), window.heads))]
         if len(missing):
             raise IndexError(
                 f"no row {int(missing[0])}: {length} are written (expected 0 to {length - 1}). "
@@ -168,8 +148,7 @@ class RowReader(Shards):
 
     def hidden(self, positions: torch.Tensor, window: Window) -> torch.Tensor:
         """Return which of the rows at positions a window does not show, bool [n]."""
-        shard, number = self.numbers(positions, window.heads)
-        return number < of_shard(window.floors, shard)
+        return self.newest(positions, window.heads) < self.bounds(window.floors, positions)
 
     def _uncover(self, window: Window, positions: torch.Tensor) -> tuple[Window, torch.Tensor]:
         """Wait for rows that are being written; put others in the place of unfinished ones."""
@@ -179,15 +158,14 @@ class RowReader(Shards):
             for words, now in zip(found, alone, strict=True):
                 words[shard] = now[shard]
         window = Window(*map(tuple, found))
-        shard_, number = self.numbers(positions, window.heads)
-        floor, head = of_shard(window.floors, shard_), of_shard(window.heads, shard_)
-        oldest = torch.maximum(number, torch.as_tensor(floor))
-        if (oldest >= head).any():
+        floors = self.bounds(window.floors, positions)
+        oldest = torch.maximum(self.newest(positions, window.heads), torch.as_tensor(floors))
+        if (oldest >= self.bounds(window.heads, positions)).any():
             raise ContentionError(
                 f"replay read: no whole row in a shard, {window} (expected some); its writer was "
                 "killed. Write to it again, or empty the replay."
             )
-        return window, self.positions(shard_, oldest)
+        return window, self.positions(oldest)
 
     def _check_time(self, deadline: float, rows: int) -> None:
         if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
 """Shards of numbered rows in a segment: their words, their memory, their locks.
 
 The rows of a shard are numbered from 0 for ever; row ``i`` lies at ``i % shard_rows`` of its
-shard, and at position ``(i % shard_rows) * shards + shard`` of all rows. Rows with
-``floor <= row < head`` are whole. A shard has one writer at a time, under a lock that the
-kernel ends with its holder. `SharedRows` writes and reads.
+shard. Its *id* among the rows of all shards is ``i * shards + shard``, and its position the id
+modulo all places. Rows with ``floor <= row < head`` are whole. A shard has one writer at a time,
+under a lock that the kernel ends with its holder. `SharedRows` writes and reads.
 
 A shard needs no repair after a death, but in two cases, which are noted before they begin: rows
 that were rewritten in place (`VERSION` is odd, and their places are noted), and all rows while
@@ -26,7 +26,7 @@ from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import LINE, fence, shared_words, words_nbytes
 
-__all__ = ["Parts", "Shard", "Shards", "Window", "of_shard"]
+__all__ = ["Parts", "Shards", "Window"]
 
 T = TypeVar("T")
 
@@ -38,9 +38,6 @@ NOTES = 1024
 
 Parts = Sequence[torch.Tensor]
 """Rows by part, each int32 [n, width]."""
-
-Shard = int | torch.Tensor
-"""The shard of each of n rows, int64 [n]; 0 where there is only one."""
 
 
 class Window(NamedTuple):
@@ -79,11 +76,6 @@ class Lineage(NamedTuple):
     def written(self) -> int:
         """Rows written since all were last cleared."""
         return max(0, sum(self.window.heads) - sum(self.bases))  # no heads while all are replaced
-
-
-def of_shard(values: tuple[int, ...], shard: Shard) -> int | torch.Tensor:
-    """Return the value of each row's shard."""
-    return values[0] if isinstance(shard, int) else torch.tensor(values)[shard]
 
 
 class Shards:
@@ -181,22 +173,26 @@ class Shards:
         """A number that changes whenever rows do."""
         return (sum(self.load(VERSION)) << 48) + sum(self.load(HEAD))
 
-    def numbers(
-        self, positions: torch.Tensor, heads: tuple[int, ...]
-    ) -> tuple[Shard, torch.Tensor]:
-        """Return the shards and numbers of the newest rows at positions, int64 [n]."""
-        if self.shards == 1:
-            newest = heads[0] - 1
-            return 0, newest - (newest - positions).remainder_(self.shard_rows)
-        shard = positions.remainder(self.shards)
-        own = positions.div(self.shards, rounding_mode="floor")
-        ahead = of_shard(heads, shard) - 1
-        return shard, ahead - (ahead - own).remainder_(self.shard_rows)
+    def newest(self, positions: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+        """Return the ids of the newest rows at positions, int64 [n]."""
+        last = self.bounds(heads, positions) - self.shards
+        return last - (last - positions).remainder_(self.shards * self.shard_rows)
 
-    def positions(self, shard: Shard, number: torch.Tensor) -> torch.Tensor:
+    def positions(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the positions of rows, int64 [n]."""
-        at = number.remainder(self.shard_rows)
-        return at if self.shards == 1 else at.mul_(self.shards).add_(shard)
+        return ids.remainder(self.shards * self.shard_rows)
+
+    def bounds(self, words: tuple[int, ...], rows: torch.Tensor) -> int | torch.Tensor:
+        """Return the id to compare with each of n rows, of the number that its shard has.
+
+        Args:
+            words: A number for each shard.
+            rows: Ids or positions, int64 [n].
+        """
+        if self.shards == 1:
+            return words[0]
+        shard = rows.remainder(self.shards)
+        return torch.tensor(words)[shard].mul_(self.shards).add_(shard)
 
     # Locks, and what a dead holder left
 

@@ -19,7 +19,6 @@ from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.layout import align
 from torchrl_unilab.shm.rows import Gather, SharedRows, Window
-from torchrl_unilab.shm.shards import of_shard
 
 __all__ = ["Batch", "BatchLayout", "ReplaySnapshot", "RowGatherer"]
 
@@ -190,19 +189,17 @@ class RowGatherer:
         fields, reward, steps = view(first), out[REWARD], out["steps_to_next_obs"]
         reward.copy_(fields[self._reward])
         steps.fill_(1)
-        shard, number = rows.numbers(positions, heads)
+        ids = rows.newest(positions, heads)
         trajectory, places = fields[-1], torch.arange(len(positions))
         for k in range(1, self._form.n_step):
-            number = number + stride_of(trajectory)
-            there = (number < of_shard(heads, shard)).nonzero().squeeze(1)
-            shard = shard if isinstance(shard, int) else shard[there]
-            number, trajectory, places = number[there], trajectory[there], places[there]
-            at = rows.positions(shard, number)
+            ids = ids + stride_of(trajectory) * rows.shards
+            there = (ids < rows.bounds(heads, ids)).nonzero().squeeze(1)
+            ids, trajectory, places = ids[there], trajectory[there], places[there]
+            at = rows.positions(ids)
             follows = (self._trajectory[at] == trajectory).nonzero().squeeze(1)
             if not len(follows):
                 break
-            shard = shard if isinstance(shard, int) else shard[follows]
-            number, trajectory, places = number[follows], trajectory[follows], places[follows]
+            ids, trajectory, places = ids[follows], trajectory[follows], places[follows]
             parts = [block.index_select(0, at[follows]) for block in rows.blocks]
             reward.index_add_(0, places, view(parts)[self._reward], alpha=self._gamma**k)
             for words, part in zip(last, parts, strict=True):

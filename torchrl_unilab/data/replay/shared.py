@@ -24,7 +24,6 @@ from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceErro
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
-from torchrl_unilab.shm.shards import Shard
 
 __all__ = ["SharedReplay"]
 
@@ -365,10 +364,10 @@ class SharedReplay(SharedStorage):
                 f"{count}). Make one with empty_batch({count})."
             )
 
-        def redraw(number: int) -> tuple[Shard, torch.Tensor]:
+        def redraw(number: int) -> torch.Tensor:
             now = rows.readable()
             left = now if snapshot is None else whole.above(now.floors)
             return rows.draw(number, left, source)
 
-        rows.read(whole, *rows.draw(count, whole, source), self._gatherer.into(memory), redraw)
+        rows.read(whole, rows.draw(count, whole, source), self._gatherer.into(memory), redraw)
         return batches.tensordict(memory, index=True) if out is None else out

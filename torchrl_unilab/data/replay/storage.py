@@ -238,7 +238,7 @@ class PackedReplayStorage(SharedReplay):
         read = tuple(map(int.__add__, window.heads, shifts))
         window = window.above(tuple(map(int.__sub__, counted or (0,) * len(shifts), shifts)))
         positions = [
-            rows.positions(shard, torch.arange(floor, head))
+            rows.positions(torch.arange(floor, head) * rows.shards + shard)
             for shard, (floor, head) in enumerate(zip(*window, strict=True))
         ]
         memory = batches.batch(window.size)
@@ -249,12 +249,12 @@ class PackedReplayStorage(SharedReplay):
         """Draw positions as any storage does, but none that is being written."""
         rows, window = self.rows, self.rows.readable()
         if self.writers > 1:  # shards may be ahead of each other
-            return rows.positions(*rows.draw(batch_size, window, self._rng))
+            return rows.positions(rows.draw(batch_size, window, self._rng))
         length, hidden = rows.extent(window)
         index = torch.randint(0, max(1, length), (batch_size,), generator=self._rng)
         if hidden:
             bad = rows.hidden(index, window).nonzero().squeeze(1)
-            index[bad] = rows.positions(*rows.draw(len(bad), window, self._rng))
+            index[bad] = rows.positions(rows.draw(len(bad), window, self._rng))
         return index
 
     # Checkpoints
