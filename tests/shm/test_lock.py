@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 
 import pytest
 
 from tests.support.processes import receive, spawned
 from torchrl_unilab.errors import SegmentClosedError, WaitTimeoutError
-from torchrl_unilab.shm.lock import RangeLock, thread_lock
+from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
 
 
@@ -124,29 +123,6 @@ def test_after_the_segment_is_closed_the_lock_is_refused():
 
     with pytest.raises(SegmentClosedError):
         lock.run(0, 1, lambda: None, _holder)
-
-
-def test_threads_that_ask_at_once_get_the_same_lock():
-    rounds, threads = 60, 4
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(rounds):
-            with SharedSegment(64) as segment:
-                start, found = threading.Barrier(threads), []
-
-                def ask(segment=segment, start=start, found=found) -> None:
-                    start.wait()
-                    found.append(thread_lock(segment))
-
-                asking = [threading.Thread(target=ask) for _ in range(threads)]
-                for thread in asking:
-                    thread.start()
-                for thread in asking:
-                    thread.join()
-                assert len({*map(id, found)}) == 1
-    finally:
-        sys.setswitchinterval(switch)
 
 
 def test_closing_waits_for_the_thread_that_holds_a_range():

@@ -156,6 +156,7 @@ class SharedSegment:
             os.close(descriptor)
             self._unlink()
             raise
+        self._thread_locks = mapping.thread_locks
         # The array exports the mapping's buffer, so the mapping outlives every borrowed view.
         self._buffer = np.frombuffer(mapping, dtype=np.uint8)
 
@@ -174,6 +175,13 @@ class SharedSegment:
         """The descriptor of the segment's file, which can carry locks."""
         _ = self.buffer  # refuse a closed segment
         return self._descriptor
+
+    def thread_lock(self) -> Any:
+        """Return the reentrant lock that the threads of this process share for the file.
+
+        A forked child has another: a thread that held its parent's is not there to release it.
+        """
+        return self._thread_locks.setdefault(os.getpid(), threading.RLock())  # one call: atomic
 
     @property
     def closed(self) -> bool:
@@ -203,10 +211,12 @@ class _Mapping(mmap.mmap):
 
     POSIX ends all locks of a process on a file when the process closes *any* descriptor of it; a
     map has a descriptor, too. So all descriptors of a file are closed together, with the mapping:
-    an attachment that comes and goes ends no lock of another.
+    an attachment that comes and goes ends no lock of another. The kernel's locks ignore threads,
+    which share a lock of their own, by process: a forked child inherits the mapping.
     """
 
     descriptors: list[int]
+    thread_locks: dict[int, Any]
 
 
 _mappings: weakref.WeakValueDictionary[tuple[int, int, int], _Mapping] = (
@@ -228,7 +238,7 @@ def _mapped(descriptor: int, nbytes: int) -> _Mapping:
         mapping = _mappings.get(key)
         if mapping is None:
             mapping = _mappings[key] = _Mapping(descriptor, nbytes)
-            mapping.descriptors = []
+            mapping.descriptors, mapping.thread_locks = [], {}
             weakref.finalize(mapping, _close_all, mapping.descriptors)
     mapping.descriptors.append(descriptor)
     return mapping

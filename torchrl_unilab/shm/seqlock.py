@@ -30,7 +30,7 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
-from torchrl_unilab.shm.lock import RangeLock, thread_lock
+from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
@@ -275,7 +275,7 @@ class SnapshotCell:
             )
         self._words[_WRITER] = this_process()
         # Of the threads of this process, whichever attachment they publish through.
-        self._publishing = thread_lock(self._segment)
+        self._publishing = self._segment.thread_lock()
         self._writer_pid = os.getpid()
 
     # Readers
