@@ -120,15 +120,10 @@ def test_a_run_on_the_command_line_or_in_an_interactive_interpreter_ends(way, tm
 
 
 @pytest.mark.slow
-def test_a_run_from_standard_input_fails_and_leaves_nothing(tmp_path):
+def test_a_run_from_standard_input_leaves_nothing_and_says_to_use_a_file(tmp_path):
     done = _run(SETTINGS + TRAIN, "input", tmp_path)
     assert done.returncode == 1
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_run_from_standard_input_is_told_to_be_written_to_a_file(tmp_path):
-    done = _run(SETTINGS + TRAIN, "input", tmp_path)
     last = done.stderr.rpartition("Traceback (most recent call last)")[2].partition("Error: ")[2]
     assert "<stdin>" in last
     assert "to a file" in last
