@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 from multiprocessing.connection import Connection
 
-import pytest
-import torch
-
 from tests.support.processes import DEADLINE, process_with_id, receive, spawned
-from tests.support.tearing import publish_and_die
-from torchrl_unilab.errors import PeerGoneError
-from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
-from torchrl_unilab.shm.ring import RolloutRing
-from torchrl_unilab.shm.seqlock import SnapshotCell
 
 
 def _tell_who_and_wait(pipe: Connection) -> None:
     pipe.send((os.getpid(), this_process()))
     pipe.recv()
-
-
-def _write_and_die(pipe: Connection, ring: RolloutRing) -> None:
-    ring.become_writer(0)
-    ring.claim()
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_process_names_itself_by_its_id_and_start_time():
@@ -35,11 +20,8 @@ def test_a_process_names_itself_by_its_id_and_start_time():
     assert this_process() == this_process()
 
 
-def test_no_process_is_not_alive():
+def test_no_process_and_one_of_another_start_time_under_the_same_id_are_not_alive():
     assert not process_is_alive(0)
-
-
-def test_a_process_of_another_start_time_under_the_same_id_is_another():
     assert not process_is_alive(this_process() ^ (1 << 40))
 
 
@@ -89,25 +71,3 @@ def test_a_process_under_the_id_of_a_dead_one_is_not_taken_for_it():
         process.join(DEADLINE)
         with process_with_id(pid):
             assert not process_is_alive(word)
-
-
-def test_a_dead_publisher_is_replaced_though_another_process_has_its_id():
-    with (
-        SnapshotCell({"w": torch.zeros(3)}) as cell,
-        spawned(publish_and_die, cell) as (process, _),
-    ):
-        process.join(DEADLINE)
-        with process_with_id(process.pid):
-            assert cell.publish([torch.ones(3)]) == 1
-
-
-def test_a_dead_writer_of_a_ring_is_found_though_another_process_has_its_id():
-    with (
-        RolloutRing(BlockLayout.of({"x": torch.zeros(2)})) as ring,
-        spawned(_write_and_die, ring) as (process, _),
-    ):
-        process.join(DEADLINE)
-        with process_with_id(process.pid):
-            with pytest.raises(PeerGoneError, match=f"process {process.pid}"):
-                ring.acquire(timeout=1.0)
-            assert ring.recover(0)

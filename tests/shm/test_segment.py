@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil
 import pytest
@@ -103,17 +104,26 @@ def test_attaching_an_unknown_name_says_so():
         SharedSegment.attach("unilab-nobody")
 
 
-def test_an_empty_file_is_not_attached_and_no_descriptor_is_lost():
-    name = f"unilab-test-{os.getpid()}"
-    (named_directory() / name).touch()
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Path.touch, "is empty"),
+        (lambda path: path.symlink_to("/etc/hostname"), "symbolic link"),
+        (os.mkfifo, "not a regular file"),
+    ],
+    ids=["empty", "link", "fifo"],
+)
+def test_what_no_creator_made_is_not_attached_and_no_descriptor_is_lost(make, message):
+    path = named_directory() / f"unilab-test-{os.getpid()}"
+    make(path)
     try:
         before = psutil.Process().num_fds()
         for _ in range(5):
-            with pytest.raises(SegmentError, match="is empty"):
-                SharedSegment.attach(name)
+            with pytest.raises(SegmentError, match=message):
+                SharedSegment.attach(path.name)
         assert psutil.Process().num_fds() == before
     finally:
-        (named_directory() / name).unlink()
+        path.unlink()
 
 
 def test_a_taken_name_is_refused():
@@ -129,28 +139,6 @@ def test_a_segment_of_another_user_is_refused(monkeypatch):
         with pytest.raises(SegmentError, match=rf"owned by user {os.getuid()} \(expected user"):
             SharedSegment.attach(segment.name)
         assert psutil.Process().num_fds() == before
-
-
-def test_a_symbolic_link_is_not_attached(tmp_path):
-    name = f"unilab-test-{os.getpid()}"
-    target = tmp_path / "target"
-    target.write_bytes(bytes(64))
-    (named_directory() / name).symlink_to(target)
-    try:
-        with pytest.raises(SegmentError, match="symbolic link"):
-            SharedSegment.attach(name)
-    finally:
-        (named_directory() / name).unlink()
-
-
-def test_a_name_that_is_no_file_is_not_attached():
-    name = f"unilab-test-{os.getpid()}"
-    os.mkfifo(named_directory() / name)
-    try:
-        with pytest.raises(SegmentError, match="not a regular file"):
-            SharedSegment.attach(name)
-    finally:
-        (named_directory() / name).unlink()
 
 
 def test_the_room_of_an_anonymous_segment_is_what_the_control_group_leaves(monkeypatch):
