@@ -169,31 +169,6 @@ def test_each_dtype_arrives_bit_for_bit():
             assert torch.equal(views[key], value)
 
 
-def test_an_overwriting_writer_with_two_slots_never_waits_for_a_reader_with_one_lease():
-    with make_ring(slots=2) as ring:
-        write(ring)
-        lease = ring.acquire()
-        for _ in range(100):
-            assert write(ring, timeout=0)
-
-        assert stamp(lease.views) == (0, 1)
-        ring.release(lease)
-        assert read(ring) == (0, 101)
-        assert ring.dropped == (99,)
-
-
-def test_a_writer_that_overwrites_drops_its_own_rollouts_only():
-    with make_ring(elements=2, slots=2, writers=2) as ring:
-        ring.become_writer(1)
-        write(ring)
-        ring.become_writer(0)
-        for _ in range(5):
-            write(ring, timeout=0)
-
-        assert ring.dropped == (3, 0)
-        assert [read(ring) for _ in range(3)] == [(1, 1), (0, 4), (0, 5)]
-
-
 def test_waiting_ends_at_its_timeout():
     with make_ring(slots=1, overflow="block") as ring:
         assert ring.acquire(timeout=0.01) is None

@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.interrupts import Bytecodes
 from tests.support.rings import DEAD, attach, check_all_free, make_ring, read, slots_of, write
-from torchrl_unilab.shm import ring, ring_memory, ring_reader, ring_writer, tokens
+from torchrl_unilab.shm import ring, ring_memory, ring_writer, tokens
 from torchrl_unilab.shm.ring import RolloutRing
 
-MODULES = (ring, ring_memory, ring_reader, ring_writer, tokens)
+MODULES = (ring, ring_memory, ring_writer, tokens)
 
 
 class Parties:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.processes import DEADLINE, receive, spawned, wait_for
 from tests.support.rings import (
@@ -22,7 +19,6 @@ from tests.support.rings import (
     make_ring,
     read,
     stamp,
-    strike_at,
     write,
     write_and_be_struck,
     write_half,
@@ -30,75 +26,11 @@ from tests.support.rings import (
     write_until_told,
 )
 from torchrl_unilab.errors import PeerGoneError, WaitTimeoutError
-from torchrl_unilab.shm import ring_memory, ring_reader
+from torchrl_unilab.shm import ring as ring_module
+from torchrl_unilab.shm import ring_memory
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
-
-
-class KilledError(BaseException):
-    """Stands for the end of a process."""
-
-
-def kill_me() -> None:
-    raise KilledError
-
-
-ACTIONS = st.one_of(
-    st.tuples(st.sampled_from(["write", "kill"]), st.integers(0, 1), st.integers(1, 2 * STEPS)),
-    st.tuples(st.sampled_from(["read", "hold", "release"]), st.just(0), st.just(0)),
-)
-
-
-@OVERFLOW
-@settings(deadline=None, max_examples=80)
-@given(st.integers(1, 3), st.lists(ACTIONS, max_size=30))
-def test_whichever_writer_is_killed_whenever_nothing_is_lost_but_what_is_counted(
-    overflow, slots, actions
-):
-    with (
-        make_ring(elements=2, slots=slots, writers=2, overflow=overflow) as ring,
-        contextlib.ExitStack() as stack,
-    ):
-        writers = [stack.enter_context(attach(ring)) for _ in range(2)]
-        seen: list[list[int]] = [[], []]
-        held: list = []
-        killed = 0
-        for what, writer, step in actions:
-            if what in ("write", "kill"):
-                writers[writer].become_writer(writer)
-            if what == "write":
-                write(writers[writer], timeout=0)
-            elif what == "kill":
-                strike_at(writers[writer], step, kill_me)
-                try:
-                    while write(writers[writer], timeout=0):
-                        pass
-                except KilledError:
-                    killed += 1
-                ring._words[writer * ring_memory.WRITER_WORDS + ring_memory.PROCESS] = DEAD
-                ring.recover(writer)
-                assert ring.recover(writer) == 0
-                writers[writer] = stack.enter_context(attach(ring))
-            elif what == "read" and ring.available():
-                writer, sequence = read(ring)
-                seen[writer].append(sequence)
-            elif what == "hold" and ring.available():
-                held.append(ring.acquire())
-                seen[held[-1].writer].append(stamp(held[-1].views)[1])
-            elif what == "release" and held:
-                ring.release(held.pop(0))
-        for lease in held:
-            ring.release(lease)
-        while (found := read(ring)) is not None:
-            seen[found[0]].append(found[1])
-        for end in writers:
-            end.close()
-        check_all_free(ring)
-        assert sum(ring.lost) <= killed
-        for writer in (0, 1):
-            assert seen[writer] == sorted(set(seen[writer]))
-            assert len(seen[writer]) == ring.read[writer]
 
 
 def _reap(process) -> None:
@@ -223,7 +155,7 @@ def test_what_a_writer_commits_in_its_last_moment_is_not_missed(monkeypatch):
             write(ring)
             return False
 
-        monkeypatch.setattr(ring_reader, "process_is_alive", dies_once_it_has_committed)
+        monkeypatch.setattr(ring_module, "process_is_alive", dies_once_it_has_committed)
         assert stamp(ring.acquire(timeout=0.01).views) == (0, 1)
 
 

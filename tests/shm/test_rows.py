@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.support.striking import forked, interrupt_each_line, kill_self, stop_self, strike_at
 from torchrl_unilab.errors import ConfigError, ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import lock as lock_module
-from torchrl_unilab.shm import row_reader as reader_module
 from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
 from torchrl_unilab.shm.rows import SharedRows, Window
@@ -24,7 +23,7 @@ from torchrl_unilab.shm.segment import SharedSegment
 
 WIDTHS = (3, 1)
 WORDS = sum(WIDTHS)
-PROTOCOL = [lock_module, reader_module, rows_module, shards_module]
+PROTOCOL = [lock_module, rows_module, shards_module]
 both_shapes = pytest.mark.parametrize("shards", [1, 3])
 
 
@@ -495,7 +494,7 @@ def test_a_killed_process_that_replaces_rows_leaves_all_of_them_or_none():
 
 @both_shapes
 def test_copies_of_a_window_are_its_rows_newest_first(shards, monkeypatch):
-    monkeypatch.setattr(reader_module, "NOTES", 3)
+    monkeypatch.setattr(rows_module, "NOTES", 3)
     with make_rows(8, shards) as rows:
         for shard in range(shards):
             [put(rows, 5, shard) for _ in range(3)]

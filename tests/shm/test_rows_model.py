@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from torchrl_unilab.shm import row_reader as reader_module
 from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
 from torchrl_unilab.shm.rows import Parts, SharedRows
@@ -67,7 +66,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
         rows = Recorded(segment, WIDTHS, 1, CAPACITY, timeout=1.0)
         rows.append(numbered(0, 2))
         rows.steps = []
-        for module in (rows_module, reader_module, shards_module):
+        for module in (rows_module, shards_module):
             monkeypatch.setattr(module, "fence", lambda: rows.note("fence", ""))
         yield rows
 

@@ -1,7 +1,7 @@
 """The shared memory of a ring, mapped into one process: words, slots and pipes of tokens.
 
 The memory is a header, the words of each writer, a generation per slot, and the slots. The kernel
-frees it and the pipes with the last process. `RingWriter` and `RingReader` act on it;
+frees it and the pipes with the last process. `RingWriter` and `RolloutRing` act on it;
 `torchrl_unilab.shm.ring` states the protocol.
 """
 
@@ -68,13 +68,12 @@ class RingMemory:
         """Map the memory, as a process that has neither written nor read."""
         writers, slots, layout = self.writers, self.slots * self.writers, self.layout
         self._free, self._ready = pipes[:writers], pipes[writers:]
-        buffer, end = self._segment.buffer, 0
-        words: list[memoryview] = []
-        for count in (HEADER_WORDS, writers * WRITER_WORDS, slots):
-            words.append(shared_words(buffer, end, count))
-            end += words_nbytes(count)
-        self._header, self._words, self._generations = words
-        blocks = torch.from_numpy(buffer)[end:].view(-1, layout.nbytes)
+        buffer, first_slot = self._segment.buffer, HEADER_WORDS + writers * WRITER_WORDS
+        words = shared_words(buffer, first_slot + slots)
+        self._header, self._words = words[:HEADER_WORDS], words[HEADER_WORDS:first_slot]
+        self._generations = words[first_slot:]
+        payload = torch.from_numpy(buffer)[words_nbytes(len(words)) :]
+        blocks = payload.view(-1, layout.nbytes)
         self.views = [dict(zip(layout.keys, layout.views(block), strict=True)) for block in blocks]
         self._registration = RangeLock(self._segment, REGISTER_SECONDS)
         self._start_process()
@@ -104,14 +103,9 @@ class RingMemory:
     def _register(self, action: Callable[[], None], as_what: str) -> None:
         """Run `action`, which makes this process a writer or the reader, alone of all."""
         self._registration.run(0, 1, action, lambda: f"ring: cannot become {as_what}")
-        self._end_with_process()
-
-    def _end_with_process(self) -> None:
-        """Resign when this process ends: a process that ended in order has not died.
-
-        Finalizers of multiprocessing run at the end of its workers too, where atexit's may not.
-        """
         if self._at_end is None:
+            # A process that ended in order has not died. Finalizers of multiprocessing run at
+            # the end of its workers too, where atexit's may not.
             self._at_end = Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)
 
     def _leave(self) -> None:

@@ -181,7 +181,7 @@ class SnapshotCell:
     def _checked_header(cls, segment: SharedSegment, layout: BlockLayout) -> tuple[int, int]:
         """Return slots and readers of a complete cell of `layout`."""
         large_enough = segment.nbytes >= words_nbytes(_CELL_WORDS)
-        words = shared_words(segment.buffer, 0, _CELL_WORDS) if large_enough else None
+        words = shared_words(segment.buffer, _CELL_WORDS) if large_enough else None
         if words is None or words[_DIGEST] != layout.digest:
             raise LayoutError(
                 f"cannot attach {segment.name!r}: not a complete snapshot cell of this layout "
@@ -203,7 +203,7 @@ class SnapshotCell:
         self.slots = slots
         self.readers = readers
         count = _CELL_WORDS + slots + _READER_WORDS * readers
-        words = shared_words(segment.buffer, 0, count)
+        words = shared_words(segment.buffer, count)
         self._words: memoryview | _ClosedWords = words[:_CELL_WORDS]
         self._sequence = words[_CELL_WORDS : _CELL_WORDS + slots]
         self._reports: memoryview | _ClosedWords = words[_CELL_WORDS + slots :]
@@ -327,19 +327,13 @@ class SnapshotCell:
 
     def close(self) -> None:
         """Close the cell; its creator frees it. Idempotent."""
-        if self.closed:
-            return
-        if self._writer_pid != os.getpid():
-            self._end()
-            return
-        with self._publishing:  # another thread's publish ends before another process may write
-            if not self.closed:
+        with self._segment.thread_lock():  # another thread's publish ends before
+            if self.closed:
+                return
+            if self._writer_pid == os.getpid():  # another process may write from now on
                 self._words[_WRITER] = 0
-                self._end()
-
-    def _end(self) -> None:
-        self._words = self._reports = _ClosedWords()
-        self._segment.close()
+            self._words = self._reports = _ClosedWords()
+            self._segment.close()
 
     def __enter__(self) -> SnapshotCell:
         return self
@@ -347,11 +341,8 @@ class SnapshotCell:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attach_pickled, (self._segment, self.layout, self.slots, self.readers)
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._segment, self.layout, self.slots, self.readers
 
-
-def _attach_pickled(*args: Any) -> SnapshotCell:
-    cell = SnapshotCell.__new__(SnapshotCell)
-    cell._open(*args)
-    return cell
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._open(*state)

@@ -101,7 +101,7 @@ class Shards:
         self.shards, self.shard_rows = shards, shard_rows
         self.detach: Callable[[Parts, torch.Tensor], object] = lambda parts, positions: None
         """Called before rows are written in place, with these and their positions."""
-        self._words = shared_words(segment.buffer, 0, 1 + shards * SHARD_WORDS)
+        self._words = shared_words(segment.buffer, 1 + shards * SHARD_WORDS)
         self._lock = RangeLock(segment, timeout)
         notes, *starts, _ = _starts(widths, shards, shard_rows)
         flat, count = torch.from_numpy(segment.buffer), shards * shard_rows
@@ -110,10 +110,11 @@ class Shards:
             flat[start : start + count * width * WORD].view(torch.int32).view(count, width)
             for start, width in zip(starts, widths, strict=True)
         ]
-        self._own = [[block[shard::shards] for block in self.blocks] for shard in range(shards)]
+        self.own = [[block[shard::shards] for block in self.blocks] for shard in range(shards)]
+        """The rows of each shard by part, each int32 [shard_rows, width]."""
         # The same for `fill`: NumPy copies opaque items faster, and slices in half the time.
         self._items = [
-            [own.numpy().view(f"V{own.shape[1] * WORD}") for own in parts] for parts in self._own
+            [own.numpy().view(f"V{own.shape[1] * WORD}") for own in parts] for parts in self.own
         ]
 
     @staticmethod
@@ -132,10 +133,6 @@ class Shards:
     def set(self, shard: int, word: int, value: int) -> None:
         """Store a word of a shard, which the caller holds."""
         self._words[shard * SHARD_WORDS + word] = value
-
-    def own(self, shard: int) -> list[torch.Tensor]:
-        """Return the rows of a shard by part, each int32 [shard_rows, width]."""
-        return self._own[shard]
 
     # What may be read
 
@@ -279,9 +276,9 @@ class Shards:
         places = torch.arange(floor, head).remainder_(self.shard_rows)
         whole = places[~torch.isin(places, torn)]
         if len(whole):
-            newest = [own[whole[-1:]].expand(len(torn), -1).clone() for own in self.own(shard)]
+            newest = [own[whole[-1:]].expand(len(torn), -1).clone() for own in self.own[shard]]
             self.detach(newest, torn * self.shards + shard)
-            for own, words in zip(self.own(shard), newest, strict=True):
+            for own, words in zip(self.own[shard], newest, strict=True):
                 own[torn] = words
         else:
             self.set(shard, FLOOR, head)

@@ -72,33 +72,23 @@ fence: Callable[[], object] = _lock_twice if is_weakly_ordered() else bool
 """Order stores, and loads, before the call before those after it; `bool` does nothing, fast."""
 
 
-def shared_words(buffer: npt.NDArray[np.uint8], offset: int, count: int) -> memoryview:
-    """Return `count` unsigned 64-bit words in shared memory, one per cache line.
+def shared_words(buffer: npt.NDArray[np.uint8], count: int) -> memoryview:
+    """Return the first `count` unsigned 64-bit words of shared memory, one per cache line.
 
     Args:
-        buffer: Shared bytes, uint8.
-        offset: Where the first word lies, a multiple of 64.
+        buffer: Shared bytes, uint8, of at least `words_nbytes`.
         count: How many words.
 
     Returns:
         The words, of format ``"Q"``.
 
-    Raises:
-        ValueError: `offset` is not aligned, or the words lie outside `buffer`.
-
     Examples:
-        >>> words = shared_words(np.zeros(128, np.uint8), offset=0, count=2)
+        >>> words = shared_words(np.zeros(128, np.uint8), count=2)
         >>> words[1] = 3
         >>> words[0], words[1]
         (0, 3)
     """
-    nbytes = words_nbytes(count)
-    if offset % LINE or offset + nbytes > buffer.nbytes:
-        raise ValueError(
-            f"cannot place words: {count} at byte {offset} of {buffer.nbytes} "
-            f"(expected a multiple of {LINE} with room). Check the layout."
-        )
-    return buffer.data[offset : offset + nbytes].cast("Q")[:: LINE // 8]
+    return buffer.data[: words_nbytes(count)].cast("Q")[:: LINE // 8]
 
 
 def words_nbytes(count: int) -> int:

@@ -29,7 +29,6 @@ from torchrl_unilab.data.replay import storage as storage_module
 from torchrl_unilab.data.replay import trajectories as trajectories_module
 from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm import lock as lock_module
-from torchrl_unilab.shm import row_reader as reader_module
 from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
 
@@ -184,7 +183,6 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_storage_that_others_use(ho
         storage_module,
         trajectories_module,
         lock_module,
-        reader_module,
         rows_module,
         shards_module,
     ]

@@ -86,7 +86,7 @@ class TrajectoryMarker:
         if head - envs < rows.window().floors[shard]:
             return None
         places = torch.arange(head - envs, head).remainder_(rows.shard_rows)
-        views = self._layout.views([own[places] for own in rows.own(shard)])
+        views = self._layout.views([own[places] for own in rows.own[shard]])
         return views if (stride_of(views[-1]) == envs).all() else None
 
     def _follows(self, rows: list[torch.Tensor], later: list[torch.Tensor]) -> torch.Tensor:
