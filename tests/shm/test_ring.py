@@ -7,7 +7,6 @@ import multiprocessing as mp
 import os
 import pickle
 import sys
-import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,14 +22,13 @@ from hypothesis import strategies as st
 from tests.support.processes import DEADLINE, receive, spawned
 from tests.support.rings import (
     attach,
-    check_all_free,
     make_ring,
     read,
     stamp,
     stamped,
     write,
+    write_half,
     write_one,
-    write_to_order,
 )
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.shm import ring as ring_module
@@ -286,7 +284,7 @@ def test_another_process_writes_as_the_writer_it_says_or_as_the_first_that_is_fr
 
 
 def test_no_two_processes_are_one_writer():
-    with make_ring(writers=2) as ring, spawned(write_to_order, {"": ring}, 1) as (process, pipe):
+    with make_ring(writers=2) as ring, spawned(write_half, ring, 1) as (process, pipe):
         receive(pipe)
         with pytest.raises(ConfigError, match=f"taken, by processes {{1: {process.pid}}}"):
             ring.become_writer(1)
@@ -403,57 +401,3 @@ def test_a_slot_that_is_written_after_its_commit_is_noticed_before_it_is_read():
         _write_astray(ring, slot)
         with pytest.raises(SegmentError, match=r"generation 0 .*as writer 0 committed"):
             ring.acquire()
-
-
-# Writers and reader at the same time
-
-WRITERS, EACH = 3, 250
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[tuple[dict[str, RolloutRing], list]]:
-    """Three writing processes that share four rings, one for each case."""
-    with contextlib.ExitStack() as stack:
-        rings = {
-            f"{overflow} {pace}": stack.enter_context(
-                make_ring(slots=2, writers=WRITERS, overflow=overflow)
-            )
-            for overflow in ("block", "overwrite")
-            for pace in ("fast", "slow")
-        }
-        helpers = [
-            stack.enter_context(spawned(write_to_order, rings, writer)) for writer in range(WRITERS)
-        ]
-        for _, pipe in helpers:
-            assert receive(pipe) == "ready"
-        yield rings, [pipe for _, pipe in helpers]
-
-
-@pytest.mark.parametrize("pace", ["fast", "slow"])
-@OVERFLOW
-def test_concurrent_rollouts_are_whole_in_order_and_all_accounted_for(crew, overflow, pace):
-    rings, pipes = crew
-    ring = rings[f"{overflow} {pace}"]
-    seen: list[list[int]] = [[] for _ in range(WRITERS)]
-    until = time.monotonic() + 4 * DEADLINE
-    for pipe in pipes:
-        pipe.send((f"{overflow} {pace}", EACH))
-    while sum(ring.read) + sum(ring.dropped) < WRITERS * EACH:
-        assert time.monotonic() < until, f"written {ring.written}, read {ring.read}"
-        lease = ring.acquire(0.2)
-        if lease is None:
-            continue
-        marks = {stamp(lease.views) for _ in range(20 if pace == "slow" else 1)}
-        ring.release(lease)
-        ((writer, sequence),) = marks
-        seen[writer].append(sequence)
-    for pipe in pipes:
-        assert receive(pipe) == EACH
-    check_all_free(ring)
-    for writer in range(WRITERS):
-        assert seen[writer] == sorted(set(seen[writer]))
-        assert len(seen[writer]) + ring.dropped[writer] == EACH
-    if overflow == "block":
-        assert sum(ring.dropped) == 0
-    elif pace == "slow":
-        assert sum(ring.dropped) > 0

@@ -225,10 +225,10 @@ def test_a_second_reader_is_refused():
                 use()
 
 
-def test_registration_waits_a_bounded_time_for_a_stopped_process(monkeypatch):
-    monkeypatch.setattr(ring_memory, "REGISTER_SECONDS", 0.05)
+def test_registration_waits_a_bounded_time_for_a_stopped_process():
     with make_ring() as ring, spawned(hold_registration, ring) as (_, pipe):
         receive(pipe)
+        ring._registration._timeout = 0.05
         with pytest.raises(WaitTimeoutError, match="cannot become a writer: lock not acquired"):
             ring.become_writer(0)
 

@@ -200,14 +200,14 @@ def test_rows_rewritten_while_they_are_read_are_all_read_again(at):
 def test_a_row_that_the_next_append_hides_again_is_waited_for_again():
     with make_rows() as rows:
         put(rows, 8)
-        rows.set(0, shards_module.FLOOR, 2)  # an append of two rows is in flight
+        rows.words[0][shards_module.FLOOR] = 2  # an append of two rows is in flight
         alone, appends = rows.alone, iter([2, 8])
 
         def finish(shard, action):
             rows.alone = alone
             put(rows, next(appends))
             found = alone(shard, action)
-            rows.set(0, shards_module.FLOOR, 10)  # the next one, of eight
+            rows.words[0][shards_module.FLOOR] = 10  # the next one, of eight
             rows.alone = finish
             return found
 

@@ -43,11 +43,6 @@ class Recorded(SharedRows):
             self.note("load", WATCHED[word])
         return super().load(word)
 
-    def set(self, shard: int, word: int, value: int) -> None:
-        if word in WATCHED:
-            self.note("store", WATCHED[word], value)
-        super().set(shard, word, value)
-
     def fill(self, shard: int, number: int, parts: Parts) -> None:
         places = torch.arange(number, number + len(parts[0])) % CAPACITY
         self.fill_at(shard, places, parts)
@@ -59,13 +54,28 @@ class Recorded(SharedRows):
         super().fill_at(shard, places, parts)
 
 
+class RecordedWords:
+    """Words of a shard that note each store."""
+
+    def __init__(self, rows: Recorded) -> None:
+        self._rows, self._words = rows, rows.words[0]
+
+    def __getitem__(self, word: int) -> int:
+        return self._words[word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        if word in WATCHED:
+            self._rows.note("store", WATCHED[word], value)
+        self._words[word] = value
+
+
 @contextlib.contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     """Rows with the rows 0 and 1, whose fences are noted too."""
     with SharedSegment(Recorded.nbytes(WIDTHS, 1, CAPACITY)) as segment:
         rows = Recorded(segment, WIDTHS, 1, CAPACITY, timeout=1.0)
         rows.append(numbered(0, 2))
-        rows.steps = []
+        rows.steps, rows.words = [], [RecordedWords(rows)]
         for module in (rows_module, shards_module):
             monkeypatch.setattr(module, "fence", lambda: rows.note("fence", ""))
         yield rows

@@ -199,19 +199,6 @@ def write_until_told(pipe: Connection, ring: RolloutRing, writer: int) -> None:
     threading.Event().wait()
 
 
-def write_to_order(pipe: Connection, rings: Mapping[str, RolloutRing], writer: int) -> None:
-    """Write as many rollouts to the ring as the other end asks for, again and again."""
-    torch.set_num_threads(1)
-    for ring in rings.values():
-        ring.become_writer(writer)
-    pipe.send("ready")
-    while True:
-        name, count = pipe.recv()
-        for sequence in range(1, count + 1):
-            assert write(rings[name], sequence)
-        pipe.send(count)
-
-
 def write_half(pipe: Connection, ring: RolloutRing, writer: int) -> None:
     """Claim a slot, fill half of it, tell its index; when told, fill the rest and commit."""
     ring.become_writer(writer)

@@ -94,7 +94,7 @@ def strike_at(rows: SharedRows, nth: int, strike: Callable[[], None]) -> Callabl
             strike()
 
     changed: Any = rows
-    real, fill, fill_at = rows._words, rows.fill, rows.fill_at
+    fill, fill_at = rows.fill, rows.fill_at
 
     def half(parts: Parts) -> Parts:
         """Rows of which all but the first word of each part is garbage."""
@@ -113,17 +113,20 @@ def strike_at(rows: SharedRows, nth: int, strike: Callable[[], None]) -> Callabl
         fill_at(shard, places, parts)
 
     class Words:
-        """The rows' words, whose stores are steps."""
+        """Words of the rows, whose stores are steps."""
+
+        def __init__(self, real: memoryview) -> None:
+            self._real = real
 
         def __getitem__(self, index: Any) -> Any:
-            return real[index]
+            return self._real[index]
 
         def __setitem__(self, index: int, value: int) -> None:
             step()
-            real[index] = value
+            self._real[index] = value
 
     changed.fill, changed.fill_at = fill_rows, fill_places
-    changed._words = Words()
+    changed._words, changed.words = Words(rows._words), [*map(Words, rows.words)]
     return lambda: taken
 
 

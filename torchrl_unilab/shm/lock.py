@@ -30,7 +30,7 @@ class RangeLock:
         timeout: Seconds to wait for a lock.
     """
 
-    def __init__(self, segment: SharedSegment, timeout: float) -> None:
+    def __init__(self, segment: SharedSegment, timeout: float = 10.0) -> None:
         self._segment, self._timeout = segment, timeout
 
     def run(self, first: int, count: int, action: Callable[[], T], holder: Callable[[], str]) -> T:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -45,7 +45,6 @@ from torchrl_unilab.shm.tokens import pack_token, unpack_token, waits
 
 __all__ = ["COUNTERS", "Lease", "Overflow", "RolloutRing", "check_ring"]
 
-OVERFLOWS: tuple[Overflow, ...] = ("overwrite", "block")
 MAX_SLOTS = 128  # of one writer: as many tokens fit two pages, the smallest pipe there is
 MAX_WRITERS = 1024
 COUNTERS = ("written", "dropped", "read", "skipped", "lost")
@@ -65,9 +64,9 @@ def check_ring(slots: int, writers: int, overflow: str) -> None:
     for name, count, most in (("slots", slots, MAX_SLOTS), ("writers", writers, MAX_WRITERS)):
         if not 1 <= count <= most:
             raise ConfigError(f"ring {name}: {count} (expected 1 to {most}). Use for example 2.")
-    if overflow not in OVERFLOWS:
+    if overflow not in get_args(Overflow):
         raise ConfigError(
-            f"ring overflow: {overflow!r} (expected one of {OVERFLOWS}). "
+            f"ring overflow: {overflow!r} (expected one of {get_args(Overflow)}). "
             "Leave it out to drop the oldest unread rollout."
         )
 
@@ -294,9 +293,11 @@ class RolloutRing(RingWriter):
             )
         self._check(lease)
         word = lease.writer * WRITER_WORDS + (READ if read else SKIPPED)
-        self._releasing = token, word, self._words[word] + 1
+        count = self._words[word] + 1
+        self._releasing = token, word, count
         self._free[lease.writer].put(self._held, self._held.index(token))
-        self._settle()
+        self._words[word] = count
+        self._releasing = None
 
     def _settle(self) -> None:
         """Complete what an interrupt has cut short: a release's count, a recovery's tokens."""

@@ -37,8 +37,6 @@ HEADER_WORDS = 3
 PROCESS, COMMITTED, DROPPED, READ, SKIPPED, LOST = range(6)
 WRITER_WORDS = 6
 RESIGNED = 1 << 62  # in the place of a process: the writer has ended in order; 0: none has come
-REGISTER_SECONDS = 10.0
-"""How long a process may wait to become a writer, or the reader."""
 
 
 class RingMemory:
@@ -75,7 +73,7 @@ class RingMemory:
         payload = torch.from_numpy(buffer)[words_nbytes(len(words)) :]
         blocks = payload.view(-1, layout.nbytes)
         self.views = [dict(zip(layout.keys, layout.views(block), strict=True)) for block in blocks]
-        self._registration = RangeLock(self._segment, REGISTER_SECONDS)
+        self._registration = RangeLock(self._segment)
         self._start_process()
         self._at_end: Finalize | None = None  # last: `__del__` closes what has it
 

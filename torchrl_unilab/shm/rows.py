@@ -96,12 +96,12 @@ class SharedRows(Shards):
     def _claim(self, shard: int) -> bool:
         free = not self.other_writer(shard)
         if free:
-            self.set(shard, WRITER, this_process())
+            self.words[shard][WRITER] = this_process()
         return free
 
     def other_writer(self, shard: int) -> int:
         """Return the id of the living process that has a shard, 0 if none or this one has it."""
-        writer = self.get(shard, WRITER)
+        writer = self.words[shard][WRITER]
         if writer in (0, this_process()) or not process_is_alive(writer):
             return 0
         return process_id(writer)
@@ -110,8 +110,9 @@ class SharedRows(Shards):
         """Let another process have this one's shard."""
         if self._shard_pid == os.getpid():
             self._shard_pid = 0
-            if self.get(self._shard, WRITER) == this_process():
-                self.set(self._shard, WRITER, 0)
+            words = self.words[self._shard]
+            if words[WRITER] == this_process():
+                words[WRITER] = 0
 
     def close(self) -> None:
         """Let another process have this one's shard, and close the segment.
@@ -143,16 +144,17 @@ class SharedRows(Shards):
         return self.alone(shard, partial(self._append, shard, parts, prepare))
 
     def _append(self, shard: int, parts: Parts, prepare: Callable[[int, int], object]) -> int:
-        head, count = self.get(shard, HEAD), parts[0].shape[0]
+        words, count = self.words[shard], parts[0].shape[0]
+        head = words[HEAD]
         prepare(shard, head)
-        self.set(shard, WRITER, this_process())
+        words[WRITER] = this_process()
         floor = head + count - self.shard_rows
-        if floor > self.get(shard, FLOOR):
-            self.set(shard, FLOOR, floor)
+        if floor > words[FLOOR]:
+            words[FLOOR] = floor
         fence()  # before the first byte of the new rows
         self.fill(shard, head, parts)
         fence()  # after the last one
-        self.set(shard, HEAD, head + count)
+        words[HEAD] = head + count
         return head
 
     def fill(self, shard: int, number: int, parts: Parts) -> None:
@@ -178,14 +180,15 @@ class SharedRows(Shards):
                 self.alone(shard, partial(self._rewrite, shard, places, rows))
 
     def _rewrite(self, shard: int, places: torch.Tensor, parts: Parts) -> None:
-        self.set(shard, WRITER, this_process())
+        words = self.words[shard]
+        words[WRITER] = this_process()
         self._notes[shard, : len(places)] = places
-        self.set(shard, NOTED, len(places))
-        self.set(shard, VERSION, self.get(shard, VERSION) + 1)
+        words[NOTED] = len(places)
+        words[VERSION] += 1
         fence()  # before the first byte of the rows
         self.fill_at(shard, places, parts)
         fence()  # after the last one
-        self.set(shard, VERSION, self.get(shard, VERSION) + 1)
+        words[VERSION] += 1
 
     def fill_at(self, shard: int, places: torch.Tensor, parts: Parts) -> None:
         """Copy rows to places of a shard, which the caller holds."""
@@ -194,12 +197,17 @@ class SharedRows(Shards):
 
     def touch(self) -> None:
         """Change `revision`: rows have been changed through views."""
-        self.alone(0, lambda: self.set(0, VERSION, self.get(0, VERSION) + 2))
+        self._add(0, VERSION, 2)
 
     def count(self, rows: int) -> None:
         """Add to `counted`."""
-        shard = self.shard
-        self.alone(shard, lambda: self.set(shard, COUNT, self.get(shard, COUNT) + rows))
+        self._add(self.shard, COUNT, rows)
+
+    def _add(self, shard: int, word: int, by: int) -> None:
+        def add() -> None:
+            self.words[shard][word] += by
+
+        self.alone(shard, add)
 
     @property
     def counted(self) -> int:
@@ -226,51 +234,20 @@ class SharedRows(Shards):
 
         def fill() -> None:
             for shard, (floor, head) in enumerate(zip(*window, strict=True)):
-                base = self.get(shard, HEAD)
+                words = self.words[shard]
+                base = words[HEAD]
                 for first in range(floor, head, NOTES):
                     parts = read(shard, first, min(NOTES, head - first))
                     self.fill(shard, base + first, parts)
-                self.set(shard, FLOOR, base + floor)
+                words[FLOOR] = base + floor
                 fence()  # after the last byte of the rows
-                self.set(shard, HEAD, base + head)
+                words[HEAD] = base + head
                 if origins is not None:
-                    self.set(shard, ORIGIN, origins[shard])
+                    words[ORIGIN] = origins[shard]
 
         self.all_alone(partial(self._replace, fill))
 
     # Reading
-
-    def readable(self) -> Window:
-        """Return a window; while there are rows and all are being written, wait for them.
-
-        Raises:
-            WaitTimeoutError: A writer did not finish in time; names it.
-        """
-        window = self.window()
-        if not window.size:
-            for shard in range(self.shards):
-                self.wait(shard)
-            window = self.window()
-        return window
-
-    def draw(self, count: int, window: Window, generator: torch.Generator | None) -> torch.Tensor:
-        """Draw rows of a window uniformly, with replacement: ids, int64 [count].
-
-        Raises:
-            ContentionError: The window is empty.
-        """
-        if window.size < 1:
-            raise ContentionError(
-                "replay read: all rows of the snapshot are overwritten (expected some left). "
-                "Sample sooner, or use a larger replay."
-            )
-        if self.shards == 1:
-            return torch.randint(window.floors[0], window.heads[0], (count,), generator=generator)
-        floors, heads = torch.tensor(window)
-        ends = (heads - floors).cumsum(0)
-        drawn = torch.randint(window.size, (count,), generator=generator)
-        shard = torch.bucketize(drawn, ends, right=True)
-        return drawn.sub_(ends[shard]).add_(heads[shard]).mul_(self.shards).add_(shard)
 
     def read(
         self,
@@ -407,7 +384,7 @@ class SharedRows(Shards):
             for words, buffer in zip(own, buffers, strict=True):
                 buffer[: end - first].copy_(words[first - lap : end - lap])
             fence()  # before the floor is read again
-            floor = max(floor, self.get(shard, FLOOR))
+            floor = max(floor, self.words[shard][FLOOR])
             if self.load(VERSION) != versions:
                 self._check_time(deadline, end - first)
                 continue

@@ -40,9 +40,6 @@ DEFAULT_SLOTS = 3
 DEFAULT_RETRIES = 1000
 _YIELD_AFTER = 8  # retries without giving the core to a writer that may need it
 
-REGISTER_SECONDS = 10.0
-"""How long a process may wait to become the writer."""
-
 _DIGEST, _SLOTS, _READERS, _WRITER, _ANNOUNCED = range(5)  # words of a cell
 _CELL_WORDS = 5
 _APPLIED, _PROCESS, _OVERTAKEN = range(3)  # words of a reader; the version it applied plus one
@@ -210,7 +207,7 @@ class SnapshotCell:
         payloads = segment.buffer[words_nbytes(count) :]
         self._payloads = payloads.reshape(slots, layout.nbytes)
         self._views = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
-        self._registration = RangeLock(segment, REGISTER_SECONDS)
+        self._registration = RangeLock(segment)
         self._writer_pid = 0  # this process, once it publishes
         self.publishes = 0
         self.overtaken = 0

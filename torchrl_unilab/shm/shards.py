@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from torchrl_unilab.errors import ContentionError
 from torchrl_unilab.shm.layout import align
 from torchrl_unilab.shm.liveness import process_id, this_process
 from torchrl_unilab.shm.lock import RangeLock
@@ -30,8 +31,8 @@ __all__ = ["Parts", "Shards", "Window"]
 
 T = TypeVar("T")
 
-LOADING = 0
-WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT = range(1, 9)
+LOADING, _FIRST = range(2)  # a word of all shards, and where those of the first shard begin
+WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT = range(8)  # words of a shard
 SHARD_WORDS = 8
 NOTES = 1024
 """Rows rewritten in place at a time: their places are noted while they are written."""
@@ -101,7 +102,10 @@ class Shards:
         self.shards, self.shard_rows = shards, shard_rows
         self.detach: Callable[[Parts, torch.Tensor], object] = lambda parts, positions: None
         """Called before rows are written in place, with these and their positions."""
-        self._words = shared_words(segment.buffer, 1 + shards * SHARD_WORDS)
+        self._words = shared_words(segment.buffer, _FIRST + shards * SHARD_WORDS)
+        firsts = range(_FIRST, len(self._words), SHARD_WORDS)
+        self.words = [self._words[first : first + SHARD_WORDS] for first in firsts]
+        """The words of each shard, which the holder of its lock stores."""
         self._lock = RangeLock(segment, timeout)
         notes, *starts, _ = _starts(widths, shards, shard_rows)
         flat, count = torch.from_numpy(segment.buffer), shards * shard_rows
@@ -124,15 +128,7 @@ class Shards:
 
     def load(self, word: int) -> tuple[int, ...]:
         """Return one word of each shard."""
-        return tuple(self._words[word::SHARD_WORDS])
-
-    def get(self, shard: int, word: int) -> int:
-        """Return a word of a shard."""
-        return self._words[shard * SHARD_WORDS + word]
-
-    def set(self, shard: int, word: int, value: int) -> None:
-        """Store a word of a shard, which the caller holds."""
-        self._words[shard * SHARD_WORDS + word] = value
+        return tuple(self._words[_FIRST + word :: SHARD_WORDS])
 
     # What may be read
 
@@ -144,6 +140,38 @@ class Shards:
         fence()  # or the floors could be older than the heads, and the window too large
         floors = self.load(FLOOR)
         return Window(tuple(map(min, floors, heads)), heads)
+
+    def readable(self) -> Window:
+        """Return a window; while there are rows and all are being written, wait for them.
+
+        Raises:
+            WaitTimeoutError: A writer did not finish in time; names it.
+        """
+        window = self.window()
+        if not window.size:
+            for shard in range(self.shards):
+                self.wait(shard)
+            window = self.window()
+        return window
+
+    def draw(self, count: int, window: Window, generator: torch.Generator | None) -> torch.Tensor:
+        """Draw rows of a window uniformly, with replacement: ids, int64 [count].
+
+        Raises:
+            ContentionError: The window is empty.
+        """
+        if window.size < 1:
+            raise ContentionError(
+                "replay read: all rows of the snapshot are overwritten (expected some left). "
+                "Sample sooner, or use a larger replay."
+            )
+        if self.shards == 1:
+            return torch.randint(window.floors[0], window.heads[0], (count,), generator=generator)
+        floors, heads = torch.tensor(window)
+        ends = (heads - floors).cumsum(0)
+        drawn = torch.randint(window.size, (count,), generator=generator)
+        shard = torch.bucketize(drawn, ends, right=True)
+        return drawn.sub_(ends[shard]).add_(heads[shard]).mul_(self.shards).add_(shard)
 
     def extent(self, window: Window) -> tuple[int, bool]:
         """Return how many positions have been written, and whether one cannot be read now.
@@ -203,7 +231,8 @@ class Shards:
         def run() -> tuple[T] | None:
             if self._words[LOADING]:  # by a process that is dead: it held this lock
                 return None
-            self._repair(shard)
+            if self.words[shard][VERSION] % 2:
+                self._repair(shard)
             return (action(),)
 
         while (done := self._lock.run(shard, 1, run, partial(self._holder, [shard]))) is None:
@@ -217,8 +246,9 @@ class Shards:
             if self._words[LOADING]:
                 self._clear()
                 self._words[LOADING] = 0
-            for shard in range(self.shards):
-                self._repair(shard)
+            for shard, words in enumerate(self.words):
+                if words[VERSION] % 2:
+                    self._repair(shard)
             return action()
 
         return self._lock.run(0, self.shards, run, partial(self._holder, range(self.shards)))
@@ -256,39 +286,35 @@ class Shards:
         self._words[LOADING] = 0
 
     def _clear(self) -> None:
-        for shard in range(self.shards):
-            base = align(max(self.get(shard, HEAD), self.get(shard, FLOOR)), self.shard_rows)
-            origin = self.get(shard, ORIGIN) + base - self.get(shard, BASE)
-            for word, value in (FLOOR, base), (BASE, base), (HEAD, base), (ORIGIN, origin):
-                self.set(shard, word, value)
-            self.set(shard, WRITER, 0)
-            version = self.get(shard, VERSION)
-            self.set(shard, VERSION, version + 2 - version % 2)
+        for words in self.words:
+            base = align(max(words[HEAD], words[FLOOR]), self.shard_rows)
+            origin = words[ORIGIN] + base - words[BASE]
+            words[FLOOR] = words[BASE] = words[HEAD] = base
+            words[ORIGIN] = origin
+            words[WRITER] = 0
+            words[VERSION] += 2 - words[VERSION] % 2
         fence()  # before the first byte of new rows
 
     def _repair(self, shard: int) -> None:
         """Replace rows that a dead process left half rewritten by the shard's newest whole row."""
-        version = self.get(shard, VERSION)
-        if version % 2 == 0:
-            return
-        torn = self._notes[shard, : self.get(shard, NOTED)]
-        floor, head = self.get(shard, FLOOR), self.get(shard, HEAD)
-        places = torch.arange(floor, head).remainder_(self.shard_rows)
+        words = self.words[shard]
+        torn = self._notes[shard, : words[NOTED]]
+        places = torch.arange(words[FLOOR], words[HEAD]).remainder_(self.shard_rows)
         whole = places[~torch.isin(places, torn)]
         if len(whole):
             newest = [own[whole[-1:]].expand(len(torn), -1).clone() for own in self.own[shard]]
             self.detach(newest, torn * self.shards + shard)
-            for own, words in zip(self.own[shard], newest, strict=True):
-                own[torn] = words
+            for own, rows in zip(self.own[shard], newest, strict=True):
+                own[torn] = rows
         else:
-            self.set(shard, FLOOR, head)
+            words[FLOOR] = words[HEAD]
         fence()  # after the last byte of the rows
-        self.set(shard, VERSION, version + 1)
+        words[VERSION] += 1
 
     def _holder(self, shards: Iterable[int]) -> str:
         if loader := self._words[LOADING]:
             return f"replay rows, replaced by process {process_id(loader)}"
-        names = [f"{shard} (process {process_id(self.get(shard, WRITER))})" for shard in shards]
+        names = [f"{shard} (process {process_id(self.words[shard][WRITER])})" for shard in shards]
         return f"replay writer {', '.join(names)}"
 
 
@@ -298,7 +324,7 @@ def _nothing() -> None:
 
 def _starts(widths: Sequence[int], shards: int, shard_rows: int) -> list[int]:
     """Where notes and each part of the rows start, and where all ends."""
-    starts = [words_nbytes(1 + shards * SHARD_WORDS)]
+    starts = [words_nbytes(_FIRST + shards * SHARD_WORDS)]
     starts.append(starts[0] + shards * NOTES * 8)
     for width in widths:
         starts.append(align(starts[-1] + shards * shard_rows * width * WORD, LINE))
