@@ -219,7 +219,7 @@ class RolloutRing(RingWriter):
         self._header[READER] = me
 
     def _take_oldest(self) -> Lease | None:
-        for writer in self._oldest_first():
+        for writer in (0,) if self.writers == 1 else self._oldest_first():
             if self._ready[writer].take(self._held):
                 lease = self._lease(self._held[-1])
                 self._check(lease)
@@ -229,8 +229,6 @@ class RolloutRing(RingWriter):
 
     def _oldest_first(self) -> Sequence[int]:
         """Return the writers in the order of their oldest rollouts that are not taken yet."""
-        if self.writers == 1:
-            return (0,)
         oldest = [sys.maxsize] * self.writers
         for slot, generation in enumerate(self._generations.tolist()):
             writer = slot // self.slots
