@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.support.watching import WatchedWords
 from torchrl_unilab.shm import SnapshotCell, seqlock
 from torchrl_unilab.shm.seqlock import Snapshot
 
@@ -162,32 +163,27 @@ def _is_odd(store: Store) -> bool:
     return store.place[0] == "sequence" and store.value % 2 == 1
 
 
-class _Recorded:
-    """Shared words that note each load and store by a name."""
-
-    def __init__(self, words, names: list[Place | None], trace: list) -> None:
-        self._words, self._names, self._trace = words, names, trace
-
-    def __getitem__(self, index: int) -> int:
-        if self._names[index] is not None:
-            self._trace.append(("load", self._names[index][0]))
-        return self._words[index]
-
-    def __setitem__(self, index: int, value: int) -> None:
-        if self._names[index] is not None:
-            self._trace.append(Store(self._names[index], value))
-        self._words[index] = value
-
-
 @pytest.fixture
 def traced(monkeypatch) -> tuple[SnapshotCell, list]:
     """A cell of two slots that has published once, and the trace of what follows."""
     cell, trace = SnapshotCell({"w": torch.zeros(3)}, slots=2), []
     cell.publish([torch.ones(3)])
-    names: list[Place | None] = [None] * len(cell._words)
-    names[seqlock._ANNOUNCED] = ("announced", 0)
-    cell._words = _Recorded(cell._words, names, trace)
-    cell._sequence = _Recorded(cell._sequence, [("sequence", i) for i in range(2)], trace)
+
+    def loaded(name: str) -> None:
+        trace.append(("load", name))
+
+    def announce(index: int, value: int) -> None:
+        if index == seqlock._ANNOUNCED:
+            trace.append(Store(("announced", 0), value))
+
+    cell._words = WatchedWords(
+        cell._words, announce, lambda i: i == seqlock._ANNOUNCED and loaded("announced")
+    )
+    cell._sequence = WatchedWords(
+        cell._sequence,
+        lambda slot, value: trace.append(Store(("sequence", slot), value)),
+        lambda _: loaded("sequence"),
+    )
 
     def copy_in(views, tensors):
         slot = next(i for i in range(2) if views is cell._views[i])

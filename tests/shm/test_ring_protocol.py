@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.rings import DEAD, make_ring
+from tests.support.watching import WatchedPipe, WatchedWords
 from torchrl_unilab.shm import ring_memory
 from torchrl_unilab.shm.ring import RolloutRing
-from torchrl_unilab.shm.tokens import unpack_token
+from torchrl_unilab.shm.tokens import TokenPipe
 
 FILL = ("zero", "drop", "fill 0", "fill 1", "generation", "count", "put")
 READ = ("check", "load 0", "load 1", "check again", "put", "count")
@@ -434,44 +435,6 @@ def test_the_search_finds_the_rollout_that_is_dropped_without_a_count():
 # The code, compared with the model
 
 
-class _RecordedPipe:
-    """A token pipe that notes each put and take."""
-
-    def __init__(self, pipe, trace: list, *name: object) -> None:
-        self._name, self._pipe, self._trace = name, pipe, trace
-        self.ends, self.close = pipe.ends, pipe.close
-
-    def put(self, hand: list[bytes], index: int = 0) -> None:
-        self._trace.append(("put", *self._name, unpack_token(hand[index])[1]))
-        self._pipe.put(hand, index)
-
-    def take(self, hand: list[bytes]) -> bool:
-        self._trace.append(("take", *self._name))
-        return self._pipe.take(hand)
-
-    def drain(self, hand: list[bytes]) -> None:
-        while self.take(hand):
-            pass
-
-
-class _RecordedWords:
-    """Shared words that note what is stored."""
-
-    def __init__(self, words, trace: list, label: Callable[[int, int, int], Label | None]) -> None:
-        self._words, self._trace, self._label = words, trace, label
-
-    def __getitem__(self, index):
-        return self._words[index]
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self._trace.append(self._label(index, self._words[index], value))
-        self._words[index] = value
-
-    def tolist(self) -> list[int]:
-        self._trace.append(("look",))
-        return self._words.tolist()
-
-
 NAMES = {
     ring_memory.PROCESS: "process",
     ring_memory.COMMITTED: "committed",
@@ -491,11 +454,24 @@ def record(ring: RolloutRing) -> list:
             return ("process", writer) if value == 0 else None
         return (NAMES[word], writer, value) if value != before else None
 
-    ring._free = [_RecordedPipe(p, trace, "free", w) for w, p in enumerate(ring._free)]
-    ring._ready = [_RecordedPipe(p, trace, "ready", w) for w, p in enumerate(ring._ready)]
-    ring._words = _RecordedWords(ring._words, trace, of_writer)
-    ring._generations = _RecordedWords(
-        ring._generations, trace, lambda slot, _, value: ("generation", slot, bool(value))
+    def watched(pipe: TokenPipe, *name: object) -> WatchedPipe:
+        return WatchedPipe(
+            pipe,
+            lambda slot: trace.append(("take", *name) if slot is None else ("put", *name, slot)),
+        )
+
+    def look(index: object) -> None:
+        if index == slice(None):
+            trace.append(("look",))
+
+    words, generations = ring._words, ring._generations
+    ring._free = [watched(p, "free", w) for w, p in enumerate(ring._free)]
+    ring._ready = [watched(p, "ready", w) for w, p in enumerate(ring._ready)]
+    ring._words = WatchedWords(
+        words, lambda index, value: trace.append(of_writer(index, words[index], value))
+    )
+    ring._generations = WatchedWords(
+        generations, lambda slot, value: trace.append(("generation", slot, bool(value))), look
     )
     return trace
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.support.watching import WatchedWords
 from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
 from torchrl_unilab.shm.rows import Parts, SharedRows
@@ -38,6 +39,10 @@ class Recorded(SharedRows):
         if self.steps is not None:
             self.steps.append((kind, address, value))
 
+    def note_store(self, word: int, value: int) -> None:
+        if word in WATCHED:
+            self.note("store", WATCHED[word], value)
+
     def load(self, word: int) -> tuple[int, ...]:
         if word in WATCHED:
             self.note("load", WATCHED[word])
@@ -54,28 +59,13 @@ class Recorded(SharedRows):
         super().fill_at(shard, places, parts)
 
 
-class RecordedWords:
-    """Words of a shard that note each store."""
-
-    def __init__(self, rows: Recorded) -> None:
-        self._rows, self._words = rows, rows.words[0]
-
-    def __getitem__(self, word: int) -> int:
-        return self._words[word]
-
-    def __setitem__(self, word: int, value: int) -> None:
-        if word in WATCHED:
-            self._rows.note("store", WATCHED[word], value)
-        self._words[word] = value
-
-
 @contextlib.contextmanager
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
     """Rows with the rows 0 and 1, whose fences are noted too."""
     with SharedSegment(Recorded.nbytes(WIDTHS, 1, CAPACITY)) as segment:
         rows = Recorded(segment, WIDTHS, 1, CAPACITY, timeout=1.0)
         rows.append(numbered(0, 2))
-        rows.steps, rows.words = [], [RecordedWords(rows)]
+        rows.steps, rows.words = [], [WatchedWords(rows.words[0], rows.note_store)]
         for module in (rows_module, shards_module):
             monkeypatch.setattr(module, "fence", lambda: rows.note("fence", ""))
         yield rows

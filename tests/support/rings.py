@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from tests.support.processes import DEADLINE
+from tests.support.watching import WatchedPipe, WatchedWords
 from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.tokens import TokenPipe, unpack_token
+from torchrl_unilab.shm.tokens import unpack_token
 
 ELEMENTS = 2048
 _WRITER = 1_000_000
@@ -118,32 +119,6 @@ def check_all_free(ring: RolloutRing) -> None:
             pipe.put(tokens)
 
 
-class _StruckPipe:
-    def __init__(self, pipe: TokenPipe, step: Callable[[], None]) -> None:
-        self._pipe, self._step = pipe, step
-        self.ends, self.close = pipe.ends, pipe.close
-
-    def put(self, hand: list[bytes], index: int = 0) -> None:
-        self._step()
-        self._pipe.put(hand, index)
-
-    def take(self, hand: list[bytes]) -> bool:
-        self._step()
-        return self._pipe.take(hand)
-
-
-class _StruckWords:
-    def __init__(self, words: Any, step: Callable[[], None]) -> None:
-        self._words, self._step = words, step
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._words[index]
-
-    def __setitem__(self, index: int, value: int) -> None:
-        self._step()
-        self._words[index] = value
-
-
 STEPS = 8
 """Steps of a rollout that drops another: its takes and puts, and its stores to shared words."""
 
@@ -152,14 +127,14 @@ def strike_at(ring: Any, step: int, strike: Callable[[], None]) -> None:
     """Strike a writer before the `step`-th thing that it does to `ring` and that others see."""
     steps = itertools.count(1)
 
-    def count() -> None:
+    def count(*_: object) -> None:
         if next(steps) == step:
             strike()
 
-    ring._free = [_StruckPipe(pipe, count) for pipe in ring._free]
-    ring._ready = [_StruckPipe(pipe, count) for pipe in ring._ready]
-    ring._words = _StruckWords(ring._words, count)
-    ring._generations = _StruckWords(ring._generations, count)
+    ring._free = [WatchedPipe(pipe, count) for pipe in ring._free]
+    ring._ready = [WatchedPipe(pipe, count) for pipe in ring._ready]
+    ring._words = WatchedWords(ring._words, count)
+    ring._generations = WatchedWords(ring._generations, count)
 
 
 def _signal_me(number: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tests.support.watching import WatchedWords
 from torchrl_unilab.shm.rows import Parts, SharedRows
 
 
@@ -87,7 +88,7 @@ def strike_at(rows: SharedRows, nth: int, strike: Callable[[], None]) -> Callabl
     """
     taken = 0
 
-    def step() -> None:
+    def step(*_: object) -> None:
         nonlocal taken
         taken += 1
         if taken == nth:
@@ -112,21 +113,9 @@ def strike_at(rows: SharedRows, nth: int, strike: Callable[[], None]) -> Callabl
         step()
         fill_at(shard, places, parts)
 
-    class Words:
-        """Words of the rows, whose stores are steps."""
-
-        def __init__(self, real: memoryview) -> None:
-            self._real = real
-
-        def __getitem__(self, index: Any) -> Any:
-            return self._real[index]
-
-        def __setitem__(self, index: int, value: int) -> None:
-            step()
-            self._real[index] = value
-
     changed.fill, changed.fill_at = fill_rows, fill_places
-    changed._words, changed.words = Words(rows._words), [*map(Words, rows.words)]
+    changed._words = WatchedWords(rows._words, step)
+    changed.words = [WatchedWords(words, step) for words in rows.words]
     return lambda: taken
 
 
