@@ -214,8 +214,12 @@ def test_an_interrupted_recovery_is_done_again(leased):
 
 
 def test_a_reader_reads_on_after_an_interrupted_recovery():
-    for p, _ in interrupted(dies, lambda p, _: p.reader.recover(0), orphans=True):
-        assert read_all(p.reader) == [1, 0]
+    def prepare(p: Parties) -> None:
+        dies(p)
+        assert read(p.reader)[0] == 1  # what is left is the dead one's
+
+    for p, _ in interrupted(prepare, lambda p, _: p.reader.recover(0), orphans=True):
+        assert read_all(p.reader) == [0]
         p.reader.recover(0)
 
 
