@@ -241,17 +241,6 @@ def test_models_drawn_at_resets_change_in_the_rows_that_reset_only() -> None:
     np.testing.assert_array_equal(after["geom_friction"], before["geom_friction"])
 
 
-def test_a_partial_reset_with_new_models_leaves_the_other_rows_bit_identical() -> None:
-    specs = [replace(spec, when="reset") for spec in ALL]
-    env, twin = make(specs, dtype=torch.float64), make(specs, dtype=torch.float64)
-    root, twin_root = env.reset(), twin.reset()
-    mask = torch.tensor([True, False, False, True, False, True])
-    root = env.reset(root.set("_reset", mask[:, None]))
-    ours, theirs = play(env, 8, root)[0]["next"], play(twin, 8, twin_root)[0]["next"]
-    assert torch.equal(ours["observation"][~mask], theirs["observation"][~mask])
-    assert (ours["observation"][mask] != theirs["observation"][mask]).any(-1).all()
-
-
 # From what it is drawn
 
 
@@ -378,10 +367,3 @@ def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(
 def test_a_malformed_spec_is_refused(settings: dict) -> None:
     with pytest.raises(ConfigError, match=r"^Randomize body_mass: .*\(expected"):
         Randomize(**{"fields": "body_mass", "low": 0.5, "high": 1.5, **settings})
-
-
-def test_a_closed_environment_has_let_go_of_its_models() -> None:
-    env = make()
-    env.close()
-    with pytest.raises(KeyError):
-        env.randomizer.values("body_mass")

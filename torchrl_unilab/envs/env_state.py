@@ -98,9 +98,8 @@ class EnvState:
 
     def close(self) -> None:
         """Free the simulations and their threads. Closing again does nothing."""
-        if self._physics is not None:
-            self._physics.close()
-            self._physics = None
+        self.randomizer.close()
+        self._physics = None
 
     def seed(self, seed: int | None) -> None:
         """Seed simulation ``i`` with ``seed + i``; all from the operating system for None."""

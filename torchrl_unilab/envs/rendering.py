@@ -81,7 +81,7 @@ class BatchRenderer:
         _check_camera(batch.model, camera)
         self.width = width
         self.height = height
-        self._batch = batch
+        self._batch: Batch | None = batch
         self._camera: Camera = _tracking_camera(batch.model) if camera is None else camera
         self._robot_view = _robot_view(batch.model) if self._camera is None else None
         self._drawing: tuple[Any, mujoco.Renderer, mujoco.MjData] | None = None
@@ -107,8 +107,9 @@ class BatchRenderer:
         return pictures
 
     def _draw(self, pictures: Pictures, ids: Sequence[int] | NDArray[np.intp]) -> None:
+        assert self._batch is not None
         if self._drawing is None:
-            self._drawing = self._start()
+            self._drawing = self._start(self._batch.model)
         context, renderer, data = self._drawing
         with context.as_current():
             for picture, i in zip(pictures, ids, strict=True):
@@ -124,14 +125,15 @@ class BatchRenderer:
                 renderer.render(out=picture)
 
     def close(self) -> None:
-        """Free the OpenGL context. Closing again does nothing."""
+        """Free the OpenGL context, and let go of the batch. Closing again does nothing."""
         with self._turn:
+            self._batch = None
             if self._drawing is not None:
                 self._drawing[1].close()
                 self._drawing = None
 
-    def _start(self) -> tuple[Any, mujoco.Renderer, mujoco.MjData]:
-        model = copy.copy(self._batch.model)
+    def _start(self, model: mujoco.MjModel) -> tuple[Any, mujoco.Renderer, mujoco.MjData]:
+        model = copy.copy(model)
         model.vis.global_.offwidth = self.width
         model.vis.global_.offheight = self.height
         # no finer than shows: without a graphics card, shadows take most of the time

@@ -17,7 +17,6 @@ from torchrl_unilab.envs.task import Array, MujocoTask
 
 __all__ = ["Simulations", "all_finite"]
 
-_ALL = slice(None)
 _NONE = np.empty(0, dtype=np.int32)
 _BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
 _MOVING = sum(
@@ -40,10 +39,15 @@ class Simulations:
         num_threads: that step them.
         randomization: how their models differ; None as the task says.
 
+    A simulation is its state, from which the physics derives the rest: after a step, what
+    holds one substep before the state. From the state alone it cannot be had again, and the
+    batch refuses to write it, so what was loaded is shown until the physics runs.
+
     Attributes:
         batch: of MuJoCo's.
         fields: live views of what the task reads, and the commands, ``(n, ...)`` each: they
             change with every call.
+        seen: all fields, as they are to be read.
         randomizer: holds what differs between the models.
         start: the model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
 
@@ -73,7 +77,13 @@ class Simulations:
         }
         if self._has_commands:
             self.fields["command"] = np.zeros((num_envs, task.command_size))
-        self._held = HeldFields(self.fields)
+        self.seen: Mapping[str, NDArray[Any]] = self.fields
+        self._derived = tuple(
+            name
+            for name, field in self.fields.items()
+            if name in DATA_FIELDS and not field.flags.writeable
+        )
+        self._loaded: dict[str, NDArray[Any]] = {}
         self._ctrl = batch.bind("ctrl")
         # MuJoCo resets a simulation that diverges and leaves one of these counts
         self._warnings = batch.warning
@@ -82,11 +92,6 @@ class Simulations:
         self.start = self.fields["qpos"][0].copy(), self.fields["qvel"][0].copy()
         for values in self.start:
             values.flags.writeable = False
-
-    @property
-    def seen(self) -> Mapping[str, NDArray[Any]]:
-        """All fields, as they are to be read."""
-        return self._held.seen
 
     @property
     def num_controls(self) -> int:
@@ -118,7 +123,7 @@ class Simulations:
         diverged = self._diverged(failed)
         if diverged is not None:
             self.batch.reset(diverged)
-        self._held.release(_ALL if ids is None else ids)
+        self._show_derived(ids)
         return diverged
 
     def _diverged(self, failed: NDArray[np.int32]) -> NDArray[np.bool_] | None:
@@ -138,13 +143,13 @@ class Simulations:
         self.fields["qpos"][ids] = qpos
         self.fields["qvel"][ids] = qvel
         self.batch.forward(ids)
-        self._held.release(ids)
+        self._show_derived(ids)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that the next steps follow from."""
         return {
             "state": self.batch.state.copy(),
-            "derived": self._held.derived(),
+            "derived": {name: self.seen[name].copy() for name in self._derived},
             "command": self.fields["command"].copy() if self._has_commands else None,
             "randomizer": self.randomizer.state_dict(),
         }
@@ -163,63 +168,17 @@ class Simulations:
             )
         self.randomizer.load_state_dict(state["randomizer"])
         self.batch.state[...] = state["state"]
-        self._held.hold(state["derived"])
+        self._loaded = {name: field.copy() for name, field in state["derived"].items()}
+        self.seen = {**self.fields, **self._loaded}
         if self._has_commands:
             self.fields["command"][...] = state["command"]
 
-    def close(self) -> None:
-        """Drop the simulations, and all views of them, which keep them alive."""
-        self.randomizer.close()
-        self._held.close()
-        self.fields = {}
-        self._ctrl = self._warnings = self._moving = np.empty((0, 0))
-        del self.batch
-
-
-class HeldFields:
-    """A batch's fields, of which some show what was loaded where the physics has not run since.
-
-    A simulation is its state, from which the physics derives the rest: after a step, what
-    holds one substep before the state. From the state alone it cannot be had again, and the
-    batch refuses to write it.
-
-    Args:
-        fields: name to live ``(nsim, ...)`` array, all that the task reads.
-    """
-
-    def __init__(self, fields: Mapping[str, NDArray[Any]]) -> None:
-        self._live = fields
-        self._held: dict[str, NDArray[Any]] = {}
-        self._derived = tuple(
-            name
-            for name, field in fields.items()
-            if name in DATA_FIELDS and not field.flags.writeable
-        )
-
-    @property
-    def seen(self) -> Mapping[str, NDArray[Any]]:
-        """All fields, as they are to be read."""
-        return {**self._live, **self._held} if self._held else self._live
-
-    def derived(self) -> dict[str, NDArray[Any]]:
-        """Copies of what the physics derives, by name."""
-        seen = self.seen
-        return {name: seen[name].copy() for name in self._derived}
-
-    def hold(self, derived: Mapping[str, NDArray[Any]]) -> None:
-        """Show what `derived` returned, here or in an environment like this one."""
-        self._held = {name: field.copy() for name, field in derived.items()}
-
-    def release(self, rows: NDArray[np.intp] | slice) -> None:
-        """Show what the physics derives where it has run; a slice is all simulations."""
-        if isinstance(rows, slice):
-            self._held = {}
-        for name, held in self._held.items():
-            held[rows] = self._live[name][rows]
-
-    def close(self) -> None:
-        """Drop the views, which keep the simulations alive."""
-        self._live, self._held = {}, {}
+    def _show_derived(self, ids: NDArray[np.intp] | None) -> None:
+        """Show what the physics derives in simulations `ids`, where it has run; in all for None."""
+        if ids is None:
+            self._loaded, self.seen = {}, self.fields
+        for name, loaded in self._loaded.items():
+            loaded[ids] = self.fields[name][ids]
 
 
 def _shapes(state: Mapping[str, Any]) -> tuple[Any, ...]:

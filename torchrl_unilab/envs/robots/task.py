@@ -26,9 +26,6 @@ __all__ = [
     "tracking",
 ]
 
-_QPOS_WIDTH = {mjtJoint.mjJNT_FREE: 7, mjtJoint.mjJNT_BALL: 4}
-_QVEL_WIDTH = {mjtJoint.mjJNT_FREE: 6, mjtJoint.mjJNT_BALL: 3}
-
 
 @dataclass(frozen=True)
 class JointAddresses:
@@ -73,14 +70,14 @@ def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -
             f"joint_addresses: the model has no joints {unknown} (expected some of "
             f"{list(known)}). Correct the names."
         )
+    # a joint's numbers end where the next joint's begin
+    qpos_ends = [*model.jnt_qposadr, model.nq]
+    qvel_ends = [*model.jnt_dofadr, model.nv]
     qpos: list[int] = []
     qvel: list[int] = []
-    for name in names:
-        joint = known[name]
-        kind = mjtJoint(model.jnt_type[joint])
-        first, dof = int(model.jnt_qposadr[joint]), int(model.jnt_dofadr[joint])
-        qpos += range(first, first + _QPOS_WIDTH.get(kind, 1))
-        qvel += range(dof, dof + _QVEL_WIDTH.get(kind, 1))
+    for joint in map(known.__getitem__, names):
+        qpos += range(qpos_ends[joint], qpos_ends[joint + 1])
+        qvel += range(qvel_ends[joint], qvel_ends[joint + 1])
     return JointAddresses(tuple(names), np.array(qpos, np.intp), np.array(qvel, np.intp))
 
 
