@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,27 +60,18 @@ class _Case:
         return data
 
 
-@pytest.fixture
-def make() -> Iterator[Any]:
-    envs = []
-
-    def _make(task: str = "InvertedPendulum-v5", num_envs: int = 3, **options: Any) -> _Case:
-        env = MujocoBatchEnv(task, num_envs, num_threads=1, **{"seed": 0, **SMALL, **options})
-        envs.append(env)
-        return _Case(env, env.reset())
-
-    yield _make
-    for env in envs:
-        env.close()
+def make(task: str = "InvertedPendulum-v5", num_envs: int = 3, **options: Any) -> _Case:
+    env = MujocoBatchEnv(task, num_envs, num_threads=1, **{"seed": 0, **SMALL, **options})
+    return _Case(env, env.reset())
 
 
-def test_a_picture_has_the_size_asked_for_and_something_to_see(make) -> None:
+def test_a_picture_has_the_size_asked_for_and_something_to_see() -> None:
     pictures = make(render_width=80, render_height=60).env.render()
     assert (pictures.shape, pictures.dtype) == ((3, 60, 80, 3), np.uint8)
     assert all(len(np.unique(picture)) > 20 for picture in pictures)
 
 
-def test_a_size_beyond_the_models_framebuffer_is_drawn(make) -> None:
+def test_a_size_beyond_the_models_framebuffer_is_drawn() -> None:
     case = make("Hopper-v5", 1, render_width=700, render_height=500)
     picture = case.env.render()[0]
     assert picture.shape == (500, 700, 3)
@@ -89,7 +79,7 @@ def test_a_size_beyond_the_models_framebuffer_is_drawn(make) -> None:
 
 
 @pytest.mark.parametrize(("task", "camera"), [("Hopper-v5", "track"), ("InvertedPendulum-v5", -1)])
-def test_a_picture_is_that_of_mujoco_alone(make, monkeypatch, task, camera) -> None:
+def test_a_picture_is_that_of_mujoco_alone(monkeypatch, task, camera) -> None:
     case = make(task)
     case.step()
     qpos, qvel = case.env.get_state()
@@ -107,7 +97,7 @@ def test_a_picture_is_that_of_mujoco_alone(make, monkeypatch, task, camera) -> N
             np.testing.assert_array_equal(picture, renderer.render())
 
 
-def test_pictures_come_in_the_order_of_the_ids(make) -> None:
+def test_pictures_come_in_the_order_of_the_ids() -> None:
     case = make()
     case.env.set_state([[0.0, 0.1], [0.5, 0.0], [-0.5, -0.1]], np.zeros((3, 2)))
     every = case.env.render()
@@ -116,7 +106,7 @@ def test_pictures_come_in_the_order_of_the_ids(make) -> None:
     assert case.env.render(np.empty(0, dtype=int)).shape == (0, 48, 64, 3)
 
 
-def test_drawing_leaves_the_physics_alone(make) -> None:
+def test_drawing_leaves_the_physics_alone() -> None:
     case, twin = make(), make()
     for _ in range(5):
         case.env.render()
@@ -178,13 +168,13 @@ def test_what_cannot_be_drawn_is_refused_at_once(options, message) -> None:
         MujocoBatchEnv("Hopper-v5", 3, from_pixels=True, **options)
 
 
-def test_a_simulation_that_does_not_exist_is_refused(make) -> None:
+def test_a_simulation_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"render: ids is \[3\] \(expected distinct integers"):
         make().env.render([3])
 
 
 @pytest.mark.parametrize("pixels_only", [True, False])
-def test_specs_hold_with_pixels(make, pixels_only) -> None:
+def test_specs_hold_with_pixels(pixels_only) -> None:
     env = make(from_pixels=True, pixels_only=pixels_only, with_reward_terms=True).env
     check_env_specs(env)
     assert env.observation_spec["pixels"].shape == (3, 48, 64, 3)
@@ -193,7 +183,7 @@ def test_specs_hold_with_pixels(make, pixels_only) -> None:
     assert ("observation" in set(env.rollout(2).keys())) is not pixels_only
 
 
-def test_pixels_show_the_final_state_in_next_and_the_new_one_at_the_root(make) -> None:
+def test_pixels_show_the_final_state_in_next_and_the_new_one_at_the_root() -> None:
     case = make(from_pixels=True, pixels_only=False)
     env = case.env
     qpos = np.zeros((3, 2))
@@ -213,7 +203,7 @@ def _split(observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return observation[:, :2].double(), observation[:, 2:].double()
 
 
-def test_later_pictures_leave_returned_ones_alone(make) -> None:
+def test_later_pictures_leave_returned_ones_alone() -> None:
     case = make(from_pixels=True)
     first = case.root["pixels"]
     copy = first.clone()
@@ -222,7 +212,7 @@ def test_later_pictures_leave_returned_ones_alone(make) -> None:
     assert (data["next", "pixels"] != copy).any()
 
 
-def test_a_picture_is_drawn_once_for_each_change(make, monkeypatch) -> None:
+def test_a_picture_is_drawn_once_for_each_change(monkeypatch) -> None:
     case = make(from_pixels=True, render_ids=[0, 2])
     drawn: list[list[int]] = []
     render = BatchRenderer.render
@@ -237,14 +227,14 @@ def test_a_picture_is_drawn_once_for_each_change(make, monkeypatch) -> None:
     assert drawn == [[2], [0, 2], [2]]
 
 
-def test_simulations_that_were_not_chosen_stay_black(make) -> None:
+def test_simulations_that_were_not_chosen_stay_black() -> None:
     case = make(from_pixels=True, render_ids=[2, 0])
     pixels = case.step()["next", "pixels"]
     assert not pixels[1].any()
     np.testing.assert_array_equal(pixels[::2].numpy(), case.env.render([0, 2]))
 
 
-def test_any_thread_may_draw(make) -> None:
+def test_any_thread_may_draw() -> None:
     case = make()
     here = case.env.render()
     with ThreadPoolExecutor(1) as pool:
@@ -252,7 +242,7 @@ def test_any_thread_may_draw(make) -> None:
     np.testing.assert_array_equal(case.env.render(), here)
 
 
-def test_closing_waits_for_the_picture_that_another_thread_draws(make) -> None:
+def test_closing_waits_for_the_picture_that_another_thread_draws() -> None:
     case = make(render_width=320, render_height=240)
     renderer = case.env._renderer
     case.env.render()
@@ -279,15 +269,7 @@ def test_closing_waits_for_the_picture_that_another_thread_draws(make) -> None:
     assert renderer._drawing is None
 
 
-def test_two_environments_draw_in_turn(make) -> None:
-    one, other = make(), make("InvertedPendulum-v5", render_width=32, render_height=40)
-    pictures = one.env.render(), other.env.render()
-    for _ in range(2):
-        np.testing.assert_array_equal(one.env.render(), pictures[0])
-        np.testing.assert_array_equal(other.env.render(), pictures[1])
-
-
-def test_closing_frees_the_context_and_drawing_afterwards_is_refused(make) -> None:
+def test_closing_frees_the_context_and_drawing_afterwards_is_refused() -> None:
     case = make()
     case.env.render()
     context, *_ = case.env._renderer._drawing
@@ -315,14 +297,8 @@ def test_steps_load_no_opengl() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_only_a_picture_starts_opengl(make) -> None:
-    case = make()
-    case.step()
-    assert case.env._renderer._drawing is None
-
-
 def test_without_opengl_an_error_names_what_is_missing_and_steps_go_on(
-    make, tmp_path: Path, monkeypatch
+    tmp_path: Path, monkeypatch
 ) -> None:
     for library in ("libEGL.so.1", "libEGL.so", "libOSMesa.so", "libOSMesa.so.8"):
         (tmp_path / library).write_text("no library")
@@ -352,7 +328,7 @@ def test_a_backend_that_was_asked_for_is_the_only_choice() -> None:
         find_backend("vulkan")
 
 
-def test_torchrl_records_videos_of_the_pixels(make, tmp_path: Path) -> None:
+def test_torchrl_records_videos_of_the_pixels(tmp_path: Path) -> None:
     base = make(num_envs=4, from_pixels=True).env
     logger = CSVLogger("run", log_dir=str(tmp_path), video_format="pt")
     env = TransformedEnv(base, VideoRecorder(logger, tag="walk"))

@@ -4,14 +4,13 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule, TensorDictSequential
-from torch import nn
 from torchrl.collectors import Collector
-from torchrl.data import Composite, Unbounded
-from torchrl.envs import EnvBase, InitTracker, TransformedEnv
+from torchrl.envs import InitTracker, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.modules.exploration import PerEnvNoise
 from torchrl_unilab.modules.squashed import make_td3_actor
@@ -120,61 +119,26 @@ def test_publishing_weights_changes_the_policy_and_leaves_the_strengths():
     assert not _noise().state_dict()
 
 
-class _Episodes(EnvBase):
-    """Two environments, whose episodes last three and five steps."""
-
-    def __init__(self) -> None:
-        super().__init__(batch_size=[2])
-        self.observation_spec = Composite(observation=Unbounded((2, 3)), shape=[2])
-        self.action_spec = Unbounded((2, 1))
-        self.reward_spec = Unbounded((2, 1))
-        self.elapsed = torch.zeros(2, 1)
-
-    def _reset(self, tensordict: TensorDictBase | None = None, **_: object) -> TensorDictBase:
-        chosen = torch.ones(2, 1, dtype=torch.bool)
-        if tensordict is not None and "_reset" in tensordict:
-            chosen = tensordict["_reset"]
-        self.elapsed = self.elapsed.masked_fill(chosen, 0.0)
-        return TensorDict(observation=torch.zeros(2, 3), batch_size=[2])
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        self.elapsed = self.elapsed + 1
-        return TensorDict(
-            observation=torch.zeros(2, 3),
-            reward=torch.zeros(2, 1),
-            done=self.elapsed >= torch.tensor([[3.0], [5.0]]),
-            batch_size=[2],
-        )
-
-    def _set_seed(self, seed: int | None) -> None:
-        pass
-
-
-class _Zero(nn.Module):
-    def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(observation[..., :1])
-
-
 def test_in_a_collector_each_strength_lasts_for_an_episode_and_over_weight_updates():
     noise = _noise(init_key="is_init")
     seen = TensorDictModule(lambda action: noise.std.clone(), ["action"], ["std"])
-    actor = TensorDictModule(_Zero(), ["observation"], ["action"])
+    env = MujocoBatchEnv("HalfCheetah-v5", 2, seed=0, max_episode_steps=5, stagger=True)
     collector = Collector(
-        TransformedEnv(_Episodes(), InitTracker()),
-        TensorDictSequential(actor, noise, seen),
+        TransformedEnv(env, InitTracker()),
+        TensorDictSequential(make_td3_actor(17, 6, hidden=()), noise, seen),
         frames_per_batch=30,
         total_frames=60,
         exploration_type=RANDOM,
     )
     parts = []
     for part in collector:
-        parts.append(part["std"].squeeze(-1))
+        parts.append(part.select("std", "is_init").clone())
         collector.update_policy_weights_()
     collector.shutdown()
-    std = torch.cat(parts, dim=1)
-    for row, length in zip(std, (3, 5), strict=True):
-        changes = (row.diff() != 0).nonzero().flatten() + 1
-        assert changes.tolist() == list(range(length, 30, length))
+    data = torch.cat(parts, dim=1)
+    starts = data["is_init"][:, 1:]
+    assert torch.equal(data["std"].diff(dim=1) != 0, starts)
+    assert starts[0].ne(starts[1]).any()
 
 
 def test_a_missing_mark_of_the_episodes_is_refused():

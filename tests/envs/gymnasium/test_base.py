@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_unilab.envs.gymnasium.base import (
-    inside,
     mass_centers,
     norms,
     scalar_squares,
@@ -68,9 +67,3 @@ def test_mass_centers_are_those_of_one_simulation(
         for row, place in zip(rows, positions, strict=True)
     ]
     np.testing.assert_array_equal(mass_centers(rows, positions), expected)
-
-
-def test_a_range_is_open_and_holds_no_nan() -> None:
-    values = np.array([-1.0, np.nextafter(-1.0, 0.0), 0.0, 2.0, np.nan, np.inf])
-    assert inside(values, (-1.0, 2.0)).tolist() == [False, True, True, False, False, False]
-    assert inside(values, (0.0, np.inf)).tolist() == [False, False, False, True, False, False]

@@ -60,23 +60,6 @@ def test_specs_hold(make: Callable[[], Transform], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_collector_collects_over_episode_ends(make: Callable[[], Transform]) -> None:
-    from torchrl.collectors import Collector
-
-    env = hopper(make(), max_episode_steps=5)
-    collector = Collector(
-        env, None, frames_per_batch=48, total_frames=96, auto_register_policy_transforms=False
-    )
-    data = torch.cat([batch.clone() for batch in collector], 1)
-    collector.shutdown()
-    assert data.shape == (N, 24)
-    done = data["next", "done"][:, :-1, 0]
-    assert done.any()
-    here, there = data["observation"][:, 1:], data["next", "observation"][:, :-1]
-    assert torch.equal(here[~done], there[~done])
-
-
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_torch_seed_repeats_a_run(make: Callable[[], Transform]) -> None:
     runs = []
     for _ in range(2):
