@@ -140,7 +140,7 @@ def run_stock(seed: int, marks: Marks) -> float:
     """Train stock SAC as `run_ours` does ours."""
     return stock_sac.train(
         TASK, seed=seed, threads=available_cores(), stop=marks, clock=lambda: marks.seconds
-    )[1]
+    )
 
 
 def run_plain(step: Callable[[], object], seconds: float) -> float:
@@ -185,7 +185,6 @@ def rates(rounds: int, seconds: float) -> None:
 
 
 COLORS = {"ours SAC": "tab:blue", "ours TD3": "tab:green", "stock SAC": "tab:red"}
-WAYS = tuple(COLORS)
 
 
 def run_one(way: str, seed: int, marks: Sequence[float]) -> list[tuple[float, int, float]]:
@@ -219,9 +218,8 @@ def race(ways: Sequence[str], seeds: int, marks: Sequence[float], path: Path) ->
     figure = Figure(figsize=(5.5, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axis = figure.subplots()
-    for color, (way, runs) in zip(
-        ("tab:blue", "tab:green", "tab:red"), curves.items(), strict=False
-    ):
+    for way, runs in curves.items():
+        color = COLORS[way]
         for i, run in enumerate(runs):
             label = None if i else way
             axis.plot([p[0] for p in run], [p[2] for p in run], "o-", color=color, label=label)
@@ -239,9 +237,9 @@ def main() -> None:
     parser.add_argument("--race", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--marks", type=float, nargs="+", default=[30.0, 60.0, 120.0, 300.0])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=list(COLORS), choices=COLORS)
     parser.add_argument("--plot", type=Path, default=Path("off_policy.png"))
-    parser.add_argument("--one", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=COLORS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torchrl_logger.setLevel("ERROR")
     if options.one:

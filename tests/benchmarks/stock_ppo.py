@@ -1,16 +1,14 @@
 """PPO as a user of TorchRL writes it, with TorchRL's own parts alone.
 
-``python -m tests.benchmarks.stock_ppo [--task HalfCheetah-v5] [--seconds 60] [--workers 0]``
-
-By default one `Collector` steps a gymnasium vector of 32 environments in the learner's process;
-with ``--workers 2`` a `MultiSyncCollector` shares the 32 out among processes. Collecting alone,
-frames per second on HalfCheetah and processor time per frame, on two cores that other work kept
-busy (one thread of Torch, two turns where there are two numbers):
+`tests.benchmarks.bench_race` runs it. One `Collector` steps a gymnasium vector of 32 environments
+in the learner's process, the fastest of the arrangements that were tried. Collecting alone, frames
+per second on HalfCheetah and processor time per frame, on two cores that other work kept busy (one
+thread of Torch, two turns where there are two numbers):
 
 =====================================  ============  ============
 Arrangement                            frames/s      us per frame
 =====================================  ============  ============
-Collector, vector of 32 (the default)  2976 | 2605   225 | 187
+Collector, vector of 32 (this one)     2976 | 2605   225 | 187
 Collector, vector of 16                2454 | 1629   283 | 303
 MultiSyncCollector, 2 vectors of 32    1565 | 2381   234 | 200
 MultiSyncCollector, 2 vectors of 16    1328 | 1620   374 | 305
@@ -22,14 +20,12 @@ Collector, one GymEnv                  507 | 468     not taken
 =====================================  ============  ============
 
 `ParallelEnv` over two, of `GymEnv` or of vectors of 8, was not done with a batch of 2048 and its
-start in 25 s. Two processes may gain more where two cores are free: measure both. The update
-takes most of the time in training, 2.8 s of 3.5 s a batch under the same load.
+start in 25 s. The update takes most of the time in training, 2.8 s of 3.5 s a batch under the same
+load.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import time
 import warnings
 from collections import deque
@@ -41,13 +37,12 @@ from gymnasium.vector import AutoresetMode
 from tensordict import TensorDictBase
 from tensordict.nn import AddStateIndependentNormalScale, TensorDictModule
 from torch import nn
-from torchrl.collectors import Collector, MultiSyncCollector
+from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.envs import (
     ClipTransform,
     DoubleToFloat,
-    EnvCreator,
     ExplorationType,
     GymWrapper,
     RewardSum,
@@ -63,15 +58,15 @@ ENVS = 32
 FRAMES, EPOCHS, MINIBATCH = 2048, 10, 64
 
 
-def make_env(task: str, num_envs: int) -> TransformedEnv:
-    """Make environments of a task, with normalised observations and summed rewards."""
+def make_env(task: str) -> TransformedEnv:
+    """Make 32 environments of a task, with normalised observations and summed rewards."""
     # MuJoCo would print and log what it thinks of gymnasium's models.
     handler = mujoco.get_mju_user_warning()
     mujoco.set_mju_user_warning(lambda message: None)
     try:
         vector = gymnasium.make_vec(
             task,
-            num_envs=num_envs,
+            num_envs=ENVS,
             vectorization_mode="sync",
             vector_kwargs={"autoreset_mode": AutoresetMode.DISABLED},
         )
@@ -111,9 +106,7 @@ def make_networks(env: TransformedEnv) -> tuple[ProbabilisticActor, ValueOperato
     return actor, ValueOperator(_mlp(size, 1, gain=1.0), in_keys=["observation"])
 
 
-def train(
-    task: str, *, seed: int, seconds: float, threads: int, workers: int = 0
-) -> list[tuple[float, int, float]]:
+def train(task: str, *, seed: int, seconds: float, threads: int) -> list[tuple[float, int, float]]:
     """Train with PPO until the time is up.
 
     The clock starts when the set-up is done and the first rollout begins.
@@ -122,8 +115,7 @@ def train(
         task: Gymnasium's name of the task.
         seed: Seeds networks, environments and minibatches.
         seconds: How long to train; the batch that is under way is finished.
-        threads: Torch's threads in this process; a worker has one.
-        workers: Processes that collect; 0 collects in this one.
+        threads: Torch's threads.
 
     Returns:
         (Seconds, frames, mean return of the last 64 finished episodes or fewer) after each
@@ -134,13 +126,17 @@ def train(
     curve: list[tuple[float, int, float]] = []
     frames = 0
     with warnings.catch_warnings():
-        # Environments of one creator share the statistics of the observations.
-        creator = EnvCreator(functools.partial(make_env, task, ENVS // max(1, workers)))
-        env = creator()
+        env = make_env(task)
         actor, critic = make_networks(env)
-        env.close()
         learner = Learner(actor, critic)
-        collector = make_collector(creator, actor, workers)
+        collector = Collector(
+            env,
+            actor,
+            frames_per_batch=FRAMES,
+            total_frames=-1,
+            auto_register_policy_transforms=False,
+            use_buffers=True,
+        )
         try:
             collector.set_seed(seed)
             torch.set_num_threads(threads)  # after the set-up, which changes it
@@ -157,25 +153,7 @@ def train(
                     break
         finally:
             collector.shutdown()
-            torch.set_num_threads(threads)
     return curve
-
-
-def make_collector(
-    creator: EnvCreator, actor: ProbabilisticActor, workers: int
-) -> Collector | MultiSyncCollector:
-    """Make a collector of batches of `FRAMES`, in this process or in `workers` others."""
-    settings = {
-        "frames_per_batch": FRAMES,
-        "total_frames": -1,
-        "auto_register_policy_transforms": False,
-        "use_buffers": True,
-    }
-    if not workers:
-        return Collector(creator, actor, **settings)
-    return MultiSyncCollector(
-        [creator] * workers, actor, cat_results=0, num_sub_threads=1, **settings
-    )
 
 
 class Learner:
@@ -230,26 +208,3 @@ def _mlp(inputs: int, outputs: int, *, gain: float) -> nn.Sequential:
         nn.init.orthogonal_(layer.weight, scale)
         nn.init.zeros_(layer.bias)
     return nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
-
-
-def main() -> None:
-    """Train once and print the end of the curve."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", default="HalfCheetah-v5")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=0)
-    args = parser.parse_args()
-    curve = train(**vars(args))
-    if not curve:
-        print("no episode finished")
-        return
-    for elapsed, frames, mean in curve[-5:]:
-        print(f"{elapsed:8.1f} s {frames:9d} frames  return {mean:8.1f}")
-    elapsed, frames, _ = curve[-1]
-    print(f"{frames / elapsed:.0f} frames/s")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,13 @@
 """SAC as a user of TorchRL writes it, with TorchRL's own parts alone.
 
-``python -m tests.benchmarks.stock_sac [--task HalfCheetah-v5] [--seconds 60]``
-
-One `Collector` steps one gymnasium environment in the learner's process, as TorchRL's own
-SAC example does; one update of 256 rows for each frame, networks of two layers of 256.
+`tests.benchmarks.bench_off_policy` runs it. One `Collector` steps one gymnasium environment in the
+learner's process, as TorchRL's own SAC example does; one update of 256 rows for each frame,
+networks of two layers of 256.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 import warnings
-from collections import deque
 from collections.abc import Callable
 
 import mujoco
@@ -20,7 +16,7 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import DoubleToFloat, GymEnv, RewardSum, TransformedEnv
+from torchrl.envs import DoubleToFloat, GymEnv, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
@@ -29,7 +25,7 @@ FRAMES, BATCH, RANDOM = 1000, 256, 4000
 
 
 def make_env(task: str) -> TransformedEnv:
-    """Make an environment of a task with summed rewards."""
+    """Make an environment of a task that observes float32."""
     handler = mujoco.get_mju_user_warning()
     mujoco.set_mju_user_warning(lambda message: None)
     try:
@@ -37,7 +33,6 @@ def make_env(task: str) -> TransformedEnv:
     finally:
         mujoco.set_mju_user_warning(handler)
     env.append_transform(DoubleToFloat(in_keys=["observation"]))
-    env.append_transform(RewardSum())
     return env
 
 
@@ -95,8 +90,8 @@ def train(
     seed: int,
     threads: int,
     stop: Callable[[ProbabilisticActor, int, int], bool],
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[list[tuple[float, int, float]], float]:
+    clock: Callable[[], float],
+) -> float:
     """Train with SAC until it is told to stop.
 
     Args:
@@ -107,12 +102,9 @@ def train(
         clock: Seconds of training.
 
     Returns:
-        (Seconds, frames, mean return of the last 16 finished episodes or fewer) after each
-        batch, and updates per second of all time after the random frames.
+        Updates per second of all time after the random frames.
     """
     torch.manual_seed(seed)
-    finished: deque[float] = deque(maxlen=16)
-    curve: list[tuple[float, int, float]] = []
     frames = updates = 0
     began = None
     with warnings.catch_warnings():
@@ -131,7 +123,6 @@ def train(
         try:
             for data in collector:
                 frames += data.numel()
-                finished.extend(data["next", "episode_reward"][data["next", "done"]].tolist())
                 learner.buffer.extend(data.reshape(-1))
                 over = stop(learner.actor, frames, updates)
                 if frames >= RANDOM:
@@ -143,32 +134,8 @@ def train(
                         if over:
                             break
                     collector.update_policy_weights_()
-                if finished:
-                    curve.append((clock(), frames, sum(finished) / len(finished)))
                 if over:
                     break
         finally:
             collector.shutdown()
-    return curve, updates / (clock() - began) if began is not None else 0.0
-
-
-def main() -> None:
-    """Train once and print the end of the curve."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--task", default="HalfCheetah-v5")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    until = time.perf_counter() + options.seconds
-    curve, rate = train(
-        options.task,
-        seed=options.seed,
-        threads=options.threads,
-        stop=lambda actor, frames, updates: time.perf_counter() >= until,
-    )
-    print(f"{rate:.0f} updates/s; last {curve[-1] if curve else None}")
-
-
-if __name__ == "__main__":
-    main()
+    return updates / (clock() - began) if began is not None else 0.0
