@@ -11,8 +11,6 @@ divergence, learning rate and gradient clipping with tensors and autograd alone,
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -20,6 +18,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.benchmarks.plain import PlainLearner
+from tests.benchmarks.turns import race
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
@@ -85,15 +84,7 @@ def main() -> None:
         "APPOStepper": lambda: stepper.step(None, batch),
         "FusedAPPOUpdate": lambda: update.step(columns),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for block in range(options.blocks):
-        for name, step in ways.items():
-            for _ in range(20):
-                started = time.perf_counter()
-                step()
-                if block:
-                    seconds[name].append(time.perf_counter() - started)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    medians = race(ways, options.blocks, 20)
     print(f"One update of {options.minibatch} rows, 2x64 units, one thread\n")
     print("| way | median ms | of plain |")
     print("|---|---:|---:|")

@@ -10,8 +10,6 @@ PyTorch uses autograd and fused Adam; TorchRL its loss, fused Adam and `SoftUpda
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
@@ -19,6 +17,7 @@ from tensordict import TensorDict
 from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
 
 from tests.benchmarks.plain_offpolicy import PlainSAC, PlainTD3
+from tests.benchmarks.turns import race
 from torchrl_unilab.modules.critics import make_q_value
 from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor
 from torchrl_unilab.objectives.fused.sac import FusedSACUpdate
@@ -117,15 +116,7 @@ def main() -> None:
         ways = make_ways(algorithm, options.batch, compiled=options.compile)
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            seconds: dict[str, list[float]] = {name: [] for name in ways}
-            for block in range(options.blocks):
-                for name, step in ways.items():
-                    for _ in range(10):
-                        started = time.perf_counter()
-                        step()
-                        if block:
-                            seconds[name].append(time.perf_counter() - started)
-            medians = {name: statistics.median(values) for name, values in seconds.items()}
+            medians = race(ways, options.blocks, 10)
             for name, median in medians.items():
                 ratio = median / medians["plain PyTorch"]
                 figures = f"{median * 1e3:.2f} | {1 / median:.0f} | {ratio:.2f}x"

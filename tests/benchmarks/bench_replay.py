@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Storage
 from torchrl.data.replay_buffers import SliceSampler
 
+from tests.benchmarks.turns import race
 from tests.support.processes import receive, spawned
 from tests.support.transitions import append_until_told, mixed, stamped
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
@@ -75,25 +75,10 @@ def make_blocks(observations: int, actions: int) -> list[TensorDict]:
     ]
 
 
-def race(calls: dict[str, Call], rounds: int, times: int) -> dict[str, float]:
-    """Median microseconds of a call, by contender."""
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    names = list(calls)
-    for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            call = calls[name]
-            started = time.perf_counter()
-            for _ in range(times):
-                call()
-            if turn:  # the first warms up
-                taken[name].append((time.perf_counter() - started) / times * 1e6)
-    return {name: statistics.median(values) for name, values in taken.items()}
-
-
 def print_row(case: str, medians: dict[str, float], limit: str) -> None:
     """One line of a table: microseconds, with how many times as fast as stock."""
     stock = medians["stock"]
-    cells = [f"{us:,.0f} ({stock / us:.1f}x)" for us in medians.values()]
+    cells = [f"{1e6 * seconds:,.0f} ({stock / seconds:.1f}x)" for seconds in medians.values()]
     ours = [name for name in ("packed", "native", "add") if name in medians]
     beside = ", ".join(f"{name} {medians[name] / medians[limit]:.2f}" for name in ours)
     print(f"| {case} | " + " | ".join(cells) + f" | {beside} |", flush=True)
