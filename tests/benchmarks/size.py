@@ -10,19 +10,13 @@ from __future__ import annotations
 import argparse
 import ast
 import tokenize
+from collections import Counter
 from pathlib import Path
 
+import networkx  # which torch depends on
+
 PACKAGE = "torchrl_unilab"
-NO_CODE = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-)
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+NO_CODE = {"COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENCODING", "ENDMARKER"}
 
 
 def code_lines(path: Path) -> int:
@@ -31,7 +25,7 @@ def code_lines(path: Path) -> int:
         source = file.read()
     lines: set[int] = set()
     for token in tokenize.generate_tokens(iter(source.splitlines(True)).__next__):
-        if token.type not in NO_CODE:
+        if tokenize.tok_name[token.type] not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines - _docstring_lines(ast.parse(source)))
 
@@ -62,13 +56,9 @@ def public_names(root: Path) -> set[str]:
     found = set()
     for path in sorted((root / PACKAGE).rglob("__init__.py")):
         for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.Assign) and "__all__" in map(_name, node.targets):
+            if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets):
                 found.update(ast.literal_eval(node.value))
     return found
-
-
-def _name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def imports(tree: ast.Module, known: dict[str, Path]) -> set[str]:
@@ -84,30 +74,9 @@ def imports(tree: ast.Module, known: dict[str, Path]) -> set[str]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the strongly connected groups of two or more modules (Tarjan's algorithm)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in sorted(graph[node]):
-            if other not in index:
-                visit(other)
-            if other in stack:
-                low[node] = min(low[node], low[other])
-        if low[node] == index[node]:
-            group = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in sorted(graph):
-        if node not in index:
-            visit(node)
-    return found
+    """Return the strongly connected groups of two or more modules."""
+    groups = networkx.strongly_connected_components(networkx.DiGraph(graph))
+    return sorted(sorted(group) for group in groups if len(group) > 1)
 
 
 def main() -> None:
@@ -137,10 +106,9 @@ def main() -> None:
         lines = len(path.read_text().splitlines())
         print(f"    {lines:5} ({code_lines(path)}) {path.relative_to(root)}")
     if options.rooms:
-        rooms: dict[str, int] = {}
+        rooms: Counter[str] = Counter()
         for name, size in sizes.items():
-            room = ".".join(name.split(".")[:2])
-            rooms[room] = rooms.get(room, 0) + size
+            rooms[".".join(name.split(".")[:2])] += size
         for room, size in sorted(rooms.items()):
             print(f"{size:8,} {room}")
 
