@@ -18,6 +18,7 @@ from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
 
 from tests.benchmarks.plain_offpolicy import PlainSAC, PlainTD3
 from tests.benchmarks.turns import race
+from tests.support.off_policy import make_transitions
 from torchrl_unilab.modules.critics import make_q_value
 from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor
 from torchrl_unilab.objectives.fused.sac import FusedSACUpdate
@@ -25,18 +26,6 @@ from torchrl_unilab.objectives.fused.td3 import FusedTD3Update
 
 OBSERVATION, ACTION = 17, 6
 LR, TAU = 3e-4, 0.005
-
-
-def make_batch(size: int) -> TensorDict:
-    """Random transitions, [size]."""
-    after = {
-        "observation": torch.randn(size, OBSERVATION),
-        "reward": torch.randn(size, 1),
-        "done": torch.zeros(size, 1, dtype=torch.bool),
-        "terminated": torch.zeros(size, 1, dtype=torch.bool),
-    }
-    tensors = {"observation": torch.randn(size, OBSERVATION), "next": after}
-    return TensorDict({**tensors, "action": 2 * torch.rand(size, ACTION) - 1}, batch_size=[size])
 
 
 def make_loss(algorithm: str) -> LossModule:
@@ -81,7 +70,7 @@ def fused_step(
 
 def make_ways(algorithm: str, size: int, *, compiled: bool) -> dict[str, Callable[[], object]]:
     """The ways to take one step, by name."""
-    batch = make_batch(size)
+    batch = make_transitions(size, OBSERVATION, ACTION)
     tensors = {
         "observation": batch["observation"],
         "action": batch["action"],

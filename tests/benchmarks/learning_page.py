@@ -28,7 +28,6 @@ from tests.benchmarks.bootstrap import Scores, bootstrap_interval, interquartile
 from tests.benchmarks.learn import RESULTS
 from tests.benchmarks.published import FAMILY, PUBLISHED, SOURCES, best_published, levels
 from torchrl_unilab.configs import SETTINGS
-from torchrl_unilab.configs.settings import Settings
 
 NOT_REACHED = "not reached"
 COLORS = {"appo": "tab:blue", "sac": "tab:orange", "td3": "tab:green"}
@@ -128,20 +127,10 @@ def check(name: tuple[str, str, int], runs: Sequence[dict[str, Any]]) -> None:
 
 def changed_since(group: Group) -> dict[str, Any]:
     """Return the settings of a group that are not those of the task today."""
-    now, then = _plain(_settings_of(group.runs[0])), group.runs[0]["settings"]
-    return {name: value for name, value in then.items() if now.get(name) != value}
-
-
-def _settings_of(run: dict[str, Any]) -> Settings:
-    """Return the settings that a run's task has today."""
-    settings: Settings = SETTINGS[run["algorithm"]].for_task(run["task"])
-    return settings
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    """Return settings as a record has them."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
-    return plain
+    now = SETTINGS[group.algorithm].for_task(group.task)
+    recorded = json.loads(json.dumps(dataclasses.asdict(now)))
+    then = group.runs[0]["settings"]
+    return {name: value for name, value in then.items() if recorded.get(name) != value}
 
 
 def show(value: float) -> str:
