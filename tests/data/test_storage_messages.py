@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
 from torchrl.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -141,19 +141,6 @@ def test_a_stock_checkpoint_of_plain_tensors_is_named(load, tmp_path):
         pytest.raises(UniLabError, match=r"plain tensors \(expected .*TensorDict"),
     ):
         load(saved.storage, storage, tmp_path)
-
-
-def test_a_pickle_in_a_stock_checkpoint_is_not_loaded(tmp_path):
-    rows = transitions(3)
-    rows["note"] = NonTensorData(object, batch_size=[3])
-    rows.memmap(tmp_path)
-    (tmp_path / "storage_metadata.json").write_text(
-        '{"metadata": {}, "is_pytree": false, "len": 3}'
-    )
-    assert list(tmp_path.rglob("*.pickle"))
-
-    with PackedReplayStorage(8) as storage, pytest.raises(UniLabError, match="pickle"):
-        storage.loads(tmp_path)
 
 
 @LOAD

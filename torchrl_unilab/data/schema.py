@@ -223,10 +223,6 @@ class TensorSchema:
             items.set(path, torch.empty((*batch_size, *shape), dtype=dtype, device=device))
         return items
 
-    def meta(self) -> TensorDict:
-        """Return an item without memory, on the device ``"meta"``."""
-        return self.empty(device="meta")
-
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` makes the schema from: lists, integers and strings."""
         fields = [[[*path], [*shape], str(dtype)] for path, shape, dtype in self.fields]

@@ -12,16 +12,12 @@ import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.data import (
-    Bounded,
-    Categorical,
-    Composite,
     LazyTensorStorage,
     ReplayBuffer,
     TensorDictReplayBuffer,
-    Unbounded,
 )
 
-from tests.support.rollouts import BATCH, copied_bytes, make_rollout, misfit, stack, values
+from tests.support.rollouts import copied_bytes, make_rollout, misfit, stack, values
 from torchrl_unilab.data import (
     RolloutReplayBuffer,
     RolloutRingSampler,
@@ -139,12 +135,6 @@ def test_parts_of_a_lazy_stack_that_differ_are_refused(storage):
         storage.write(rollout)
 
 
-def test_keys_of_one_dotted_name_are_refused():
-    example = TensorDict({"a.b": torch.zeros(2), "a": {"b": torch.zeros(2)}}, [2])
-    with pytest.raises(LayoutKeyError, match="each dotted name once"):
-        RolloutRingStorage(example=example)
-
-
 @pytest.mark.parametrize("settings", [{"slots": 0}, {"writers": 0}, {"overflow": "wait"}], ids=str)
 def test_a_setting_that_cannot_work_is_refused_at_once(settings):
     with pytest.raises(ConfigError):
@@ -175,25 +165,6 @@ def test_block_waits_and_says_what_to_do():
 
 
 # Layout
-
-
-def test_a_storage_of_a_spec_holds_rollouts_of_the_spec():
-    spec = Composite(
-        observation=Unbounded((*BATCH, 4)),
-        critic=Bounded(-1, 1, (*BATCH, 5), dtype=torch.bfloat16),
-        action=Categorical(3, BATCH),
-        next=Composite(
-            reward=Unbounded((*BATCH, 1)),
-            done=Categorical(2, (*BATCH, 1), dtype=torch.bool),
-            state=Composite(count=Unbounded((*BATCH, 2), dtype=torch.int32), shape=BATCH),
-            shape=BATCH,
-        ),
-        shape=BATCH,
-    )
-    with RolloutRingStorage.from_spec(spec, 2) as storage:
-        assert storage.max_size == 2
-        storage.write(make_rollout(3))
-        assert values(storage[:]) == [3]
 
 
 def test_a_lazy_storage_takes_the_layout_of_the_first_rollout():
@@ -364,3 +335,18 @@ def test_a_lease_releases_itself_at_the_end_of_a_block(storage):
     with storage.acquire() as rollout:
         assert values(rollout.unsqueeze(0)) == [4]
     assert storage.read_count == 1
+
+
+def test_acquiring_all_keeps_what_was_acquired_and_takes_what_is_held_unread_or_in_the_ring():
+    with RolloutRingStorage(3, example=make_rollout()) as storage:
+        for value in (1, 2, 3):
+            storage.write(make_rollout(value))
+        first = storage.acquire()
+        assert storage.wait(0.0)  # holds the second
+
+        leases = storage.acquire_all()
+
+        assert leases[0] is first
+        assert [values(lease.rollout.unsqueeze(0))[0] for lease in leases] == [1, 2, 3]
+        assert storage.leases == leases
+        assert len(storage) == 0

@@ -24,9 +24,9 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_unilab.data.pipeline.protocols import ReplaySource
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
+from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 
@@ -118,7 +118,7 @@ class DoubleBufferReplayPipeline:
 
     def __init__(
         self,
-        source: ReplaySource,
+        source: PackedReplayStorage,
         *,
         sample_count: int,
         device: torch.device | str = "cpu",

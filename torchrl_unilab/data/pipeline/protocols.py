@@ -1,7 +1,6 @@
-"""What a replay pipeline samples from, and what it is to a learner: any objects with these methods.
+"""What a replay pipeline is to a learner: any object with these methods.
 
-`DoubleBufferReplayPipeline` calls a `ReplaySource`, such as `PackedReplayStorage`, and is a
-`ReplayPipeline`, which `OffPolicyTrainer` calls.
+`DoubleBufferReplayPipeline` is one, which `OffPolicyTrainer` calls.
 """
 
 from __future__ import annotations
@@ -10,29 +9,7 @@ from typing import Protocol
 
 from tensordict import TensorDictBase
 
-from torchrl_unilab.data.replay.gather import ReplaySnapshot
-
-__all__ = ["ReplayPipeline", "ReplaySource"]
-
-
-class ReplaySource(Protocol):
-    """Rows to sample from. The same draw of the same rows gives the same batch."""
-
-    def snapshot(self) -> ReplaySnapshot:
-        """Return what there is to sample from now."""
-
-    def empty_batch(self, count: int, *, pin_memory: bool = False) -> TensorDictBase:
-        """Make memory for a batch [count]: views of few blocks, which hold nothing else."""
-
-    def sample(
-        self,
-        count: int,
-        *,
-        seed: int,
-        snapshot: ReplaySnapshot | None = None,
-        out: TensorDictBase | None = None,
-    ) -> TensorDictBase:
-        """Return whole rows, [count], in `out` if given; the same for the same arguments."""
+__all__ = ["ReplayPipeline"]
 
 
 class ReplayPipeline(Protocol):

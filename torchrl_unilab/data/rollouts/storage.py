@@ -321,7 +321,7 @@ class RolloutRingStorage(SharedRollouts):
         if self._schema is None:
             self._build(schema)
         assert self._schema is not None
-        self._schema.select(schema.meta())
+        self._schema.select(schema.empty(device="meta"))
         if schema.batch_size != self._schema.batch_size:
             raise LayoutShapeError(
                 f"cannot load rollouts of batch size {list(schema.batch_size)} (expected "
