@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torchrl.envs.utils import ExplorationType
 
 from tests.support.acting import actions, make_policy, set_action
 from tests.support.bounds import DEADLINE, PROMPT
@@ -29,7 +30,9 @@ from tests.support.collecting import (
 from tests.support.processes import wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.collectors import base as base_module
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError, WorkerError
+from torchrl_unilab.modules import make_actor
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 ENVS, STEPS = 2, 4
@@ -520,3 +523,43 @@ def test_what_is_left_of_a_collector_goes_with_it():
     del collector
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+# Other devices, further metrics
+
+
+def _pendulum() -> MujocoBatchEnv:
+    return MujocoBatchEnv("InvertedPendulum-v5", num_envs=ENVS, num_threads=1)
+
+
+# "cpu:0" is another name of the processor, which is told from "cpu" as an accelerator is.
+@pytest.mark.parametrize("device", ["cpu:0", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_policy_on_another_device_acts_as_on_the_processor(device, inline):
+    policy, batches = make_actor(4, 1), []
+    for policy_device in ("cpu", device):
+        deterministic = {"exploration_type": ExplorationType.DETERMINISTIC, "inline": inline}
+        collector = _collector(
+            policy, _pendulum, policy_device=policy_device, lockstep=True, **deterministic
+        )
+        with collector:
+            torch.nn.init.constant_(policy.module[0].net[-1].bias, 0.25)
+            collector.update_policy_weights_()
+            batches.append(next(iter(collector)).clone())
+    for key in ("action", ("next", "observation"), VERSION):
+        assert torch.equal(*(batch[key] for batch in batches))
+        assert batches[1][key].device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_what_workers_measure_is_among_the_metrics(inline):
+    def limit(env: MujocoBatchEnv) -> dict[str, float]:
+        return {"limit": env.max_episode_steps}
+
+    cases = ({}, {"reward_survive": 1.0}), ({"measure": limit}, {"limit": 1000.0})
+    for measure, expected in cases:
+        collector = _collector(make_actor(4, 1), _pendulum, inline=inline, **measure)
+        with collector:
+            next(iter(collector))
+            wait_for(lambda started=collector: started.metrics().frames > 0)
+            assert collector.metrics().values == expected

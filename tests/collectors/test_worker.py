@@ -25,6 +25,7 @@ from torchrl_unilab.collectors.worker import (
     RolloutWorker,
     example_rollout,
     on_host,
+    reward_terms,
 )
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.modules import PerEnvNoise, make_actor
@@ -332,3 +333,11 @@ def test_of_a_policy_on_an_accelerator_a_copy_acts_on_the_cpu():
     copied = on_host(policy)
     assert copied is not policy
     assert (copied.sent, policy.sent) == (["cpu"], [])
+
+
+def test_parts_of_the_newest_rewards_are_measured_below_all_transforms():
+    env = TransformedEnv(_pendulum(), StepCounter())
+    steps = env.rollout(4)
+    mean = steps["next", "reward"][:, -1].mean().item()
+    assert reward_terms(env) == {"reward_survive": pytest.approx(mean)}
+    assert reward_terms(CountingEnv()) == {}

@@ -19,10 +19,13 @@ MODULES = [
 
 @pytest.fixture(scope="module")
 def logged(appo_run: SimpleNamespace, off_policy_runs: dict[str, Any]) -> dict[str, set[str]]:
-    """Names that a short run of each algorithm logs."""
+    """Names that a short run of each algorithm logs; parts of rewards have the table's name."""
     runs = {"appo": appo_run, **off_policy_runs}
     return {
-        algorithm: {path.stem for path in (run.run_dir / "logs").rglob("*.csv")}
+        algorithm: {
+            "reward_TERM" if path.stem.startswith("reward_") else path.stem
+            for path in (run.run_dir / "logs").rglob("*.csv")
+        }
         for algorithm, run in runs.items()
     }
 

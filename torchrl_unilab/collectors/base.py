@@ -31,7 +31,7 @@ from torchrl_unilab.collectors.service import (
     run_worker,
 )
 from torchrl_unilab.collectors.team import WorkerTeam
-from torchrl_unilab.collectors.worker import on_host
+from torchrl_unilab.collectors.worker import Measure, on_host, reward_terms
 from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
@@ -60,6 +60,8 @@ class WorkerSettings(TypedDict, total=False):
     seed: int | None
     timeout: float | None
     restart_workers: int
+    policy_device: torch.device | str
+    measure: Measure
 
 
 class WorkerCollector(BaseCollector, abc.ABC):
@@ -83,6 +85,10 @@ class WorkerCollector(BaseCollector, abc.ABC):
             in the run before the loss of one is an error; 0 in lock-step. A new one acts with
             the newest weights, starts new episodes from further seeds and counts on. Such a run
             is not repeatable.
+        policy_device: Where the workers' policies act; environments and what is collected are on
+            the CPU.
+        measure: Returns further metrics of a worker's environment, which `metrics` has the means
+            of; called after each of its rollouts, and once here. By default `reward_terms`.
 
     Attributes:
         restarts: Workers replaced so far.
@@ -113,6 +119,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         seed: int | None = None,
         timeout: float | None = None,
         restart_workers: int = 0,
+        policy_device: torch.device | str = "cpu",
+        measure: Measure = reward_terms,
     ) -> None:
         self._factories = _env_factories(create_env_fn, num_collectors)
         workers = len(self._factories)
@@ -128,7 +136,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         self._weight_sync_schemes = {"policy": self.scheme}
         self.policy = policy
         self.policy_factory = [None] * workers
-        self.policy_device = [torch.device("cpu")] * workers
+        self.policy_device = [torch.device(policy_device)] * workers
+        self._measure = measure
         self.num_workers = workers
         self.total_frames = total_frames
         self.lockstep = lockstep or inline
@@ -168,13 +177,19 @@ class WorkerCollector(BaseCollector, abc.ABC):
             self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
             num_steps = frames_per_batch // together
             self._sink = sink = self._make_sink(env, num_steps)
-            self._metrics = metrics = SharedMetrics(self.num_workers)
+            names = list(self._measure(env))
+            self._metrics = metrics = SharedMetrics(self.num_workers, names=names)
             self.scheme.init_on_sender(model_id="policy", context=self)
             factories = [] if self._inline else self._factories
-            payload = cloudpickle.dumps((factories, on_host(self.policy), explore))
+            payload = cloudpickle.dumps((factories, on_host(self.policy), explore, self._measure))
             random_frames = -(-self.init_random_frames // self.num_workers)
             setup = WorkerSetup(
-                payload, num_steps, self._exploration, random_frames, trace.settings()
+                payload,
+                num_steps,
+                self._exploration,
+                random_frames,
+                self.policy_device[0],
+                trace.settings(),
             )
             workers: WorkerService | WorkerGroup
             if self._inline:

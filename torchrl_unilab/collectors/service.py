@@ -111,7 +111,13 @@ class WorkerService:
         """Publish the worker's metrics."""
         own = self.rollouts
         self.metrics.publish(
-            self.worker, own.frames, own.next_trajectory, own.log, own.clock, ticks=self.ticks
+            self.worker,
+            own.frames,
+            own.next_trajectory,
+            own.log,
+            own.clock,
+            ticks=self.ticks,
+            values=own.measure(own.env),
         )
 
     def wait(self, link: Link) -> tuple[Any, ...] | None:
@@ -158,11 +164,13 @@ class WorkerSetup:
     """What a worker needs beside the memory it shares: picklable, equal for all workers.
 
     Attributes:
-        payload: Pickled (environment factories, policy, what makes it explore or None), by
-            value, so that pickling moves none of the learner's tensors into shared memory.
+        payload: Pickled (environment factories, policy, what makes it explore or None, what
+            measures the environment), by value, so that pickling moves none of the learner's
+            tensors into shared memory.
         num_steps: Steps of each environment in a rollout.
         exploration_type: How the policy acts.
         random_frames: Frames of each worker at first with random actions.
+        device: Where the policy acts.
         trace: The trace that the worker's events go to, if one is recorded.
     """
 
@@ -170,6 +178,7 @@ class WorkerSetup:
     num_steps: int
     exploration_type: ExplorationType
     random_frames: int
+    device: torch.device
     trace: TraceSettings | None
 
 
@@ -193,18 +202,21 @@ def build_service(
         workers: How many there are.
         env: The environment; by default a new one.
     """
-    factories, policy, explore = cloudpickle.loads(setup.payload)
+    factories, policy, explore, measure = cloudpickle.loads(setup.payload)
+    policy.to(setup.device)
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
     scheme.connect(worker_idx=worker)
     rollouts = RolloutWorker(
         factories[worker]() if env is None else env,
-        policy if explore is None else explore(policy),
+        policy if explore is None else explore(policy).to(setup.device),
         setup.num_steps,
         worker=worker,
         workers=workers,
         scheme=scheme,
         exploration_type=setup.exploration_type,
         random_frames=setup.random_frames,
+        device=setup.device,
+        measure=measure,
     )
     return WorkerService(rollouts, sink, metrics, worker)
 

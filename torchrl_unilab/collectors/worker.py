@@ -7,7 +7,8 @@ scheme. `WorkerService` drives it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -22,16 +23,54 @@ from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
     "ADDED",
+    "Measure",
     "POLICY_VERSION",
     "TRAJECTORIES",
     "RolloutWorker",
+    "act_on",
     "example_rollout",
     "on_host",
+    "reward_terms",
 ]
 
 POLICY_VERSION = ("next", "policy_version")
 TRAJECTORIES = ("collector", "traj_ids")
+_CPU = torch.device("cpu")
 ADDED = (POLICY_VERSION, TRAJECTORIES)
+
+Measure = Callable[[EnvBase], Mapping[str, float]]
+"""Returns metrics of a worker's environment by name, always the same names."""
+
+
+def _base(env: EnvBase) -> EnvBase:
+    """Return the environment below all transforms."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env
+
+
+def reward_terms(env: EnvBase) -> dict[str, float]:
+    """Return the means of the parts of a `MujocoBatchEnv`'s newest rewards; none of others.
+
+    Examples:
+        >>> from torchrl_unilab.collectors.worker import reward_terms
+        >>> from torchrl_unilab.envs import MujocoBatchEnv
+        >>> env = MujocoBatchEnv("HalfCheetah-v5", num_envs=2, num_threads=1)
+        >>> _ = env.rollout(3)
+        >>> sorted(reward_terms(env))
+        ['reward_ctrl', 'reward_forward']
+    """
+    base = _base(env)
+    terms = base.reward_terms if isinstance(base, MujocoBatchEnv) else {}
+    return {f"reward_{name.removeprefix('reward_')}": float(v.mean()) for name, v in terms.items()}
+
+
+def act_on(
+    device: torch.device, policy: TensorDictModuleBase, tensordict: TensorDictBase
+) -> TensorDictBase:
+    """Act on another device than the environment's: what the policy reads goes there and back."""
+    read = tensordict.select(*policy.in_keys).to(device)
+    return tensordict.update(policy(read).to("cpu"))
 
 
 def on_host(policy: TensorDictModuleBase) -> TensorDictModuleBase:
@@ -83,13 +122,16 @@ class RolloutWorker:
 
     Args:
         env: The environment, of any batch size [...]. Closed with the worker.
-        policy: Acts on it, on the CPU.
+        policy: Acts on it.
         num_steps: Steps of each environment in a rollout.
         worker: Number of the worker: trajectory ids of workers do not overlap.
         workers: How many workers there are.
         scheme: Where the policy's weights come from, connected; None leaves them alone.
         exploration_type: How the policy acts.
         random_frames: Frames at first with random actions.
+        device: Where the policy is. Noise that is drawn elsewhere than on the CPU is no part of
+            `state_dict`.
+        measure: Returns further metrics of the environment.
 
     Attributes:
         frames: Frames collected.
@@ -109,9 +151,12 @@ class RolloutWorker:
         scheme: UniLabShmScheme | None = None,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         random_frames: int = 0,
+        device: torch.device = _CPU,
+        measure: Measure = reward_terms,
     ) -> None:
         self.env = env
-        self.policy = policy
+        self.policy = policy if device == _CPU else partial(act_on, device, policy)
+        self.measure = measure
         self.num_steps = num_steps
         self.scheme = scheme
         self.exploration_type = exploration_type
@@ -122,9 +167,7 @@ class RolloutWorker:
         self.next_trajectory = worker
         self._stride = workers
         self._carrier: TensorDictBase | None = None
-        base = env
-        while isinstance(base, TransformedEnv):
-            base = base.base_env
+        base = _base(env)
         self._staggers = isinstance(base, MujocoBatchEnv) and base.stagger
         self._to_stagger = self._staggers  # the episodes that start next
         self.log = EpisodeLog(self.num_envs)

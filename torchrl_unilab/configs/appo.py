@@ -52,7 +52,10 @@ class APPOConfig(Settings):
     learner_threads: ClassVar[int] = 1  # small networks run fastest on one thread
     min_frames: ClassVar[int] = 1
 
-    device: Device = setting("cpu", "device that learns; collectors act on the CPU")
+    device: Device = setting("cpu", "device that learns")
+    collector_device: Device = setting(
+        "cpu", "device on which collectors act; physics is on the CPU"
+    )
     num_envs: Count = setting(64, "environments per collector")
     num_steps: Count = setting(16, "steps of each environment in a rollout")
     num_collectors: Count = setting(1, "collector processes")

@@ -69,7 +69,10 @@ class OffPolicyConfig(Settings):
     pull: ClassVar[Literal["rollout"]] = "rollout"  # a tick has one step, or a few
 
     algorithm: Algorithm = setting("sac", "the algorithm")
-    device: Device = setting("cpu", "device that learns; collectors act on the CPU")
+    device: Device = setting("cpu", "device that learns")
+    collector_device: Device = setting(
+        "cpu", "device on which collectors act; physics is on the CPU"
+    )
     num_envs: Count = setting(16, "environments per collector")
     num_collectors: Count = setting(1, "collector processes")
     physics_threads: Count | None = setting(

@@ -176,6 +176,8 @@ class _WorkersNode:
     seed: int | None = None
     timeout: float | None = None
     restart_workers: int | None = None
+    policy_device: Any = None
+    measure: Any = None
     _partial_: bool = True
 
 

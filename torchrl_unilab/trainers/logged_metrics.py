@@ -39,6 +39,12 @@ LOGGED_METRICS: dict[str, LoggedMetric] = {
     "termination_rate": LoggedMetric(
         "share of these episodes that a terminal state ended", "0 to 1", "CollectorReport"
     ),
+    "reward_TERM": LoggedMetric(
+        "mean over environments of a part of each worker's newest reward, one per name that the "
+        "task gives its parts",
+        "reward",
+        "CollectorReport",
+    ),
     "fps": LoggedMetric("frames since training started", "frames/s", "CollectorReport"),
     "fps_physics": LoggedMetric(
         "frames per second that the workers spend in the environment", "frames/s", "CollectorReport"

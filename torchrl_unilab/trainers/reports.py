@@ -6,6 +6,7 @@ of them in the progress bar. `APPOTrainer` and `OffPolicyTrainer` call `register
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections import Counter, defaultdict, deque
@@ -329,6 +330,7 @@ class CollectorReport(LearningCurve):
         measured: dict[str, Any] = {
             **status,
             **{f"fps_{phase}": value for phase, value in metrics.fps.items()},
+            **{name: value for name, value in metrics.values.items() if not math.isnan(value)},
         }
         if metrics.episodes:
             measured |= {

@@ -53,12 +53,13 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(two_gpus):
         find_device("cuda:2")
 
 
-def test_a_run_on_a_device_that_is_not_there_writes_nothing(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("setting", ["device", "collector_device"])
+def test_a_run_on_a_device_that_is_not_there_writes_nothing(setting, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     run_dir = tmp_path / "run"
     asked = ["--env", "Hopper-v5", "--frames", "9999", "--run-dir", str(run_dir)]
-    assert main(["train", "appo", *asked, "--device", "cuda"]) == 2
-    assert capsys.readouterr().err.startswith("error: device: 'cuda' (expected one that torch")
+    assert main(["train", "appo", *asked, f"--{setting}".replace("_", "-"), "cuda"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {setting}: 'cuda' (expected one that torch")
     assert not run_dir.exists()
 
 

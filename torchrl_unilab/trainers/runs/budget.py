@@ -20,7 +20,7 @@ from torchrl.objectives import LossModule
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.replay import transition_keys
-from torchrl_unilab.collectors.worker import example_rollout
+from torchrl_unilab.collectors.worker import example_rollout, reward_terms
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.data.pipeline.pipeline import SLOTS
@@ -76,6 +76,7 @@ class RunSizes:
         weights: Bytes of all networks' parameters and buffers.
         trained: Bytes of the parameters that have gradients.
         device: The learner's.
+        metrics: How many metrics collectors publish beside their own.
     """
 
     frame: Mapping[str, torch.Tensor]
@@ -84,6 +85,7 @@ class RunSizes:
     weights: int
     trained: int
     device: torch.device
+    metrics: int = 0
 
     @classmethod
     def of(cls, env: EnvBase, actor: TensorDictModuleBase, loss: LossModule) -> RunSizes:
@@ -103,6 +105,7 @@ class RunSizes:
             weights=sum(held.values()),
             trained=sum(p.nbytes for p in loss.parameters() if p.requires_grad),
             device=next(loss.parameters()).device,
+            metrics=len(reward_terms(env)),
         )
 
     @property
@@ -197,7 +200,10 @@ def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
     """What every run allocates, but for pipes, logs, and what the final evaluation takes."""
     workers = config.num_collectors
     published = SnapshotCell.nbytes(sizes.snapshot, readers=workers)
-    metrics, policies = SharedMetrics.nbytes(workers), workers * sizes.snapshot.nbytes
+    metrics, policies = (
+        SharedMetrics.nbytes(workers, sizes.metrics),
+        workers * sizes.snapshot.nbytes,
+    )
     envs = workers * config.num_envs * ENVIRONMENT_BYTES
     return [
         MemoryItem("weight snapshots", "shared", published, ("hidden",)),

@@ -219,6 +219,7 @@ def ring_collector(
         "lockstep": config.lockstep,
         "seed": seed,
         "restart_workers": config.restart_workers,
+        "policy_device": config.collector_device,
     }
     return APPOCollector(create_env, actor, **(arguments | overrides))
 
@@ -245,6 +246,7 @@ def replay_collector(
         "lockstep": config.sync_collection,
         "seed": seed,
         "restart_workers": config.restart_workers,
+        "policy_device": config.collector_device,
         "replay": {"n_step": config.n_step, "gamma": config.gamma},
     }
     return ReplayCollector(create_env, actor, **(arguments | overrides))
@@ -312,6 +314,7 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
         (['observation'], 'APPOLoss')
     """
     device = find_device(config.device)
+    find_device(config.collector_device, "collector_device")
     learner = ALGORITHMS[config.algorithm].learner(env, config)
     # Critics refer to their normaliser without containing it.
     for module in (learner.loss, *learner.normalizers.values()):
@@ -319,8 +322,8 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
     return learner
 
 
-def find_device(name: str) -> torch.device:
-    """Return a device of this machine.
+def find_device(name: str, setting: str = "device") -> torch.device:
+    """Return a device of this machine, which a setting names.
 
     Raises:
         ConfigError: The machine does not have it; names what it has.
@@ -330,7 +333,7 @@ def find_device(name: str) -> torch.device:
     known += ["mps"] * torch.backends.mps.is_available()
     if (f"cuda:{device.index or 0}" if device.type == "cuda" else name) not in known:
         raise ConfigError(
-            f"device: {name!r} (expected one that torch {torch.__version__} finds here: "
+            f"{setting}: {name!r} (expected one that torch {torch.__version__} finds here: "
             f"{', '.join(known)}). Choose one."
         )
     return device
