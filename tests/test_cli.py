@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from torchrl_unilab.cli import main
+from torchrl_unilab.cli import _show, main
 from torchrl_unilab.configs import known
 from torchrl_unilab.configs.known import Known
 from torchrl_unilab.envs.registry import EXAMPLES, TASKS
@@ -98,3 +98,14 @@ def test_help_and_refusals_do_not_wait_for_torch(arguments):
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     assert "AssertionError" not in done.stderr
     assert done.stdout or done.stderr.startswith("error: ")
+
+
+def test_a_run_ends_with_a_table_of_what_came_of_it(capsys):
+    busy = {"learner": 0.5, "collectors": [0.25, 0.75]}
+    _show(
+        {"env": "Hopper-v5", "final_return": 1234.56, "eval_return": None, "frames": 5000}
+        | {"seconds": 2.0, "busy": busy}
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in ("Hopper-v5", "1,234.6", "none", "5,000", "2.0", "2,500", "50%", "25%, 75%"):
+        assert part in shown

@@ -199,16 +199,31 @@ def _train(options: argparse.Namespace) -> int:
             name = f"{plan.env}-{options.algorithm}-{plan.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
             options.run_dir = str(Path("runs", name.replace(":", "-")))
         summary = Run(plan, config, options.run_dir, announce=print)()
-    busy = summary["busy"]
-    collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"])
-    print(
-        f"{summary['env']}: final return {_number(summary['final_return'])}, deterministic "
-        f"{_number(summary['eval_return'])}, {summary['frames']} frames in "
-        f"{summary['seconds']:.1f} s; learner {busy['learner']:.0%} busy, collectors {collectors}"
-    )
+    _show(summary)
     traced = ", trace.json" if options.trace else ""
     print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs{traced}")
     return 130 if summary["interrupted"] else 0
+
+
+def _show(summary: Mapping[str, Any]) -> None:
+    """Print what came of a run, as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    busy, frames, seconds = summary["busy"], summary["frames"], summary["seconds"]
+    collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"])
+    table = Table("training return", "deterministic", "frames", "seconds", "frames/s", "busy")
+    table.add_row(
+        _number(summary["final_return"]),
+        _number(summary["eval_return"]),
+        f"{frames:,}",
+        f"{seconds:,.1f}",
+        f"{frames / seconds:,.0f}" if seconds else "none",
+        f"learner {busy['learner']:.0%}, collectors {collectors}",
+        style="bold",
+    )
+    table.title = summary["env"]
+    Console().print(table)
 
 
 def _planned(options: argparse.Namespace) -> tuple[RunConfig, Any]:
@@ -228,7 +243,7 @@ def _planned(options: argparse.Namespace) -> tuple[RunConfig, Any]:
 
 
 def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.1f}"
+    return "none" if value is None else f"{value:,.1f}"
 
 
 def _tasks(_: argparse.Namespace) -> int:
