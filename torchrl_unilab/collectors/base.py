@@ -10,7 +10,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import cloudpickle
 import numpy as np
@@ -21,6 +21,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
+from typing_extensions import Self
 
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
 from torchrl_unilab.collectors.service import (
@@ -37,9 +38,6 @@ from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.weight_update import UniLabShmScheme
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["CreateEnv", "Explore", "WorkerCollector", "WorkerSettings"]
 
@@ -85,13 +83,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
             in the run before the loss of one is an error; 0 in lock-step. A new one acts with
             the newest weights, starts new episodes from further seeds and counts on. Such a run
             is not repeatable.
-        policy_device: Where the workers' policies act; environments and what is collected are on
-            the CPU.
-        measure: Returns further metrics of a worker's environment, which `metrics` has the means
-            of; called after each of its rollouts, and once here. By default `reward_terms`.
-
-    Attributes:
-        restarts: Workers replaced so far.
+        policy_device: Where policies act; environments and what is collected are on the CPU.
+        measure: Returns further metrics, of a worker's environment after each rollout.
 
     Raises:
         ConfigError: A setting cannot work.
