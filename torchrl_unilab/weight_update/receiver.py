@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from tensordict import TensorDictBase
@@ -24,10 +24,7 @@ from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeigh
 from torchrl_unilab.weight_update.packing import DevicePacker
 from torchrl_unilab.weight_update.transport import nested
 
-if TYPE_CHECKING:
-    from torchrl_unilab.weight_update.scheme import UniLabShmScheme
-
-__all__ = ["GivesModels", "TakesWeights", "WeightReceiver", "pull_in_rollouts"]
+__all__ = ["GivesModels", "Puller", "TakesWeights", "WeightReceiver", "pull_in_rollouts"]
 
 
 class WeightReceiver:
@@ -128,10 +125,24 @@ class GivesModels(Protocol):
         ...
 
 
+class Puller(Protocol):
+    """What a collector pulls through: a receiving scheme."""
+
+    pull_at: str
+
+    def pull(self) -> bool:
+        """Apply the newest version if it is not applied yet."""
+        ...
+
+    def invalidate(self) -> None:
+        """Report that the model has weights from elsewhere, until the next publish."""
+        ...
+
+
 class _PullsWeights(Collector):
     """Collector whose weights are those published when its rollout (or step) starts."""
 
-    _pullers: list[UniLabShmScheme]
+    _pullers: list[Puller]
     _in_rollout: bool
 
     def _pull(self) -> None:
@@ -208,7 +219,7 @@ def _pulling_class(cls: Any) -> type[_PullsWeights]:
     return type(name, (_PullsWeights, cls), {"__doc__": cls.__doc__})
 
 
-def pull_in_rollouts(collector: Collector, puller: UniLabShmScheme) -> None:
+def pull_in_rollouts(collector: Collector, puller: Puller) -> None:
     """Make `collector` pull through `puller` at the start of each rollout."""
     if not isinstance(collector, _PullsWeights):
         cls: Any = type(collector)
