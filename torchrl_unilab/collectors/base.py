@@ -89,8 +89,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
     Raises:
         ConfigError: A setting cannot work.
         SegmentSpaceError: What the workers fill does not fit shared memory; says what would.
-        WorkerError: A worker failed, while it started or while data was waited for: carries
-            its traceback or signal.
+        WorkerError: A worker failed, at its start or later: carries its traceback or signal.
     """
 
     num_envs: int
