@@ -134,8 +134,11 @@ def _outcome_on_a_small_mount(run_dir: Path, algorithm: str) -> dict[str, Any]:
         assert not run_dir.exists()
         assert os.listdir(MOUNT) == []
         refusal = str(error)
-        setting, count = re.findall(r"Lower (\w+) from \d+ to (\d+), with which", refusal)[0]
-        summary = _train_by_default(run_dir, replace(config, **{setting: int(count)}))
+        factor, setting = re.findall(r"([\d.]+) times what the others leave: lower (\w+)", refusal)[
+            0
+        ]
+        count = int(getattr(config, setting) / (float(factor) + 0.01))  # which is rounded
+        summary = _train_by_default(run_dir, replace(config, **{setting: count}))
     gc.collect()  # the trainer's policy is published through memory that goes with it
     return {
         "refusal": refusal,
