@@ -61,8 +61,8 @@ KNOWN: tuple[Known, ...] = (
     Known("Walker2d-v5", "sac", 3589, 1143, 188_192, 2),
 )
 """Measured figures only. Two runs at a time shared two cores for Humanoid, InvertedDoublePendulum,
-Pusher, Reacher, Swimmer, SAC, three seeds of Ant and two of Walker2d: alone each takes less. Humanoid,
-TD3, and SAC on Ant and Hopper ran beside test suites, too: alone each takes far less."""
+Pusher, Reacher, Swimmer, SAC, three seeds of Ant and two of Walker2d: alone each takes less.
+Humanoid, TD3, and SAC on Ant and Hopper ran beside test suites, too: alone they take far less."""
 
 
 def known_of(task: str) -> list[Known]:
