@@ -75,7 +75,7 @@ test-wheel: install
 	$(PYTHON) -m venv $(WHEEL)/venv
 	$(WHEEL)/venv/bin/python -m $(PIP_INSTALL) torch
 	$(WHEEL)/venv/bin/python -m $(PIP_INSTALL) "$$(echo dist/*.whl)[test]"
-	cp -r tests pyproject.toml $(WHEEL)
+	cp -r tests tutorials pyproject.toml $(WHEEL)
 	cd $(WHEEL) && venv/bin/python -c "import torchrl_unilab; assert 'site-packages' in torchrl_unilab.__file__"
 	cd $(WHEEL) && venv/bin/python -m pytest -n 2 --dist loadfile -q $(FROM_WHEEL)
 
