@@ -528,8 +528,8 @@ def test_what_is_left_of_a_collector_goes_with_it():
 # Other devices, further metrics
 
 
-def _pendulum() -> MujocoBatchEnv:
-    return MujocoBatchEnv("InvertedPendulum-v5", num_envs=ENVS, num_threads=1)
+def _pendulum(steps: int | None = None) -> MujocoBatchEnv:
+    return MujocoBatchEnv("InvertedPendulum-v5", ENVS, num_threads=1, max_episode_steps=steps)
 
 
 # "cpu:0" is another name of the processor, which is told from "cpu" as an accelerator is.
@@ -563,3 +563,16 @@ def test_what_workers_measure_is_among_the_metrics(inline):
             next(iter(collector))
             wait_for(lambda started=collector: started.metrics().frames > 0)
             assert collector.metrics().values == expected
+
+
+def _named(env: MujocoBatchEnv) -> dict[str, float]:
+    return {"both": 1.0, str(env.max_episode_steps): 2.0}
+
+
+def test_what_the_first_worker_does_not_measure_is_left_out():
+    envs = [partial(_pendulum, steps) for steps in (5, 7)]
+    with _collector(make_actor(4, 1), envs, measure=_named) as collector:
+        batches = iter(collector)
+        for _ in range(4):
+            next(batches)
+        assert collector.metrics().values == {"both": 1.0, "5": 2.0}

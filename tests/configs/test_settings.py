@@ -100,6 +100,46 @@ def test_no_number_is_a_flag_and_no_flag_a_number(config, field):
         _build(config, **{field.name: other})
 
 
+SHARES = ("gamma", "lambda_", "tau", "noise_correlation")
+POSITIVE = ("lr", "lr_actor", "lr_critic", "lr_alpha", "alpha", "desired_kl", "max_grad_norm")
+POSITIVE += ("reward_scale", "value_clip", "max_seconds", "rho_bar")
+NON_NEGATIVE = ("clip_epsilon", "critic_coeff", "c_bar", "target_noise")
+NON_NEGATIVE += ("target_noise_clip", "noise_std_min", "noise_std_max", "max_policy_lag", "seed")
+FREE = ("log_std", "final_log_std", "entropy_coeff", "stop_at", "learning_starts")
+
+
+@every_field
+def test_each_number_has_the_bounds_of_what_it_stands_for(config, field):
+    """Counts are at least 1; what is none of a count, a share or a strength is listed above."""
+    kind, name = config.kinds()[field.name], field.name
+    words = str(kind).removeprefix("None or ")
+    if not words.startswith(("an integer", "a finite number")):
+        return
+    if name in SHARES:
+        outside, inside = (-0.01, 1.01), (0.0, 0.5)
+    elif name in POSITIVE:
+        outside, inside = (0.0, -1.0), (1e-9, 1e9)
+    elif name in NON_NEGATIVE or name == "restart_workers":
+        outside, inside = (-1,), (0, 1)
+    elif name in FREE:
+        outside, inside = (), (-3, 3)
+    else:
+        outside, inside = (0, -1), (1,)
+    for value in inside:
+        kind.check(name, value)
+    for value in outside:
+        with pytest.raises(ConfigError):
+            kind.check(name, value)
+
+
+def test_the_pool_and_the_seed_have_an_end():
+    APPOConfig(pool=8)
+    RunConfig("Hopper-v5", 1, seed=2**32 - 1)
+    for config, settings in ((APPOConfig, {"pool": 9}), (RunConfig, {"seed": 2**32})):
+        with pytest.raises(ConfigError, match=r"within \["):
+            _build(config, **settings)
+
+
 def test_a_refused_setting_names_its_default():
     with pytest.raises(ConfigError, match=r"epochs: 0 .* Leave it out for the default, 10\.$"):
         APPOConfig(epochs=0)

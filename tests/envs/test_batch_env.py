@@ -534,3 +534,8 @@ def test_a_closed_environment_frees_its_simulations() -> None:
     assert batch() is None
     with pytest.raises(KeyError):
         env.randomizer.values("body_mass")
+
+
+def test_a_missing_action_is_a_key_error() -> None:
+    with pytest.raises(KeyError, match="action"):
+        make().step(TensorDict({}, [3]))

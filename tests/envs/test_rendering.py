@@ -234,6 +234,14 @@ def test_simulations_that_were_not_chosen_stay_black() -> None:
     np.testing.assert_array_equal(pixels[::2].numpy(), case.env.render([0, 2]))
 
 
+def test_two_environments_draw_in_turn() -> None:
+    one, other = make(), make("InvertedPendulum-v5", render_width=32, render_height=40)
+    pictures = one.env.render(), other.env.render()
+    for _ in range(2):
+        np.testing.assert_array_equal(one.env.render(), pictures[0])
+        np.testing.assert_array_equal(other.env.render(), pictures[1])
+
+
 def test_any_thread_may_draw() -> None:
     case = make()
     here = case.env.render()

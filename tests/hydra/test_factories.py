@@ -145,6 +145,12 @@ def test_torchrl_s_sac_trains_with_our_scheme_storage_and_environment():
     assert 256 <= len(trainer.replay_buffer) <= 512
 
 
+def test_a_configuration_that_is_not_there_is_refused_without_a_traceback(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "apo"])
+    with pytest.raises(SystemExit, match="error: Cannot find primary config 'apo'"):
+        main()
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -167,6 +167,9 @@ class SharedMetrics:
         num_workers: Number of workers.
         names: Further metrics that workers publish, a reward's terms for instance.
 
+    Attributes:
+        names: These.
+
     Examples:
         >>> metrics = SharedMetrics(2, names=["reward/forward"])
         >>> for worker, forward in enumerate((1.0, 2.0)):
@@ -178,8 +181,8 @@ class SharedMetrics:
     """
 
     def __init__(self, num_workers: int, *, names: Sequence[str] = ()) -> None:
-        self._names = tuple(names)
-        initial = _initial(len(self._names))
+        self.names = tuple(names)
+        initial = _initial(len(self.names))
         self._cells = [SnapshotCell(initial) for _ in range(num_workers)]
 
     @staticmethod
@@ -213,13 +216,13 @@ class SharedMetrics:
             LayoutKeyError: A name was not given at construction; nothing was published.
         """
         values = {} if values is None else values
-        if unknown := sorted(values.keys() - set(self._names)):
+        if unknown := sorted(values.keys() - set(self.names)):
             raise LayoutKeyError(
                 f"cannot publish metrics: unknown names {unknown} (expected some of "
-                f"{list(self._names)}). Name them when SharedMetrics is built."
+                f"{list(self.names)}). Name them when SharedMetrics is built."
             )
         counts = (frames, trajectories, ticks, log.episodes)
-        further = [values.get(name, math.nan) for name in self._names]
+        further = [values.get(name, math.nan) for name in self.names]
         self._cells[worker].publish(
             [
                 *(torch.tensor(count) for count in counts),
@@ -235,7 +238,7 @@ class SharedMetrics:
 
     def total(self) -> CollectorMetrics:
         """Return sums over all workers, and means over their last episodes."""
-        return _total([_newest(cell) for cell in self._cells], self._names)
+        return _total([_newest(cell) for cell in self._cells], self.names)
 
     def close(self) -> None:
         """Close the shared memory. Idempotent."""

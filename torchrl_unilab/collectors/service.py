@@ -108,8 +108,9 @@ class WorkerService:
         return self._requests[kind](*arguments)
 
     def publish(self) -> None:
-        """Publish the worker's metrics."""
-        own = self.rollouts
+        """Publish the worker's metrics; those that the first worker lacks are left out."""
+        own, names = self.rollouts, self.metrics.names
+        measured = own.measure(own.env)
         self.metrics.publish(
             self.worker,
             own.frames,
@@ -117,7 +118,7 @@ class WorkerService:
             own.log,
             own.clock,
             ticks=self.ticks,
-            values=own.measure(own.env),
+            values={name: measured[name] for name in names if name in measured},
         )
 
     def wait(self, link: Link) -> tuple[Any, ...] | None:

@@ -8,7 +8,7 @@ import sys
 
 import hydra
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
-from hydra.errors import ConfigCompositionException, InstantiationException
+from hydra.errors import CompactHydraException, InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError
@@ -31,23 +31,23 @@ def _train(config: DictConfig) -> None:
 
 
 def main() -> None:
-    """Train; end with one line where a key is unknown or a setting cannot work."""
+    """Train; end without a traceback where the configuration, or a setting, cannot work."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints an error and exits
     try:
         _train()
-    except ConfigCompositionException as error:
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, UniLabError):
+            raise
+        sys.exit(f"error: {error.__cause__}")
+    except CompactHydraException as error:  # which Hydra, too, shows without a traceback
         unknown = error.__cause__
         if not isinstance(unknown, ConfigAttributeError):
-            raise
+            sys.exit(f"error: {error}")
         name, known = unknown.full_key, map(str, unknown.parent_node)
         sys.exit(
             f"error: {name}: unknown (expected a key of the configuration)."
             f"{nearest(str(unknown.key), known)} Correct it, or add it by +{name}."
         )
-    except InstantiationException as error:
-        if not isinstance(error.__cause__, UniLabError):
-            raise
-        sys.exit(f"error: {error.__cause__}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a replay pipeline is to a learner: any object with these methods.
 
-`DoubleBufferReplayPipeline` is one, which `OffPolicyTrainer` calls.
+`DoubleBufferReplayPipeline` is one; the protocol types a loop of one's own.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ waits for is the whole protocol::
     wait       the last copy out of the host batch has ended, if any     (the packer waits)
     ...        the packer fills the host batch
     submit     copies it to the device, after the learner's work on the batch that was
-               there                                                     (the device waits)
+               there                                                     (the device waits);
+               without streams `acquire` copies, in the learner's thread
     acquire    the learner's work from here on comes after the copy      (the device waits)
     release    the learner's work up to here is what the next copy comes after
 
