@@ -15,7 +15,7 @@ ALGO ?= appo
 SEEDS ?= 100 101 102 103 104
 FRAMES ?= 1000000
 SCREEN_ENV ?= Swimmer-v5
-# Variants: SCREEN = --set "" --set "lr=3e-4 anneal"
+# Variants: SCREEN = --set "" --set "lr=3e-4 anneal=1"
 SCREEN ?=
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 

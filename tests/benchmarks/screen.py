@@ -1,6 +1,6 @@
 """Screens APPO's settings: trains several seeds at once, for little more than the price of one.
 
-``python -m tests.benchmarks.screen Swimmer-v5 --frames 400000 --set "" --set "lr=3e-4 anneal"``
+``python -m tests.benchmarks.screen Swimmer-v5 --frames 400000 --set "" --set "lr=3e-4 anneal=1"``
 
 Each ``--set`` is a variant: settings of `APPOConfig` and of `Extras`, on top of the task's own.
 All seeds of a variant share one environment, and batched networks; nothing else mixes them.
@@ -133,18 +133,17 @@ class Screen:
         """Train each seed for `frames` and return what came of it."""
         started = time.perf_counter()
         learner, curve, statistics = self.learner, [], []
-        highest = learner.max_lr
-        anneals = torch.tensor([[member.config.anneal] for member in self.members])
-        first, last = torch.tensor([_log_std_bounds(each.config) for each in self.members]).T
+        configs = [member.config for member in self.members]
         updates = math.ceil(frames / self.config.frames_per_rollout)
         for update in range(updates):
             rollout = self.collect()
-            learner.max_lr = highest * torch.where(anneals, 1.0 - update / updates, 1.0)
+            learner.max_lr = torch.tensor([[c.highest_lr(update / updates)] for c in configs])
             self.behaviour.copy_(learner.policies)  # which acts on while the learner learns
             statistics.append(learner.update(rollout))
-            bound = first + (last - first) * (update + 1) / updates
+            done = (update + 1) / updates
+            bound = torch.tensor([[config.highest_log_std(done)] for config in configs])
             log_std = learner.policies.log_std
-            log_std.copy_(torch.minimum(log_std, bound.unsqueeze(1)))
+            log_std.copy_(torch.minimum(log_std, bound))
             if (update + 1) * POINTS // updates > update * POINTS // updates:
                 curve.append(
                     [(update + 1) * self.config.frames_per_rollout, self.last_episodes()[0]]
@@ -163,13 +162,6 @@ class Screen:
             "explained_variance": _rounded(explained[-max(1, updates // 10) :].mean(0)),
             "seconds": round(time.perf_counter() - started),
         }
-
-
-def _log_std_bounds(config: APPOConfig) -> tuple[float, float]:
-    """Return the highest log standard deviation at first, and at last."""
-    unbounded = 1e3  # finite, as bounds are interpolated
-    last = config.final_log_std
-    return (unbounded, unbounded) if last is None else (config.log_std, last)
 
 
 def _rounded(values: torch.Tensor) -> list[float]:

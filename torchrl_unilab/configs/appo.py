@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -70,8 +71,10 @@ class APPOConfig(Settings):
         "initial and highest learning rate; the KL divergence adapts it, down to 1e-5, or to "
         "the annealed bound where that is lower",
     )
-    anneal: bool = setting(
-        True, "let the highest learning rate fall linearly, to 0 at the last frame"
+    anneal: Fraction = setting(
+        1.0,
+        "share of the run, its last, in which the highest learning rate falls linearly to 0; "
+        "0: it stays",
     )
     desired_kl: Positive = setting(
         0.02, "KL divergence, target to current policy, to steer towards"
@@ -88,8 +91,8 @@ class APPOConfig(Settings):
     log_std: float = setting(0.0, "initial log standard deviation of the actions")
     final_log_std: float | None = setting(
         None,
-        "highest log standard deviation after the last frame; the bound falls to it linearly, "
-        "from log_std; None: no bound",
+        "highest log standard deviation after the last frame; the bound falls to it linearly "
+        "from log_std, while the rate falls, and all along with anneal 0; None: no bound",
     )
     noise_correlation: Correlation = setting(
         0.0,
@@ -159,6 +162,23 @@ class APPOConfig(Settings):
         """Frames of one rollout of one collector."""
         return self.num_envs * self.num_steps
 
+    def highest_lr(self, progress: float) -> float:
+        """Return the highest learning rate after a share `progress` of the run."""
+        return self.lr * self._left(progress) if self.anneal else self.lr
+
+    def highest_log_std(self, progress: float) -> float:
+        """Return the bound of the log standard deviation after a share `progress` of the run.
+
+        Infinity where `final_log_std` is None.
+        """
+        if self.final_log_std is None:
+            return math.inf
+        return self.final_log_std + (self.log_std - self.final_log_std) * self._left(progress)
+
+    def _left(self, progress: float) -> float:
+        """How far rate and noise still have to fall, from 1 to 0 at the run's end."""
+        return min(1.0, max(0.0, 1 - progress) / (self.anneal or 1.0))
+
     @classmethod
     def for_task(cls, task: str, **overrides: Any) -> APPOConfig:
         """Return the settings of a task, with `overrides` on top."""
@@ -170,7 +190,7 @@ _LARGE_STEPS: Mapping[str, Any] = {
     "minibatches": 4,
     "lr": 1e-3,
     "log_std": -1.0,
-    "anneal": False,
+    "anneal": 0.0,
 }
 """Few large steps of a policy with little noise: fastest where no seed stands still at first."""
 
@@ -182,7 +202,7 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
         "minibatches": 16,
         "final_log_std": -2.5,  # noise makes it fall
     },
-    "Walker2d-v5": {"anneal": False, "reward_scale": 0.03},
+    "Walker2d-v5": {"anneal": 0.0, "reward_scale": 0.03},
     # Other deviations were not tried here.
     "Ant-v5": {"log_std": -0.5},
     # Actions reach from -0.4 to 0.4.
@@ -199,14 +219,14 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
         "num_steps": 1024,
         "minibatches": 16,
         "lr": 6e-4,
-        "anneal": False,
+        "anneal": 0.0,
         "gamma": 0.998,
         "lambda_": 0.997,
         "reward_scale": 0.03,
         "noise_correlation": 0.8,  # white noise moves it on average nowhere
     },
     # The deviation becomes so small that a step of the full rate can undo what was learnt.
-    "InvertedPendulum-v5": {**_LARGE_STEPS, "num_envs": 16, "num_steps": 32, "anneal": True},
+    "InvertedPendulum-v5": {**_LARGE_STEPS, "num_envs": 16, "num_steps": 32, "anneal": 1.0},
     "QuadrupedWalk": {
         **_LARGE_STEPS,
         "critic_observation": "critic_observation",

@@ -131,10 +131,8 @@ class APPOTrainer(Trainer):
 
     def _learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Take a rollout in, and an update's steps on the pool; return what to log."""
-        if self.config.anneal:
-            before = self.collected_frames - batch.numel()
-            rate = self.config.lr * (1 - before / self.total_frames)
-            self.optimization_stepper.owner.max_lr = rate
+        before = (self.collected_frames - batch.numel()) / self.total_frames
+        self.optimization_stepper.owner.max_lr = self.config.highest_lr(before)
         self._take_in(batch)
         loss = self.loss_module
         # The environments first, as the loss has it.
@@ -142,14 +140,11 @@ class APPOTrainer(Trainer):
         pool = estimated.reshape(-1)
         statistics = self._take_steps(batch, pool) | _pool_statistics(loss, pool)
         if self.config.final_log_std is not None:
-            self._bound_log_std(self.config.log_std, self.config.final_log_std)
+            bound = self.config.highest_log_std(self.collected_frames / self.total_frames)
+            loss.actor_network[0].log_std.detach().clamp_(max=bound)
         # The one look at the device per rollout.
         values = torch.stack([self.optimization_stepper.lr, *statistics.values()]).tolist()
         return dict(zip(("lr", *statistics), values, strict=True))
-
-    def _bound_log_std(self, first: float, last: float) -> None:
-        bound = first + (last - first) * min(1.0, self.collected_frames / self.total_frames)
-        self.loss_module.actor_network[0].log_std.detach().clamp_(max=bound)
 
     def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
         """Take all passes over the pool; return the mean of each statistic."""
