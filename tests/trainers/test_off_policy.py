@@ -327,3 +327,30 @@ def test_a_pendulum_is_balanced_for_nine_tenths_of_its_time(algorithm):
     env.close()
     assert returns[0] < 20.0  # nothing is learnt before the 400th frame
     assert returns[-1] >= 90.0
+
+
+# Threads
+
+
+def _thread_counts(**settings: object) -> list[int]:
+    """Torch's thread count in each update of a trainer that finds two, and after its end."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        trainer = _trainer(30, **settings)
+        seen: list[int] = []
+        trainer.register_op("post_optim", lambda: seen.append(torch.get_num_threads()))
+        _trained(trainer)
+        return [*seen, torch.get_num_threads()]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_each_thread_count_is_tried_and_the_one_before_is_set_again():
+    *during, after = _thread_counts(learner_threads=None)
+    assert (set(during), during[0], after) == ({1, 2}, 1, 2)
+
+
+@pytest.mark.parametrize("settings", [{"learner_threads": 2}, {"sync_collection": True}])
+def test_a_count_that_is_given_stays_and_so_does_that_of_a_repeatable_run(settings):
+    assert set(_thread_counts(**{"learner_threads": None, **settings})) == {2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import make_update
 from torchrl_unilab.trainers.reports import register_reports
+from torchrl_unilab.trainers.threads import ThreadChoice, thread_counts
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -108,7 +110,8 @@ class OffPolicyTrainer(Trainer):
 
     Per tick of the collector: publish, let the normalisers count the new rows, take one
     large sample and as many updates as `config` says. Nothing but one look per tick waits
-    for the learner's device.
+    for the learner's device. Without ``config.learner_threads`` it sets torch's thread count to
+    what measures fastest, up to the one it finds; `close` sets that again.
 
     Args:
         collector: Fills its replay.
@@ -127,6 +130,7 @@ class OffPolicyTrainer(Trainer):
             while the tick before is learnt from.
         update: Takes the updates: a fused one where the loss allows.
         updates: Updates taken.
+        threads: Chooses torch's thread count.
 
     Raises:
         ConfigError: The replay holds less than the first update needs.
@@ -183,6 +187,9 @@ class OffPolicyTrainer(Trainer):
                 "batch_size."
             )
         self.update = make_update(loss_module, config)
+        most = torch.get_num_threads()
+        measured = config.learner_threads is None and not config.sync_collection
+        self.threads = ThreadChoice(thread_counts(most) if measured else [most])
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -219,9 +226,13 @@ class OffPolicyTrainer(Trainer):
         self._tick += 1
         if config.prefetch:
             self.pipeline.start_prepare(self._tick, count)
+        threads = self.threads.count
+        torch.set_num_threads(threads)
+        started = time.perf_counter()
         with span("update"):
             logged = self._learn(sample)
-        self._log(optim_steps=self._optim_count, **logged)
+        self.threads.took(time.perf_counter() - started)
+        self._log(optim_steps=self._optim_count, learner_threads=threads, **logged)
 
     def _learn(self, sample: TensorDictBase) -> dict[str, float]:
         """Take a tick's updates on its sample; return what to log."""
@@ -255,3 +266,4 @@ class OffPolicyTrainer(Trainer):
     def close(self) -> None:
         """Close the pipeline. Idempotent."""
         self.pipeline.close()
+        torch.set_num_threads(self.threads.most)
