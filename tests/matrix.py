@@ -24,6 +24,9 @@ SETS: dict[str, list[str]] = {
         "mujoco==4.0.*",
         "numpy==1.26.*",
         "hydra-core==1.3.2",
+        "pydantic==2.9.*",
+        "rich==13.*",
+        "typing_extensions==4.12.*",
     ],
     "newest": ["--upgrade-strategy=eager", "--upgrade"],
 }

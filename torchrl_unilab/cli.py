@@ -1,8 +1,9 @@
 """The command line: ``torchrl-unilab train``, ``tasks``, ``budget``, ``eval`` and ``play``.
 
-Flags and help texts of settings come from the dataclass fields in `configs`. What imports torch
-is imported by the command that needs it: help and wrong arguments are answered at once, and
-spawned workers import this module, too.
+Flags and help texts of settings come from the dataclass fields in `configs`; argparse reads them,
+as tyro's errors are boxes of four to nine lines. What imports torch is imported by the command
+that needs it: help and wrong arguments are answered at once, and spawned workers import this
+module, too.
 """
 
 from __future__ import annotations

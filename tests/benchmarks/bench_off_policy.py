@@ -1,6 +1,7 @@
 """SAC and TD3 of ours at work: updates per second while collecting, return against seconds.
 
 ``python -m tests.benchmarks.bench_off_policy [--rounds 3] [--seconds 20]``
+``python -m tests.benchmarks.bench_off_policy --busy 0 1 2``
 ``python -m tests.benchmarks.bench_off_policy --race [--seeds 1] [--marks 60 120 300]``
 
 **Rates.** Updates of 256 rows, two layers of 256, on all cores. *plain* is the same
@@ -10,6 +11,8 @@ physics, at the task's settings and at one update per frame; *stock* is TorchRL'
 (`tests.benchmarks.stock_sac`), which collect in the learner's process. They take turns; what
 comes before the first update does not count.
 
+**Busy.** Rates of our SAC beside so many programs that never wait, by ``learner_threads``.
+
 **Race.** Ours and stock SAC take turns, each in a process of its own. At each mark the clock
 stops and the policy as it is plays 8 episodes without exploration.
 """
@@ -17,12 +20,13 @@ stops and the policy as it is plays 8 episodes without exploration.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -112,6 +116,7 @@ def run_ours(config: OffPolicyConfig, seed: int, marks: Marks) -> float:
         lockstep=config.sync_collection,
         seed=seed,
     )
+    torch.set_num_threads(config.learner_threads or available_cores())
     trainer = OffPolicyTrainer(
         collector=collector,
         loss_module=learner.loss,
@@ -121,7 +126,6 @@ def run_ours(config: OffPolicyConfig, seed: int, marks: Marks) -> float:
         scheme=scheme,
         progress_bar=False,
     )
-    torch.set_num_threads(available_cores())
 
     def look(batch: TensorDictBase | None = None) -> None:
         if marks(learner.actor, trainer.collected_frames, trainer.updates):
@@ -184,6 +188,38 @@ def rates(rounds: int, seconds: float) -> None:
         print(f"| {algorithm} | {way} | {value:.0f} | {of_plain:.2f}x | {value / stock:.2f}x |")
 
 
+@contextlib.contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """So many processes that never wait."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def beside(counts: Sequence[int], rounds: int, seconds: float) -> None:
+    """Print rates beside busy programs, by the learner's threads."""
+    print(f"{TASK}, {available_cores()} cores, SAC at the task's settings, median of {rounds}\n")
+    print("| busy programs | learner_threads | updates/s | frames/s | of one thread |")
+    print("|---:|---|---:|---:|---:|")
+    for count in counts:
+        measured: dict[int | None, list[float]] = {1: [], available_cores(): [], None: []}
+        for turn in range(rounds):
+            for threads, found in measured.items():
+                config = OffPolicyConfig.for_task(TASK, "sac", learner_threads=threads)
+                with neighbours(count):
+                    found.append(run_ours(config, turn, Marks([], seconds)))
+        frames = config.frames_per_tick / config.updates_per_step
+        medians = {threads: statistics.median(found) for threads, found in measured.items()}
+        for threads, rate in medians.items():
+            name = "measured" if threads is None else threads
+            figures = f"{rate:.0f} | {rate * frames:.0f} | {rate / medians[1]:.2f}x"
+            print(f"| {count} | {name} | {figures} |", flush=True)
+
+
 COLORS = {"ours SAC": "tab:blue", "ours TD3": "tab:green", "stock SAC": "tab:red"}
 
 
@@ -234,6 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--busy", type=int, nargs="+", help="rates beside so many busy programs")
     parser.add_argument("--race", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--marks", type=float, nargs="+", default=[30.0, 60.0, 120.0, 300.0])
@@ -244,6 +281,8 @@ def main() -> None:
     torchrl_logger.setLevel("ERROR")
     if options.one:
         print(json.dumps(run_one(options.one, options.seeds, options.marks)))
+    elif options.busy is not None:
+        beside(options.busy, options.rounds, options.seconds)
     elif options.race:
         race(options.ways, options.seeds, options.marks, options.plot)
     else:
