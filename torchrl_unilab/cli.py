@@ -19,6 +19,7 @@ import typing
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -181,6 +182,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.resume:
         if options.run_dir is None:
             raise ConfigError("train: --resume without --run-dir (expected the run). Give it.")
+        _start_fork_server()
         from torchrl_unilab.trainers.runs.resume import resume_run
 
         algorithm = SETTINGS[options.algorithm]
@@ -194,6 +196,7 @@ def _train(options: argparse.Namespace) -> int:
         if options.print_config:
             print(as_yaml(run_settings(plan, config)), end="")
             return 0
+        _start_fork_server()
         from torchrl_unilab.trainers.runs.train import Run
 
         if options.run_dir is None:
@@ -204,6 +207,16 @@ def _train(options: argparse.Namespace) -> int:
     traced = ", trace.json" if options.trace else ""
     print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs{traced}")
     return 130 if summary["interrupted"] else 0
+
+
+def _start_fork_server() -> None:
+    """Let a process import what all workers need, while this one imports it, too."""
+    if sys.platform != "linux":  # system libraries elsewhere do not survive a fork
+        return
+    if multiprocessing.get_start_method(allow_none=True) is None:
+        multiprocessing.set_start_method("forkserver")
+        multiprocessing.set_forkserver_preload(["torchrl_unilab.trainers", "torchrl_unilab.envs"])
+        forkserver.ensure_running()
 
 
 def _show(summary: Mapping[str, Any]) -> None:
