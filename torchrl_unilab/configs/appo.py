@@ -208,7 +208,7 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "Walker2d-v5": {"anneal": 0.0, "reward_scale": 0.03},
     "Ant-v5": {"log_std": -0.5, **_NOISE_ENDS},
     # Actions reach from -0.4 to 0.4.
-    "Humanoid-v5": {"log_std": -1.0},
+    "Humanoid-v5": {"log_std": -1.0, **_NOISE_ENDS},
     "HumanoidStandup-v5": {"log_std": -1.0},
     # Less noise is enough, and costs less of the return.
     "Reacher-v5": {"log_std": -1.0},
