@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from tests.support.processes import wait_for
 from tests.support.videos import read_video
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, WorkerError
@@ -118,9 +119,11 @@ def test_a_process_that_dies_fails_the_next_batch(policy, transport):
         background.register(trainer)
         process = psutil.Process(background.pids[0])
         process.suspend()  # it does not answer before it dies
+        wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
         _collect(background, trainer, 100)
         process.kill()
-        process.wait(10)
+        (worker,) = background._process._workers
+        worker.process.join(10)  # its id may be gone before its exit code is known
         with pytest.raises(WorkerError, match=r"evaluation 0, process \d+, was ended by SIGKILL"):
             _collect(background, trainer, 200)
     finally:

@@ -75,7 +75,8 @@ def test_a_sac_run_shows_what_learner_and_collectors_do(tmp_path):
     assert _by_process(events, "C")["learner"] == {"policy_lag", "replay_size", "restarts"}
     sizes = _values(events, "replay_size")
     assert sizes == sorted(sizes)
-    assert sizes[-1] == 1024
+    tick = 2 * 8 * 4  # workers may take the next one while the learner takes its last updates
+    assert 1024 <= sizes[-1] <= 1024 + tick
 
 
 def test_the_pipelines_thread_has_a_track_of_its_own(tmp_path):
