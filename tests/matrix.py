@@ -22,7 +22,7 @@ SETS: dict[str, list[str]] = {
         "tensordict==0.14.3",
         "gymnasium==1.1.*",
         "mujoco==4.0.*",
-        "numpy==1.26.*",
+        "numpy==2.0.*",
         "hydra-core==1.3.2",
         "pydantic==2.9.*",
         "rich==13.*",

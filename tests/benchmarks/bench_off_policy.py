@@ -116,7 +116,6 @@ def run_ours(config: OffPolicyConfig, seed: int, marks: Marks) -> float:
         lockstep=config.sync_collection,
         seed=seed,
     )
-    torch.set_num_threads(config.learner_threads or available_cores())
     trainer = OffPolicyTrainer(
         collector=collector,
         loss_module=learner.loss,
@@ -206,7 +205,7 @@ def beside(counts: Sequence[int], rounds: int, seconds: float) -> None:
     print("| busy programs | learner_threads | updates/s | frames/s | of one thread |")
     print("|---:|---|---:|---:|---:|")
     for count in counts:
-        measured: dict[int | None, list[float]] = {1: [], available_cores(): [], None: []}
+        measured: dict[int, list[float]] = {1: [], 2: []}
         for turn in range(rounds):
             for threads, found in measured.items():
                 config = OffPolicyConfig.for_task(TASK, "sac", learner_threads=threads)
@@ -215,9 +214,8 @@ def beside(counts: Sequence[int], rounds: int, seconds: float) -> None:
         frames = config.frames_per_tick / config.updates_per_step
         medians = {threads: statistics.median(found) for threads, found in measured.items()}
         for threads, rate in medians.items():
-            name = "measured" if threads is None else threads
             figures = f"{rate:.0f} | {rate * frames:.0f} | {rate / medians[1]:.2f}x"
-            print(f"| {count} | {name} | {figures} |", flush=True)
+            print(f"| {count} | {threads} | {figures} |", flush=True)
 
 
 COLORS = {"ours SAC": "tab:blue", "ours TD3": "tab:green", "stock SAC": "tab:red"}

@@ -4,13 +4,15 @@
 
 All update an actor and two critics of 2x256 units on 256 transitions of HalfCheetah's sizes,
 with Adam and target networks, the policy in every step. They take turns in blocks. Plain
-PyTorch uses autograd and fused Adam; TorchRL its loss, fused Adam and `SoftUpdate`.
+PyTorch uses autograd and fused Adam; TorchRL its loss, fused Adam and `SoftUpdate`. The policy's
+thread comes beside torch's, whose number the table has.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -54,16 +56,14 @@ def torchrl_step(loss: LossModule, batch: TensorDict) -> Callable[[], object]:
     return step
 
 
-def fused_step(
-    algorithm: str, batch: TensorDict, matmul_dtype: torch.dtype | None = None
-) -> Callable[[], object]:
+def fused_step(algorithm: str, batch: TensorDict, **options: Any) -> Callable[[], object]:
     """A step by our update."""
     loss, rates = make_loss(algorithm), {"lr_actor": LR, "lr_critic": LR, "tau": TAU}
     update: FusedSACUpdate | FusedTD3Update
     if algorithm == "SAC":
-        update = FusedSACUpdate(loss, lr_alpha=LR, matmul_dtype=matmul_dtype, **rates)
+        update = FusedSACUpdate(loss, lr_alpha=LR, **options, **rates)
     else:
-        update = FusedTD3Update(loss, matmul_dtype=matmul_dtype, **rates)
+        update = FusedTD3Update(loss, **options, **rates)
     packed = update.prepare(batch)
     return lambda: update.step(packed)
 
@@ -82,6 +82,7 @@ def make_ways(algorithm: str, size: int, *, compiled: bool) -> dict[str, Callabl
     ways: dict[str, Callable[[], object]] = {
         "plain PyTorch": lambda: plain.update(tensors),
         "fused": fused_step(algorithm, batch),
+        "fused, policy's thread": fused_step(algorithm, batch, policy_thread=True),
         "fused, bfloat16": fused_step(algorithm, batch, matmul_dtype=torch.bfloat16),
         "TorchRL": torchrl_step(make_loss(algorithm), batch),
     }

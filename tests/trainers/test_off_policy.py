@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, call
@@ -16,6 +17,7 @@ from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_td3_actor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
+from torchrl_unilab.runtime.budget import available_cores
 from torchrl_unilab.trainers import (
     OffPolicyConfig,
     OffPolicyTrainer,
@@ -332,25 +334,31 @@ def test_a_pendulum_is_balanced_for_nine_tenths_of_its_time(algorithm):
 # Threads
 
 
-def _thread_counts(**settings: object) -> list[int]:
-    """Torch's thread count in each update of a trainer that finds two, and after its end."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        trainer = _trainer(30, **settings)
-        seen: list[int] = []
-        trainer.register_op("post_optim", lambda: seen.append(torch.get_num_threads()))
-        _trained(trainer)
-        return [*seen, torch.get_num_threads()]
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize(
+    ("settings", "torch_threads", "others"),
+    [
+        ({"learner_threads": 1}, 1, 0),
+        ({"learner_threads": 2}, 1, 1),
+        ({"learner_threads": 6}, 3, 1),
+        ({"learner_threads": None}, 1, min(1, available_cores() - 1)),
+        ({"learner_threads": None, "fused": False}, 1, 0),
+        ({"learner_threads": 3, "fused": False}, 3, 0),
+    ],
+)
+def test_half_of_the_learners_threads_are_the_policys_while_it_trains(
+    settings, torch_threads, others
+):
+    found, before = torch.get_num_threads(), {*threading.enumerate()}
+    trainer = _trainer(30, **settings)
+    seen: list[tuple[int, int]] = []
 
+    def look() -> None:
+        new = {*threading.enumerate()} - before
+        seen.append(
+            (torch.get_num_threads(), sum(thread.name.startswith("policy") for thread in new))
+        )
 
-def test_each_thread_count_is_tried_and_the_one_before_is_set_again():
-    *during, after = _thread_counts(learner_threads=None)
-    assert (set(during), during[0], after) == ({1, 2}, 1, 2)
-
-
-@pytest.mark.parametrize("settings", [{"learner_threads": 2}, {"sync_collection": True}])
-def test_a_count_that_is_given_stays_and_so_does_that_of_a_repeatable_run(settings):
-    assert set(_thread_counts(**{"learner_threads": None, **settings})) == {2}
+    trainer.register_op("post_optim", look)
+    _trained(trainer)
+    assert set(seen) == {(torch_threads, others)}
+    assert torch.get_num_threads() == found

@@ -80,8 +80,8 @@ class OffPolicyConfig(Settings):
     )
     learner_threads: Count | None = setting(
         None,
-        "torch threads of the learner; None: as many as measure fastest, of 1 to all cores, now "
-        "and then anew; all cores with sync_collection",
+        "threads of the learner; a fused update takes the policy's gradient in half of them, "
+        "beside the critics'; None: 2 of one core each",
     )
     replay_buffer_n: Count = setting(62_500, "rows of the replay per environment")
     batch_size: Count = setting(256, "rows of a minibatch")

@@ -67,9 +67,6 @@ LOGGED_METRICS: dict[str, LoggedMetric] = {
         "0 to 1",
         "BusyTime",
     ),
-    "learner_threads": LoggedMetric(
-        "torch threads of this tick's updates", "threads", "OffPolicyTrainer"
-    ),
     "optim_steps": LoggedMetric("optimiser steps so far", "steps", "APPOTrainer"),
     # Policy lag
     "policy_version": LoggedMetric("newest published version", "versions", "LogPolicyLag"),

@@ -8,6 +8,7 @@ fraction of the time. `APPOTrainer` and `OffPolicyTrainer` call them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -21,6 +22,7 @@ from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate, FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.objectives.targets import sync_normalizers
+from torchrl_unilab.runtime.budget import available_cores
 
 __all__ = ["APPOStepper", "LossUpdate", "make_update"]
 
@@ -136,13 +138,18 @@ def make_update(
     loss: LossModule, config: OffPolicyConfig
 ) -> FusedSACUpdate | FusedTD3Update | LossUpdate:
     """Return what takes the updates: a fused one where the loss allows."""
-    rates = {"lr_actor": config.lr_actor, "lr_critic": config.lr_critic, "tau": config.tau}
+    on_cpu = next(loss.parameters()).device.type == "cpu"
+    options: dict[str, Any] = {
+        "lr_actor": config.lr_actor,
+        "lr_critic": config.lr_critic,
+        "tau": config.tau,
+        "matmul_dtype": _matmul_dtype(loss, config),
+        "policy_thread": on_cpu and (config.learner_threads or available_cores()) > 1,
+    }
     if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
-        return FusedSACUpdate(
-            loss, lr_alpha=config.lr_alpha, matmul_dtype=_matmul_dtype(loss, config), **rates
-        )
+        return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **options)
     if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
-        return FusedTD3Update(loss, matmul_dtype=_matmul_dtype(loss, config), **rates)
+        return FusedTD3Update(loss, **options)
     return LossUpdate(loss, config)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,9 +20,8 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.hooks import PublishWeights
-from torchrl_unilab.trainers.loss_updates import make_update
+from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
 from torchrl_unilab.trainers.reports import register_reports
-from torchrl_unilab.trainers.threads import ThreadChoice, thread_counts
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -110,8 +108,8 @@ class OffPolicyTrainer(Trainer):
 
     Per tick of the collector: publish, let the normalisers count the new rows, take one
     large sample and as many updates as `config` says. Nothing but one look per tick waits
-    for the learner's device. Without ``config.learner_threads`` it sets torch's thread count to
-    what measures fastest, up to the one it finds; `close` sets that again.
+    for the learner's device. While it trains, torch's thread count follows from
+    ``config.learner_threads``.
 
     Args:
         collector: Fills its replay.
@@ -130,7 +128,6 @@ class OffPolicyTrainer(Trainer):
             while the tick before is learnt from.
         update: Takes the updates: a fused one where the loss allows.
         updates: Updates taken.
-        threads: Chooses torch's thread count.
 
     Raises:
         ConfigError: The replay holds less than the first update needs.
@@ -187,9 +184,6 @@ class OffPolicyTrainer(Trainer):
                 "batch_size."
             )
         self.update = make_update(loss_module, config)
-        most = torch.get_num_threads()
-        measured = config.learner_threads is None and not config.sync_collection
-        self.threads = ThreadChoice(thread_counts(most) if measured else [most])
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -214,6 +208,21 @@ class OffPolicyTrainer(Trainer):
         self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         PublishWeights(collector).register(self)
 
+    def train(self) -> None:
+        """Train to the end.
+
+        Torch's own threads wait for each other by spinning: beside a busy program two of them are
+        several times slower than one. The policy's thread and this one sleep, so each has half
+        of the learner's threads, and one by default.
+        """
+        found, threads = torch.get_num_threads(), self.config.learner_threads or 1
+        fused = not isinstance(self.update, LossUpdate)
+        torch.set_num_threads(max(1, threads // 2) if fused else threads)
+        try:
+            super().train()
+        finally:
+            torch.set_num_threads(found)
+
     def optim_steps(self, batch: TensorDictBase | None) -> None:
         """Take a tick's updates, if the replay has enough rows."""
         config = self.config
@@ -226,13 +235,9 @@ class OffPolicyTrainer(Trainer):
         self._tick += 1
         if config.prefetch:
             self.pipeline.start_prepare(self._tick, count)
-        threads = self.threads.count
-        torch.set_num_threads(threads)
-        started = time.perf_counter()
         with span("update"):
             logged = self._learn(sample)
-        self.threads.took(time.perf_counter() - started)
-        self._log(optim_steps=self._optim_count, learner_threads=threads, **logged)
+        self._log(optim_steps=self._optim_count, **logged)
 
     def _learn(self, sample: TensorDictBase) -> dict[str, float]:
         """Take a tick's updates on its sample; return what to log."""
@@ -266,4 +271,3 @@ class OffPolicyTrainer(Trainer):
     def close(self) -> None:
         """Close the pipeline. Idempotent."""
         self.pipeline.close()
-        torch.set_num_threads(self.threads.most)

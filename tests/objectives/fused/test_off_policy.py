@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 
 import pytest
 import torch
@@ -367,6 +368,82 @@ def test_a_step_never_looks_at_a_value(algorithm, no_looks):
     with no_looks():
         for i, minibatch in enumerate(update.minibatches(packed, 2)):
             update.step(minibatch, update_policy=bool(i))
+
+
+# The policy's thread
+
+
+@pytest.mark.parametrize(("algorithm", "case"), ALL)
+def test_with_a_thread_for_the_policy_steps_are_the_same_bit_for_bit(algorithm, case):
+    settings = (CASES | OWN[algorithm])[case]
+    losses, observed = [], []
+    for policy_thread in (False, True):
+        torch.manual_seed(0)
+        loss = make_loss(algorithm, **settings)
+        update = fused(loss, policy_thread=policy_thread)
+        packed = update.prepare(transitions_of(loss, 128, 0))
+        steps = [
+            update.step(minibatch, update_policy=i != 1)
+            for i, minibatch in enumerate(update.minibatches(packed, 4))
+        ]
+        losses.append(loss)
+        observed.append(torch.stack(steps))
+    assert_equal_parameters(*losses, rtol=0.0, atol=0.0)
+    torch.testing.assert_close(*observed, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@pytest.mark.parametrize("first", ["_differentiate_policy", "_differentiate_critics"])
+@BOTH
+def test_neither_gradient_sees_the_others_passes_whichever_is_done_first(algorithm, first):
+    torch.manual_seed(0)
+    loss, other = (make_loss(algorithm, layer_norm=True) for _ in range(2))
+    other.load_state_dict(loss.state_dict())
+    batch, done = transitions_of(loss, 32, 0), threading.Event()
+    update, serial = fused(loss, policy_thread=True), fused(other)
+    network = update._critics if first == "_differentiate_policy" else update._actor
+    whole, backward = getattr(update, first), network.backward
+
+    def take_all(*args):
+        whole(*args)
+        done.set()
+
+    def wait_for_the_other(gradient):  # between a forward pass and its backward pass
+        assert done.wait(10)
+        backward(gradient)
+
+    setattr(update, first, take_all)
+    network.backward = wait_for_the_other
+    for one in (update, serial):
+        torch.manual_seed(1)
+        one.step(one.prepare(batch))
+    assert_equal_parameters(loss, other, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("failing", ["_differentiate_policy", "_differentiate_critics"])
+@BOTH
+def test_an_error_in_either_thread_is_raised_when_both_have_ended(algorithm, failing):
+    loss = make_loss(algorithm)
+    update = fused(loss, policy_thread=True)
+    (other,) = {"_differentiate_policy", "_differentiate_critics"} - {failing}
+    failed, ended, whole = threading.Event(), threading.Event(), getattr(update, other)
+
+    def fail(*_):
+        failed.set()
+        raise RuntimeError("no gradient")
+
+    def take_long(*args):
+        assert failed.wait(10)
+        whole(*args)
+        ended.set()
+
+    setattr(update, failing, fail)
+    setattr(update, other, take_long)
+    packed = update.prepare(transitions_of(loss, 32, 0))
+    before = [parameter.clone() for parameter in loss.parameters()]
+    with pytest.raises(RuntimeError, match="no gradient"):
+        update.step(packed)
+    assert ended.is_set()
+    torch.testing.assert_close([*loss.parameters()], before, rtol=0.0, atol=0.0)
 
 
 # What is supported

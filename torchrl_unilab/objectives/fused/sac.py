@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import torch
 from tensordict.nn import TensorDictModuleBase
@@ -15,7 +17,7 @@ from torchrl_unilab.modules.squashed import (
     SquashedGaussianParameters,
     squash,
 )
-from torchrl_unilab.objectives.fused.networks import FlatAdam, is_relu_mlp
+from torchrl_unilab.objectives.fused.networks import FlatAdam, ReluNetwork, is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
 
 __all__ = ["FusedSACUpdate"]
@@ -47,8 +49,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         lr_critic: Learning rate of the critics.
         lr_alpha: Learning rate of the temperature's logarithm; unused where it is fixed.
         tau: Share of the critics that their targets take over in each step.
-        matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`; by default the
-            parameters'.
+        **options: As for `FusedOffPolicyUpdate`: ``matmul_dtype``, ``policy_thread``.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -110,11 +111,12 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         lr_critic: float,
         lr_alpha: float,
         tau: float,
-        matmul_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, matmul_dtype=matmul_dtype
-        )
+        super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, **options)
+        # The same parameters; a network keeps what its last forward pass was.
+        self._next_actor = copy.copy(self._actor)
+        self._climbed_critics = copy.copy(self._critics)
         self._alpha_adam = None if loss.fixed_alpha else FlatAdam([loss.log_alpha], lr_alpha)
         self._log_alpha = loss.log_alpha.detach()
         self._target_entropy = loss.target_entropy
@@ -141,24 +143,29 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         if self._alpha_adam is not None:
             self._alpha_adam.step()
 
-    def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
-        """Soft value of the next state: ``min_i Q_i(s', a') - alpha log p(a')`` (eq. 3)."""
+    def _differentiate(
+        self, data: Transitions, update_policy: bool, generator: torch.Generator | None
+    ) -> None:
         loss = self.loss
         if loss.min_log_alpha is not None or loss.max_log_alpha is not None:
             self._log_alpha.clamp_(loss.min_log_alpha, loss.max_log_alpha)
-        self._observed[3] = alpha = self._log_alpha.exp()
-        action, log_p, _ = self._act(data.next_observation, noise)
-        return self._target_values(data, action).sub_(alpha * log_p)
+        self._observed[3] = self._alpha = self._log_alpha.exp()
+        super()._differentiate(data, update_policy, generator)
+
+    def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
+        """Soft value of the next state: ``min_i Q_i(s', a') - alpha log p(a')`` (eq. 3)."""
+        action, log_p, _ = self._act(self._next_actor, data.next_observation, noise)
+        return self._target_values(data, action).sub_(self._alpha * log_p)
 
     def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
-        weight, alpha = data.weight, self._log_alpha.exp()
-        action, log_p, (y, raw, spread) = self._act(data.observation, noise[0])
-        values = self._critics.forward(torch.cat([data.state, action], dim=1))
+        weight, alpha, critics = data.weight, self._alpha, self._climbed_critics
+        action, log_p, (y, raw, spread) = self._act(self._actor, data.observation, noise[0])
+        values = critics.forward(torch.cat([data.state, action], dim=1))
         value, choice = values.min(0)
         # Of the loss: in the value of the critic that was chosen, in the action, in u.
         slope = values.new_zeros(values.shape).scatter_(0, choice.unsqueeze(0), -1.0)
         slope.mul_(weight.unsqueeze(1))
-        by_action = self._critics.backward_to_input(slope, data.next_state.shape[1])
+        by_action = critics.backward_to_input(slope, data.next_state.shape[1])
         entropy_slope = (weight * alpha).unsqueeze(1)
         by_u = torch.addcmul(2.0 * entropy_slope * y, by_action * self._reach, 1.0 - y.square())
         by_log_std = torch.addcmul(-entropy_slope, by_u, spread)
@@ -172,13 +179,13 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
             self._alpha_adam.grad.copy_(excess.neg_())
 
     def _act(
-        self, observation: torch.Tensor, noise: torch.Tensor
+        self, actor: ReluNetwork, observation: torch.Tensor, noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return actions, log probabilities [n], and (y, tanh(r), scale * noise).
 
         With ``r`` the network's second half of outputs, as in `SquashedGaussianParameters`.
         """
-        loc, raw = self._actor.forward(observation).squeeze(0).chunk(2, dim=1)
+        loc, raw = actor.forward(observation).squeeze(0).chunk(2, dim=1)
         raw = raw.tanh()
         low, reach = self._log_std
         log_std = (raw + 1.0).mul_(reach).add_(low)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.objectives import LossModule, TD3Loss
@@ -30,8 +32,7 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
-        matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`; by default the
-            parameters'.
+        **options: As for `FusedOffPolicyUpdate`: ``matmul_dtype``, ``policy_thread``.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -80,11 +81,9 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         lr_actor: float,
         lr_critic: float,
         tau: float,
-        matmul_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, matmul_dtype=matmul_dtype
-        )
+        super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, **options)
         actor = loss.actor_network
         target = targets_of(loss, "actor_network").get("net")
         learnt = trained(loss.actor_network_params.get("net"))

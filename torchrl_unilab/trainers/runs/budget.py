@@ -173,7 +173,7 @@ def run_threads(config: Config) -> ThreadPlan:
         ConfigError: A count is not positive.
     """
     cores = available_cores()
-    learner = cores if config.learner_threads is None else config.learner_threads
+    learner = config.learner_threads or min(2, cores)
     return plan_threads(cores, config.num_collectors, config.physics_threads, learner)
 
 
