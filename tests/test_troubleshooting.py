@@ -137,6 +137,12 @@ def _find_a_backend() -> None:
         rendering.find_backend.__wrapped__("")
 
 
+def _prioritise_without_the_extension() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrl.data.replay_buffers.samplers.prioritized.SumSegmentTreeFp32", None)
+        PrioritizedSampler(8, 0.7, 0.5)
+
+
 CAUSES: dict[str, Callable[[], object]] = {
     "make_task": lambda: make_task("HalfCheeta-v5"),
     "epoch": lambda: split_settings({"algo": "appo", "epoch": 1}, "appo"),
@@ -145,7 +151,7 @@ CAUSES: dict[str, Callable[[], object]] = {
     "run directory": _train_into_a_full_directory,
     "cannot create": _allocate,
     "rendering": _find_a_backend,
-    "SumSegmentTreeFp32": lambda: PrioritizedSampler(8, 0.7, 0.5),
+    "SumSegmentTreeFp32": _prioritise_without_the_extension,
     "cannot publish": _publish_without_a_model,
     "shape of": _publish_another_shape,
     "workers behind": _wait_for_a_worker,

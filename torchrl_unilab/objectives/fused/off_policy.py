@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.fused.networks import FlatAdam, ReluNetwork, flatten, is_relu_mlp
+from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
 
 __all__ = [
@@ -53,14 +55,10 @@ class Transitions(NamedTuple):
 
 
 def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
-    """Return whether a loss has two critics as `make_q_value` makes them, beside an actor.
+    """Return whether a loss has two critics as `make_q_value` makes them, beside an actor's head.
 
     With targets of their own, bootstrapped over one step, averaged over the batch; and all
     parameters learnt, of one dtype, on one device, and none of them shared.
-
-    Args:
-        loss: `SACLoss` or `TD3Loss`.
-        actor: The part of its actor that holds ``net`` and ``normalizer``.
     """
     critic = loss.qvalue_network
     if type(critic) is not QValue or not is_relu_mlp(critic.net, 1):
@@ -87,11 +85,10 @@ def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
 class FusedOffPolicyUpdate(abc.ABC):
     """Losses, gradients, Adam and target networks of a minibatch, without autograd.
 
-    The base of `FusedSACUpdate` and `FusedTD3Update`. The parameters of the actor, of the
-    critics and of the targets become views of one tensor each. The loss, and the actor that
-    it was made of, keep their `nn.Parameter` objects, whose memory moves: make this after
-    the loss is on its device, and before whatever holds on to that memory, such as
-    ``parameter.data``. Nothing here waits for the device.
+    The base of `FusedSACUpdate` and `FusedTD3Update`. Parameters of actor, critics and targets
+    become views of one tensor each. The loss, and the actor that it was made of, keep their
+    `nn.Parameter` objects, whose memory moves: make this after the loss is on its device, and
+    before what holds on to that memory, as ``parameter.data``. Nothing waits for the device.
 
     Args:
         loss: A supported loss. Its settings stay as they are now.
@@ -99,8 +96,8 @@ class FusedOffPolicyUpdate(abc.ABC):
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
         matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`.
-        policy_thread: Take the policy's gradient in a thread of its own, beside the critics':
-            the results are the same, bit for bit.
+        policy_thread: Take the policy's gradient in a thread of its own, beside the critics',
+            and where there is none, the targets: the results are the same, bit for bit.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -165,6 +162,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         learnt = trained(online)
         self._actor_adam = FlatAdam(list(trained(actor_parameters).values()), lr_actor)
         self._critic_adam = FlatAdam(list(learnt.values()), lr_critic)
+        self._policy_adams = [self._actor_adam]
         # Networks and the targets that follow them, each one tensor.
         self._followers = [(flatten([target.get(key) for key in learnt]), self._critic_adam.flat)]
         self._matmul_dtype, self._networks = matmul_dtype, list[ReluNetwork]()
@@ -176,18 +174,16 @@ class FusedOffPolicyUpdate(abc.ABC):
         for name in loss._has_update_associated:  # spares a warning that targets stand still
             loss._has_update_associated[name] = True
         self._head = actor
-        one_input = actor.in_keys[0] == critic.in_keys[0] and (
+        self._one_input = actor.in_keys[0] == critic.in_keys[0] and (
             actor.normalizer is critic.normalizer
             or {type(actor.normalizer), type(critic.normalizer)} == {nn.Identity}
         )
-        self._one_input = one_input
         actions = len(actor.center)
         state = critic.net[0].in_features - actions
-        own = 0 if one_input else actor.net[0].in_features
+        own = 0 if self._one_input else actor.net[0].in_features
         self._widths = [state + actions, state, own, own, 1, 1, 1]
         flat = self._critic_adam.flat
-        self._center = actor.center.to(flat)
-        self._reach = actor.reach.to(flat)
+        self._center, self._reach = actor.center.to(flat), actor.reach.to(flat)
         self._observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
 
@@ -315,7 +311,8 @@ class FusedOffPolicyUpdate(abc.ABC):
             self._differentiate(self._transitions(minibatch), update_policy, generator)
             self._critic_adam.step()
             if update_policy:
-                self._step_policy()
+                for adam in self._policy_adams:
+                    adam.step()
             for target, source in self._followers:
                 target.lerp_(source, self.tau)
         return self._observed.clone()  # outside, so that it can be used like any other tensor
@@ -327,55 +324,45 @@ class FusedOffPolicyUpdate(abc.ABC):
         draws = 1 + self.policy_draws * update_policy
         noise = data.weight.new_empty(draws, len(data.weight), len(self._reach))
         noise.normal_(generator=generator)  # in one call, in the order in which the loss draws
-        if not update_policy:
-            self._differentiate_critics(data, noise[0])
-        elif self._thread is None:
-            self._differentiate_critics(data, noise[0])
-            self._differentiate_policy(data, noise[1:])
+        critics = partial(self._differentiate_critics, data, noise[0])
+        if update_policy:
+            policy = partial(self._differentiate_policy, data, noise[1:])
+            at_once(self._thread, partial(critics, None), policy)
         else:
-            policy = self._thread.submit(self._beside, data, noise[1:])
-            try:
-                self._differentiate_critics(data, noise[0])
-            finally:
-                policy.result()
+            critics(self._thread)
 
-    def _beside(self, data: Transitions, noise: torch.Tensor) -> None:
-        with torch.inference_mode():  # which each thread has to enter
-            self._differentiate_policy(data, noise)
-
-    def _differentiate_critics(self, data: Transitions, noise: torch.Tensor) -> None:
-        """Write the critics' gradients and statistics.
-
-        Args:
-            data: Transitions [n].
-            noise: Standard normal, [n, actions]; may be overwritten.
-        """
-        next_value = self._next_value(data, noise)
-        target = torch.addcmul(data.reward, data.discount, next_value)
-        self._observe(0, self._judge(data, target), data.weight)
+    def _differentiate_critics(
+        self, data: Transitions, noise: torch.Tensor, thread: ThreadPoolExecutor | None
+    ) -> None:
+        """Write the critics' gradients and statistics; a thread takes the targets meanwhile."""
+        forward = partial(self._critics.forward, data.state_action)
+        values, next_value = at_once(thread, forward, partial(self._next_value, data, noise))
+        values = values.squeeze(2)
+        self._error = error = values - torch.addcmul(data.reward, data.discount, next_value)
+        distance = error.abs()
+        if self.loss.loss_function == "l2":
+            loss, slope = error.square(), error * 2.0
+        elif self.loss.loss_function == "l1":
+            loss, slope = distance, error.sign()
+        else:
+            slope = error.clamp(-1.0, 1.0)
+            loss = slope * (error - 0.5 * slope)  # e^2 / 2, and |e| - 1/2 beyond 1
+        self._critics.backward((slope * data.weight).unsqueeze(2))
+        self._observe(0, (loss.sum(0), values.mean(0), distance.mean(0)), data.weight)
 
     @abc.abstractmethod
     def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
-        """Return the value of the next state, [n], by the targets.
+        """Return the next states' value, [n], by the targets.
 
-        Args:
-            data: Transitions [n].
-            noise: Standard normal, [n, actions]; may be overwritten.
+        The noise is standard normal, [n, actions], and may be overwritten.
         """
 
     @abc.abstractmethod
     def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
         """Write the policy's gradients and statistics, perhaps beside the critics'.
 
-        So it writes nothing that `_differentiate_critics` reads or writes.
-
-        Args:
-            data: Transitions [n].
-            noise: Standard normal, [policy_draws, n, actions].
+        The noise is standard normal, [policy_draws, n, actions].
         """
-
-    def _step_policy(self) -> None:
-        self._actor_adam.step()
 
     def _transitions(self, minibatch: torch.Tensor) -> Transitions:
         judged, after, own, own_after, reward, discount, weight = minibatch.split(
@@ -391,21 +378,6 @@ class FusedOffPolicyUpdate(abc.ABC):
         """Return what the more cautious target critic says of the next actions, [n]."""
         judged = torch.cat([data.next_state, action], dim=1)
         return self._target_critics.forward(judged).squeeze(2).amin(0)
-
-    def _judge(self, data: Transitions, target: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Write the critics' gradients; return (loss, value, |difference|), each [n]."""
-        values = self._critics.forward(data.state_action).squeeze(2)
-        self._error = error = values - target
-        distance = error.abs()
-        if self.loss.loss_function == "l2":
-            loss, slope = error.square(), error * 2.0
-        elif self.loss.loss_function == "l1":
-            loss, slope = distance, error.sign()
-        else:
-            slope = error.clamp(-1.0, 1.0)
-            loss = slope * (error - 0.5 * slope)  # e^2 / 2, and |e| - 1/2 beyond 1
-        self._critics.backward((slope * data.weight).unsqueeze(2))
-        return loss.sum(0), values.mean(0), distance.mean(0)
 
     def _observe(self, first: int, rows: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
         """Set statistics from `first` on to weighted means of rows, [n] each."""

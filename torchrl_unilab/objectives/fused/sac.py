@@ -118,6 +118,8 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         self._next_actor = copy.copy(self._actor)
         self._climbed_critics = copy.copy(self._critics)
         self._alpha_adam = None if loss.fixed_alpha else FlatAdam([loss.log_alpha], lr_alpha)
+        if self._alpha_adam is not None:
+            self._policy_adams.append(self._alpha_adam)
         self._log_alpha = loss.log_alpha.detach()
         self._target_entropy = loss.target_entropy
         low, high = loss.actor_network[0].log_std_bounds
@@ -137,11 +139,6 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
     def td_error(self) -> torch.Tensor:
         """The last step's larger absolute temporal difference of the two critics, [n]."""
         return self._error.abs().amax(0)
-
-    def _step_policy(self) -> None:
-        super()._step_policy()
-        if self._alpha_adam is not None:
-            self._alpha_adam.step()
 
     def _differentiate(
         self, data: Transitions, update_policy: bool, generator: torch.Generator | None
