@@ -31,6 +31,8 @@ PRIVATE = {
     "_mutation_revision _mutation_revision_value _rand_given_ndim _rng",
     "torchrl.data.replay_buffers.storages.tensor": "_len _storage _total_shape",
     "torchrl.data.replay_buffers.replay_buffers.base": "_write_lock",
+    "torchrl.data.replay_buffers.samplers.slice": "_cache _fetch_traj _finalize_index "
+    "_get_stop_and_length _gpu_device _resolve_traj_key _traj_key_auto _used_traj_key",
     "torchrl.envs.common": "_assert_tensordict_shape _post_step_mdp_hooks _reset _set_seed _step "
     "_step_and_maybe_reset _step_mdp _step_proc_data",
     "torchrl.envs.transforms._base": "_apply_transform _call _inv_call",

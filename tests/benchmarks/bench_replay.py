@@ -11,7 +11,7 @@ over `LazyTensorStorage` with a `RandomSampler`, *memmap* over `LazyMemmapStorag
 the same buffer over `PackedReplayStorage`, *native* its own `sample`, *reused* the same into
 one batch (`out`). *gather* is the limit: `torch.index_select` of as many rows from one float32
 tensor of the row's size, at positions drawn beforehand. *Slices* are of 16 rows, found by the
-ends of episodes.
+ends of episodes after 16 more were written; *known* is *packed* by `PackedSliceSampler`.
 
 **Extend.** 1024 rows a call, of 64 blocks made beforehand, or always the same block, which the
 caches then hold. *storage* is `set` of the stock storages and `add`, `append` and `set` of ours;
@@ -37,7 +37,7 @@ from torchrl.data.replay_buffers import SliceSampler
 from tests.benchmarks.turns import race
 from tests.support.processes import receive, spawned
 from tests.support.transitions import append_until_told, mixed, stamped
-from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
+from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter, PackedSliceSampler
 
 CAPACITY = 262_144
 BLOCK = 1024
@@ -79,7 +79,7 @@ def print_row(case: str, medians: dict[str, float], limit: str) -> None:
     """One line of a table: microseconds, with how many times as fast as stock."""
     stock = medians["stock"]
     cells = [f"{1e6 * seconds:,.0f} ({stock / seconds:.1f}x)" for seconds in medians.values()]
-    ours = [name for name in ("packed", "native", "add") if name in medians]
+    ours = [name for name in ("packed", "native", "known", "add") if name in medians]
     beside = ", ".join(f"{name} {medians[name] / medians[limit]:.2f}" for name in ours)
     print(f"| {case} | " + " | ".join(cells) + f" | {beside} |", flush=True)
 
@@ -135,16 +135,20 @@ class Contenders:
         }
 
     def slicing(self, count: int) -> dict[str, Call]:
-        """A call that samples slices of 16 rows by their trajectory, by contender."""
-        buffers = {
-            name: ReplayBuffer(
-                storage=self.storages[name],
-                sampler=SliceSampler(slice_len=16, end_key=("next", "done"), strict_length=False),
+        """A call that writes 16 rows and samples slices of 16 by their trajectory, by contender."""
+        samplers = {"stock": SliceSampler, "packed": SliceSampler, "known": PackedSliceSampler}
+        rows = self.blocks[0][:16]
+
+        def slicing(name: str, sampler: type[SliceSampler]) -> Call:
+            storage = "stock" if name == "stock" else "packed"
+            buffer = ReplayBuffer(
+                storage=self.storages[storage],
+                sampler=sampler(slice_len=16, end_key=("next", "done"), strict_length=False),
                 batch_size=count,
             )
-            for name in ("stock", "packed")
-        }
-        return {name: buffer.sample for name, buffer in buffers.items()}
+            return lambda: (self.buffers[storage].extend(rows), buffer.sample())
+
+        return {name: slicing(name, sampler) for name, sampler in samplers.items()}
 
     def extending(self) -> dict[str, Call]:
         """A call that extends a buffer by a block, by contender."""

@@ -55,6 +55,10 @@ def _serve(link: Link, number: int) -> None:
         elif request[0] == "be deaf":
             link.answer()
             threading.Event().wait()
+        elif request[0] == "fork":
+            if not (child := os.fork()):
+                threading.Event().wait()
+            link.answer(child)
         elif request[0] == "leave":
             return
         elif request[0] == "answer at length":
@@ -231,6 +235,34 @@ def test_a_worker_that_is_killed_is_named_with_its_signal_and_a_hint(lone, numbe
     os.kill(lone.pids[0], number)
     error = _within(PROMPT, lambda: lone.ask(0, "double", 1))
     assert re.match(rf"server 0, .* was ended by {name}.*{hint}", str(error))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_killed_worker_whose_child_holds_its_pipes_is_named_wherever_one_looks(
+    method, monkeypatch
+):
+    monkeypatch.setattr(mp, "get_start_method", lambda: method)
+    with _group() as group:
+        child = group.ask(0, "fork")
+        try:
+            os.kill(group.pids[0], signal.SIGKILL)
+            for call in (lambda: group.ask(0, "double", 1), group.check, lambda: group.poll(0)):
+                group._failed = None
+                assert "was ended by SIGKILL" in str(_within(PROMPT, call))
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_worker_whose_exit_code_has_been_read_is_dead_whatever_its_sentinel_says(lone):
+    (worker,) = lone._workers
+    worker.process.kill()
+    worker.process.join()
+    pipe = os.pipe()
+    os.dup2(pipe[0], worker.process.sentinel)  # as while a fork server has not closed its end
+    with pytest.raises(WorkerError, match="was ended by SIGKILL"):
+        lone.check()
+    for end in pipe:
+        os.close(end)
 
 
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_a_later_one(group):

@@ -114,7 +114,12 @@ def test_what_becomes_due_during_an_evaluation_is_left_out(evaluation):
 def _endless_env() -> MujocoBatchEnv:
     """An environment in which no evaluation comes to its first step."""
     env = make_env()
-    env.set_seed = lambda seed: signal.pause()
+
+    def wait_for_ever(seed: int) -> None:
+        while True:
+            signal.pause()
+
+    env.set_seed = wait_for_ever
     return env
 
 

@@ -2,7 +2,11 @@
 
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
 from torchrl_unilab.data.pipeline.protocols import ReplayPipeline
-from torchrl_unilab.data.replay import PackedReplayStorage, PackedReplayWriter
+from torchrl_unilab.data.replay import (
+    PackedReplayStorage,
+    PackedReplayWriter,
+    PackedSliceSampler,
+)
 from torchrl_unilab.data.rollouts import (
     RolloutReplayBuffer,
     RolloutRingSampler,
@@ -15,6 +19,7 @@ __all__ = [
     "DoubleBufferReplayPipeline",
     "PackedReplayStorage",
     "PackedReplayWriter",
+    "PackedSliceSampler",
     "ReplayPipeline",
     "ReplayTickMetadata",
     "RolloutPool",

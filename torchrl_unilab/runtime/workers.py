@@ -56,6 +56,15 @@ class _Worker:
     requests: int = 0
 
     @property
+    def ended(self) -> bool:
+        """Whether it is dead.
+
+        The sentinel knows first. But it is silent while a child of the worker's holds its pipe,
+        and, with a fork server, between the reading of the exit code and the end of the pipe.
+        """
+        return bool(wait([self.process.sentinel], 0)) or not self.process.is_alive()
+
+    @property
     def stopped(self) -> bool:
         """Whether a signal stopped it, so that it neither works nor ends."""
         try:
@@ -228,9 +237,7 @@ class WorkerGroup:
         """
         if self._failed is not None:
             raise self._failed
-        for worker in self._workers:
-            if wait([worker.process.sentinel], 0):  # knows before `is_alive` does
-                self._fail(worker)
+        self._look_for_ended(self._workers)
         self._look_for_stopped(self._workers)
 
     def end(self, index: int) -> None:
@@ -263,7 +270,7 @@ class WorkerGroup:
         """Wait for one of `objects` or the end of a watched worker; return what is ready.
 
         Raises:
-            WorkerError: A watched worker is stopped.
+            WorkerError: A watched worker is stopped, or has ended and its children hold its pipes.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         sentinels = [worker.process.sentinel for worker in watched]
@@ -272,7 +279,13 @@ class WorkerGroup:
             ready = wait([*objects, *sentinels], min(left, LOOK_SECONDS))
             if ready or left <= LOOK_SECONDS:
                 return ready
+            self._look_for_ended(watched)
             self._look_for_stopped(watched)
+
+    def _look_for_ended(self, watched: Sequence[_Worker]) -> None:
+        for worker in watched:
+            if worker.ended:
+                self._fail(worker)
 
     def _look_for_stopped(self, watched: Sequence[_Worker]) -> None:
         """Raise if a worker is stopped, now and then."""

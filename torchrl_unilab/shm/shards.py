@@ -194,9 +194,14 @@ class Shards:
                 return Lineage(bases, origins, window)
 
     @property
+    def rewritten(self) -> int:
+        """A number that changes whenever rows do that had been written."""
+        return sum(self.load(VERSION))
+
+    @property
     def revision(self) -> int:
         """A number that changes whenever rows do."""
-        return (sum(self.load(VERSION)) << 48) + sum(self.load(HEAD))
+        return (self.rewritten << 48) + sum(self.load(HEAD))
 
     def newest(self, positions: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
         """Return the ids of the newest rows at positions, int64 [n]."""

@@ -1,6 +1,7 @@
-"""Transitions in shared memory, one packed row each: TorchRL's storage, writer, checkpointer."""
+"""Transitions in shared memory, one packed row each, for TorchRL's replay buffers."""
 
+from torchrl_unilab.data.replay.slices import PackedSliceSampler
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.data.replay.writer import PackedReplayWriter
 
-__all__ = ["PackedReplayStorage", "PackedReplayWriter"]
+__all__ = ["PackedReplayStorage", "PackedReplayWriter", "PackedSliceSampler"]

@@ -5,8 +5,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 import torchrl_unilab.hydra  # noqa: F401  (registers the config groups)
 
-__all__ = ["RecipesPlugin"]
-
 
 class RecipesPlugin(SearchPathPlugin):
     """Lets ``--config-name`` and defaults lists find our recipes."""

@@ -1,0 +1,166 @@
+"""`PackedSliceSampler` knows what TorchRL's `SliceSampler` finds anew each time."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+
+from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter, PackedSliceSampler
+from torchrl_unilab.data.replay import slices
+from torchrl_unilab.errors import ConfigError
+
+CAPACITY = 12
+KEYS = pytest.mark.parametrize(
+    "key", [{"end_key": ("next", "done")}, {"traj_key": "episode"}, {}], ids=["end", "traj", "auto"]
+)
+
+
+def _rows(dones: list[bool], first: int = 0) -> TensorDict:
+    """Steps of episodes that end where `dones` says."""
+    done = torch.tensor(dones).unsqueeze(1)
+    flags = {"done": done, "terminated": done & False, "truncated": done}
+    count = len(dones)
+    return TensorDict(
+        {
+            "episode": first + done.squeeze(1).long().cumsum(0) - done.squeeze(1).long(),
+            "step": torch.arange(count),
+            "is_init": done.roll(1),
+            "next": flags,
+        },
+        [count],
+    )
+
+
+def _buffer(sampler: SliceSampler, storage: PackedReplayStorage, size: int = 24) -> ReplayBuffer:
+    return ReplayBuffer(
+        storage=storage, sampler=sampler, writer=PackedReplayWriter(), batch_size=size
+    )
+
+
+def _assert_same_boundaries(ours: SliceSampler, stock: SliceSampler, storage: object) -> None:
+    torch.testing.assert_close(
+        ours._get_stop_and_length(storage), stock._get_stop_and_length(storage), rtol=0, atol=0
+    )
+
+
+DONES = st.lists(st.booleans(), min_size=2, max_size=CAPACITY)  # TorchRL fails with one row
+CHANGES = st.one_of(
+    st.tuples(st.just("extend"), DONES),
+    st.tuples(st.just("rewrite"), DONES),
+    st.tuples(st.just("replace"), DONES),
+)
+
+
+@KEYS
+@given(changes=st.lists(CHANGES, min_size=1, max_size=8))
+def test_boundaries_are_torchrls_after_any_change(key, changes):
+    ours, stock = PackedSliceSampler(slice_len=2, **key), SliceSampler(slice_len=2, **key)
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+        buffer = _buffer(ours, storage)
+        buffer.extend(_rows([False, True, False]))
+        for i, (how, dones) in enumerate(changes):
+            rows = _rows(dones, first=10 * i)
+            if how == "extend":
+                buffer.extend(rows)
+            elif how == "rewrite":
+                count = min(len(rows), len(storage))
+                buffer[torch.arange(count)] = rows[:count]
+            else:
+                storage.load_rows(rows)
+            _assert_same_boundaries(ours, stock, storage)
+
+
+@KEYS
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"slice_len": 3},
+        {"num_slices": 8},
+        {"slice_len": 6, "strict_length": False},
+        {"slice_len": 6, "strict_length": False, "pad_output": True},
+        {"slice_len": 3, "span": True, "strict_length": False, "init_key": None},
+        {"slice_len": 3, "truncated_key": None},
+        {"slice_len": 3, "truncated_key": "cut", "init_key": None},
+    ],
+    ids=str,
+)
+def test_batches_for_a_seed_are_torchrls(key, settings):
+    batches = []
+    for kind in (PackedSliceSampler, SliceSampler):
+        with PackedReplayStorage(40, example=_rows([False])[0]) as storage:
+            buffer = _buffer(kind(**key, **settings), storage)
+            torch.manual_seed(0)
+            drawn = []
+            for i in range(5):  # it is full after four
+                buffer.extend(_rows([j % 5 == 4 for j in range(11)], first=10 * i))
+                drawn.append(buffer.sample())
+            batches.append(drawn)
+    for one, other in zip(*batches, strict=True):
+        assert set(one.keys(True)) == set(other.keys(True))
+        assert (one == other).all()
+
+
+@KEYS
+def test_only_new_rows_are_looked_at(key, monkeypatch):
+    looked: list[int] = []
+    numbered = slices._numbered
+
+    def count(column: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        looked.append(end - first)
+        return numbered(column, first, end)
+
+    monkeypatch.setattr(slices, "_numbered", count)
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+        buffer = _buffer(PackedSliceSampler(slice_len=1, **key), storage)
+        for rows in (5, 4, 3, 4, 2):
+            buffer.extend(_rows([True] * rows))
+            buffer.sample()
+        before = 0 if "end_key" in key else 1  # with the newest of the rows before
+        assert looked == [5, *(rows + before for rows in (4, 3, 4, 2))]
+        buffer.sample()
+        assert looked[-1] == before
+
+
+def test_a_change_that_a_buffer_makes_through_views_is_noticed():
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+        ours = PackedSliceSampler(slice_len=1, traj_key="episode")
+        buffer = _buffer(ours, storage)
+        buffer.extend(_rows([False] * 6))
+        assert ours._get_stop_and_length(storage)[2].tolist() == [6]
+        buffer.set_at_("episode", torch.arange(6), slice(0, 6))
+        assert ours._get_stop_and_length(storage)[2].tolist() == [1] * 6
+
+
+def test_what_is_known_of_a_storage_is_neither_of_another_nor_pickled():
+    ours = PackedSliceSampler(slice_len=1, end_key=("next", "done"))
+    stock = SliceSampler(slice_len=1, end_key=("next", "done"))
+    for dones in ([True, False, True, False], [False, True, True, False]):
+        with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+            storage.append(_rows(dones))
+            _assert_same_boundaries(ours, stock, storage)
+    assert pickle.loads(pickle.dumps(ours))._known is None
+
+
+def test_other_storages_are_left_to_torchrl():
+    storage = LazyTensorStorage(CAPACITY)
+    rows = _rows([False, True, True])
+    storage.set(range(3), rows)
+    _assert_same_boundaries(
+        PackedSliceSampler(slice_len=1, traj_key="episode"),
+        SliceSampler(slice_len=1, traj_key="episode"),
+        storage,
+    )
+
+
+def test_a_storage_of_several_writers_is_refused_as_by_torchrl():
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0], writers=2) as storage:
+        buffer = _buffer(PackedSliceSampler(slice_len=1, traj_key="episode"), storage)
+        buffer.extend(_rows([False] * 4))
+        with pytest.raises(ConfigError, match="slices of a replay with writers=2"):
+            buffer.sample()
