@@ -52,6 +52,7 @@ def _assert_same_boundaries(ours: SliceSampler, stock: SliceSampler, storage: ob
 DONES = st.lists(st.booleans(), min_size=2, max_size=CAPACITY)  # TorchRL fails with one row
 CHANGES = st.one_of(
     st.tuples(st.just("extend"), DONES),
+    st.tuples(st.just("extend all"), DONES),  # the rows that were looked at are overwritten
     st.tuples(st.just("rewrite"), DONES),
     st.tuples(st.just("replace"), DONES),
 )
@@ -68,6 +69,9 @@ def test_boundaries_are_torchrls_after_any_change(key, changes):
             rows = _rows(dones, first=10 * i)
             if how == "extend":
                 buffer.extend(rows)
+            elif how == "extend all":
+                for _ in range(2 * CAPACITY // len(rows)):
+                    buffer.extend(rows)
             elif how == "rewrite":
                 count = min(len(rows), len(storage))
                 buffer[torch.arange(count)] = rows[:count]
