@@ -296,7 +296,7 @@ def test_many_ticks_take_no_more_memory_than_two_slots_nor_more_threads(table):
         growth = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
     assert len(addresses) == table.batches == 2
-    assert set(threads) == {threads[0]}
+    assert max(threads) == threads[0]  # one of an earlier test may end meanwhile
     assert growth < 15_000  # of 150 ticks: not one small object each
 
 

@@ -1,0 +1,219 @@
+"""Ours beside other libraries: one task, the same cores, the same clock.
+
+``python -m tests.benchmarks.bench_peers [--tasks Hopper-v5] [--seeds 0] [--seconds 150]``
+
+Each run is a process of its own and begins at a cold shell: imports, compilers and workers count.
+Runs take turns. Peers have their own published settings and live in environments of their own below
+``.venv-peers``, which the first run makes. Records are written as JSON lines; the table has each
+run, and the seconds to returns that others publish after a million frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.benchmarks import stock_ppo
+from tests.benchmarks.bench_off_policy import neighbours
+from tests.benchmarks.bench_race import arrival, cell
+from tests.benchmarks.learn import RESULTS, append_record, machine, thin
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "peers"
+HOMES = {
+    "baselines": ["sbx-rl==0.28.0", "stable-baselines3==2.9.2", "gymnasium[mujoco]==1.4.0"],
+    "rl_games": ["rl-games==1.6.5", "envpool==1.2.5"],
+}
+"""Environments of peers, and what pip is asked for."""
+
+FRAMES = 1_000_000
+STEPS = {
+    "HalfCheetah-v5": (1000.0, 3000.0, 5000.0),
+    "Hopper-v5": (1000.0, 2000.0, 3000.0),
+    "Walker2d-v5": (1000.0, 2000.0, 3000.0),
+}
+"""Returns that runs are timed to."""
+
+OURS = ("unilab appo", "unilab sac", "unilab td3")
+STOCK = "TorchRL ppo"
+PEERS: dict[str, tuple[str, ...]] = {
+    "rl_games ppo, EnvPool": ("rl_games", "rl_games_ppo.py"),
+    "SB3 ppo": ("baselines", "stable_baselines.py", "stable_baselines3", "ppo"),
+    "SB3 sac": ("baselines", "stable_baselines.py", "stable_baselines3", "sac"),
+    "SBX ppo": ("baselines", "stable_baselines.py", "sbx", "ppo"),
+    "SBX sac": ("baselines", "stable_baselines.py", "sbx", "sac"),
+    "SBX td3": ("baselines", "stable_baselines.py", "sbx", "td3"),
+}
+"""Peers' environments, scripts and first arguments."""
+ALL = (*OURS, STOCK, *PEERS)
+
+
+def python_of(home: str) -> str:
+    """Return the interpreter of a peer's environment, which is made if there is none."""
+    place = ROOT / ".venv-peers" / home
+    python = place / "bin" / "python"
+    if not (place / "installed").exists():
+        subprocess.run([sys.executable, "-m", "venv", place], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "-c", ROOT / "constraints.txt", "torch"], check=True)
+        subprocess.run([*pip, *HOMES[home]], check=True)
+        (place / "installed").touch()
+    return str(python)
+
+
+def command_of(peer: str, task: str, seed: int, seconds: float, directory: Path) -> list[str]:
+    """Return what runs a peer, or one of ours as a user does."""
+    if peer in OURS:
+        options = {
+            "--env": task,
+            "--seed": seed,
+            "--frames": FRAMES,
+            "--max-seconds": seconds,
+            "--eval-episodes": 1,
+            "--run-dir": directory / "run",
+        }
+        words = [str(word) for option in options.items() for word in option]
+        return [sys.executable, "-m", "torchrl_unilab", "train", peer.split()[1], *words]
+    if peer == STOCK:
+        race = [sys.executable, "-m", "tests.benchmarks.bench_race", "--one", "stock PPO"]
+        return [*race, task, str(seed), str(seconds), "inf"]
+    home, script, *first = PEERS[peer]
+    run = [task, str(seed), str(seconds), str(FRAMES)]
+    return [python_of(home), str(SCRIPTS / script), *first, *run]
+
+
+def read(peer: str, output: str, directory: Path, wall: float) -> dict[str, Any]:
+    """Return frames, seconds, updates and curve of a run; seconds count from the cold shell."""
+    if peer in PEERS:
+        record: dict[str, Any] = json.loads(output.splitlines()[-1])
+        return record
+    if peer == STOCK:
+        curve = json.loads(output.splitlines()[-1])
+        seconds, frames, _ = curve[-1] if curve else (wall, 0, 0.0)
+        updates = frames // stock_ppo.MINIBATCH * stock_ppo.EPOCHS
+    else:
+        summary = json.loads((directory / "run" / "summary.json").read_text())
+        curve, seconds, frames = summary["curve"], summary["seconds"], summary["frames"]
+        updates = summary["optim_steps"]
+    lost = wall - seconds  # what came before and what came after, which counts against these
+    curve = [(at + lost, n, mean) for at, n, mean in curve]
+    return {"frames": frames, "seconds": wall, "optim_steps": updates, "curve": curve}
+
+
+class Memory(threading.Thread):
+    """Watches the memory of a process and its children; what they share counts once."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.peak, self._process, self._ended = 0, psutil.Process(pid), threading.Event()
+
+    def run(self) -> None:
+        """Look each second."""
+        while not self._ended.wait(1.0):
+            with contextlib.suppress(psutil.Error):  # one has ended meanwhile
+                every = [self._process, *self._process.children(recursive=True)]
+                used = sum(process.memory_full_info().pss for process in every)
+                self.peak = max(self.peak, used)
+
+    def stop(self) -> int:
+        """End it and return the most bytes that were seen."""
+        self._ended.set()
+        self.join()
+        return self.peak
+
+
+def run(peer: str, task: str, seed: int, seconds: float) -> dict[str, Any]:
+    """Run a peer once and return its record.
+
+    Raises:
+        RuntimeError: It failed; with the end of what it said.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        command = command_of(peer, task, seed, seconds, Path(name))
+        before, started = processor_seconds(), time.monotonic()
+        process = subprocess.Popen(
+            command,
+            env=os.environ | {"STARTED": str(started)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        memory = Memory(process.pid)
+        memory.start()
+        output, _ = process.communicate()
+        wall, peak = time.monotonic() - started, memory.stop()
+        if process.returncode:
+            raise RuntimeError(f"{peer} on {task}, seed {seed}:\n{output[-2000:]}")
+        record = read(peer, output, Path(name), wall)
+    return {
+        "peer": peer,
+        "task": task,
+        "seed": seed,
+        **record,
+        "cpu_seconds": processor_seconds() - before,
+        "peak_bytes": peak,
+        "curve": thin(record["curve"], 200),
+        "machine": machine(),
+    }
+
+
+def processor_seconds() -> float:
+    """Processor time of the processes that this one has waited for, and of theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def line(record: dict[str, Any]) -> str:
+    """A run as a row of the table."""
+    curve, seconds = record["curve"], record["seconds"]
+    frames, updates = record["frames"] / seconds, record["optim_steps"] / seconds
+    reached = " | ".join(cell(arrival(curve, step)) for step in STEPS[record["task"]])
+    return (
+        f"| {record['peer']} | {record['seed']} | {curve[-1][2] if curve else 0:,.0f} | {reached} "
+        f"| {frames:,.0f} | {updates:,.0f} | {record['cpu_seconds'] / seconds:.1f} "
+        f"| {record['peak_bytes'] / 1e6:,.0f} |"
+    )
+
+
+def main() -> None:
+    """Run all and print the tables as they come."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--tasks", nargs="+", default=["HalfCheetah-v5", "Hopper-v5"], choices=STEPS
+    )
+    parser.add_argument("--peers", nargs="+", default=list(ALL), choices=ALL)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--busy", type=int, default=0, help="programs that never wait, beside")
+    parser.add_argument("--out", type=Path, default=RESULTS / "peers" / "peers.jsonl")
+    options = parser.parse_args()
+    for peer in options.peers:
+        if peer in PEERS:
+            python_of(PEERS[peer][0])
+    for task in options.tasks:
+        steps = "".join(f" s to {step:g} |" for step in STEPS[task])
+        print(f"\n**{task}**, {options.seconds:g} s each, {options.busy} busy programs beside\n")
+        print(f"| | seed | return |{steps} frames/s | updates/s | cores | MB |")
+        print("|---|---:|---:|" + "---:|" * (len(STEPS[task]) + 4), flush=True)
+        for seed in options.seeds:
+            with neighbours(options.busy):
+                for peer in options.peers:
+                    record = run(peer, task, seed, options.seconds) | {"busy": options.busy}
+                    append_record(options.out, record)
+                    print(line(record), flush=True)
+
+
+if __name__ == "__main__":
+    main()
