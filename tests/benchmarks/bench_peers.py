@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -112,26 +111,34 @@ def read(peer: str, output: str, directory: Path, wall: float) -> dict[str, Any]
     return {"frames": frames, "seconds": wall, "optim_steps": updates, "curve": curve}
 
 
-class Memory(threading.Thread):
-    """Watches the memory of a process and its children; what they share counts once."""
+class Usage(threading.Thread):
+    """Watches a process and all below it, once a second.
+
+    Attributes:
+        peak: Most bytes of memory; what processes share counts once.
+        seconds: Processor time of each process, by its id.
+    """
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
-        self.peak, self._process, self._ended = 0, psutil.Process(pid), threading.Event()
+        self.peak, self.seconds = 0, dict[int, float]()
+        self._process, self._ended = psutil.Process(pid), threading.Event()
 
     def run(self) -> None:
-        """Look each second."""
+        """Look until the end."""
         while not self._ended.wait(1.0):
             with contextlib.suppress(psutil.Error):  # one has ended meanwhile
-                every = [self._process, *self._process.children(recursive=True)]
-                used = sum(process.memory_full_info().pss for process in every)
+                used = 0
+                for process in [self._process, *self._process.children(recursive=True)]:
+                    used += process.memory_full_info().pss
+                    times = process.cpu_times()
+                    self.seconds[process.pid] = times.user + times.system
                 self.peak = max(self.peak, used)
 
-    def stop(self) -> int:
-        """End it and return the most bytes that were seen."""
+    def stop(self) -> None:
+        """End it."""
         self._ended.set()
         self.join()
-        return self.peak
 
 
 def run(peer: str, task: str, seed: int, seconds: float) -> dict[str, Any]:
@@ -142,7 +149,7 @@ def run(peer: str, task: str, seed: int, seconds: float) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as name:
         command = command_of(peer, task, seed, seconds, Path(name))
-        before, started = processor_seconds(), time.monotonic()
+        started = time.monotonic()
         process = subprocess.Popen(
             command,
             env=os.environ | {"STARTED": str(started)},
@@ -150,10 +157,11 @@ def run(peer: str, task: str, seed: int, seconds: float) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        memory = Memory(process.pid)
-        memory.start()
+        usage = Usage(process.pid)
+        usage.start()
         output, _ = process.communicate()
-        wall, peak = time.monotonic() - started, memory.stop()
+        wall = time.monotonic() - started
+        usage.stop()
         if process.returncode:
             raise RuntimeError(f"{peer} on {task}, seed {seed}:\n{output[-2000:]}")
         record = read(peer, output, Path(name), wall)
@@ -162,17 +170,11 @@ def run(peer: str, task: str, seed: int, seconds: float) -> dict[str, Any]:
         "task": task,
         "seed": seed,
         **record,
-        "cpu_seconds": processor_seconds() - before,
-        "peak_bytes": peak,
+        "cpu_seconds": sum(usage.seconds.values()),
+        "peak_bytes": usage.peak,
         "curve": thin(record["curve"], 200),
         "machine": machine(),
     }
-
-
-def processor_seconds() -> float:
-    """Processor time of the processes that this one has waited for, and of theirs."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
 
 
 def line(record: dict[str, Any]) -> str:
@@ -210,7 +212,11 @@ def main() -> None:
         for seed in options.seeds:
             with neighbours(options.busy):
                 for peer in options.peers:
-                    record = run(peer, task, seed, options.seconds) | {"busy": options.busy}
+                    try:
+                        record = run(peer, task, seed, options.seconds) | {"busy": options.busy}
+                    except RuntimeError as error:  # the others still run
+                        print(error, file=sys.stderr)
+                        continue
                     append_record(options.out, record)
                     print(line(record), flush=True)
 

@@ -110,13 +110,16 @@ def main(library: str, algorithm: str, task: str, seed: int, seconds: float, fra
     if library == "stable_baselines3" and algorithm == "ppo" and task in ZOO:
         settings = {**ZOO[task], "n_steps": 512, "policy_kwargs": POLICY}
         env = VecNormalize(env, gamma=settings["gamma"])
-    model = kind("MlpPolicy", env, seed=seed, stats_window_size=EPISODES, device="cpu", **settings)
+    model = kind("MlpPolicy", env, seed=seed, device="cpu", **settings)
+    model._stats_window_size = EPISODES  # SBX's PPO has no argument for it
     curve = Curve(seconds)
     model.learn(frames, callback=curve)
+    epochs = algorithm == "ppo"  # which it counts in place of minibatches
+    minibatches = model.n_steps // model.batch_size if epochs else 1
     record = {
         "frames": model.num_timesteps,
         "seconds": time.monotonic() - curve.started,
-        "optim_steps": int(model._n_updates),
+        "optim_steps": int(model._n_updates) * minibatches,
         "curve": curve.points,
         "gymnasium_returns": [play(model, task, seed + i) for i in range(GYMNASIUM_EPISODES)],
         "versions": {
