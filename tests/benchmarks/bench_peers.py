@@ -1,6 +1,6 @@
 """Ours beside other libraries: one task, the same cores, the same clock.
 
-``python -m tests.benchmarks.bench_peers [--tasks Hopper-v5] [--seeds 0] [--seconds 150]``
+``python -m tests.benchmarks.bench_peers [--tasks Hopper-v5] [--seeds 0] [--seconds 100]``
 
 Each run is a process of its own and begins at a cold shell: imports, compilers and workers count.
 Runs take turns. Peers have their own published settings and live in environments of their own below
@@ -197,7 +197,7 @@ def main() -> None:
     )
     parser.add_argument("--peers", nargs="+", default=list(ALL), choices=ALL)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seconds", type=float, default=100.0)
     parser.add_argument("--busy", type=int, default=0, help="programs that never wait, beside")
     parser.add_argument("--out", type=Path, default=RESULTS / "peers" / "peers.jsonl")
     options = parser.parse_args()
