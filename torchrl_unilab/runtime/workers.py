@@ -176,7 +176,7 @@ class WorkerGroup:
                 if left < 0.0:
                     raise self._late(worker, "request not taken", timeout)
                 worker.channel.wait(to_send=True, timeout=min(left, LOOK_SECONDS))
-                self._look_for_stopped([worker])
+                self._look([worker])
         except (EOFError, OSError):
             self._fail(worker)
 
@@ -237,8 +237,7 @@ class WorkerGroup:
         """
         if self._failed is not None:
             raise self._failed
-        self._look_for_ended(self._workers)
-        self._look_for_stopped(self._workers)
+        self._look(self._workers)
 
     def end(self, index: int) -> None:
         """Kill a worker, if it lives; what it held may then be taken from it. Idempotent."""
@@ -279,16 +278,13 @@ class WorkerGroup:
             ready = wait([*objects, *sentinels], min(left, LOOK_SECONDS))
             if ready or left <= LOOK_SECONDS:
                 return ready
-            self._look_for_ended(watched)
-            self._look_for_stopped(watched)
+            self._look(watched)
 
-    def _look_for_ended(self, watched: Sequence[_Worker]) -> None:
+    def _look(self, watched: Sequence[_Worker]) -> None:
+        """Raise if a worker has ended; now and then, also if one is stopped."""
         for worker in watched:
             if worker.ended:
                 self._fail(worker)
-
-    def _look_for_stopped(self, watched: Sequence[_Worker]) -> None:
-        """Raise if a worker is stopped, now and then."""
         now = time.monotonic()
         if now < self._next_look:
             return
