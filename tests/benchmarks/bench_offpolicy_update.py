@@ -1,26 +1,32 @@
 """One minibatch update of SAC and of TD3 beside the same mathematics in plain PyTorch.
 
-``python -m tests.benchmarks.bench_offpolicy_update [--blocks 15] [--compile]``
+``python -m tests.benchmarks.bench_offpolicy_update [--blocks 15] [--compile] [--sbx]``
 
 All update an actor and two critics of 2x256 units on 256 transitions of HalfCheetah's sizes,
 with Adam and target networks, the policy in every step. They take turns in blocks. Plain
 PyTorch uses autograd and fused Adam; TorchRL its loss, fused Adam and `SoftUpdate`. The policy's
-thread comes beside torch's, whose number the table has.
+thread comes beside torch's, whose number the table has. The products alone, which no update
+in float32 can do without, say how far each is from the processor's limit.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torchrl.objectives import LossModule, SACLoss, SoftUpdate, TD3Loss
 
+from tests.benchmarks.peer_homes import SCRIPTS, python_of
 from tests.benchmarks.plain_offpolicy import PlainSAC, PlainTD3
 from tests.benchmarks.turns import race
 from tests.support.off_policy import make_transitions
+from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.modules.critics import make_q_value
 from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor
 from torchrl_unilab.objectives.fused.sac import FusedSACUpdate
@@ -28,6 +34,8 @@ from torchrl_unilab.objectives.fused.td3 import FusedTD3Update
 
 OBSERVATION, ACTION = 17, 6
 LR, TAU = 3e-4, 0.005
+WIDTH = 256
+ROWS = 10_000  # of replays
 
 
 def make_loss(algorithm: str) -> LossModule:
@@ -56,19 +64,80 @@ def torchrl_step(loss: LossModule, batch: TensorDict) -> Callable[[], object]:
     return step
 
 
+def make_update(algorithm: str, **options: Any) -> FusedSACUpdate | FusedTD3Update:
+    """Our update."""
+    loss, rates = make_loss(algorithm), {"lr_actor": LR, "lr_critic": LR, "tau": TAU}
+    if algorithm == "SAC":
+        return FusedSACUpdate(loss, lr_alpha=LR, **options, **rates)
+    return FusedTD3Update(loss, **options, **rates)
+
+
 def fused_step(algorithm: str, batch: TensorDict, **options: Any) -> Callable[[], object]:
     """A step by our update."""
-    loss, rates = make_loss(algorithm), {"lr_actor": LR, "lr_critic": LR, "tau": TAU}
-    update: FusedSACUpdate | FusedTD3Update
-    if algorithm == "SAC":
-        update = FusedSACUpdate(loss, lr_alpha=LR, **options, **rates)
-    else:
-        update = FusedTD3Update(loss, **options, **rates)
+    update = make_update(algorithm, **options)
     packed = update.prepare(batch)
     return lambda: update.step(packed)
 
 
-def make_ways(algorithm: str, size: int, *, compiled: bool) -> dict[str, Callable[[], object]]:
+def products(algorithm: str, batch: int) -> Callable[[], object]:
+    """The matrix products of an update, of zeros in the caches.
+
+    Hidden layers of the critics forward, backward, and by their weights, and of their targets
+    forward; of the actor on both states forward, backward and by its weights; of the critics
+    that judge it forward, and back to the action. First layers likewise.
+    """
+    judged = 2 if algorithm == "SAC" else 1  # critics that the policy climbs
+    hidden = 3 * 2 + 2 + 4 + 2 * judged
+    critic_first, actor_first = 2 * 2 + 2 + judged, 3
+    x, weight, out = (torch.zeros(n, WIDTH) for n in (batch, WIDTH, batch))
+    state, state_weight = torch.zeros(batch, OBSERVATION), torch.zeros(OBSERVATION, WIDTH)
+    both = torch.zeros(batch, OBSERVATION + ACTION)
+    both_weight = torch.zeros(OBSERVATION + ACTION, WIDTH)
+
+    def step() -> None:
+        for _ in range(hidden):
+            torch.mm(x, weight, out=out)
+        for _ in range(critic_first):
+            torch.mm(both, both_weight, out=out)
+        for _ in range(actor_first):
+            torch.mm(state, state_weight, out=out)
+
+    return step
+
+
+def sampled_step(algorithm: str, storage: PackedReplayStorage, batch: int) -> Callable[[], object]:
+    """A step by our update on a sample from the packed replay, which counts."""
+    update = make_update(algorithm)
+    return lambda: update.step(update.prepare(storage.sample(batch)))
+
+
+@contextlib.contextmanager
+def sbx_step(algorithm: str, batch: int) -> Iterator[Callable[[], object]]:
+    """A step by SBX on a sample from its replay, in a process of its own on one core."""
+    sizes = map(str, (OBSERVATION, ACTION, batch))
+    command = [python_of("baselines"), str(SCRIPTS / "sbx_update.py"), algorithm.lower(), *sizes]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdin
+    assert process.stdout
+    os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
+
+    def step() -> None:
+        process.stdin.write("\n")
+        if not process.stdout.readline():
+            raise RuntimeError("SBX's process has ended")
+
+    try:
+        yield step
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
+def make_ways(
+    algorithm: str, size: int, storage: PackedReplayStorage, *, compiled: bool
+) -> dict[str, Callable[[], object]]:
     """The ways to take one step, by name."""
     batch = make_transitions(size, OBSERVATION, ACTION)
     tensors = {
@@ -81,7 +150,9 @@ def make_ways(algorithm: str, size: int, *, compiled: bool) -> dict[str, Callabl
     plain = {"SAC": PlainSAC, "TD3": PlainTD3}[algorithm](OBSERVATION, ACTION)
     ways: dict[str, Callable[[], object]] = {
         "plain PyTorch": lambda: plain.update(tensors),
+        "products alone": products(algorithm, size),
         "fused": fused_step(algorithm, batch),
+        "fused, with its sample": sampled_step(algorithm, storage, size),
         "fused, policy's thread": fused_step(algorithm, batch, policy_thread=True),
         "fused, bfloat16": fused_step(algorithm, batch, matmul_dtype=torch.bfloat16),
         "TorchRL": torchrl_step(make_loss(algorithm), batch),
@@ -98,19 +169,29 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="add plain PyTorch, compiled")
+    parser.add_argument("--sbx", action="store_true", help="add SBX, with its sample, one thread")
     options = parser.parse_args()
     print(f"One update of {options.batch} transitions, actor and two critics of 2x256 units\n")
     print("| algorithm | threads | way | median ms | updates/s | of plain |")
     print("|---|---:|---|---:|---:|---:|")
-    for algorithm in ("SAC", "TD3"):
-        ways = make_ways(algorithm, options.batch, compiled=options.compile)
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            medians = race(ways, options.blocks, 10)
-            for name, median in medians.items():
-                ratio = median / medians["plain PyTorch"]
-                figures = f"{median * 1e3:.2f} | {1 / median:.0f} | {ratio:.2f}x"
-                print(f"| {algorithm} | {threads} | {name} | {figures} |")
+    with contextlib.ExitStack() as stack:
+        storage = stack.enter_context(PackedReplayStorage(ROWS))
+        storage.set(range(ROWS), make_transitions(ROWS, OBSERVATION, ACTION))
+        for algorithm in ("SAC", "TD3"):
+            ways = make_ways(algorithm, options.batch, storage, compiled=options.compile)
+            sbx = {}
+            if options.sbx:
+                sbx["SBX, with its sample"] = stack.enter_context(
+                    sbx_step(algorithm, options.batch)
+                )
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                contenders = ways | (sbx if threads == 1 else {})
+                medians = race(contenders, options.blocks, 10)
+                for name, median in medians.items():
+                    ratio = median / medians["plain PyTorch"]
+                    figures = f"{median * 1e3:.2f} | {1 / median:.0f} | {ratio:.2f}x"
+                    print(f"| {algorithm} | {threads} | {name} | {figures} |")
 
 
 if __name__ == "__main__":

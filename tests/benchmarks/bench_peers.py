@@ -28,14 +28,7 @@ from tests.benchmarks import stock_ppo
 from tests.benchmarks.bench_off_policy import neighbours
 from tests.benchmarks.bench_race import arrival, cell
 from tests.benchmarks.learn import RESULTS, append_record, machine, thin
-
-ROOT = Path(__file__).parents[2]
-SCRIPTS = Path(__file__).parent / "peers"
-HOMES = {
-    "baselines": ["sbx-rl==0.28.0", "stable-baselines3==2.9.2", "gymnasium[mujoco]==1.4.0"],
-    "rl_games": ["rl-games==1.6.5", "envpool==1.2.5"],
-}
-"""Environments of peers, and what pip is asked for."""
+from tests.benchmarks.peer_homes import SCRIPTS, python_of
 
 FRAMES = 1_000_000
 STEPS = {
@@ -57,19 +50,6 @@ PEERS: dict[str, tuple[str, ...]] = {
 }
 """Peers' environments, scripts and first arguments."""
 ALL = (*OURS, STOCK, *PEERS)
-
-
-def python_of(home: str) -> str:
-    """Return the interpreter of a peer's environment, which is made if there is none."""
-    place = ROOT / ".venv-peers" / home
-    python = place / "bin" / "python"
-    if not (place / "installed").exists():
-        subprocess.run([sys.executable, "-m", "venv", place], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-c", ROOT / "constraints.txt", "torch"], check=True)
-        subprocess.run([*pip, *HOMES[home]], check=True)
-        (place / "installed").touch()
-    return str(python)
 
 
 def command_of(peer: str, task: str, seed: int, seconds: float, directory: Path) -> list[str]:

@@ -11,7 +11,9 @@ over `LazyTensorStorage` with a `RandomSampler`, *memmap* over `LazyMemmapStorag
 the same buffer over `PackedReplayStorage`, *native* its own `sample`, *reused* the same into
 one batch (`out`). *gather* is the limit: `torch.index_select` of as many rows from one float32
 tensor of the row's size, at positions drawn beforehand. *Slices* are of 16 rows, found by the
-ends of episodes after 16 more were written; *known* is *packed* by `PackedSliceSampler`.
+ends of episodes after 16 more were written; *known* is *packed* by `PackedSliceSampler`. *By
+priority* 16 rows are written, so many sampled, and their priorities set; *packed* is by
+`PackedPrioritizedSampler`. TorchRL's needs its extension: without it there is no such table.
 
 **Extend.** 1024 rows a call, of 64 blocks made beforehand, or always the same block, which the
 caches then hold. *storage* is `set` of the stock storages and `add`, `append` and `set` of ours;
@@ -31,18 +33,32 @@ from collections.abc import Callable
 import torch
 from tensordict import TensorDict
 from torchrl._utils import logger as torchrl_logger
-from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, Storage
+from torchrl.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    ReplayBuffer,
+    Storage,
+    TensorDictReplayBuffer,
+)
 from torchrl.data.replay_buffers import SliceSampler
+from torchrl.data.replay_buffers.samplers import prioritized
 
 from tests.benchmarks.turns import race
 from tests.support.processes import receive, spawned
 from tests.support.transitions import append_until_told, mixed, stamped
-from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter, PackedSliceSampler
+from torchrl_unilab.data import (
+    PackedPrioritizedSampler,
+    PackedReplayStorage,
+    PackedReplayWriter,
+    PackedSliceSampler,
+)
 
 CAPACITY = 262_144
 BLOCK = 1024
 BLOCKS = 64
 SIZES = {"172 B": (17, 6), "912 B": (102, 21)}
+EXTENSION = prioritized.SumSegmentTreeFp32 is not None  # of TorchRL, which its samplers need
 SAMPLES = (256, 2048, 8192, 32_768)
 
 Call = Callable[[], object]
@@ -150,6 +166,30 @@ class Contenders:
 
         return {name: slicing(name, sampler) for name, sampler in samplers.items()}
 
+    def prioritising(self, count: int) -> dict[str, Call]:
+        """A call that writes 16 rows, samples by priority and sets priorities, by contender."""
+        samplers = {"stock": PrioritizedSampler, "packed": PackedPrioritizedSampler}
+        rows, priority = self.blocks[0][:16], torch.rand(count)
+
+        def prioritising(name: str, sampler: type[PrioritizedSampler]) -> Call:
+            storage = self.storages[name]
+            buffer = TensorDictReplayBuffer(
+                storage=storage,
+                sampler=sampler(CAPACITY, 0.6, 0.4),
+                writer=PackedReplayWriter() if name == "packed" else None,
+                batch_size=count,
+            )
+            buffer.update_priority(torch.arange(CAPACITY), torch.rand(CAPACITY))
+
+            def call() -> None:
+                buffer.extend(rows)
+                index = buffer.sample()["index"]
+                buffer.update_priority(index, priority)
+
+            return call
+
+        return {name: prioritising(name, sampler) for name, sampler in samplers.items()}
+
     def extending(self) -> dict[str, Call]:
         """A call that extends a buffer by a block, by contender."""
         return {
@@ -224,6 +264,11 @@ def main() -> None:
             for title, cases, limit in (
                 ("Sample", {f"{n:,}": contenders.sampling(n) for n in SAMPLES}, "gather"),
                 ("Slices", {"256": contenders.slicing(256)}, "stock"),
+                (
+                    "By priority",
+                    {f"{n:,}": contenders.prioritising(n) for n in SAMPLES[:2] if EXTENSION},
+                    "stock",
+                ),
                 ("Extend a buffer", {"1,024": contenders.extending()}, "stock"),
                 (
                     "Write to a storage",
@@ -231,6 +276,8 @@ def main() -> None:
                     "copy",
                 ),
             ):
+                if not cases:
+                    continue
                 names = list(next(iter(cases.values())))
                 print(f"\n{title}, rows of {size}: µs (times as fast as stock)\n")
                 print(f"| rows | {' | '.join(names)} | time / {limit} |")

@@ -3,6 +3,7 @@
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
 from torchrl_unilab.data.pipeline.protocols import ReplayPipeline
 from torchrl_unilab.data.replay import (
+    PackedPrioritizedSampler,
     PackedReplayStorage,
     PackedReplayWriter,
     PackedSliceSampler,
@@ -17,6 +18,7 @@ from torchrl_unilab.data.rollouts.pool import RolloutPool
 
 __all__ = [
     "DoubleBufferReplayPipeline",
+    "PackedPrioritizedSampler",
     "PackedReplayStorage",
     "PackedReplayWriter",
     "PackedSliceSampler",

@@ -1,0 +1,161 @@
+"""Sampling by priority, over rows of this process and of others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedReplayWriter
+from torchrl_unilab.errors import ConfigError
+
+CAPACITY = 16
+ALPHA, BETA = 0.7, 0.5
+
+
+def _rows(count: int, first: int = 0) -> TensorDict:
+    """Rows that name their own number."""
+    return TensorDict(x=torch.arange(first, first + count).float(), batch_size=[count])
+
+
+@pytest.fixture
+def storage():
+    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as made:
+        yield made
+
+
+def _buffer(storage: PackedReplayStorage, count: int = 4096, **options) -> TensorDictReplayBuffer:
+    sampler = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, **options)
+    return TensorDictReplayBuffer(
+        storage=storage, sampler=sampler, batch_size=count, priority_key="td_error"
+    )
+
+
+def _other(storage: PackedReplayStorage) -> TensorDictReplayBuffer:
+    """A buffer over the same rows, of which the first knows as little as of another process's."""
+    return TensorDictReplayBuffer(storage=storage, writer=PackedReplayWriter())
+
+
+def _raw(buffer: TensorDictReplayBuffer) -> list[float]:
+    """The priorities that rows have, rounded."""
+    tree, n = buffer.sampler._sum_tree, len(buffer)
+    return [round(float(tree[i] ** (1 / ALPHA)), 4) for i in range(n)]
+
+
+@pytest.mark.parametrize("over", ["packed", "stock"])
+def test_rows_are_drawn_as_often_as_their_priority_says(over, storage):
+    torch.manual_seed(0)
+    buffer = _buffer(storage if over == "packed" else LazyTensorStorage(CAPACITY), count=20_000)
+    buffer.extend(_rows(8))
+    priority = torch.arange(1.0, 9.0)
+    buffer.update_priority(torch.arange(8), priority)
+    sample = buffer.sample()
+    expected = priority**ALPHA / (priority**ALPHA).sum()
+    share = sample["x"].long().bincount(minlength=8) / 20_000
+    torch.testing.assert_close(share, expected, atol=0.01, rtol=0)
+    # The weights, over those of the row that is drawn least often.
+    weight = (8 * expected) ** -BETA
+    weight = (weight / weight.max())[sample["index"].long()]
+    torch.testing.assert_close(sample["priority_weight"], weight, atol=1e-5, rtol=1e-5)
+
+
+def test_priorities_follow_the_sample_that_was_learnt_from(storage):
+    buffer = _buffer(storage, count=2)
+    buffer.extend(_rows(8))
+    sample = buffer.sample()
+    sample["td_error"] = torch.tensor([5.0, 5.0])
+    buffer.update_tensordict_priority(sample)
+    learnt = sample["index"].unique().tolist()
+    assert _raw(buffer) == [5.0 if i in learnt else 1.0 for i in range(8)]
+
+
+def test_rows_of_others_have_the_highest_priority_so_far(storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(8))
+    buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    buffer.sample()
+    _other(storage).extend(_rows(4, first=8))
+    assert set(buffer.sample()["x"].tolist()) == set(map(float, range(12)))
+    assert _raw(buffer) == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8]
+
+
+def test_rows_that_others_overwrite_lose_their_priority(storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(CAPACITY))
+    buffer.update_priority(torch.arange(CAPACITY), torch.tensor([2.0, 9.0] + [1.0] * 14))
+    buffer.sample()
+    _other(storage).extend(_rows(1, first=CAPACITY))
+    buffer.sample()
+    assert _raw(buffer)[:3] == [9, 9, 1]
+
+
+def test_own_rows_keep_the_priority_that_they_were_given(storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(2))
+    buffer.sample()
+    index = buffer.extend(_rows(2, first=2))
+    buffer.update_priority(index, torch.tensor([0.25, 0.5]))
+    buffer.sample()
+    assert _raw(buffer) == [1, 1, 0.25, 0.5]
+
+
+def test_rows_of_a_shard_that_is_ahead_are_drawn():
+    with PackedReplayStorage(CAPACITY, example=_rows(1)[0], writers=2) as storage:
+        buffer = _buffer(storage)
+        _other(storage).extend(_rows(4))
+        storage.use_writer(1)
+        _other(storage).extend(_rows(2, first=4))
+        assert buffer.sample()["x"].unique().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_restored_buffer_draws_by_the_priorities_that_were_saved(storage, tmp_path):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(8))
+    buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    buffer.dumps(tmp_path / "files")
+    saved = buffer.state_dict()
+    for restore in (
+        lambda other: other.loads(tmp_path / "files"),
+        lambda other: other.load_state_dict(saved),
+    ):
+        with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as again:
+            other = _buffer(again)
+            restore(other)
+            other.sample()
+            assert _raw(other) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_an_emptied_buffer_forgets_priorities(storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(8))
+    buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    buffer.empty()
+    buffer.extend(_rows(2))
+    buffer.sample()
+    assert _raw(buffer) == [1, 1]
+
+
+def test_a_device_is_refused():
+    with pytest.raises(ConfigError, match="device: cuda"):
+        PackedPrioritizedSampler(8, ALPHA, BETA, device="cuda")
+
+
+@pytest.mark.parametrize("exponent", ["alpha", "beta"])
+def test_an_exponent_below_0_is_refused(exponent):
+    with pytest.raises(ConfigError, match=f"{exponent}: -1"):
+        PackedPrioritizedSampler(8, **{"alpha": ALPHA, "beta": BETA, exponent: -1})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+def test_a_priority_that_is_none_is_refused_and_none_is_set(bad, storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(2))
+    with pytest.raises(ValueError, match="cannot set priorities"):
+        buffer.update_priority(torch.arange(2), torch.tensor([3.0, bad]))
+    assert _raw(buffer) == [1, 1]
+
+
+def test_an_empty_buffer_says_so(storage):
+    with pytest.raises(RuntimeError, match="0 rows"):
+        _buffer(storage).sample()
