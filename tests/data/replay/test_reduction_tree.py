@@ -42,8 +42,11 @@ def test_a_query_reduces_the_values_of_its_range(reduce, capacity, seed, share, 
 @given(capacity=CAPACITIES, seed=SEEDS)
 def test_a_mass_is_found_where_the_sum_up_to_there_exceeds_it(capacity, seed):
     tree, values = _filled(capacity, seed, "sum")
-    mass = np.random.default_rng(seed).uniform(0, values.sum(), 50)
     if values.sum():
+        random = np.random.default_rng(seed)
+        # Sums themselves, too, which belong to the next value.
+        mass = np.concatenate([random.uniform(0, values.sum(), 50), values.cumsum(), [0.0]])
+        mass = mass[mass < values.sum()]
         found = tree.scan_lower_bound(torch.from_numpy(mass))
         assert found.tolist() == np.searchsorted(values.cumsum(), mass, side="right").tolist()
 
