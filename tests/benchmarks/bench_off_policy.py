@@ -41,7 +41,7 @@ from tests.benchmarks import stock_sac
 from tests.benchmarks.bench_offpolicy_update import make_ways
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.runtime.budget import available_cores
+from torchrl_unilab.limits import available_cores
 from torchrl_unilab.trainers import OffPolicyConfig, OffPolicyTrainer, evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.weight_update import UniLabShmScheme

@@ -25,7 +25,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from torchrl_unilab.configs.appo import APPOConfig
-from torchrl_unilab.runtime.budget import available_cores
+from torchrl_unilab.limits import available_cores
 
 Curve = list[tuple[float, int, float]]
 

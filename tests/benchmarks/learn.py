@@ -38,7 +38,7 @@ from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.configs.settings import Settings
 from torchrl_unilab.envs.registry import TASKS
 from torchrl_unilab.errors import ConfigError, UniLabError
-from torchrl_unilab.runtime.budget import available_cores
+from torchrl_unilab.limits import available_cores
 from torchrl_unilab.trainers import train_appo, train_off_policy
 from torchrl_unilab.trainers.runs.saved import load_run
 

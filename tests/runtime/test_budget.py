@@ -11,7 +11,6 @@ from torchrl_unilab.runtime.budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,
-    available_cores,
     plan_threads,
     readable,
 )
@@ -30,7 +29,6 @@ def test_physics_shares_the_cores_out_and_the_learner_has_one_thread():
     assert plan_threads(16, learner_threads=16).physics_threads == 2
     assert plan_threads(1, collectors=4).physics_threads == 1
     assert plan_threads(8, physics_threads=5, learner_threads=2).physics_threads == 5
-    assert available_cores() >= 1
 
 
 @pytest.mark.parametrize("counts", [(0, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])

@@ -142,7 +142,7 @@ def test_a_segment_of_another_user_is_refused(monkeypatch):
 
 
 def test_the_room_of_an_anonymous_segment_is_what_the_control_group_leaves(monkeypatch):
-    monkeypatch.setattr("torchrl_unilab.shm.memory.cgroup_headroom", lambda: 1000)
+    monkeypatch.setattr("torchrl_unilab.limits.cgroup_headroom", lambda: 1000)
     assert segment_module.free_bytes(named=False) == 1000
     with pytest.raises(SegmentSpaceError, match="at most 1000"):
         SharedSegment(1001)

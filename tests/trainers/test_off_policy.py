@@ -15,9 +15,9 @@ from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.limits import available_cores
 from torchrl_unilab.modules import make_td3_actor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
-from torchrl_unilab.runtime.budget import available_cores
 from torchrl_unilab.trainers import (
     OffPolicyConfig,
     OffPolicyTrainer,

@@ -18,7 +18,8 @@ from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask
-from torchrl_unilab.runtime.budget import available_cores, plan_threads
+from torchrl_unilab.limits import available_cores
+from torchrl_unilab.runtime.budget import plan_threads
 
 __all__ = ["EnvState", "simulations_of"]
 

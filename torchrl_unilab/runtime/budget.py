@@ -1,17 +1,14 @@
 """Budgets of memory and threads, computed before anything is allocated or started. No torch.
 
 The arithmetic of memory is `MemoryBudget`, of numbers alone; its caller reads what is free
-(`torchrl_unilab.shm.memory`).
+(`torchrl_unilab.limits`).
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
-
-import psutil
 
 from torchrl_unilab.errors import ConfigError
 
@@ -21,7 +18,6 @@ __all__ = [
     "MemoryLimit",
     "Place",
     "ThreadPlan",
-    "available_cores",
     "plan_threads",
     "readable",
 ]
@@ -193,12 +189,6 @@ class ThreadPlan:
             f"{self.cores} cores: {self.learner_threads} learner thread(s), "
             f"{self.collectors} collector(s) with {self.physics_threads} physics thread(s) each"
         )
-
-
-def available_cores() -> int:
-    """Return the cores this process may run on, by its affinity where there is one."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else psutil.cpu_count() or 1
 
 
 def plan_threads(

@@ -33,7 +33,7 @@ from torchrl_unilab.errors import (
     SegmentError,
     SegmentSpaceError,
 )
-from torchrl_unilab.shm.memory import available_memory
+from torchrl_unilab.limits import available_memory
 
 __all__ = ["SharedSegment", "free_bytes", "named_by_default", "named_directory"]
 

@@ -19,10 +19,10 @@ from torchrl.trainers.trainers import OptimizationStepper
 
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.limits import available_cores
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate, FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.objectives.targets import sync_normalizers
-from torchrl_unilab.runtime.budget import available_cores
 
 __all__ = ["APPOStepper", "LossUpdate", "make_update"]
 

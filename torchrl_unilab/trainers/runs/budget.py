@@ -28,17 +28,16 @@ from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout
 from torchrl_unilab.data.schema import TensorSchema, leaves
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.limits import available_cores, available_memory
 from torchrl_unilab.runtime.budget import (
     MemoryBudget,
     MemoryItem,
     MemoryLimit,
     Place,
     ThreadPlan,
-    available_cores,
     plan_threads,
 )
 from torchrl_unilab.shm.layout import BlockLayout, dotted
-from torchrl_unilab.shm.memory import available_memory
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import free_bytes, named_by_default, named_directory

@@ -22,7 +22,7 @@ from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
-from torchrl_unilab.runtime.budget import available_cores
+from torchrl_unilab.limits import available_cores
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints

@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_unilab.shm.memory import available_memory, cgroup_headroom
+from torchrl_unilab.limits import (
+    available_cores,
+    available_memory,
+    cgroup_cores,
+    cgroup_headroom,
+)
 
 
 def _write(root, files):
@@ -80,3 +85,45 @@ def test_without_control_groups_there_is_no_such_limit(tmp_path):
 
 def test_this_machine_has_memory_left():
     assert available_memory() > 0
+
+
+# Cores
+
+
+def test_version_2_shares_as_many_cores_as_its_tightest_group(tmp_path):
+    _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/jobs/mine\n",
+            "sys/fs/cgroup/jobs/cpu.max": "250000 100000\n",
+            "sys/fs/cgroup/jobs/mine/cpu.max": "max 100000\n",
+        },
+    )
+    assert cgroup_cores(tmp_path) == 2.5
+
+
+def test_version_1_shares_as_many_cores_as_its_tightest_group(tmp_path):
+    _write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "9:pids:/\n4:cpu,cpuacct:/mine\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu/mine/cpu.cfs_quota_us": "50000\n",
+            "sys/fs/cgroup/cpu/mine/cpu.cfs_period_us": "100000\n",
+        },
+    )
+    assert cgroup_cores(tmp_path) == 0.5
+
+
+def test_without_control_groups_all_cores_are_there(tmp_path):
+    assert cgroup_cores(tmp_path) is None
+    _write(tmp_path, {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"})
+    assert cgroup_cores(tmp_path) is None
+
+
+@pytest.mark.parametrize(("share", "cores"), [(None, 8), (64.0, 8), (2.5, 3), (0.5, 1)])
+def test_cores_are_those_of_the_affinity_that_control_groups_leave(share, cores, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr("torchrl_unilab.limits.cgroup_cores", lambda: share)
+    assert available_cores() == cores

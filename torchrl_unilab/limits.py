@@ -1,0 +1,97 @@
+"""What this process may take of the machine: memory and cores, also by its control groups.
+
+Shared pages count like private ones. `SharedSegment` asks for memory before it allocates, the
+budget of a run for both before it starts.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+__all__ = ["available_cores", "available_memory", "cgroup_cores", "cgroup_headroom"]
+
+
+def available_memory() -> int:
+    """Return the bytes that this process may still take, of the machine and its control groups."""
+    free = int(psutil.virtual_memory().available)
+    headroom = cgroup_headroom()
+    return free if headroom is None else min(free, headroom)
+
+
+def available_cores() -> int:
+    """Return the cores that this process may keep busy, by affinity and its control groups."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else psutil.cpu_count() or 1
+    share = cgroup_cores()
+    return cores if share is None else max(1, min(cores, math.ceil(share)))
+
+
+def cgroup_headroom(root: Path = Path("/")) -> int | None:
+    """Return the bytes that control groups leave this process, or None if they do not say.
+
+    The group itself and all above it count, of version 2 (``memory.max``) and of version 1
+    (``memory.limit_in_bytes``). Pages of files that are not in use can be had back, so they
+    do not count as taken.
+
+    Args:
+        root: Root of the file system, for tests.
+    """
+    rooms = []
+    for version, group in _groups("memory", root):
+        if version == 2:
+            names = ("memory.max", "memory.current", "inactive_file")
+        else:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit, used = (_words(group / name) for name in names[:2])
+        if limit and used and limit != ["max"]:
+            stat = _words(group / "memory.stat")
+            reclaimable = int(dict(zip(stat[::2], stat[1::2], strict=True)).get(names[2], 0))
+            rooms.append(max(0, int(limit[0]) - max(0, int(used[0]) - reclaimable)))
+    return min(rooms, default=None)
+
+
+def cgroup_cores(root: Path = Path("/")) -> float | None:
+    """Return how many cores' time control groups leave this process, or None if all.
+
+    The group itself and all above it count, of version 2 (``cpu.max``) and of version 1
+    (``cpu.cfs_quota_us``); ``docker run --cpus`` sets it.
+
+    Args:
+        root: Root of the file system, for tests.
+    """
+    shares = []
+    for version, group in _groups("cpu", root):
+        names = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        match [word for name in names for word in _words(group / name)]:
+            case [quota, period] if quota not in ("max", "-1"):
+                shares.append(int(quota) / int(period))
+    return min(shares, default=None)
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """Yield version and folder of each control group of this process, the outermost first."""
+    own = root / "proc/self/cgroup"
+    mount = root / "sys/fs/cgroup"
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            version, first = 2, mount
+        elif controller in controllers.split(","):
+            version, first = 1, mount / controller
+        else:
+            continue
+        # In a container the path may be that of the host, while the mount is the group itself:
+        # of the groups on the way from the mount, those that are not there are passed over.
+        names = Path(path.lstrip("/")).parts
+        for depth in range(len(names) + 1):
+            yield version, first.joinpath(*names[:depth])
+
+
+def _words(file: Path) -> list[str]:
+    """Return the words of a file; none if it is not there."""
+    return file.read_text().split() if file.is_file() else []
