@@ -22,8 +22,9 @@ from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, train_appo, train_off_policy
 
 ENV = "HalfCheetah-v5"
-WARM_UP = 0.3
-"""Share of a run after which nothing is to grow any more."""
+WARM_UP = 0.5
+"""Share of a run after which nothing is to grow any more; the first episodes have ended by then,
+whose metrics open their files."""
 ALLOWED = 1.0
 """Percent by which resident memory may grow after the warm-up."""
 CONFIGS: dict[str, APPOConfig | OffPolicyConfig] = {

@@ -202,7 +202,11 @@ class OffPolicyConfig(Settings):
     @classmethod
     def for_task(cls, task: str, algorithm: Algorithm = "sac", **overrides: Any) -> OffPolicyConfig:
         """Return the settings of a task, with `overrides` on top."""
-        own = {**ALGORITHM_DEFAULTS.get(algorithm, {}), **OFF_POLICY_TASKS.get(task, {})}
+        own = {
+            **ALGORITHM_DEFAULTS.get(algorithm, {}),
+            **OFF_POLICY_TASKS.get(task, {}),
+            **ALGORITHM_TASKS.get((algorithm, task), {}),
+        }
         return dataclasses.replace(cls(algorithm=algorithm, **own), **overrides)
 
 
@@ -249,3 +253,16 @@ OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What differs from the defaults, per task."""
+
+ALGORITHM_TASKS: Mapping[tuple[str, str], Mapping[str, Any]] = {
+    # By SAC's steps it stood still at 400.
+    ("td3", "Hopper-v5"): {
+        "lr_actor": 3e-4,
+        "lr_critic": 3e-4,
+        "batch_size": 256,
+        "tau": 0.005,
+        "noise_std_min": 0.1,
+        "noise_std_max": 0.1,
+    },
+}
+"""What differs for one algorithm on a task, on top of both."""

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from torchrl_unilab.configs.off_policy import ALGORITHM_TASKS, OFF_POLICY_TASKS, OffPolicyConfig
+
+
+def test_a_task_may_have_other_settings_for_one_algorithm():
+    td3 = OffPolicyConfig.for_task("Hopper-v5", "td3")
+    sac = OffPolicyConfig.for_task("Hopper-v5", "sac")
+    own = ALGORITHM_TASKS["td3", "Hopper-v5"]
+    assert {name: getattr(td3, name) for name in own} == own
+    assert all(getattr(sac, name) != value for name, value in own.items())
+    shared = OFF_POLICY_TASKS["Hopper-v5"].keys() - own.keys()
+    assert all(getattr(td3, name) == getattr(sac, name) for name in shared)
+
+
+def test_what_is_asked_for_overrides_all():
+    assert OffPolicyConfig.for_task("Hopper-v5", "td3", batch_size=64).batch_size == 64
