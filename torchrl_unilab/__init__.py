@@ -29,7 +29,6 @@ __all__ = [
     "RolloutRingStorage",
     "UniLabShmScheme",
     "UniLabShmTransport",
-    "__version__",
     "evaluate_run",
     "make_task",
     "play_run",
