@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 import torchrl_unilab
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import run_settings, split_settings
-from torchrl_unilab.configs.file import as_yaml, read_config
+from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml, read_config
 from torchrl_unilab.configs.settings import Settings, nearest
 from torchrl_unilab.errors import ConfigError, UniLabError
 
@@ -162,7 +163,10 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     add = train.add_argument
     directory = "new directory for everything written (default: runs/TASK-ALGORITHM-SEED-TIME)"
     add("--run-dir", help=directory)
-    resume = "continue the run in --run-dir; its task, frames and settings need not be given"
+    resume = (
+        "continue the run in --run-dir; its task, frames and settings need not be given; where "
+        "they are, and it has no checkpoint yet, start it: one command for both"
+    )
     add("--resume", action="store_true", help=resume)
     add("--config", metavar="FILE", help="repeat a run from its config.yaml; flags take precedence")
     add("--print-config", action="store_true", help="print the config.yaml of the run, and end")
@@ -179,9 +183,9 @@ def _add_training(train: argparse.ArgumentParser) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    if options.resume:
-        if options.run_dir is None:
-            raise ConfigError("train: --resume without --run-dir (expected the run). Give it.")
+    if options.resume and options.run_dir is None:
+        raise ConfigError("train: --resume without --run-dir (expected the run). Give it.")
+    if options.resume and not _may_start(options):
         _start_fork_server()
         from torchrl_unilab.trainers.runs.resume import resume_run
 
@@ -202,11 +206,21 @@ def _train(options: argparse.Namespace) -> int:
         if options.run_dir is None:
             name = f"{plan.env}-{options.algorithm}-{plan.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
             options.run_dir = str(Path("runs", name.replace(":", "-")))
-        summary = Run(plan, config, options.run_dir, announce=print)()
+        again = options.resume and Path(options.run_dir, CONFIG_FILE).is_file()
+        summary = Run(plan, config, options.run_dir, announce=print, again=again)()
+    if int(os.environ.get("RANK", "0")):
+        return 130 if summary["interrupted"] else 0
     _show(summary)
     traced = ", trace.json" if options.trace else ""
     print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs{traced}")
     return 130 if summary["interrupted"] else 0
+
+
+def _may_start(options: argparse.Namespace) -> bool:
+    """Whether a run that may be continued is known well enough to start, and has to be."""
+    checkpoints = Path(options.run_dir, "checkpoint")
+    known = options.env is not None and options.frames is not None
+    return (known or options.config is not None) and not any(checkpoints.glob("frames-*"))
 
 
 def _start_fork_server() -> None:

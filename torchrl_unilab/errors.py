@@ -12,6 +12,7 @@ UniLabError
 ├── ContentionError         (RuntimeError)    overtaken on every retry: publish less, add slots
 ├── WaitTimeoutError        (TimeoutError)    a bounded wait ended: see what it waited for
 ├── CheckpointError         (ValueError)      load another checkpoint
+├── DivergedError           (ArithmeticError) lower the learning rates, look at rewards
 ├── PeerGoneError           (RuntimeError)    the other process has ended
 │   └── WorkerError                           read its traceback
 └── ConfigError             (ValueError)      change the setting
@@ -28,6 +29,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ContentionError",
+    "DivergedError",
     "LayoutDtypeError",
     "LayoutError",
     "LayoutKeyError",
@@ -88,6 +90,10 @@ class WaitTimeoutError(UniLabError, TimeoutError):
 
 class CheckpointError(UniLabError, ValueError):
     """A checkpoint is damaged, or is one of something else; nothing was changed."""
+
+
+class DivergedError(UniLabError, ArithmeticError):
+    """What is learnt is no longer finite."""
 
 
 class PeerGoneError(UniLabError, RuntimeError):

@@ -13,7 +13,18 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_cores", "available_memory", "cgroup_cores", "cgroup_headroom"]
+__all__ = [
+    "available_cores",
+    "available_memory",
+    "cgroup_cores",
+    "cgroup_headroom",
+    "local_ranks",
+]
+
+
+def local_ranks() -> int:
+    """Return how many ranks torchrun started on this machine, which they share; 1 without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def available_memory() -> int:
@@ -24,11 +35,12 @@ def available_memory() -> int:
 
 
 def available_cores() -> int:
-    """Return the cores that this process may keep busy, by affinity and its control groups."""
+    """Return the cores that this process may keep busy: by affinity, control groups and ranks."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else psutil.cpu_count() or 1
     share = cgroup_cores()
-    return cores if share is None else max(1, min(cores, math.ceil(share)))
+    allowed = cores if share is None else min(cores, math.ceil(share))
+    return max(1, allowed // local_ranks())
 
 
 def cgroup_headroom(root: Path = Path("/")) -> int | None:

@@ -93,6 +93,10 @@ class ReplayCollector(WorkerCollector):
         SegmentSpaceError: The replay does not fit shared memory; says what would.
         WorkerError: A worker failed, while it started or while a tick was waited for.
 
+    Attributes:
+        learners: Ranks that learn together, each from a collector of its own that is like this
+            one. A trainer sets it, and counts the frames of all of them.
+
     Examples:
         >>> from functools import partial
         >>> from torchrl_unilab.collectors import ReplayCollector
@@ -128,6 +132,7 @@ class ReplayCollector(WorkerCollector):
                 f"init_random_frames: {init_random_frames} (expected at least 0). Use 0."
             )
         self.init_random_frames = init_random_frames
+        self.learners = 1
         self._replay = {"max_size": capacity, **(replay or {})}
         self._yielded = 0  # ticks
         self._launch(frames_per_batch, share=self.num_workers, explore=explore)
@@ -185,12 +190,12 @@ class ReplayCollector(WorkerCollector):
         return {"replay_size": self.storage.size, **super().status()}
 
     def getattr_rb(self, attr: str) -> Any:
-        """Return ``write_count``, the frames of all ticks so far: trainers ask for it."""
+        """Return ``write_count``, the frames of all ticks and learners: trainers ask for it."""
         if attr != "write_count":
             raise AttributeError(
                 f"{attr!r} of the replay (expected 'write_count'). Ask `storage` itself."
             )
-        return self._frames
+        return self._frames * self.learners
 
 
 def transition_keys(env: EnvBase) -> list[Any]:

@@ -37,7 +37,7 @@ class RunConfig(Settings):
     """
 
     env: Text = setting(REQUIRED, "task, for example HalfCheetah-v5")
-    frames: Count = setting(REQUIRED, "frames to collect")
+    frames: Count = setting(REQUIRED, "frames to collect, of all ranks together")
     seed: Seed = setting(0, "seed of networks, environments and sampling")
     stop_at: float | None = setting(
         None, "mean return of the last episodes at which training stops early"
@@ -70,6 +70,11 @@ class RunConfig(Settings):
         None, "frames between checkpoints; None: a quarter of all"
     )
     keep_checkpoints: Count = setting(2, "checkpoints that are kept, the newest")
+    rank_timeout: Positive = setting(
+        300.0,
+        "under torchrun, seconds within which all ranks come to each step: longer than a "
+        "checkpoint takes to write; one that does not ends the run",
+    )
 
     def __post_init__(self) -> None:
         """Check each setting, then those that depend on each other."""

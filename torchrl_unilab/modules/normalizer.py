@@ -54,17 +54,27 @@ class ObservationNormalizer(nn.Module):
         Merges the batch's moments with the running ones (Chan, Golub and LeVeque 1979,
         eq. 2.1), so that the result does not depend on how the data was cut.
         """
+        self.merge(self.moments(observation))
+
+    @torch.no_grad()
+    def moments(self, observation: torch.Tensor) -> torch.Tensor:
+        """Return what `merge` takes of a batch, [..., size]: means, variances, count; float64."""
         batch = observation.reshape(-1, self.mean.shape[0]).to(self.mean)
-        n = batch.shape[0]
-        if n == 0:
-            return
+        if not len(batch):
+            return self.mean.new_zeros(2 * batch.shape[1] + 1)
         variance, mean = torch.var_mean(batch, dim=0, correction=0)
+        return torch.cat([mean, variance, mean.new_full((1,), len(batch))])
+
+    @torch.no_grad()
+    def merge(self, moments: torch.Tensor) -> None:
+        """Take the `moments` of a batch, of this process or another, into the statistics."""
+        size = len(self.mean)
+        mean, variance, n = moments[:size], moments[size:-1], moments[-1]
         total = self.count + n
-        delta = mean - self.mean
-        squares = self.variance * self.count + variance * n
-        squares += delta.square() * (self.count * n / total)
-        self.mean.add_(delta * (n / total))
-        self.variance.copy_(squares / total)
+        share = n / total.clamp(min=1.0)
+        spread = (mean - self.mean).square() * (share * (1.0 - share))
+        self.variance.lerp_(variance, share).add_(spread)  # exact where a share is 0 or 1
+        self.mean.lerp_(mean, share)
         self.count.copy_(total)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
-from torchrl.trainers import Trainer
 
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.data import RolloutPool
@@ -18,16 +17,18 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
+from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
+from torchrl_unilab.trainers.progress import RankTrainer
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["APPOTrainer"]
 
 
-class APPOTrainer(Trainer):
+class APPOTrainer(RankTrainer):
     """Trains a policy by APPO while the collector's workers keep collecting.
 
     For each rollout that arrives: copy it into the pool in place of the oldest, update the
@@ -47,6 +48,8 @@ class APPOTrainer(Trainer):
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given.
+        ranks: Processes that learn together, each by a trainer of its own; their parameters are
+            the same when they start. Frames are counted of all ranks.
         **kwargs: As for `torchrl.trainers.Trainer`: ``logger``, ``checkpoint``,
             ``progress_bar``, ``seed``, ...
 
@@ -87,6 +90,7 @@ class APPOTrainer(Trainer):
         config: APPOConfig,
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
         scheme: UniLabShmScheme | None = None,
+        ranks: Ranks = ALONE,
         **kwargs: Any,
     ) -> None:
         actor = loss_module.actor_network
@@ -95,7 +99,7 @@ class APPOTrainer(Trainer):
                 f"final_log_std: {config.final_log_std} with {type(actor).__name__} (expected "
                 "an actor that make_actor made, which learns its deviation). Leave it out."
             )
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.normalizers = dict(normalizers or {})
         self._fused: FusedAPPOUpdate | None = None
         if config.fused and FusedAPPOUpdate.supports(loss_module):
@@ -104,12 +108,13 @@ class APPOTrainer(Trainer):
                 lr=config.lr,
                 desired_kl=config.desired_kl,
                 max_grad_norm=config.max_grad_norm,
+                ranks=ranks,
             )
-        stepper = APPOStepper(loss_module, config, self._fused)
+        stepper = APPOStepper(loss_module, config, self._fused, ranks)
         super().__init__(
             collector=collector,
             total_frames=total_frames,
-            frame_skip=1,
+            frame_skip=ranks.size,  # all of them collect as many
             optim_steps_per_batch=config.minibatches,
             num_epochs=config.epochs,
             loss_module=loss_module,
@@ -131,7 +136,7 @@ class APPOTrainer(Trainer):
 
     def _learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Take a rollout in, and an update's steps on the pool; return what to log."""
-        before = (self.collected_frames - batch.numel()) / self.total_frames
+        before = (self.collected_frames - batch.numel() * self.ranks.size) / self.total_frames
         self.optimization_stepper.owner.max_lr = self.config.highest_lr(before)
         self._take_in(batch)
         loss = self.loss_module
@@ -188,8 +193,7 @@ class APPOTrainer(Trainer):
             batch.select(*observations, keys.action, keys.sample_log_prob, *after)
         )
         rollout.get(("next", keys.reward)).mul_(self.config.reward_scale)
-        for key, normalizer in self.normalizers.items():
-            normalizer.update(rollout.get(key))
+        self._count_observations(rollout)
 
 
 def _pool_statistics(loss: APPOLoss, pool: TensorDictBase) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from torchrl_unilab.limits import available_cores
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate, FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.objectives.targets import sync_normalizers
+from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
 __all__ = ["APPOStepper", "LossUpdate", "make_update"]
 
@@ -37,15 +38,20 @@ class APPOStepper(OptimizationStepper):
         loss: The loss.
         config: Learning rate, desired KL divergence and bound of the gradient.
         fused: The update that owns the parameters' memory and their optimiser, if any.
+        ranks: Processes over whose minibatches gradients and statistics are averaged.
 
     Attributes:
         owner: What has the optimiser and its highest rate, ``max_lr``: `fused`, or this.
     """
 
     def __init__(
-        self, loss: APPOLoss, config: APPOConfig, fused: FusedAPPOUpdate | None = None
+        self,
+        loss: APPOLoss,
+        config: APPOConfig,
+        fused: FusedAPPOUpdate | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.loss = loss
+        self.loss, self.ranks = loss, ranks
         self._losses = torch.compile(loss.forward) if config.compile else loss
         self.desired_kl, self.max_lr = config.desired_kl, config.lr
         self.owner: APPOStepper | FusedAPPOUpdate = self if fused is None else fused
@@ -70,6 +76,9 @@ class APPOStepper(OptimizationStepper):
         losses: TensorDictBase = self._losses(sub_batch)
         total = losses.get("loss_objective") + losses.get("loss_critic")
         (total + losses.get("loss_entropy")).backward()
+        losses = losses.detach()
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.ranks.mean_(gradients, [losses.get(name) for name in self.loss.out_keys])
         nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
         # Gradients that are views of the owner's one tensor must stay so.
@@ -78,8 +87,6 @@ class APPOStepper(OptimizationStepper):
             kl = losses.get("kl")
             self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, self.owner.max_lr))
         self.loss.step_target()
-        for key in ("loss_objective", "loss_critic", "loss_entropy"):
-            losses.set(key, losses.get(key).detach())
         return losses
 
 
@@ -89,10 +96,11 @@ class LossUpdate:
     Args:
         loss: Any off-policy loss of TorchRL.
         config: Learning rates, tau, and whether to compile.
+        ranks: Processes over whose minibatches gradients and statistics are averaged.
     """
 
-    def __init__(self, loss: LossModule, config: OffPolicyConfig) -> None:
-        self.loss = loss
+    def __init__(self, loss: LossModule, config: OffPolicyConfig, ranks: Ranks = ALONE) -> None:
+        self.loss, self.ranks = loss, ranks
         self._losses = torch.compile(loss.forward) if config.compile else loss
         parameters = dict(loss.named_parameters())
         self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
@@ -125,17 +133,21 @@ class LossUpdate:
         names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
         parts = [losses.get(key) for key in names if key.startswith("loss_")]
         torch.stack([part.reshape(()) for part in parts]).sum().backward()
+        observed = torch.stack([losses.get(key).detach().reshape(()) for key in names])
+        steps = [part for part in self.optimizers if update_policy or part == "critic"]
+        learnt = [p for part in steps for p in self._groups[part]]
+        self.ranks.mean_([p.grad for p in learnt if p.grad is not None], [observed])
         for part, optimizer in self.optimizers.items():
-            if update_policy or part == "critic":
+            if part in steps:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self._target.step()
         self.statistics = names
-        return torch.stack([losses.get(key).detach().reshape(()) for key in names])
+        return observed
 
 
 def make_update(
-    loss: LossModule, config: OffPolicyConfig
+    loss: LossModule, config: OffPolicyConfig, ranks: Ranks = ALONE
 ) -> FusedSACUpdate | FusedTD3Update | LossUpdate:
     """Return what takes the updates: a fused one where the loss allows."""
     on_cpu = next(loss.parameters()).device.type == "cpu"
@@ -144,13 +156,14 @@ def make_update(
         "lr_critic": config.lr_critic,
         "tau": config.tau,
         "matmul_dtype": _matmul_dtype(loss, config),
+        "ranks": ranks,
         "policy_thread": on_cpu and (config.learner_threads or available_cores()) > 1,
     }
     if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
         return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **options)
     if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
         return FusedTD3Update(loss, **options)
-    return LossUpdate(loss, config)
+    return LossUpdate(loss, config, ranks)
 
 
 def _matmul_dtype(loss: LossModule, config: OffPolicyConfig) -> torch.dtype | None:

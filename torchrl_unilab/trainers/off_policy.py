@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.objectives import LossModule
-from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.off_policy import (
@@ -18,9 +17,11 @@ from torchrl_unilab.configs.off_policy import (
 from torchrl_unilab.data import DoubleBufferReplayPipeline
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
+from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
+from torchrl_unilab.trainers.progress import RankTrainer
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -103,7 +104,7 @@ class _LearnerState:
         trainer._tick, trainer._counted = state_dict["tick"], state_dict["counted"]
 
 
-class OffPolicyTrainer(Trainer):
+class OffPolicyTrainer(RankTrainer):
     """Trains by an off-policy loss while the collector's workers fill the replay.
 
     Per tick of the collector: publish, let the normalisers count the new rows, take one
@@ -118,6 +119,8 @@ class OffPolicyTrainer(Trainer):
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given.
+        ranks: Processes that learn together, each by a trainer of its own; their parameters are
+            the same when they start. Frames are counted of all ranks.
         **kwargs: As for `torchrl.trainers.Trainer`.
 
     Attributes:
@@ -171,9 +174,10 @@ class OffPolicyTrainer(Trainer):
         config: OffPolicyConfig,
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
         scheme: UniLabShmScheme | None = None,
+        ranks: Ranks = ALONE,
         **kwargs: Any,
     ) -> None:
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.normalizers = dict(normalizers or {})
         self.storage = collector.storage
         threshold = config.min_frames
@@ -183,7 +187,8 @@ class OffPolicyTrainer(Trainer):
                 "the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
             )
-        self.update = make_update(loss_module, config)
+        self.update = make_update(loss_module, config, ranks)
+        collector.learners = ranks.size
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -195,6 +200,7 @@ class OffPolicyTrainer(Trainer):
         )
         self.updates = 0
         self._tick = 0
+        self._ready = False  # all ranks have enough rows
         self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
         self.pipeline = DoubleBufferReplayPipeline(
             self.storage,
@@ -226,8 +232,11 @@ class OffPolicyTrainer(Trainer):
     def optim_steps(self, batch: TensorDictBase | None) -> None:
         """Take a tick's updates, if the replay has enough rows."""
         config = self.config
-        self._count_rows()
-        if self.storage.size < config.min_frames:
+        if self.normalizers:
+            rows, self._counted = self.storage.read_since(self._counted)
+            self._count_observations(rows)
+        self._ready = self._ready or not self.ranks.agree(self.storage.size < config.min_frames)
+        if not self._ready:
             return
         self._pre_optim_hook()
         count = config.batch_size * config.updates_per_step
@@ -258,15 +267,6 @@ class OffPolicyTrainer(Trainer):
         return {
             name: mean for name, mean in zip(update.statistics, means, strict=True) if mean == mean
         }
-
-    def _count_rows(self) -> None:
-        """Let the normalisers learn from the rows that are new, each once."""
-        if not self.normalizers:
-            return
-        rows, self._counted = self.storage.read_since(self._counted)
-        if len(rows):
-            for key, normalizer in self.normalizers.items():
-                normalizer.update(rows.get(key))
 
     def close(self) -> None:
         """Close the pipeline. Idempotent."""

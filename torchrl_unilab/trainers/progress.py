@@ -1,17 +1,57 @@
-"""Hooks that act on the learning curve: they end a run in time, or say how far it is.
+"""What ends a run in time, and says how far it is.
 
-`Run` registers them after the trainer's reports, which keep the curve in ``trainer.returns``.
+`Run` registers the hooks after the trainer's reports, which keep the curve in
+``trainer.returns``. `APPOTrainer` and `OffPolicyTrainer` are of `RankTrainer`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 
+import torch
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 
-__all__ = ["stop_when", "tell_progress"]
+from torchrl_unilab.modules import ObservationNormalizer
+from torchrl_unilab.runtime.ranks import Ranks
+
+__all__ = ["RankTrainer", "can_draw", "stop_when", "tell_progress"]
+
+
+class RankTrainer(Trainer):
+    """A trainer that counts observations, and stops, in step with those of the other ranks.
+
+    Attributes:
+        ranks: The processes that learn together.
+        normalizers: Observation key to the normaliser in the networks that learns from it.
+    """
+
+    ranks: Ranks
+    normalizers: Mapping[str, ObservationNormalizer]
+
+    def _count_observations(self, data: TensorDictBase) -> None:
+        """Let the normalisers learn from the new observations of all ranks, each once."""
+        own = {key: one.moments(data.get(key)) for key, one in self.normalizers.items()}
+        if not own:
+            return
+        sizes = [len(moments) for moments in own.values()]
+        for told in self.ranks.gather(torch.cat([*own.values()])):
+            for normalizer, moments in zip(
+                self.normalizers.values(), told.split(sizes), strict=True
+            ):
+                normalizer.merge(moments)
+
+    def _post_steps_log_hook(self, batch: TensorDictBase | None) -> None:
+        super()._post_steps_log_hook(batch)  # TorchRL looks next whether to stop
+        if self.ranks.agree(self._stop_training) and not self._stop_training:
+            self.request_stop("another rank stops")
+
+    def save_trainer(self, force_save: bool = False) -> None:
+        """Save a checkpoint if one is due, on rank 0."""
+        if self.ranks.rank == 0:
+            super().save_trainer(force_save)
 
 
 def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None) -> None:
@@ -31,6 +71,12 @@ def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None
             trainer.request_stop(f"{seconds:g} seconds are over")
 
     trainer.register_op("pre_steps_log", look)
+
+
+def can_draw() -> bool:
+    """Return whether a progress bar can be drawn: in a terminal, or in a notebook."""
+    shell = sys.modules.get("IPython")
+    return sys.stderr.isatty() or (shell is not None and shell.get_ipython() is not None)
 
 
 def tell_progress(trainer: Trainer, tell: Callable[[str], None], every: float = 10.0) -> None:

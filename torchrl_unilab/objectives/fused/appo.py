@@ -15,6 +15,7 @@ from torchrl_unilab.modules.gaussian import HALF_LOG_TAU, GaussianActor, Gaussia
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
 from torchrl_unilab.objectives.fused.networks import FlatAdam, TanhNetwork, is_tanh_mlp
+from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
 __all__ = ["STATISTICS", "FusedAPPOUpdate"]
 
@@ -51,6 +52,7 @@ class FusedAPPOUpdate:
         lr: Initial and highest learning rate.
         desired_kl: KL divergence, target to current policy, to steer towards.
         max_grad_norm: Bound of the gradient's norm.
+        ranks: Processes over whose minibatches gradients and statistics are averaged.
 
     Attributes:
         optimizer: Adam over the one tensor, to be checkpointed.
@@ -101,7 +103,13 @@ class FusedAPPOUpdate:
         )
 
     def __init__(
-        self, loss: APPOLoss, *, lr: float, desired_kl: float, max_grad_norm: float
+        self,
+        loss: APPOLoss,
+        *,
+        lr: float,
+        desired_kl: float,
+        max_grad_norm: float,
+        ranks: Ranks = ALONE,
     ) -> None:
         if not self.supports(loss):
             raise ConfigError(
@@ -109,7 +117,7 @@ class FusedAPPOUpdate:
                 f"{loss.critic_network} (expected APPOLoss of make_actor's and make_critic's "
                 "networks). Take steps by APPOStepper."
             )
-        self.loss = loss
+        self.loss, self.ranks = loss, ranks
         self.desired_kl, self.max_lr = desired_kl, lr
         head, critic = loss.actor_network[0], loss.critic_network
         parameters = [*head.parameters(), *critic.parameters()]
@@ -201,6 +209,7 @@ class FusedAPPOUpdate:
         with torch.inference_mode():  # each operation takes less time than without gradients
             statistics = self._differentiate(columns)
             gradient = self._adam.grad
+            self.ranks.mean_([gradient], [statistics])
             norm = torch.linalg.vector_norm(gradient)
             gradient.mul_((self._max_grad_norm / norm.add_(1e-6)).clamp_(max=1.0))
             self._adam.step()

@@ -25,6 +25,7 @@ from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.fused.networks import FlatAdam, ReluNetwork, flatten, is_relu_mlp
 from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
+from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
 __all__ = [
     "FusedOffPolicyUpdate",
@@ -98,6 +99,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`.
         policy_thread: Take the policy's gradient in a thread of its own, beside the critics',
             and where there is none, the targets: the results are the same, bit for bit.
+        ranks: Processes over whose minibatches gradients and statistics are averaged.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -135,6 +137,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         tau: float,
         matmul_dtype: torch.dtype | None = None,
         policy_thread: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         actor = self._known_head(loss)
         if actor is None or not critics_are_known(loss, actor):
@@ -154,8 +157,7 @@ class FusedOffPolicyUpdate(abc.ABC):
                 "rewards before they are stored."
             )
         actor_parameters = loss.actor_network_params.get((*self.head_path, "net"))
-        self.loss = loss
-        self.tau = tau
+        self.loss, self.ranks, self.tau = loss, ranks, tau
         self._thread = ThreadPoolExecutor(1, "policy") if policy_thread else None
         critic = loss.qvalue_network
         online, target = loss.qvalue_network_params, targets_of(loss, "qvalue_network")
@@ -290,9 +292,6 @@ class FusedOffPolicyUpdate(abc.ABC):
     ) -> torch.Tensor:
         """Take one step; leave its gradients in ``parameter.grad``.
 
-        All gradients are taken before any parameter moves, as by a backward pass of the
-        loss's `forward`.
-
         Args:
             minibatch: Some of `prepare`'s rows, [n, k].
             update_policy: Whether the policy learns too; the critics and all targets always
@@ -309,10 +308,10 @@ class FusedOffPolicyUpdate(abc.ABC):
             for network in self._networks:  # here, as others may have set parameters since
                 network.refresh()
             self._differentiate(self._transitions(minibatch), update_policy, generator)
-            self._critic_adam.step()
-            if update_policy:
-                for adam in self._policy_adams:
-                    adam.step()
+            adams = [self._critic_adam, *(self._policy_adams if update_policy else ())]
+            self.ranks.mean_([adam.grad for adam in adams], [self._observed])
+            for adam in adams:
+                adam.step()
             for target, source in self._followers:
                 target.lerp_(source, self.tau)
         return self._observed.clone()  # outside, so that it can be used like any other tensor

@@ -49,7 +49,8 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         lr_critic: Learning rate of the critics.
         lr_alpha: Learning rate of the temperature's logarithm; unused where it is fixed.
         tau: Share of the critics that their targets take over in each step.
-        **options: As for `FusedOffPolicyUpdate`: ``matmul_dtype``, ``policy_thread``.
+        **options: As for `FusedOffPolicyUpdate`: ``matmul_dtype``, ``policy_thread``,
+            ``ranks``.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.

@@ -32,7 +32,8 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
-        **options: As for `FusedOffPolicyUpdate`: ``matmul_dtype``, ``policy_thread``.
+        **options: As for `FusedOffPolicyUpdate`: ``matmul_dtype``, ``policy_thread``,
+            ``ranks``.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.

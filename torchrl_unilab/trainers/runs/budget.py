@@ -28,7 +28,7 @@ from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout
 from torchrl_unilab.data.schema import TensorSchema, leaves
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.limits import available_cores, available_memory
+from torchrl_unilab.limits import available_cores, available_memory, local_ranks
 from torchrl_unilab.runtime.budget import (
     MemoryBudget,
     MemoryItem,
@@ -179,12 +179,14 @@ def run_threads(config: Config) -> ThreadPlan:
 def memory_limits(device: torch.device) -> tuple[MemoryLimit, ...]:
     """Return what is free now: memory, the mount of shared segments, the learner's device.
 
-    Segments without a name are bounded by memory alone, not by the mount.
+    Segments without a name are bounded by memory alone, not by the mount. Ranks of one machine
+    share memory and mount, and have a device each.
     """
-    limits = [MemoryLimit("memory", available_memory(), ("shared", "private"))]
+    ranks = local_ranks()
+    limits = [MemoryLimit("memory", available_memory() // ranks, ("shared", "private"))]
     if named_by_default():
         name = f"shared-memory mount {named_directory()}"
-        limits.insert(0, MemoryLimit(name, free_bytes(named=True), ("shared",)))
+        limits.insert(0, MemoryLimit(name, free_bytes(named=True) // ranks, ("shared",)))
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         limits.append(MemoryLimit(str(device), free, ("device",)))

@@ -6,7 +6,8 @@ them. It is written under another name, synced to the disk and renamed, so that 
 that is killed, a full disk or a power failure leaves the checkpoints before it as they were.
 
 What follows from one root seed, and so is repeated by a run in lock-step (*networks* and
-*acting* are the two children of ``SeedSequence(seed)``: runs of seeds 0 and 1 share nothing):
+*acting* are the first two children of ``SeedSequence(seed)``, and further ranks have the next ones
+as theirs: runs of seeds 0 and 1 share nothing, nor do ranks but the networks):
 
 ====================  ==================================================================
 Networks              torch's generator of the learner, seeded with *networks*
@@ -20,7 +21,8 @@ Evaluation            seed + i
 ====================  ==================================================================
 
 A checkpoint has the state of all of them, so that a run in lock-step that resumes from one
-equals, bit for bit, the run that was never interrupted.
+equals, bit for bit, the run that was never interrupted. Of several ranks it has rank 0's: the
+others resume with its networks and replay, and begin episodes and noise that were not before.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
+from torchrl_unilab.trainers.progress import RankTrainer
 
 __all__ = [
     "RunCheckpoints",
@@ -343,32 +346,48 @@ def _sync_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-def save_learner(trainer: Trainer) -> None:
-    """Save all but the workers' state, which may be in the midst of something, or lost."""
-    trainer.checkpoint_rotation.save(
-        trainer.checkpoint,
-        step=trainer.collected_frames,
-        metadata=trainer._checkpoint_manifest_metadata(),
-        component_options={"collector": CheckpointOptions(save_kwargs={"workers": False})},
-    )
+def save_learner(trainer: Trainer, *, insist: bool = False) -> None:
+    """Save all but the workers' state, which may be in the midst of something, or lost.
+
+    Args:
+        trainer: The trainer.
+        insist: Begin again after an interrupt: torchrun sends one to all ranks if one is lost.
+    """
+    try:
+        trainer.checkpoint_rotation.save(
+            trainer.checkpoint,
+            step=trainer.collected_frames,
+            metadata=trainer._checkpoint_manifest_metadata(),
+            component_options={"collector": CheckpointOptions(save_kwargs={"workers": False})},
+        )
+    except KeyboardInterrupt:
+        if not insist:
+            raise
+        save_learner(trainer)
 
 
-def load_trainer(trainer: Trainer, saved: SavedRun) -> None:
+def load_trainer(trainer: RankTrainer, saved: SavedRun) -> None:
     """Put a trainer and its workers where they were.
+
+    The checkpoint is rank 0's: episodes, noise and samples of the others begin anew.
 
     Raises:
         CheckpointError: The checkpoint does not fit.
     """
-    first = {"replay"} & set(trainer.checkpoint.components)  # its writers refer to its rows
+    own = {"rng", "trainer_module.pipeline"} if trainer.ranks.rank else set()
+    components = set(trainer.checkpoint.components) - own
+    first = {"replay"} & components  # its writers refer to its rows
     try:
         if first:
             trainer.checkpoint.load(saved.path, components=first)
-        trainer.checkpoint.load(saved.path, components=set(trainer.checkpoint.components) - first)
+        trainer.checkpoint.load(saved.path, components=components - first)
     except TorchRLCheckpointError as error:
         raise CheckpointError(
             f"cannot resume from {saved.path}: {error} (expected a checkpoint of this run's "
             "networks and environments). Resume with the versions that wrote it."
         ) from error
+    if own:
+        trainer.set_seed()
     trainer.collector.update_policy_weights_()
     if trainer.progress_bar:
         trainer.register_op("setup", lambda: trainer._pbar.update(saved.frames))

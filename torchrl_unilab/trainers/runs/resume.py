@@ -12,6 +12,7 @@ from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.saved import CHECKPOINT, saved_config
 from torchrl_unilab.trainers.runs.train import Run
@@ -73,6 +74,12 @@ def resume_run(
             f"cannot resume {run_dir}: {saved.path.name} is of a run with {other} (expected "
             f"{ {key: known[key] for key in other} }). Leave the settings out, or train anew "
             "in another directory."
+        )
+    ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
+    if ranks != found:
+        raise ConfigError(
+            f"cannot resume {run_dir}: {found} ranks for a run of {ranks} (expected as many). "
+            f"Start it with torchrun --nproc-per-node {ranks}."
         )
     given = {name: value for name, value in options.items() if value is not None}
     run = RunConfig(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torchrl_unilab.trainers.evaluation import Evaluation
 __all__ = [
     "RunLogger",
     "check_loggers",
+    "check_run_dir",
     "cut_logs",
     "package_versions",
     "plot_returns",
@@ -41,6 +43,25 @@ def check_loggers(names: Sequence[str]) -> None:
         raise ConfigError(
             f"logger: no package {', '.join(missing)} (expected installed packages). "
             f"pip install {' '.join(missing)}."
+        )
+
+
+def check_run_dir(path: Path) -> None:
+    """Refuse a directory for a new run that is not empty, or cannot be made.
+
+    Raises:
+        ConfigError: Says why.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(
+            f"run directory {path}: it is not empty (expected a new or empty directory). "
+            "Choose another."
+        )
+    parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(
+            f"run directory {path}: cannot be made in {parent} (expected a directory that "
+            "may be written to). Choose another."
         )
 
 

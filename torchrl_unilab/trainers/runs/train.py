@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,9 +28,10 @@ from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
+from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
-from torchrl_unilab.trainers.progress import stop_when, tell_progress
+from torchrl_unilab.trainers.progress import can_draw, stop_when, tell_progress
 from torchrl_unilab.trainers.runs.budget import Config, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
@@ -43,7 +43,9 @@ from torchrl_unilab.trainers.runs.checkpoint import (
 )
 from torchrl_unilab.trainers.runs.saved import CHECKPOINT
 from torchrl_unilab.trainers.runs.summary import (
+    RunLogger,
     check_loggers,
+    check_run_dir,
     package_versions,
     plot_returns,
     run_logger,
@@ -142,6 +144,7 @@ class Run:
         create_env: Makes one collector's environment; `MujocoBatchEnv` if not given.
         announce: Is called with lines for a person.
         saved: The checkpoint to resume from, if any.
+        again: Whether `run_dir` may be that of a run that ended before its first checkpoint.
 
     Raises:
         ConfigError: The run cannot work, whatever its environment.
@@ -157,11 +160,15 @@ class Run:
         create_env: CreateEnv | None = None,
         announce: Callable[[str], None] | None = None,
         saved: SavedRun | None = None,
+        again: bool = False,
     ) -> None:
-        if options.frames < config.min_frames:
+        self.ranks = ranks = Ranks.of_torchrun(device=config.device, timeout=options.rank_timeout)
+        self.leads = ranks.rank == 0
+        least = config.min_frames * ranks.size
+        if options.frames < least:
             raise ConfigError(
-                f"frames: {options.frames} (expected at least {config.min_frames}, which the first "
-                "update needs). Ask for more, or lower learning_starts or batch_size."
+                f"frames: {options.frames} (expected at least {least}, which the first update "
+                "needs). Ask for more, or lower learning_starts or batch_size."
             )
         self.options, self.config, self.saved = options, config, saved
         self.algorithm = ALGORITHMS[config.algorithm]
@@ -170,7 +177,7 @@ class Run:
         if options.video_interval is not None:
             check_filming(own_environment=create_env is not None)
         self.threads = run_threads(config)
-        self.announce = announce or (lambda line: None)
+        self.announce = announce if announce and self.leads else lambda line: None
         if create_env is not None:
             self._create_env = self._create_proxy = create_env
         else:
@@ -183,22 +190,28 @@ class Run:
                 num_threads=self.threads.physics_threads,
                 stagger=config.stagger,
             )
-        self.path = Path(run_dir) if saved else _new_run_dir(run_dir)
+        self.path, self._again = Path(run_dir), again
         self.resumed = [*saved.resumed, saved.frames] if saved else []
-        self._network_seed, self._acting_seed = child_seeds(options.seed, 2)
+        # Rank 0 alone resumes where it was; the others do not begin as they did.
+        root = (options.seed, saved.frames) if saved and ranks.rank else options.seed
+        self._network_seed = child_seeds(options.seed, 1)[0]
+        self._acting_seed = child_seeds(root, 2 + ranks.rank)[-1]
         self._writing = False
         self.evaluation: BackgroundEvaluation | None = None
 
     def __call__(self) -> dict[str, Any]:
         """Take the steps; return the summary."""
-        with contextlib.ExitStack() as closing:
-            self.prepare()
-            self.connect(closing)
-            interrupted = self.train(closing)
-        return self.summarise(interrupted)
+        with self.ranks:
+            with contextlib.ExitStack() as closing:
+                self.prepare()
+                self.connect(closing)
+                interrupted = self.train(closing)
+            return self.summarise(interrupted)
 
     def prepare(self) -> None:
         """Build the networks and refuse a run that does not fit the memory that is free."""
+        if self.leads and not (self.saved or self._again):
+            check_run_dir(self.path)
         self.announce(str(self.threads))
         if not self.saved and self.options.env not in SETTINGS[self.config.algorithm].tasks:
             self.announce(self._without_own_settings())
@@ -207,6 +220,10 @@ class Run:
         with contextlib.closing(self._create_proxy()) as proxy:
             self.learner = build_learner(proxy, self.config)
             run_budget(proxy, self.learner, self.config).check()
+        settings = run_settings(self.options, self.config)
+        self.ranks.check_same(settings | package_versions() | {"resumed": self.resumed})
+        for module in (self.learner.loss, *self.learner.normalizers.values()):
+            self.ranks.broadcast_([*module.parameters(), *module.buffers()])
 
     def connect(self, closing: contextlib.ExitStack) -> None:
         """Start the workers, build the trainer, and put both where a checkpoint says.
@@ -218,7 +235,7 @@ class Run:
         # What a checkpoint has is published once it is loaded, under the version that it had.
         first = max(0, saved.version - 1) if saved else 0
         scheme = UniLabShmScheme(pull=config.pull, first_version=first)
-        if options.trace:
+        if options.trace and self.leads:
             tracing.start(self.path / TRACE)  # the workers, started below, trace too
             closing.callback(lambda: tracing.stop(keep=self._writing))
         collector = self.algorithm.collector(
@@ -236,14 +253,15 @@ class Run:
             config=config,
             normalizers=self.learner.normalizers,
             scheme=scheme,
-            progress_bar=options.progress_bar and _can_draw(),
+            ranks=self.ranks,
+            progress_bar=options.progress_bar and self.leads and can_draw(),
             seed=self._acting_seed,
             checkpoint=run_checkpoint(
                 **({"replay": collector.storage} if self.algorithm.replay else {})
             ),
             checkpoint_rotation=checkpoints,
             checkpoint_metadata=lambda _: checkpoints.metadata(
-                run | dataclasses.asdict(config),
+                run | dataclasses.asdict(config) | {"ranks": self.ranks.size},
                 total_frames=options.frames,
                 resumed=self.resumed,
                 version=scheme.version,
@@ -253,7 +271,7 @@ class Run:
         )
         if self.algorithm.replay:
             closing.callback(trainer.close)
-        if options.eval_interval is not None:
+        if options.eval_interval is not None and self.leads:
             filmed = options.video_interval
             self.evaluation = BackgroundEvaluation(
                 self._evaluation_factory(threads=1),
@@ -269,7 +287,8 @@ class Run:
             trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
         elif options.progress_bar:
             tell_progress(trainer, self.announce)
-        stop_when(trainer, options.stop_at, options.max_seconds)
+        if self.leads:
+            stop_when(trainer, options.stop_at, options.max_seconds)
         self.cpu = CollectorTime(collector)
         self.cpu.register(trainer)
         if saved:
@@ -281,34 +300,43 @@ class Run:
         Args:
             closing: Closes the logs.
         """
-        # What can be refused has been: from here on files are written.
-        self._writing = True
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / CONFIG_FILE).write_text(as_yaml(run_settings(self.options, self.config)))
         trainer = self.trainer
-        resumed_at = self.saved.frames if self.saved else None
-        trainer.logger = logger = run_logger(self.path, self.loggers, closing, resumed_at)
-        if self.saved is None:
-            logger.log_hparams(run_settings(self.options, self.config) | package_versions())
+        if self.leads:
+            trainer.logger = self._start_writing(closing)
         try:
             trainer.train()
             if self.evaluation is not None:
                 self.evaluation.finish()
-        except KeyboardInterrupt:
-            save_learner(trainer)
+        except KeyboardInterrupt as interrupt:
+            self.ranks.leave(interrupt)  # first: the others wait
+            if self.leads:
+                save_learner(trainer)
             return True
-        except Exception:
+        except Exception as error:
+            self.ranks.leave(error)
             with contextlib.suppress(OSError, UniLabError):  # the first error says more
-                save_learner(trainer)  # a lost worker must not cost the training
+                if self.leads:
+                    save_learner(trainer, insist=self.ranks.size > 1)  # the training is not lost
             raise
         return False
 
+    def _start_writing(self, closing: contextlib.ExitStack) -> RunLogger:
+        """Make the run directory and the logs: what can be refused has been."""
+        self._writing = True
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / CONFIG_FILE).write_text(as_yaml(run_settings(self.options, self.config)))
+        resumed_at = self.saved.frames if self.saved else 0 if self._again else None
+        logger = run_logger(self.path, self.loggers, closing, resumed_at)
+        if self.saved is None:
+            logger.log_hparams(run_settings(self.options, self.config) | package_versions())
+        return logger
+
     def summarise(self, interrupted: bool) -> dict[str, Any]:
-        """Evaluate, plot the learning curve, and write and return the summary."""
+        """Return the summary; rank 0 evaluates, writes it, and plots the learning curve."""
         options, trainer = self.options, self.trainer
         eval_return = None
         with contextlib.suppress(KeyboardInterrupt):  # after a second Ctrl-C, too
-            eval_return = self._evaluate()
+            eval_return = self._evaluate() if self.leads else None
         returns = trainer.returns
         summary = {
             "env": options.env,
@@ -325,6 +353,7 @@ class Run:
             # A phase that took no time has an endless rate, which JSON does not know.
             "collector": {k: v for k, v in returns.last.items() if math.isfinite(v)},
             "busy": {"learner": trainer.busy_time.busy, "collectors": self.cpu.busy},
+            "ranks": self.ranks.size,
             "threads": dataclasses.asdict(self.threads),
             "curve": returns.curve,
             "versions": package_versions(),
@@ -332,6 +361,8 @@ class Run:
         evaluations = [] if self.evaluation is None else self.evaluation.evaluations
         if evaluations:
             summary["evaluations"] = evaluations
+        if not self.leads:
+            return summary
         title = f"{options.env}, {self.config.algorithm.upper()}, seed {options.seed}"
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         (self.path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
@@ -362,29 +393,7 @@ class Run:
         return partial(MujocoBatchEnv, *create.args[:1], **settings)
 
 
-def child_seeds(seed: int, count: int) -> list[int]:
+def child_seeds(seed: int | tuple[int, ...], count: int) -> list[int]:
     """Return seeds that follow from one, and share nothing with those of the next one."""
     children = np.random.SeedSequence(seed).spawn(count)
     return [int(child.generate_state(1)[0]) >> 1 for child in children]  # NumPy counts on from it
-
-
-def _can_draw() -> bool:
-    """Whether a progress bar can be drawn: in a terminal, or in a notebook."""
-    shell = sys.modules.get("IPython")
-    return sys.stderr.isatty() or (shell is not None and shell.get_ipython() is not None)
-
-
-def _new_run_dir(run_dir: str | os.PathLike[str]) -> Path:
-    path = Path(run_dir)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(
-            f"run directory {run_dir}: it is not empty (expected a new or empty directory). "
-            "Choose another."
-        )
-    parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(
-            f"run directory {run_dir}: cannot be made in {parent} (expected a directory that "
-            "may be written to). Choose another."
-        )
-    return path

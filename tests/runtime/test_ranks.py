@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import math
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.processes import receive
+from tests.support.worlds import world
+from torchrl_unilab.errors import ConfigError, DivergedError, PeerGoneError, WaitTimeoutError
+from torchrl_unilab.runtime import Ranks
+from torchrl_unilab.runtime.ranks import ALONE
+
+
+def use_each_verb(_: Any) -> dict[str, Any]:
+    """What each verb makes of what differs between ranks."""
+    with Ranks.of_torchrun() as ranks:
+        own = float(ranks.rank + 1)
+        gradients, statistics = [torch.full((2, 3), own), torch.full((1,), -own)], torch.zeros(2)
+        statistics[1] = math.nan
+        ranks.mean_(gradients, [statistics])
+        given = torch.full((2,), own, dtype=torch.float64)
+        ranks.broadcast_([given])
+        results = {
+            "mean": [*gradients[0].flatten().tolist(), *gradients[1].tolist()],
+            "statistics": statistics.isnan().tolist(),
+            "gathered": [one.tolist() for one in ranks.gather(torch.tensor([own]))],
+            "broadcast": given.tolist(),
+            "agreed": [ranks.agree(wish) for wish in (False, True, ranks.rank == 1)],
+        }
+        for name, gradient in (("overflow", math.inf), ("same", own)):
+            try:
+                if name == "overflow":
+                    ranks.mean_([torch.tensor([gradient if ranks.rank else 0.0])], [statistics])
+                    ranks.agree(False)
+                else:
+                    ranks.check_same({"lr": 0.1, "seed": own})
+            except (ConfigError, DivergedError) as error:
+                results[name] = (type(error), str(error))
+                ranks._spoilt = 0.0
+        return results
+
+
+@pytest.fixture(scope="module")
+def verbs() -> list[dict[str, Any]]:
+    with world(use_each_verb) as ranks:
+        return ranks.results()
+
+
+def test_all_ranks_come_to_the_same(verbs):
+    first, second = (str(one) for one in verbs)  # as NaN does not equal itself
+    assert first == second
+
+
+def test_gradients_and_statistics_become_means(verbs):
+    assert verbs[0]["mean"] == [1.5] * 6 + [-1.5]
+
+
+def test_a_statistic_that_is_nan_stays_so_and_hurts_no_other(verbs):
+    assert verbs[0]["statistics"] == [False, True]
+
+
+def test_what_is_gathered_is_in_the_order_of_ranks(verbs):
+    assert verbs[0]["gathered"] == [[1.0], [2.0]]
+
+
+def test_a_broadcast_gives_rank_0s_values_in_their_own_dtype(verbs):
+    assert verbs[1]["broadcast"] == [1.0, 1.0]
+
+
+def test_a_wish_of_any_rank_is_agreed_upon(verbs):
+    assert verbs[0]["agreed"] == [False, True, True]
+
+
+def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_own(verbs):
+    kind, message = verbs[0]["overflow"]
+    assert kind is DivergedError
+    assert "of rank 1 are not finite" in message
+
+
+def test_settings_that_differ_are_refused_on_all_ranks_by_name(verbs):
+    kind, message = verbs[0]["same"]
+    assert kind is ConfigError
+    assert message.startswith("seed: 1.0, 2.0 on ranks 0 to 1")
+
+
+def step_until(pipe: Any, timeout: float, fault: str | None) -> None:
+    """Come to steps until one fails; rank 1 has the fault once it is asked for it."""
+    with Ranks.of_torchrun(timeout=timeout) as ranks:
+        ranks.agree(False)
+        pipe.send(os.getpid())
+        while True:
+            if fault and ranks.rank and pipe.poll(0):
+                pipe.recv()
+                raise ArithmeticError("the physics exploded")
+            ranks.agree(False)
+
+
+def failing(timeout: float = 120.0, fault: str | None = None) -> Any:
+    return world(step_until, timeout, fault)
+
+
+def test_a_rank_that_is_killed_ends_the_others_which_name_it():
+    with failing() as ranks:
+        _, pid = (receive(pipe) for pipe in ranks.pipes)
+        os.kill(pid, signal.SIGKILL)
+        error = receive(ranks.pipes[0])
+    assert isinstance(error, PeerGoneError)
+    assert f"rank 1 was ended by a signal, or has crashed, process {pid}" in str(error)
+
+
+def test_a_rank_that_is_stopped_ends_the_others_which_name_it():
+    with failing(timeout=1.0) as ranks:
+        _, pid = (receive(pipe) for pipe in ranks.pipes)
+        os.kill(pid, signal.SIGSTOP)
+        error = receive(ranks.pipes[0])
+    assert isinstance(error, PeerGoneError)
+    assert f"rank 1 was stopped by a signal, process {pid}" in str(error)
+
+
+def test_a_rank_that_fails_ends_the_others_with_its_own_words():
+    with failing(fault="raise") as ranks:
+        for pipe in ranks.pipes:
+            receive(pipe)
+        ranks.pipes[1].send("now")
+        here, there = ranks.results()
+    assert isinstance(there, ArithmeticError)
+    assert isinstance(here, PeerGoneError)
+    assert "rank 1 failed with ArithmeticError: the physics exploded" in str(here)
+
+
+def test_of_three_ranks_the_one_to_blame_is_named_and_no_other():
+    with world(step_until, 120.0, None, size=3) as ranks:
+        *_, pid = (receive(pipe) for pipe in ranks.pipes)
+        os.kill(pid, signal.SIGKILL)
+        errors = [str(receive(pipe)) for pipe in ranks.pipes[:2]]
+    for error in errors:
+        assert f"rank 2 was ended by a signal, or has crashed, process {pid}" in error
+        assert "rank 0 was" not in error
+        assert "rank 1 was" not in error
+
+
+def come_late(pipe: Any) -> None:
+    """Rank 1 comes to no step, though it lives."""
+    with Ranks.of_torchrun(timeout=1.0) as ranks:
+        if ranks.rank:
+            pipe.poll(None)
+        ranks.agree(False)
+
+
+def test_a_rank_that_is_late_ends_the_others_which_name_it():
+    with world(come_late) as ranks:
+        error = receive(ranks.pipes[0])
+    assert isinstance(error, PeerGoneError)
+    assert "rank 1 did not come to a step within 1 s" in str(error)
+
+
+def join_of_two(_: Any) -> None:
+    """Wait for a rank that nobody has started."""
+    os.environ["WORLD_SIZE"] = "2"
+    with Ranks.of_torchrun(timeout=1.0):
+        pass
+
+
+def test_ranks_that_never_come_are_not_waited_for_without_end():
+    with world(join_of_two, size=1) as ranks:
+        (error,) = ranks.results()
+    assert isinstance(error, WaitTimeoutError)
+    assert "rank 0 of 2: cannot join the others" in str(error)
+
+
+def test_alone_each_verb_leaves_all_as_it_is(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    gradient, statistics = torch.ones(2), torch.full((1,), math.nan)
+    with Ranks.of_torchrun() as ranks:
+        ranks.mean_([gradient], [statistics])
+        ranks.broadcast_([gradient])
+        ranks.check_same({"seed": 1})
+        assert ranks.gather(statistics) == [statistics]
+        assert [ranks.agree(wish) for wish in (True, False)] == [True, False]
+    assert gradient.tolist() == [1.0, 1.0]
+    assert not torch.distributed.is_initialized()
+    assert (ALONE.rank, ALONE.size) == (0, 1)

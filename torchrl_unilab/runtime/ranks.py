@@ -1,0 +1,268 @@
+"""Ranks: processes that learn in step, one learner each, as ``torchrun`` starts them.
+
+Their invariant: after each step all ranks have the same parameters, bit for bit. So whatever these
+follow from is averaged, gathered or agreed upon, by all ranks in one order. In a world of one, the
+default, each verb returns at once. `Run` joins; trainers and updates call the verbs.
+
+A rank that fails says why before it leaves, in the store that the launcher keeps; so do those
+that fail because of it. The first reason is the one that all name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+from typing_extensions import Self
+
+from torchrl_unilab.errors import ConfigError, DivergedError, PeerGoneError, WaitTimeoutError
+
+__all__ = ["ALONE", "Ranks"]
+
+LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
+_LOOK_SECONDS = 0.05
+_NOT_TO_BLAME = ""
+
+
+class Ranks:
+    """This process among those that learn together, and what they do in step.
+
+    Entering joins the others and leaving tells them why. All ranks call the same verbs in the
+    same order. If one does not come, because it was killed or stopped, or has failed, the others
+    raise within `timeout` seconds, and name it.
+
+    Args:
+        rank: This one's number; rank 0 alone writes, logs and evaluates.
+        size: How many there are.
+        device: The learner's: each rank of a machine takes a GPU of its own if it is ``"cuda"``.
+        timeout: Seconds within which all ranks come to each step.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_unilab.runtime import Ranks
+        >>> gradient, statistics = torch.ones(3), torch.zeros(2)
+        >>> with Ranks.of_torchrun() as ranks:  # alone without it
+        ...     ranks.mean_([gradient], [statistics])
+        ...     ranks.agree(False)
+        False
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, *, device: str = "cpu", timeout: float = 300.0
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.device, self.timeout = device, timeout
+        self._store: Any = None
+        self._processes: list[tuple[str, int]] = []  # host and process id of each rank
+        self._spoilt: torch.Tensor | float = 0.0  # NaN once a gradient of this rank was not finite
+
+    @classmethod
+    def of_torchrun(cls, *, device: str = "cpu", timeout: float = 300.0) -> Self:
+        """Return the ranks that this process was started among: one, without a launcher."""
+        rank, size = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+        return cls(rank, size, device=device, timeout=timeout)
+
+    def __enter__(self) -> Self:
+        if self.size == 1:
+            return self
+        if dist.is_initialized():
+            raise ConfigError(
+                f"ranks: this process has a process group already (expected none: {self.size} "
+                "ranks make their own). End it, or start without torchrun."
+            )
+        limit = timedelta(seconds=self.timeout)
+        try:
+            found, _, _ = next(rendezvous("env://", timeout=limit))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._store = PrefixStore(f"ranks/{attempt}", found)
+            self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+            dist.init_process_group(
+                self._choose_backend(),
+                store=self._store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=limit,
+            )
+            told = (self._store.get(f"process/{rank}").decode() for rank in range(self.size))
+            self._processes = [(host, int(pid)) for host, pid in map(str.split, told)]
+        except (RuntimeError, ValueError) as error:
+            raise WaitTimeoutError(
+                f"rank {self.rank} of {self.size}: cannot join the others, {error} (expected all "
+                f"within {self.timeout:g} s). Look at what the others say."
+            ) from error
+        return self
+
+    def _choose_backend(self) -> str:
+        if not self.device.startswith("cuda"):
+            return "gloo"
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if gpus:  # `build_learner` refuses the device otherwise
+            torch.cuda.set_device(local % gpus)
+        # NCCL wants a GPU for each rank; decisions are exchanged by processors.
+        own = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return "cpu:gloo,cuda:nccl" if own else "gloo"
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.leave(error)
+
+    def leave(self, why: BaseException | None = None) -> None:
+        """Tell the others why this rank goes, and go. Idempotent.
+
+        Args:
+            why: What it fails with; None if it is done.
+        """
+        if self._store is None:
+            return
+        self._tell("is done" if why is None else f"failed with {type(why).__name__}: {why}")
+        self._store = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def mean_(self, gradients: Sequence[torch.Tensor], statistics: Sequence[torch.Tensor]) -> None:
+        """Average gradients and statistics over all ranks, in place, by one ``all_reduce``.
+
+        Args:
+            gradients: Tensors of any shapes, on one device.
+            statistics: What the step is judged by, as many. They may be NaN.
+
+        Raises:
+            PeerGoneError: A rank does not come; names it.
+        """
+        if self.size == 1:
+            return
+        tensors = [*gradients, *statistics]
+        sizes = [tensor.numel() for tensor in tensors]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        # No look at it here: `agree` looks.
+        self._spoilt = self._spoilt + 0.0 * flat[: sum(sizes[: len(gradients)])].sum()
+        self._together(dist.all_reduce, flat)
+        for tensor, part in zip(tensors, flat.div_(self.size).split(sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return each rank's tensor, in their order; all have one shape, dtype and device.
+
+        Raises:
+            DivergedError: What ranks have sent is not finite, on all ranks; names those.
+            PeerGoneError: A rank does not come; names it.
+        """
+        if self.size == 1:
+            return [tensor]
+        told = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._together(dist.all_gather, told, tensor)
+        wrong = [rank for rank, one in enumerate(told) if not one.isfinite().all()]
+        if wrong:
+            raise DivergedError(
+                f"learning: gradients or observations of rank {' and '.join(map(str, wrong))} are "
+                "not finite (expected numbers). Lower the learning rates, and look at rewards."
+            )
+        return told
+
+    def broadcast_(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give tensors rank 0's values, in place.
+
+        Raises:
+            PeerGoneError: A rank does not come; names it.
+        """
+        for tensor in tensors if self.size > 1 else ():
+            self._together(dist.broadcast, tensor.detach(), 0)
+
+    def agree(self, wish: bool) -> bool:
+        """Return whether a rank wishes it, the same on all ranks.
+
+        Raises:
+            DivergedError: Gradients of a rank were not finite since; names it.
+            PeerGoneError: A rank does not come; names it.
+        """
+        if self.size == 1:
+            return wish
+        return any(one[0] for one in self.gather(torch.tensor([wish, float(self._spoilt)])))
+
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """Refuse settings that differ between ranks, on all ranks.
+
+        Raises:
+            ConfigError: Names the first setting, and its value on each rank.
+        """
+        if self.size == 1:
+            return
+        self._store.set(f"settings/{self.rank}", json.dumps(settings, default=str))
+        self.agree(False)  # all have told theirs, or one has failed
+        told = [json.loads(self._store.get(f"settings/{rank}")) for rank in range(self.size)]
+        for name in sorted(set().union(*told)):
+            values = [one.get(name) for one in told]
+            if any(value != values[0] for value in values):
+                raise ConfigError(
+                    f"{name}: {', '.join(map(repr, values))} on ranks 0 to {self.size - 1} "
+                    "(expected one value). Start all ranks by the same command."
+                )
+
+    def _together(self, verb: Callable[..., object], *arguments: Any) -> None:
+        try:
+            verb(*arguments)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def _tell(self, words: str) -> None:
+        """Say why this rank leaves, unless it has said so."""
+        try:
+            if not self._store.check([f"end/{self.rank}"]):
+                self._store.set(f"end/{self.rank}", words)
+        except RuntimeError:  # the launcher has ended: nobody listens
+            pass
+
+    def _lost(self, error: RuntimeError) -> PeerGoneError:
+        """Find out who broke a step off, and why."""
+        self._tell(_NOT_TO_BLAME)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        until = time.monotonic() + LAST_WORDS_SECONDS
+        while True:
+            reasons = {rank: self._reason(rank) for rank in others}
+            if any(reasons.values()) or None not in reasons.values():
+                break
+            if time.monotonic() > until:
+                late = f"did not come to a step within {self.timeout:g} s, or cannot be reached"
+                reasons = {r: late if why is None else why for r, why in reasons.items()}
+                break
+            time.sleep(_LOOK_SECONDS)
+        named = [f"rank {rank} {reason}" for rank, reason in reasons.items() if reason]
+        return PeerGoneError(
+            f"rank {self.rank} of {self.size}: {'; '.join(named) or error}\n(expected all to come "
+            "to each step). Mend the cause and start again, with --resume if there is a checkpoint."
+        )
+
+    def _reason(self, rank: int) -> str | None:
+        """Say why a rank leaves; empty if it is not to blame, None if it says nothing yet."""
+        host, pid = self._processes[rank] if self._processes else ("", 0)
+        state = _state(pid) if host == socket.gethostname() else None
+        try:
+            if self._store.check([f"end/{rank}"]):
+                return str(self._store.get(f"end/{rank}").decode())
+        except RuntimeError:
+            return state
+        return state and f"{state}, process {pid}"
+
+
+def _state(pid: int) -> str | None:
+    """Say what keeps a process of this machine from its work; None if nothing does."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        status = psutil.STATUS_ZOMBIE
+    if status == psutil.STATUS_ZOMBIE:
+        return "was ended by a signal, or has crashed"
+    return "was stopped by a signal" if status == psutil.STATUS_STOPPED else None
+
+
+ALONE = Ranks()
+"""A world of one."""
