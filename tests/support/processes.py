@@ -37,7 +37,7 @@ def use_server(server: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def spawned(
-    target: Callable[..., Any], *args: Any, method: str | None = None
+    target: Callable[..., Any], *args: Any, method: str | None = None, daemon: bool = True
 ) -> Iterator[tuple[BaseProcess, Connection]]:
     """Run `target(pipe, *args)` in a process of its own, which is ended on the way out.
 
@@ -45,10 +45,11 @@ def spawned(
         target: Top-level function.
         *args: Its other arguments.
         method: How to start the process, if it matters how that one ends.
+        daemon: Whether it has no processes of its own.
     """
     here, there = mp.Pipe()
     context: Any = mp.get_context(method)
-    process = context.Process(target=target, args=(there, *args), daemon=True)
+    process = context.Process(target=target, args=(there, *args), daemon=daemon)
     process.start()
     there.close()
     try:

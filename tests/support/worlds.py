@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from tests.support.processes import receive, spawned
+from tests.support.processes import receive, server_of_this_process, spawned, use_server
 
 
 @dataclass
@@ -51,19 +51,24 @@ def world(target: Callable[..., Any], *args: Any, size: int = 2) -> Iterator[Wor
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
     }
+    server = server_of_this_process()
     with contextlib.ExitStack() as closing:
-        started = [
-            closing.enter_context(
-                spawned(_run, {**shared, "RANK": str(r), "LOCAL_RANK": str(r)}, target, args)
-            )
-            for r in range(size)
-        ]
+        started = []
+        for rank in range(size):
+            variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            one = spawned(_run, server, variables, target, args, daemon=False)
+            started.append(closing.enter_context(one))
         yield World(*map(list, zip(*started, strict=True)))
 
 
 def _run(
-    pipe: Connection, variables: dict[str, str], target: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Connection,
+    server: dict[str, Any],
+    variables: dict[str, str],
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
+    use_server(server)
     os.environ.update(variables)
     torch.set_num_threads(1)
     try:

@@ -10,6 +10,7 @@ that fail because of it. The first reason is the one that all name.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -32,6 +33,7 @@ __all__ = ["ALONE", "Ranks"]
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
 _LOOK_SECONDS = 0.05
 _NOT_TO_BLAME = ""
+_GROUPS = itertools.count()  # that this process has joined
 
 
 class Ranks:
@@ -83,8 +85,9 @@ class Ranks:
         limit = timedelta(seconds=self.timeout)
         try:
             found, _, _ = next(rendezvous("env://", timeout=limit))
+            # What earlier ranks have left there, of this process or before a restart, stays theirs.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = PrefixStore(f"ranks/{attempt}", found)
+            self._store = PrefixStore(f"ranks/{attempt}/{next(_GROUPS)}", found)
             self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
             dist.init_process_group(
                 self._choose_backend(),
