@@ -66,7 +66,8 @@ class Ranks:
         self.device, self.timeout = device, timeout
         self._store: Any = None
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
-        self._spoilt: torch.Tensor | float = 0.0  # NaN once a gradient of this rank was not finite
+        # NaN for ranks whose gradients were not finite, in the first step where one was not.
+        self._spoilt = torch.zeros(size)
 
     @classmethod
     def of_torchrun(cls, *, device: str = "cpu", timeout: float = 300.0) -> Self:
@@ -143,14 +144,17 @@ class Ranks:
         """
         if self.size == 1:
             return
-        tensors = [*gradients, *statistics]
+        spoilt = gradients[0].new_zeros(self.size)
+        tensors = [*gradients, *statistics, spoilt]
         sizes = [tensor.numel() for tensor in tensors]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         # No look at it here: `agree` looks.
-        self._spoilt = self._spoilt + 0.0 * flat[: sum(sizes[: len(gradients)])].sum()
+        flat[self.rank - self.size] = 0.0 * flat[: sum(sizes[: len(gradients)])].sum()
         self._together(dist.all_reduce, flat)
         for tensor, part in zip(tensors, flat.div_(self.size).split(sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
+        found = self._spoilt.to(spoilt)
+        self._spoilt = torch.where(found.isnan().any(), found, spoilt)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return each rank's tensor, in their order; all have one shape, dtype and device.
@@ -163,12 +167,7 @@ class Ranks:
             return [tensor]
         told = [torch.empty_like(tensor) for _ in range(self.size)]
         self._together(dist.all_gather, told, tensor)
-        wrong = [rank for rank, one in enumerate(told) if not one.isfinite().all()]
-        if wrong:
-            raise DivergedError(
-                f"learning: gradients or observations of rank {' and '.join(map(str, wrong))} are "
-                "not finite (expected numbers). Lower the learning rates, and look at rewards."
-            )
+        _check_finite(told, "observations")
         return told
 
     def broadcast_(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -189,7 +188,8 @@ class Ranks:
         """
         if self.size == 1:
             return wish
-        return any(one[0] for one in self.gather(torch.tensor([wish, float(self._spoilt)])))
+        _check_finite(self._spoilt, "gradients")
+        return any(map(bool, self.gather(torch.tensor([wish]))))
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """Refuse settings that differ between ranks, on all ranks.
@@ -254,6 +254,15 @@ class Ranks:
         except RuntimeError:
             return state
         return state and f"{state}, process {pid}"
+
+
+def _check_finite(told: Iterable[torch.Tensor], what: str) -> None:
+    wrong = [str(rank) for rank, one in enumerate(told) if not one.isfinite().all()]
+    if wrong:
+        raise DivergedError(
+            f"learning: {what} of rank {' and '.join(wrong)} are not finite (expected numbers). "
+            "Lower the learning rates, and look at rewards."
+        )
 
 
 def _state(pid: int) -> str | None:
