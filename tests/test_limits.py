@@ -122,8 +122,12 @@ def test_without_control_groups_all_cores_are_there(tmp_path):
     assert cgroup_cores(tmp_path) is None
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 16])
 @pytest.mark.parametrize(("share", "cores"), [(None, 8), (64.0, 8), (2.5, 3), (0.5, 1)])
-def test_cores_are_those_of_the_affinity_that_control_groups_leave(share, cores, monkeypatch):
+def test_ranks_share_the_cores_of_the_affinity_that_control_groups_leave(
+    share, cores, ranks, monkeypatch
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr("torchrl_unilab.limits.cgroup_cores", lambda: share)
-    assert available_cores() == cores
+    assert available_cores() == max(1, cores // ranks)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 
-from tests.support.quick import APPO, OFF_POLICY
 from tests.support.collecting import CountingEnv, HitEnv
+from tests.support.quick import APPO, OFF_POLICY
 from tests.support.worlds import world
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.errors import ConfigError, DivergedError, PeerGoneError, WorkerError

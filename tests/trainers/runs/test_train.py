@@ -47,6 +47,7 @@ SUMMARY_KEYS = {
     "policy_lag",
     "collector",
     "busy",
+    "ranks",
     "threads",
     "curve",
     "versions",

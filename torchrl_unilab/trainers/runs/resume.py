@@ -93,7 +93,7 @@ def resume_run(
             f"cannot resume {run_dir}: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). Ask for more frames."
         )
-    if announce:
-        announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
     config = saved_config(saved.run)
-    return Run(run, config, path, create_env=create_env, announce=announce, saved=saved)()
+    resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
+    resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
+    return resumed()
