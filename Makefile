@@ -21,7 +21,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-tutorials test-all test-faults test-gpu test-learning test-wheel test-matrix soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update bench-peers learn learning-page screen clean
+.PHONY: install check train robot test test-tutorials test-all test-faults test-gpu test-ray test-learning test-wheel test-matrix soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update bench-peers learn learning-page screen clean
 
 install: $(STAMP)
 
@@ -51,7 +51,7 @@ check: lint type
 	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(FAST)
 
 test-all: install
-	$(BIN)/python -m pytest --nbmake --hypothesis-profile thorough -m "not gpu and not faults and not nightly" tests tutorials
+	$(BIN)/python -m pytest --nbmake --hypothesis-profile thorough -m "not gpu and not ray and not faults and not nightly" tests tutorials
 
 test-faults: install
 	$(BIN)/python -m pytest -n 2 -m "not gpu" tests/faults
@@ -87,6 +87,10 @@ test-matrix:
 
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu tests
+
+test-ray: install
+	$(BIN)/pip install -q -c constraints.txt ray
+	$(BIN)/python -m pytest -m ray tests
 
 lint: install
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 from torchrl_unilab.weight_update.initial_weights import initial_weights
 
@@ -19,6 +20,11 @@ def _collector(*factories):
     """What a sender needs of a collector that makes policies by factories."""
     devices = [CPU] * len(factories)
     return SimpleNamespace(policy=None, policy_factory=list(factories), policy_device=devices)
+
+
+def test_collectors_on_other_machines_are_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"collector_kwargs=\{'weight_sync_schemes'"):
+        initial_weights(False, model_id="policy", model=nn.Linear(2, 1), remote_collectors=[])
 
 
 def test_workers_of_one_model_have_the_same_object():

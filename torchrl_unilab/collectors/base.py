@@ -23,6 +23,12 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 from typing_extensions import Self
 
+from torchrl_unilab.collectors.arguments import (
+    CreateEnv,
+    check_stock,
+    env_factories,
+    policy_scheme,
+)
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
 from torchrl_unilab.collectors.service import (
     Sink,
@@ -37,11 +43,9 @@ from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import WorkerGroup
-from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["CreateEnv", "Explore", "WorkerCollector", "WorkerSettings"]
 
-CreateEnv = Callable[[], EnvBase]
 Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]
 
 
@@ -58,8 +62,12 @@ class WorkerSettings(TypedDict, total=False):
     seed: int | None
     timeout: float | None
     restart_workers: int
-    policy_device: torch.device | str
+    policy_device: torch.device | str | None
     measure: Measure
+    worker_idx: int | None
+
+
+_NODE = 1 << 40  # trajectories of a collector on one machine; ids have 63 bits
 
 
 class WorkerCollector(BaseCollector, abc.ABC):
@@ -85,6 +93,10 @@ class WorkerCollector(BaseCollector, abc.ABC):
             is not repeatable.
         policy_device: Where policies act; environments and what is collected are on the CPU.
         measure: Returns further metrics, of a worker's environment after each rollout.
+        worker_idx: Which of the collectors of a `RayCollector` this is, which sets it: their
+            trajectory ids do not overlap, nor do their environments' seeds.
+        **stock: Arguments of TorchRL's collectors, such as ``device``, at the values by which
+            they ask for nothing.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -111,10 +123,13 @@ class WorkerCollector(BaseCollector, abc.ABC):
         seed: int | None = None,
         timeout: float | None = None,
         restart_workers: int = 0,
-        policy_device: torch.device | str = "cpu",
+        policy_device: torch.device | str | None = "cpu",
         measure: Measure = reward_terms,
+        worker_idx: int | None = None,
+        **stock: Any,
     ) -> None:
-        self._factories = _env_factories(create_env_fn, num_collectors)
+        check_stock(type(self).__name__, stock)
+        self._factories = env_factories(create_env_fn, num_collectors)
         workers = len(self._factories)
         if inline and workers > 1:
             raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
@@ -124,11 +139,12 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 "run with a replaced worker is not repeatable). Use 0."
             )
         super().__init__()
-        self.scheme = _policy_scheme(weight_sync_schemes)
+        self.scheme = policy_scheme(weight_sync_schemes)
         self._weight_sync_schemes = {"policy": self.scheme}
         self.policy = policy
         self.policy_factory = [None] * workers
-        self.policy_device = [torch.device(policy_device)] * workers
+        self.policy_device = [torch.device(policy_device or "cpu")] * workers
+        self.worker_idx = worker_idx
         self._measure = measure
         self.num_workers = workers
         self.total_frames = total_frames
@@ -182,6 +198,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 random_frames,
                 self.policy_device[0],
                 trace.settings(),
+                first_trajectory=_NODE * (self.worker_idx or 0),
             )
             workers: WorkerService | WorkerGroup
             if self._inline:
@@ -262,7 +279,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
         Worker ``w`` seeds its environment with ``seed + w * num_envs``, and environments
         in a batch count on from there: no two environments share a seed. What was
-        collected before stays.
+        collected before stays. With a `worker_idx` all seeds are those after the seeds of the
+        collectors before this one, which have as many workers.
 
         Args:
             seed: The first seed; None takes one from the operating system.
@@ -274,6 +292,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         team = self._settle()
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
+        if not static_seed:
+            seed += (self.worker_idx or 0) * self.num_workers * self.num_envs
         team.seed = seed
         requests = []
         for worker in range(self.num_workers):
@@ -358,43 +378,17 @@ class WorkerCollector(BaseCollector, abc.ABC):
         if "_team" in self.__dict__:  # absent if the arguments were refused
             self.shutdown()
 
+    def __bool__(self) -> bool:
+        return True  # TorchRL's has a length, which fails where there is no end
+
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.num_workers} workers, {self.frames_per_batch} frames "
-            f"a batch, lockstep={self.lockstep})"
-        )
+        # Ray asks for it though the constructor has failed, and hides why if this fails, too.
+        names = ("num_workers", "frames_per_batch", "lockstep")
+        settings = [f"{name}={self.__dict__[name]}" for name in names if name in self.__dict__]
+        return f"{type(self).__name__}({', '.join(settings)})"
 
 
 def _shut_down() -> SegmentClosedError:
     return SegmentClosedError(
         "cannot use the collector: it is shut down (expected a running one). Build a new one."
     )
-
-
-def _env_factories(
-    create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
-) -> list[CreateEnv]:
-    """Return one environment function per worker; a ConfigError if the counts differ."""
-    if callable(create_env_fn):
-        workers = 1 if num_collectors is None else num_collectors
-        if workers < 1:
-            raise ConfigError(f"num_collectors: {workers} (expected at least 1). Use 1.")
-        return [create_env_fn] * workers
-    factories = list(create_env_fn)
-    if not factories or num_collectors not in (None, len(factories)):
-        raise ConfigError(
-            f"num_collectors: {num_collectors} with {len(factories)} environment functions "
-            "(expected one function for each). Leave num_collectors out."
-        )
-    return factories
-
-
-def _policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:
-    """Return the one scheme of ``{"policy": UniLabShmScheme()}``, or a new one."""
-    scheme = UniLabShmScheme() if schemes is None else schemes.get("policy")
-    if not isinstance(scheme, UniLabShmScheme) or (schemes is not None and len(schemes) != 1):
-        raise ConfigError(
-            f"weight_sync_schemes: {schemes!r} (expected {{'policy': UniLabShmScheme()}}). "
-            "Leave it out."
-        )
-    return scheme

@@ -146,6 +146,11 @@ class APPOCollector(WorkerCollector):
             raise ConfigError(
                 f"max_policy_lag: {max_policy_lag} (expected at least 0). Use None for no bound."
             )
+        if use_buffers and self.worker_idx is not None:
+            raise ConfigError(
+                "use_buffers: True in a collector of a distributed one (expected False: what "
+                "leaves the machine is a copy, and would take the whole ring along). Leave it out."
+            )
         self._slots = self.num_workers if slots is None else slots
         if self.lockstep and self._slots < self.num_workers:
             raise ConfigError(

@@ -173,6 +173,7 @@ class WorkerSetup:
         random_frames: Frames of each worker at first with random actions.
         device: Where the policy acts.
         trace: The trace that the worker's events go to, if one is recorded.
+        first_trajectory: Id of the first trajectory of all workers.
     """
 
     payload: bytes
@@ -181,6 +182,7 @@ class WorkerSetup:
     random_frames: int
     device: torch.device
     trace: TraceSettings | None
+    first_trajectory: int = 0
 
 
 def build_service(
@@ -213,6 +215,7 @@ def build_service(
         setup.num_steps,
         worker=worker,
         workers=workers,
+        first_trajectory=setup.first_trajectory,
         scheme=scheme,
         exploration_type=setup.exploration_type,
         random_frames=setup.random_frames,

@@ -126,6 +126,7 @@ class RolloutWorker:
         num_steps: Steps of each environment in a rollout.
         worker: Number of the worker: trajectory ids of workers do not overlap.
         workers: How many workers there are.
+        first_trajectory: Id of the first trajectory of all workers.
         scheme: Where the policy's weights come from, connected; None leaves them alone.
         exploration_type: How the policy acts.
         random_frames: Frames at first with random actions.
@@ -148,6 +149,7 @@ class RolloutWorker:
         *,
         worker: int = 0,
         workers: int = 1,
+        first_trajectory: int = 0,
         scheme: UniLabShmScheme | None = None,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
         random_frames: int = 0,
@@ -164,7 +166,7 @@ class RolloutWorker:
         self.frames = 0
         self.clock = PhaseClock()
         self.num_envs = env.batch_size.numel()
-        self.next_trajectory = worker
+        self.next_trajectory = first_trajectory + worker
         self._stride = workers
         self._carrier: TensorDictBase | None = None
         base = _base(env)

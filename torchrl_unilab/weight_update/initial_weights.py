@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl.weight_update.utils import _resolve_model
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update.module_weights import ModuleWeights
 from torchrl_unilab.weight_update.transport import Weights, named_tensors
 
@@ -58,6 +59,7 @@ def initial_weights(
     device_map_fn: Callable[[int, TensorDictBase], TensorDictBase] | None = None,
     num_workers: int | None = None,
     ctx: Any = None,
+    remote_collectors: Sequence[Any] | None = None,
 ) -> InitialWeights:
     """Return the initial weights of each worker.
 
@@ -73,11 +75,20 @@ def initial_weights(
         device_map_fn: Maps (worker index, weights) to that worker's weights.
         num_workers: How many workers, with `device_map_fn`.
         ctx: Unused: cells need no multiprocessing context.
+        remote_collectors: Refused: those of a `RayCollector`.
 
     Raises:
+        ConfigError: The workers may be on other machines.
         ValueError: Arguments are missing, or exclude one another.
         TypeError: The model is no module.
     """
+    if remote_collectors is not None:
+        raise ConfigError(
+            "weight_sync_schemes of RayCollector: UniLabShmScheme (expected one that reaches other "
+            "machines, which shared memory does not). Leave RayCollector's out, and give the "
+            "collectors that it makes this one: "
+            "collector_kwargs={'weight_sync_schemes': {'policy': UniLabShmScheme()}}."
+        )
     others = {"weights": weights, "model": model, "devices": devices}
     others["device_map_fn"] = device_map_fn
     if params_map is not None:

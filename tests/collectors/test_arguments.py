@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.acting import make_policy
+from tests.support.collecting import CountingEnv
+from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.errors import ConfigError
+
+FRAMES = 2 * 16
+# As `RayCollector` gives them to each collector that it makes.
+FROM_RAY: dict[str, Any] = {
+    "max_frames_per_traj": -1,
+    "init_random_frames": 0,
+    "reset_at_each_iter": False,
+    "split_trajs": False,
+    "device": None,
+    "storing_device": None,
+    "env_device": None,
+    "policy_device": None,
+    "trust_policy": None,
+    "worker_idx": 0,
+}
+
+
+def collected(**settings: Any) -> Any:
+    """Three rollouts of an inline collector, end to end in time."""
+    make_env = partial(CountingEnv, limit=3)
+    settings = {"seed": 5, "inline": True, "total_frames": 3 * FRAMES, **settings}
+    with APPOCollector(make_env, make_policy(), frames_per_batch=FRAMES, **settings) as collector:
+        return torch.cat([rollout.clone() for rollout in collector], dim=1)
+
+
+def test_what_ray_collectors_hand_on_changes_nothing():
+    assert (collected(**FROM_RAY) == collected()).all()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("max_frames_per_traj", 10),
+        ("split_trajs", True),
+        ("reset_at_each_iter", True),
+        ("storing_device", "cuda"),
+    ],
+)
+def test_a_stock_argument_that_asks_for_something_is_refused_by_name(argument, value):
+    with pytest.raises(ConfigError, match=argument):
+        collected(**{argument: value})
+
+
+def test_an_argument_that_no_collector_has_is_a_type_error():
+    with pytest.raises(TypeError, match="frames_per_bach"):
+        collected(frames_per_bach=3)
+
+
+def test_collectors_of_other_machines_share_neither_trajectory_ids_nor_seeds():
+    first, second = (collected(worker_idx=node) for node in (0, 1))
+    ids = [one["collector", "traj_ids"].unique().tolist() for one in (first, second)]
+    assert len(ids[0]) == len(ids[1]) > 4
+    assert not {*ids[0]} & {*ids[1]}
+    drawn = [one["observation"][..., 0].unique().tolist() for one in (first, second)]
+    assert not {*drawn[0]} & {*drawn[1]}
+
+
+def test_the_first_of_several_machines_collects_what_one_alone_does():
+    assert (collected(worker_idx=0) == collected()).all()
+
+
+def test_borrowed_memory_does_not_leave_the_machine():
+    with pytest.raises(ConfigError, match="use_buffers"):
+        collected(worker_idx=0, use_buffers=True)
+
+
+def test_a_collector_without_end_is_true():
+    make_env = partial(CountingEnv, limit=3)
+    with APPOCollector(make_env, make_policy(), frames_per_batch=FRAMES, inline=True) as collector:
+        assert collector
+
+
+def test_a_half_built_collector_can_be_shown():
+    assert repr(APPOCollector.__new__(APPOCollector)) == "APPOCollector()"

@@ -1,0 +1,76 @@
+"""The arguments of collectors, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torchrl.envs import EnvBase
+from torchrl.weight_update import WeightSyncScheme
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+__all__ = ["CreateEnv", "check_stock", "env_factories", "policy_scheme"]
+
+CreateEnv = Callable[[], EnvBase]
+
+# What TorchRL's collectors hand to those that they make on other machines, and what of it is met.
+_STOCK: Mapping[str, tuple[Any, ...]] = {
+    "max_frames_per_traj": (None, 0, -1),
+    "init_random_frames": (None, 0, -1),
+    "reset_at_each_iter": (False,),
+    "split_trajs": (None, False),
+    "device": (None, torch.device("cpu"), "cpu"),
+    "storing_device": (None, torch.device("cpu"), "cpu"),
+    "env_device": (None, torch.device("cpu"), "cpu"),
+    "trust_policy": (None, False, True),
+    "no_cuda_sync": (None, False, True),
+}
+
+
+def check_stock(name: str, stock: Mapping[str, Any]) -> None:
+    """Refuse arguments of TorchRL's collectors that ask for something.
+
+    Raises:
+        TypeError: No collector has the argument.
+        ConfigError: These collectors do not do what it asks for.
+    """
+    for argument, value in stock.items():
+        if argument not in _STOCK:
+            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
+        if value not in _STOCK[argument]:
+            raise ConfigError(
+                f"{argument}: {value!r} (expected {_STOCK[argument][0]}: {name} does without). "
+                "Leave it out."
+            )
+
+
+def env_factories(
+    create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
+) -> list[CreateEnv]:
+    """Return one environment function per worker; a ConfigError if the counts differ."""
+    if callable(create_env_fn):
+        workers = 1 if num_collectors is None else num_collectors
+        if workers < 1:
+            raise ConfigError(f"num_collectors: {workers} (expected at least 1). Use 1.")
+        return [create_env_fn] * workers
+    factories = list(create_env_fn)
+    if not factories or num_collectors not in (None, len(factories)):
+        raise ConfigError(
+            f"num_collectors: {num_collectors} with {len(factories)} environment functions "
+            "(expected one function for each). Leave num_collectors out."
+        )
+    return factories
+
+
+def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:
+    """Return the one scheme of ``{"policy": UniLabShmScheme()}``, or a new one."""
+    scheme = UniLabShmScheme() if schemes is None else schemes.get("policy")
+    if not isinstance(scheme, UniLabShmScheme) or (schemes is not None and len(schemes) != 1):
+        raise ConfigError(
+            f"weight_sync_schemes: {schemes!r} (expected {{'policy': UniLabShmScheme()}}). "
+            "Leave it out."
+        )
+    return scheme
