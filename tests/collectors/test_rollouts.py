@@ -136,7 +136,7 @@ def test_rollouts_come_in_torchrls_form_until_the_frames_are_there(inline):
     assert together["observation"][0, :, 1].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
     assert list(inline) == []
     assert (inline.dropped, inline.stale, inline.pids) == (0, 0, [])
-    assert "1 workers, 8 frames a batch, lockstep=True" in repr(inline)
+    assert repr(inline) == "APPOCollector(num_workers=1, frames_per_batch=8, lockstep=True)"
 
 
 def test_metrics_follow_the_rollouts(inline):

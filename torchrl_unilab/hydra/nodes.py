@@ -178,6 +178,7 @@ class _WorkersNode:
     restart_workers: int | None = None
     policy_device: Any = None
     measure: Any = None
+    worker_idx: int | None = None
     _partial_: bool = True
 
 
