@@ -7,6 +7,7 @@ the layouts are the speed. Parameters stay where they are, as views of `FlatAdam
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Sequence
@@ -17,7 +18,24 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-__all__ = ["FlatAdam", "ReluNetwork", "TanhNetwork", "flatten", "is_relu_mlp", "is_tanh_mlp"]
+from torchrl_unilab.objectives.fused.products import (
+    BatchedProducts,
+    OneDNNProducts,
+    products_for,
+)
+
+__all__ = [
+    "FlatAdam",
+    "ReluNetwork",
+    "ReluNetworks",
+    "TanhNetwork",
+    "flatten",
+    "is_relu_mlp",
+    "is_tanh_mlp",
+    "relu_networks",
+]
+
+ALL = slice(None)
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -171,8 +189,9 @@ class ReluNetwork:
     Args:
         net: The structure, which `is_relu_mlp` accepts.
         parameters: Its parameters, nested as in the module.
+        products: How hidden layers multiply.
         stacked: Whether they have a leading dimension of k.
-        first: Take the first of the k networks alone.
+        which: Which of the k networks to take.
         matmul_dtype: The dtype of hidden layers' products, activations and gradients; by default
             the parameters'. With another one the layers read copies of their weights, as of
             the last `refresh`. Outputs, parameters and their gradients keep their dtype.
@@ -182,16 +201,16 @@ class ReluNetwork:
         self,
         net: nn.Module,
         parameters: TensorDictBase,
+        products: BatchedProducts,
         *,
         stacked: bool = False,
-        first: bool = False,
+        which: slice = ALL,
         matmul_dtype: torch.dtype | None = None,
     ) -> None:
         def batched(tensor: torch.Tensor | None) -> Any:
             if tensor is None:
                 return None
-            tensor = tensor.detach() if stacked else tensor.detach().unsqueeze(0)
-            return tensor[:1] if first else tensor
+            return tensor.detach()[which] if stacked else tensor.detach().unsqueeze(0)
 
         # Per layer the linear part and the normalisation before its relu.
         self._layers: list[tuple[_Affine, _Affine | None]] = []
@@ -218,10 +237,15 @@ class ReluNetwork:
                 linear.bias = torch.empty_like(linear.bias, dtype=self._matmul_dtype)
                 self._copies += [linear.weight, linear.bias]
             self.refresh()
+        self._products = [products] * len(hidden) + [BatchedProducts()]  # one output, or a few
         # What `backward` needs of the last `forward`, per layer: its input, and what its
         # normalisation read and found.
         self._inputs: list[torch.Tensor] = []
         self._normed: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = []
+
+    def twin(self) -> ReluNetwork:
+        """Return another one of the same parameters, with a last forward pass of its own."""
+        return copy.copy(self)
 
     def refresh(self) -> None:
         """Copy the parameters for products in another dtype than theirs."""
@@ -230,29 +254,24 @@ class ReluNetwork:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs, [k, n, out], for inputs all of them read, [n, in]."""
-        x = x.to(self._matmul_dtype).expand(self._k, *x.shape)
+        x = x.to(self._matmul_dtype).contiguous().expand(self._k, *x.shape)
         self._inputs, self._normed = [], []
-        *hidden, (output, _) = self._layers
-        for linear, norm in hidden:
+        for (linear, norm), products in zip(self._layers[:-1], self._products, strict=False):
             self._inputs.append(x)
-            x = torch.baddbmm(linear.bias, x, linear.weight.transpose(1, 2))
+            x = products.affine(x, linear.weight, linear.bias, relu=norm is None)
             if norm is not None:
-                x = self._normalize(x.to(self._dtype), norm)
-            x = x.relu_().to(self._matmul_dtype)
+                x = self._normalize(x.to(self._dtype), norm).relu_().to(self._matmul_dtype)
         x = x.to(self._dtype)
         self._inputs.append(x)
-        return torch.baddbmm(output.bias, x, output.weight.transpose(1, 2))
+        output = self._layers[-1][0]
+        return self._products[-1].affine(x, output.weight, output.bias)
 
     def backward(self, gradient: torch.Tensor) -> None:
         """Write the parameters' gradients, given the outputs', [k, n, out]."""
         for i in range(len(self._layers) - 1, -1, -1):
             linear = self._layers[i][0]
-            if gradient.dtype == self._dtype:
-                torch.bmm(gradient.transpose(1, 2), self._inputs[i], out=linear.weight_grad)
-                torch.sum(gradient, 1, out=linear.bias_grad)
-            else:
-                linear.weight_grad.copy_(torch.bmm(gradient.transpose(1, 2), self._inputs[i]))
-                linear.bias_grad.copy_(gradient.sum(1))
+            self._products[i].by_weight(gradient, self._inputs[i], linear.weight_grad)
+            torch.sum(gradient, 1, dtype=self._dtype, out=linear.bias_grad)
             if i:
                 gradient = self._descend(i, gradient, learn=True)
 
@@ -260,12 +279,13 @@ class ReluNetwork:
         """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
         for i in range(len(self._layers) - 1, 0, -1):
             gradient = self._descend(i, gradient, learn=False)
-        by_input = torch.bmm(gradient, self._layers[0][0].weight[:, :, start:])
+        weight = self._layers[0][0].weight[:, :, start:].contiguous()
+        by_input = self._products[0].by_input(gradient, weight)
         return by_input.sum(0, dtype=self._dtype)
 
     def _descend(self, i: int, gradient: torch.Tensor, *, learn: bool) -> torch.Tensor:
         """Return the gradient of linear layer i - 1's outputs, given that of layer i's."""
-        gradient = torch.bmm(gradient, self._layers[i][0].weight)
+        gradient = self._products[i].by_input(gradient, self._layers[i][0].weight)
         gradient = torch.ops.aten.threshold_backward.grad_input(
             gradient, self._inputs[i], 0, grad_input=gradient
         )
@@ -305,6 +325,61 @@ class ReluNetwork:
                 norm.weight_grad[j] = dweight
                 norm.bias_grad[j] = dbias
         return out
+
+
+class ReluNetworks:
+    """Several `ReluNetwork`, one after the other: each finds its own tensors in the caches.
+
+    Args:
+        networks: Networks of one shape.
+    """
+
+    def __init__(self, networks: Sequence[ReluNetwork]) -> None:
+        self._networks = networks
+
+    def twin(self) -> ReluNetworks:
+        """See `ReluNetwork.twin`."""
+        return ReluNetworks([network.twin() for network in self._networks])
+
+    def refresh(self) -> None:
+        """See `ReluNetwork.refresh`."""
+        for network in self._networks:
+            network.refresh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See `ReluNetwork.forward`."""
+        return torch.cat([network.forward(x) for network in self._networks])
+
+    def backward(self, gradient: torch.Tensor) -> None:
+        """See `ReluNetwork.backward`."""
+        for network, own in zip(self._networks, gradient.split(1), strict=True):
+            network.backward(own)
+
+    def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
+        """See `ReluNetwork.backward_to_input`."""
+        pairs = zip(self._networks, gradient.split(1), strict=True)
+        first, *others = [network.backward_to_input(own, start) for network, own in pairs]
+        for other in others:
+            first += other
+        return first
+
+
+def relu_networks(
+    net: nn.Module, parameters: TensorDictBase, *, stacked: bool = False, **kind: Any
+) -> ReluNetwork | ReluNetworks:
+    """Return networks in the form that is fastest on this processor; see `ReluNetwork`."""
+    weight = parameters.get(("0", "weight"))
+    products = products_for(weight, kind.get("matmul_dtype"))
+    networks = range(len(weight))[kind.pop("which", ALL)] if stacked else range(1)
+    if len(networks) == 1 or type(products) is not OneDNNProducts:
+        which = slice(networks.start, networks.stop)
+        return ReluNetwork(net, parameters, products, stacked=stacked, which=which, **kind)
+    return ReluNetworks(
+        [
+            ReluNetwork(net, parameters, products, stacked=True, which=slice(j, j + 1), **kind)
+            for j in networks
+        ]
+    )
 
 
 def is_relu_mlp(net: nn.Module, size: int) -> bool:

@@ -10,7 +10,7 @@ import abc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -22,7 +22,14 @@ from torchrl.objectives import LossModule, ValueEstimators
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
-from torchrl_unilab.objectives.fused.networks import FlatAdam, ReluNetwork, flatten, is_relu_mlp
+from torchrl_unilab.objectives.fused.networks import (
+    FlatAdam,
+    ReluNetwork,
+    ReluNetworks,
+    flatten,
+    is_relu_mlp,
+    relu_networks,
+)
 from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
@@ -36,6 +43,9 @@ __all__ = [
 
 _NORMALIZERS = {nn.Identity, ObservationNormalizer}
 _LOSS_FUNCTIONS = ("l1", "l2", "smooth_l1")
+
+
+Network = ReluNetwork | ReluNetworks
 
 
 class Transitions(NamedTuple):
@@ -167,7 +177,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._policy_adams = [self._actor_adam]
         # Networks and the targets that follow them, each one tensor.
         self._followers = [(flatten([target.get(key) for key in learnt]), self._critic_adam.flat)]
-        self._matmul_dtype, self._networks = matmul_dtype, list[ReluNetwork]()
+        self._matmul_dtype, self._networks = matmul_dtype, list[Network]()
         self._actor = self._network(actor.net, actor_parameters)
         self._critics = self._network(critic.net, online.get("net"), stacked=True)
         self._target_critics = self._network(critic.net, target.get("net"), stacked=True)
@@ -189,9 +199,9 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
 
-    def _network(self, net: nn.Module, weights: TensorDictBase, **kind: bool) -> ReluNetwork:
-        """Return a `ReluNetwork` whose copies of parameters each step renews."""
-        self._networks.append(ReluNetwork(net, weights, matmul_dtype=self._matmul_dtype, **kind))
+    def _network(self, net: nn.Module, weights: TensorDictBase, **kind: Any) -> Network:
+        """Return networks whose copies of parameters each step renews."""
+        self._networks.append(relu_networks(net, weights, matmul_dtype=self._matmul_dtype, **kind))
         return self._networks[-1]
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -17,8 +16,8 @@ from torchrl_unilab.modules.squashed import (
     SquashedGaussianParameters,
     squash,
 )
-from torchrl_unilab.objectives.fused.networks import FlatAdam, ReluNetwork, is_relu_mlp
-from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
+from torchrl_unilab.objectives.fused.networks import FlatAdam, is_relu_mlp
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Network, Transitions
 
 __all__ = ["FusedSACUpdate"]
 
@@ -116,8 +115,8 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
     ) -> None:
         super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, **options)
         # The same parameters; a network keeps what its last forward pass was.
-        self._next_actor = copy.copy(self._actor)
-        self._climbed_critics = copy.copy(self._critics)
+        self._next_actor = self._actor.twin()
+        self._climbed_critics = self._critics.twin()
         self._alpha_adam = None if loss.fixed_alpha else FlatAdam([loss.log_alpha], lr_alpha)
         if self._alpha_adam is not None:
             self._policy_adams.append(self._alpha_adam)
@@ -177,7 +176,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
             self._alpha_adam.grad.copy_(excess.neg_())
 
     def _act(
-        self, actor: ReluNetwork, observation: torch.Tensor, noise: torch.Tensor
+        self, actor: Network, observation: torch.Tensor, noise: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Return actions, log probabilities [n], and (y, tanh(r), scale * noise).
 

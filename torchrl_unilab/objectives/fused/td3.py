@@ -94,7 +94,7 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         # The policy climbs the first critic alone.
         critic = loss.qvalue_network
         online = loss.qvalue_network_params.get("net")
-        self._first_critic = self._network(critic.net, online, stacked=True, first=True)
+        self._first_critic = self._network(critic.net, online, stacked=True, which=slice(1))
         self._low, self._high = loss.min_action.to(flat), loss.max_action.to(flat)
 
     @property

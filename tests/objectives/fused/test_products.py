@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+
+from torchrl_unilab.objectives.fused import products
+from torchrl_unilab.objectives.fused.networks import ReluNetwork, ReluNetworks, relu_networks
+from torchrl_unilab.objectives.fused.products import BatchedProducts, OneDNNProducts, products_for
+
+ONEDNN = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"
+)
+
+
+def _twins(norm: bool) -> tuple[nn.Sequential, TensorDict]:
+    """A network's structure, and the parameters of two such networks, with gradients."""
+    middle = [nn.LayerNorm(8)] if norm else []
+    net = nn.Sequential(nn.Linear(5, 8), *middle, nn.ReLU(), nn.Linear(8, 6), nn.ReLU())
+    net.append(nn.Linear(6, 1))
+    generator = torch.Generator().manual_seed(0)
+    parameters = TensorDict.from_module(net).apply(
+        lambda p: nn.Parameter(torch.randn(2, *p.shape, generator=generator))
+    )
+    for leaf in parameters.values(include_nested=True, leaves_only=True):
+        leaf.grad = torch.full_like(leaf, float("nan"))
+    return net, parameters
+
+
+def _by_autograd(net: nn.Sequential, parameters: TensorDict, x: torch.Tensor) -> list:
+    """Outputs of both networks, and the gradients of inputs and parameters by their sum."""
+    x = x.clone().requires_grad_()
+    leaves = {
+        key: leaf.detach().clone().requires_grad_()
+        for key, leaf in parameters.flatten_keys(".").items()
+    }
+    outputs = torch.stack(
+        [
+            torch.func.functional_call(net, {key: leaf[j] for key, leaf in leaves.items()}, x)
+            for j in range(2)
+        ]
+    )
+    outputs.sum().backward()
+    return [outputs.detach(), x.grad, {key: leaf.grad for key, leaf in leaves.items()}]
+
+
+@ONEDNN
+@pytest.mark.parametrize("norm", [False, True], ids=["relu", "layer norm"])
+@pytest.mark.parametrize("form", [BatchedProducts, OneDNNProducts])
+def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, monkeypatch):
+    monkeypatch.setattr("torchrl_unilab.objectives.fused.networks.products_for", lambda *_: form())
+    net, parameters = _twins(norm)
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    networks = relu_networks(net, parameters, stacked=True)
+    assert type(networks) is (ReluNetwork if form is BatchedProducts else ReluNetworks)
+
+    with torch.inference_mode():
+        outputs = networks.forward(x)
+        networks.backward(torch.ones(2, 7, 1))
+        by_input = networks.backward_to_input(torch.ones(2, 7, 1), 2)
+
+    expected, x_grad, gradients = _by_autograd(net, parameters, x)
+    torch.testing.assert_close(outputs, expected)
+    torch.testing.assert_close(by_input, x_grad[:, 2:])
+    for key, leaf in parameters.flatten_keys(".").items():
+        torch.testing.assert_close(leaf.grad, gradients[key], msg=key)
+
+
+@ONEDNN
+def test_twins_of_networks_keep_their_own_last_forward_pass(monkeypatch):
+    monkeypatch.setattr(
+        "torchrl_unilab.objectives.fused.networks.products_for", lambda *_: OneDNNProducts()
+    )
+    net, parameters = _twins(norm=False)
+    networks = relu_networks(net, parameters, stacked=True)
+    twin = networks.twin()
+    x = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        networks.forward(x[0])
+        alone = networks.backward_to_input(torch.ones(2, 7, 1), 0)
+        twin.forward(x[1])
+        again = networks.backward_to_input(torch.ones(2, 7, 1), 0)
+        other = twin.backward_to_input(torch.ones(2, 7, 1), 0)
+    assert torch.equal(alone, again)
+    assert not torch.equal(alone, other)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "slow"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+    ],
+)
+def test_mkl_is_slow_on_amds_wide_processors(vendor, capability, slow, monkeypatch, tmp_path):
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        slow = False
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    assert products._mkl_is_slow.__wrapped__(tmp_path / "cpuinfo") == slow
+
+
+def test_where_proc_is_missing_mkl_is_not_taken_for_slow(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert not products._mkl_is_slow.__wrapped__(tmp_path / "none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_products_of_other_dtypes_are_batched(dtype, monkeypatch):
+    monkeypatch.setattr(products, "_mkl_is_slow", lambda: True)
+    weight = torch.zeros(2, 3, 4)
+    assert type(products_for(weight)) is OneDNNProducts
+    assert type(products_for(weight, dtype)) is BatchedProducts
+    assert type(products_for(weight.to(dtype))) is BatchedProducts

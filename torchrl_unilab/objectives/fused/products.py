@@ -1,0 +1,92 @@
+"""The matrix products of k linear layers of one shape, forward and backward.
+
+`BatchedProducts` works everywhere. `OneDNNProducts` is for AMD's processors with AVX-512: MKL, by
+which PyTorch multiplies float32 matrices, uses half of their vectors' width, oneDNN all of it.
+`ReluNetwork` multiplies its hidden layers by what `products_for` chooses.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+__all__ = ["BatchedProducts", "OneDNNProducts", "products_for"]
+
+
+class BatchedProducts:
+    """Products of k layers at once, in any dtype on any device."""
+
+    def affine(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, relu: bool = False
+    ) -> torch.Tensor:
+        """Return ``x W^T + b``, or its positive part, [k, n, out].
+
+        Args:
+            x: Inputs, [k, n, in].
+            weight: [k, out, in].
+            bias: [k, 1, out].
+            relu: Return the positive part.
+        """
+        out = torch.baddbmm(bias, x, weight.transpose(1, 2))
+        return out.relu_() if relu else out
+
+    def by_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the inputs' gradient, [k, n, in], for the outputs', [k, n, out]."""
+        return torch.bmm(gradient, weight)
+
+    def by_weight(self, gradient: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the weights' gradient to `out`, [k, out, in], which may have another dtype."""
+        if gradient.dtype == out.dtype:
+            torch.bmm(gradient.transpose(1, 2), x, out=out)
+        else:
+            out.copy_(torch.bmm(gradient.transpose(1, 2), x))
+
+
+class OneDNNProducts(BatchedProducts):
+    """Products of one layer by oneDNN, on the CPU: k is 1.
+
+    oneDNN has ``x W^T`` for linear layers; the gradients are the same of transposed views.
+    """
+
+    def affine(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, relu: bool = False
+    ) -> torch.Tensor:
+        """See `BatchedProducts.affine`; the positive part takes no pass of its own."""
+        return _times(x[0], weight[0], bias[0, 0], "relu" if relu else "none").unsqueeze(0)
+
+    def by_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `BatchedProducts.by_input`."""
+        return _times(gradient[0], weight[0].t()).unsqueeze(0)
+
+    def by_weight(self, gradient: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+        """See `BatchedProducts.by_weight`."""
+        out[0].copy_(_times(gradient[0].t(), x[0].t()))
+
+
+def _times(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, then: str = "none"
+) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "")
+    return out
+
+
+def products_for(weight: torch.Tensor, dtype: torch.dtype | None = None) -> BatchedProducts:
+    """Return the faster products for weights like this one, multiplied in `dtype`.
+
+    The processor decides, not a measurement: the same run has the same numbers again.
+    """
+    dtype = dtype or weight.dtype
+    if weight.device.type == "cpu" and dtype == torch.float32 and _mkl_is_slow():
+        return OneDNNProducts()
+    return BatchedProducts()
+
+
+@functools.cache
+def _mkl_is_slow(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether MKL leaves half of this processor's vector units idle, and oneDNN is there."""
+    wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    if not (wide and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return False
+    return cpuinfo.exists() and "AuthenticAMD" in cpuinfo.read_text()
