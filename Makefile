@@ -89,8 +89,8 @@ test-gpu: install
 	$(BIN)/python -m pytest -m gpu tests
 
 test-ray: install
-	$(BIN)/pip install -q -c constraints.txt ray
 	$(BIN)/python -m pytest -m ray tests
+	$(BIN)/python -m tests.distributed.table
 
 lint: install
 	$(BIN)/ruff check .

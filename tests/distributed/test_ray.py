@@ -1,77 +1,39 @@
-"""Collectors on a Ray cluster of two nodes of this machine: `make test-ray`."""
+"""`RayCollector` on a cluster of two nodes of this machine: `make test-ray`."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 from torchrl.collectors import MultiAsyncCollector
 
+from tests.support.nodes import ENVS, IDS, NODES, STEPS, VERSION, followed, node_of, ray_collector
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.errors import ConfigError, WorkerError
-from torchrl_unilab.modules import make_actor
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-pytestmark = [
-    pytest.mark.ray,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.ray
 
-VERSION = ("next", "policy_version")
-IDS = ("collector", "traj_ids")
-NODES, ENVS, STEPS = 2, 2, 8
-STORE = 80 * 2**20  # bytes, the least that Ray takes
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    room = {"num_cpus": 2, "object_store_memory": STORE}
-    nodes = Cluster(initialize_head=True, head_node_args={**room, "include_dashboard": False})
-    try:
-        nodes.add_node(**room)
-        ray.init(address=nodes.address, log_to_driver=False)
-        yield
-    finally:
-        ray.shutdown()
-        nodes.shutdown()
-        gc.collect()
-
-
-def ray_collector(**settings: Any) -> Any:
-    from torchrl.collectors.distributed import RayCollector
-
-    make_env = partial(MujocoBatchEnv, "Hopper-v5", ENVS, num_threads=1)
-    defaults = {
-        "collector_class": APPOCollector,
-        "frames_per_batch": ENVS * STEPS,
-        "total_frames": 10 * ENVS * STEPS,
-        "sync": False,
-        "remote_configs": {"num_cpus": 1, "num_gpus": 0, "memory": 2**28},
-    }
-    return RayCollector([make_env] * NODES, make_actor(11, 3), **{**defaults, **settings})
+BATCHES = {"total_frames": 20 * ENVS * STEPS}
 
 
 def nested() -> dict[str, Any]:
     return {"weight_sync_schemes": {"policy": UniLabShmScheme()}}
 
 
-def test_a_scheme_of_the_ray_collectors_own_is_refused_with_the_way_out(cluster):
+def test_a_scheme_of_one_machine_is_refused_with_the_way_out(cluster):
     with pytest.raises(ConfigError, match="collector_kwargs"):
         ray_collector(**nested())
 
 
+@pytest.mark.parametrize("mailbox", [False, True], ids=["TorchRL's scheme", "mailbox"])
 @pytest.mark.parametrize("collector_class", [APPOCollector, MultiAsyncCollector])
-def test_published_weights_reach_the_workers_of_both_nodes(cluster, collector_class):
-    collector = ray_collector(collector_class=collector_class, collector_kwargs=nested())
+def test_published_weights_reach_the_workers_of_both_nodes(cluster, collector_class, mailbox):
+    schemes = followed(UniLabRayScheme()) if mailbox else {"collector_kwargs": nested()}
+    collector = ray_collector(collector_class=collector_class, **schemes, **BATCHES)
     try:
         for parameter in collector.policy.parameters():  # actions have a mean of zero
             parameter.data.zero_()
@@ -81,8 +43,45 @@ def test_published_weights_reach_the_workers_of_both_nodes(cluster, collector_cl
             acted.append(rollout["loc"].abs().max().item())
             if collector_class is APPOCollector:
                 assert rollout[VERSION].unique().numel() == 1
-        assert len(acted) == 10
+        assert len(acted) == 20
         assert acted[-2:] == [0.0, 0.0]
+    finally:
+        collector.shutdown(shutdown_ray=False)
+
+
+@pytest.mark.parametrize("collector_class", [APPOCollector, MultiAsyncCollector])
+def test_rollouts_of_all_nodes_have_the_learners_versions(cluster, collector_class):
+    scheme, settings = UniLabRayScheme(first_version=7), {}
+    if collector_class is MultiAsyncCollector:
+        settings["track_policy_version"] = True
+    collector = ray_collector(
+        collector_class=collector_class,
+        num_workers_per_collector=2,
+        **followed(scheme, **settings),
+    )
+    try:
+        collector.update_policy_weights_()
+        seen: list[int] = []
+        for rollout in collector:
+            versions = rollout[VERSION]
+            assert 7 <= versions.min() <= versions.max() <= scheme.version
+            seen.append(int(versions.max()))
+            collector.update_policy_weights_()
+            if len(seen) >= 20 and seen[-1] > 20:
+                break
+        assert {*scheme.applied_versions} == {(n, w) for n in range(NODES) for w in range(2)}
+        assert all(7 <= v <= scheme.version for v in scheme.applied_versions.values())
+    finally:
+        collector.shutdown(shutdown_ray=False)
+
+
+def test_collectors_that_do_not_follow_the_scheme_are_refused(cluster):
+    collector = ray_collector(
+        weight_sync_schemes={"policy": UniLabRayScheme()}, collector_kwargs=nested()
+    )
+    try:
+        with pytest.raises(ConfigError, match=r"collectors \[0, 1\].*scheme.node\(\)"):
+            collector.update_policy_weights_()
     finally:
         collector.shutdown(shutdown_ray=False)
 
@@ -94,6 +93,7 @@ def test_nodes_share_no_trajectory_ids_and_no_seeds(cluster):
         both = next(iter(collector))
         ids = [{*one.flatten().tolist()} for one in both[IDS]]
         assert not ids[0] & ids[1]
+        assert [node_of(one) for one in both] == [0, 1]
         assert not both["observation"][0, :, 0].equal(both["observation"][1, :, 0])
     finally:
         collector.shutdown(shutdown_ray=False)
@@ -102,7 +102,8 @@ def test_nodes_share_no_trajectory_ids_and_no_seeds(cluster):
 def test_the_loss_of_a_worker_on_a_node_reaches_the_learner(cluster):
     import ray
 
-    collector = ray_collector(total_frames=-1)
+    once = {"num_cpus": 1, "num_gpus": 0, "memory": 2**28}  # a task that fails is not repeated
+    collector = ray_collector(remote_configs=once)
     try:
         collector.update_policy_weights_()
         (pid,) = ray.get(collector.remote_collectors[1].get_distant_attr.remote("pids"))

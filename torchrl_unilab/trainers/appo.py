@@ -23,7 +23,7 @@ from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.progress import RankTrainer
 from torchrl_unilab.trainers.reports import register_reports
-from torchrl_unilab.weight_update import UniLabShmScheme
+from torchrl_unilab.weight_update.versions import PolicyVersions
 
 __all__ = ["APPOTrainer"]
 
@@ -47,7 +47,8 @@ class APPOTrainer(RankTrainer):
         total_frames: Frames to collect.
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
-        scheme: The collector's scheme, for the policy lag; not logged if not given.
+        scheme: The collector's scheme, for the policy lag; not logged if not given. Rollouts that
+            are further behind than ``config.max_policy_lag`` are not learnt from.
         ranks: Processes that learn together, each by a trainer of its own; their parameters are
             the same when they start. Frames are counted of all ranks.
         **kwargs: As for `torchrl.trainers.Trainer`: ``logger``, ``checkpoint``,
@@ -57,6 +58,8 @@ class APPOTrainer(RankTrainer):
         returns: The hook that follows episode returns.
         lag: The hook that follows the policy lag, if there is a scheme.
         busy_time: The hook that measures the learner's waiting.
+        stale: Rollouts that were too far behind. `APPOCollector` drops and counts its own; those
+            of other machines age on their way.
         pool: The rollouts that are learnt from.
 
     Examples:
@@ -89,7 +92,7 @@ class APPOTrainer(RankTrainer):
         total_frames: int,
         config: APPOConfig,
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
-        scheme: UniLabShmScheme | None = None,
+        scheme: PolicyVersions | None = None,
         ranks: Ranks = ALONE,
         **kwargs: Any,
     ) -> None:
@@ -100,6 +103,7 @@ class APPOTrainer(RankTrainer):
                 "an actor that make_actor made, which learns its deviation). Leave it out."
             )
         self.config, self.ranks = config, ranks
+        self.stale = 0
         self.normalizers = dict(normalizers or {})
         self._fused: FusedAPPOUpdate | None = None
         if config.fused and FusedAPPOUpdate.supports(loss_module):
@@ -129,10 +133,20 @@ class APPOTrainer(RankTrainer):
 
     def optim_steps(self, batch: TensorDictBase) -> None:
         """Take a rollout into the pool and update on the pool."""
+        if self._too_old(batch):
+            self.stale += 1
+            return
         self._pre_optim_hook()
         with span("update"):
             logged = self._learn(batch)
         self._log(optim_steps=self._optim_count, **logged)
+
+    def _too_old(self, batch: TensorDictBase) -> bool:
+        """Return whether a rollout of any rank is too far behind: all of them leave theirs."""
+        bound = self.config.max_policy_lag
+        if bound is None or self.lag is None:
+            return False
+        return self.ranks.agree(self.lag.of(batch) > bound)
 
     def _learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Take a rollout in, and an update's steps on the pool; return what to log."""

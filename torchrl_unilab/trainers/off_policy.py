@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.collectors import BaseCollector
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.collectors import ReplayCollector
@@ -14,7 +15,7 @@ from torchrl_unilab.configs.off_policy import (
     OffPolicyConfig,
     compute_train_start_threshold,
 )
-from torchrl_unilab.data import DoubleBufferReplayPipeline
+from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
@@ -23,7 +24,7 @@ from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
 from torchrl_unilab.trainers.progress import RankTrainer
 from torchrl_unilab.trainers.reports import register_reports
-from torchrl_unilab.weight_update import UniLabShmScheme
+from torchrl_unilab.weight_update.versions import PolicyVersions
 
 __all__ = [
     "OffPolicyTrainer",
@@ -113,12 +114,14 @@ class OffPolicyTrainer(RankTrainer):
     ``config.learner_threads``.
 
     Args:
-        collector: Fills its replay.
+        collector: Fills its replay, or yields rollouts [envs, steps] for `storage`.
         loss_module: `SACLoss`, `TD3Loss`, or another off-policy loss of TorchRL.
         total_frames: Frames to collect.
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given.
+        storage: The replay to write to what the collector yields, such as one of other
+            machines; by default the collector's own.
         ranks: Processes that learn together, each by a trainer of its own; their parameters are
             the same when they start. Frames are counted of all ranks.
         **kwargs: As for `torchrl.trainers.Trainer`.
@@ -168,18 +171,20 @@ class OffPolicyTrainer(RankTrainer):
     def __init__(
         self,
         *,
-        collector: ReplayCollector,
+        collector: BaseCollector,
         loss_module: LossModule,
         total_frames: int,
         config: OffPolicyConfig,
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
-        scheme: UniLabShmScheme | None = None,
+        scheme: PolicyVersions | None = None,
+        storage: PackedReplayStorage | None = None,
         ranks: Ranks = ALONE,
         **kwargs: Any,
     ) -> None:
         self.config, self.ranks = config, ranks
         self.normalizers = dict(normalizers or {})
-        self.storage = collector.storage
+        self._keys: Sequence[Any] = [] if storage is None else [*storage[:].keys(True, True)]
+        self.storage = collector.storage if storage is None else storage
         threshold = config.min_frames
         if threshold > self.storage.max_size:
             raise ConfigError(
@@ -188,7 +193,8 @@ class OffPolicyTrainer(RankTrainer):
                 "batch_size."
             )
         self.update = make_update(loss_module, config, ranks)
-        collector.learners = ranks.size
+        if isinstance(collector, ReplayCollector):
+            collector.learners = ranks.size
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -232,6 +238,8 @@ class OffPolicyTrainer(RankTrainer):
     def optim_steps(self, batch: TensorDictBase | None) -> None:
         """Take a tick's updates, if the replay has enough rows."""
         config = self.config
+        if batch is not None and self._keys:
+            self.storage.add(batch.select(*self._keys).reshape(-1, batch.shape[-1]))
         if self.normalizers:
             rows, self._counted = self.storage.read_since(self._counted)
             self._count_observations(rows)

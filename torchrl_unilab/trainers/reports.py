@@ -22,7 +22,7 @@ from torchrl.trainers.trainers import TrainerHookBase
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.runtime.trace import counter
 from torchrl_unilab.trainers.hooks import BusyTime
-from torchrl_unilab.weight_update import UniLabShmScheme
+from torchrl_unilab.weight_update.versions import PolicyVersions
 
 __all__ = [
     "CollectorReport",
@@ -108,7 +108,7 @@ class LogPolicyLag(_Report):
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_actor
         >>> from torchrl_unilab.trainers import LogPolicyLag
-        >>> from torchrl_unilab.weight_update import UniLabShmScheme
+        >>> from torchrl_unilab.weight_update.versions import PolicyVersions
         >>> scheme = UniLabShmScheme()  # a collector does what follows with it
         >>> devices = [torch.device("cpu")]
         >>> scheme.init_on_sender(model_id="policy", model=make_actor(11, 3), devices=devices)
@@ -122,7 +122,7 @@ class LogPolicyLag(_Report):
     name = "policy_lag"
     headlines = ("policy_lag",)
 
-    def __init__(self, scheme: UniLabShmScheme, patience: int = 20) -> None:
+    def __init__(self, scheme: PolicyVersions, patience: int = 20) -> None:
         self.scheme = scheme
         self.patience = patience
         self.histogram: Counter[int] = Counter()
@@ -130,13 +130,8 @@ class LogPolicyLag(_Report):
         self._grown = 0
 
     def __call__(self, batch: TensorDictBase | None) -> dict[str, Any]:
-        """Return the lag of the batch, or of the workers if it carries no version."""
-        versions = None if batch is None else batch.get(("next", "policy_version"), None)
-        if versions is not None:
-            lag = self.scheme.version - float(versions.double().mean())
-        else:
-            applied = [v for v in self.scheme.applied_versions.values() if v is not None]
-            lag = float(self.scheme.version - min(applied, default=self.scheme.version))
+        """Return what to log of the batch."""
+        lag = self.of(batch)
         counter("policy_lag", lag)
         self.histogram[round(lag)] += 1
         self._watch(lag)
@@ -146,6 +141,14 @@ class LogPolicyLag(_Report):
             "policy_lag_max": max(self.histogram),
             **self._shares(),
         }
+
+    def of(self, batch: TensorDictBase | None) -> float:
+        """Return the mean lag of a batch, or the workers' largest if it carries no version."""
+        versions = None if batch is None else batch.get(("next", "policy_version"), None)
+        if versions is not None:
+            return self.scheme.version - float(versions.double().mean())
+        applied = [v for v in self.scheme.applied_versions.values() if v is not None]
+        return float(self.scheme.version - min(applied, default=self.scheme.version))
 
     def _shares(self) -> dict[str, float]:
         shares = dict.fromkeys(_LAG_SHARES, 0.0)
@@ -344,7 +347,7 @@ class CollectorReport(LearningCurve):
 
 
 def register_reports(
-    trainer: Trainer, collector: Any, scheme: UniLabShmScheme | None
+    trainer: Trainer, collector: Any, scheme: PolicyVersions | None
 ) -> tuple[BusyTime, LearningCurve, LogPolicyLag | None]:
     """Register a trainer's busy time, learning curve and, where a scheme is given, policy lag.
 

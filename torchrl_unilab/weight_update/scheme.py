@@ -23,6 +23,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
+    InitialWeights,
     checked_module,
     fallback_policy,
     initial_weights,
@@ -137,9 +138,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
         `initial_weights` has the arguments.
         """
-        initial = initial_weights(
-            self.per_worker_weights, model_id=model_id, context=context, **source
-        )
+        initial = self._initial_weights(model_id=model_id, context=context, **source)
         self.per_worker_weights = initial.per_worker
         self._given = initial.model
         self._transport = UniLabShmTransport(
@@ -153,6 +152,10 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         self._model_id = model_id
         if context is not None:
             self.context = context
+
+    def _initial_weights(self, **source: Any) -> InitialWeights:
+        """Return what the cells start from."""
+        return initial_weights(self.per_worker_weights, **source)
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None

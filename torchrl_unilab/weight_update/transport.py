@@ -220,10 +220,10 @@ class UniLabShmTransport:
         """
         self.send_each(dict.fromkeys(self.select(worker_ids), weights))
 
-    def send_each(self, weights: Mapping[SnapshotCell, Weights]) -> None:
+    def send_each(self, weights: Mapping[SnapshotCell, Weights], *, version: int = 0) -> None:
         """Publish to each cell its weights; all are checked before any is written."""
         ordered = {cell: self._ordered(cell, named_tensors(w)) for cell, w in weights.items()}
-        version = self.version + 1
+        version = max(version, self.version + 1)
         for cell, tensors in ordered.items():
             cell.publish(tensors, version=version)
 
@@ -232,8 +232,16 @@ class UniLabShmTransport:
         keys: tuple[str, ...],
         tensors: Sequence[torch.Tensor],
         worker_ids: int | Sequence[int] | None = None,
+        *,
+        version: int = 0,
     ) -> None:
         """Publish tensors to the cells of `worker_ids`: in place where keys come in their order.
+
+        Args:
+            keys: Dotted keys.
+            tensors: One for each.
+            worker_ids: Whose cells; all if not given.
+            version: The least that the new version may be; above the newest in any case.
 
         Raises:
             ValueError: A worker is not registered.
@@ -242,13 +250,14 @@ class UniLabShmTransport:
         cells = self.unique_cells if worker_ids is None else self.select(worker_ids)
         if self._casts or any(cell.layout.keys != keys for cell in cells):
             named = {key: tensor.detach() for key, tensor in zip(keys, tensors, strict=True)}
-            self.send_each(dict.fromkeys(cells, named))
+            self.send_each(dict.fromkeys(cells, named), version=version)
             return
         if len(cells) > 1:
             for cell in cells:
                 cell.layout.check(tensors)
         on_host = not tensors or tensors[0].device.type == "cpu"
-        version = 0 if len(self.unique_cells) == 1 else self.version + 1
+        if len(self.unique_cells) > 1:
+            version = max(version, self.version + 1)
         for cell in cells:
             cell.publish(tensors if on_host else self._to_host(cell, tensors), version=version)
 

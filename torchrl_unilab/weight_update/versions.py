@@ -7,15 +7,28 @@ sender: the part of `UniLabShmScheme` that watches and publishes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive
 from torchrl_unilab.weight_update.transport import UniLabShmTransport
 
-__all__ = ["POLL_SECONDS", "WorkerVersions"]
+__all__ = ["POLL_SECONDS", "PolicyVersions", "WorkerVersions"]
 
 POLL_SECONDS = 0.0005
+
+
+class PolicyVersions(Protocol):
+    """What follows the policy lag needs of a scheme."""
+
+    @property
+    def version(self) -> int:
+        """The newest published version."""
+
+    @property
+    def applied_versions(self) -> Mapping[Any, int | None]:
+        """For each worker, the version it acts with."""
 
 
 class WorkerVersions:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.nodes import start_cluster
+
+_RAYS_OWN = ("ignore::ResourceWarning", "ignore::FutureWarning")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name == "distributed":
+            for warning in _RAYS_OWN:
+                item.add_marker(pytest.mark.filterwarnings(warning))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of this machine."""
+    with start_cluster() as nodes:
+        yield nodes
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def ray_alone() -> Iterator[None]:
+    """Ray on one node, the smallest that there is."""
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+    started = psutil.Process().children(recursive=True)
+    yield
+    ray.shutdown()
+    psutil.wait_procs(started, timeout=30.0)  # which it has asked to end
+    gc.collect()

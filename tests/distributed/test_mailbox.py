@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from torchrl_unilab.distributed import UniLabRayScheme
+from torchrl_unilab.distributed.mailbox import Letter, Mailbox, load_ray
+from torchrl_unilab.errors import ConfigError
+
+AWHILE = 30.0  # never waited for where a claim holds
+
+
+def test_a_node_gets_the_newest_version_and_none_twice():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        await mailbox.post(Letter(3, []))
+        await mailbox.post(Letter(5, []))
+        assert await mailbox.poll(-1, AWHILE, None, {}) == Letter(5, [])
+        assert await mailbox.poll(4, AWHILE, None, {}) == Letter(5, [])
+        assert await mailbox.poll(5, 0.001, None, {}) is None
+
+    asyncio.run(scenario())
+
+
+def test_a_version_that_comes_late_does_not_replace_a_newer_one():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        await mailbox.post(Letter(5, []))
+        await mailbox.post(Letter(4, []))
+        assert await mailbox.poll(-1, AWHILE, None, {}) == Letter(5, [])
+
+    asyncio.run(scenario())
+
+
+def test_a_post_wakes_all_nodes_that_wait():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        waiting = [asyncio.create_task(mailbox.poll(0, AWHILE, None, {})) for _ in range(3)]
+        await asyncio.sleep(0)  # they have begun to wait
+        await mailbox.post(Letter(1, []))
+        assert await asyncio.gather(*waiting) == [Letter(1, [])] * 3
+
+    asyncio.run(scenario())
+
+
+def test_each_node_has_the_last_of_its_own_reports():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        await mailbox.poll(0, 0.001, None, {})
+        await mailbox.poll(0, 0.001, 0, {0: 1, 1: None})
+        await mailbox.poll(0, 0.001, 1, {0: 2})
+        await mailbox.poll(0, 0.001, 0, {0: 3, 1: 3})
+        assert await mailbox.reports() == {0: {0: 3, 1: 3}, 1: {0: 2}}
+
+    asyncio.run(scenario())
+
+
+def test_without_ray_the_scheme_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for refused in (load_ray, UniLabRayScheme):
+        with pytest.raises(ConfigError, match=r"pip install 'torchrl-unilab\[ray\]'"):
+            refused()

@@ -1,0 +1,158 @@
+"""Both sides of the scheme in this process, with a mailbox of a real Ray between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.distributed import UniLabRayScheme
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, WaitTimeoutError
+from torchrl_unilab.modules import make_actor
+from torchrl_unilab.weight_update.transport import named_tensors
+
+pytestmark = pytest.mark.usefixtures("ray_alone")
+
+FIRST = 5
+VERSION = ("next", "policy_version")
+
+
+def make_policy(value: float) -> Any:
+    policy = make_actor(11, 3)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.fill_(value)
+    return policy
+
+
+@pytest.fixture
+def learner() -> Iterator[tuple[UniLabRayScheme, Any]]:
+    """A scheme that has posted a policy of ones as version `FIRST`, and the policy."""
+    scheme, policy = UniLabRayScheme(first_version=FIRST), make_policy(1.0)
+    scheme.init_on_sender(model_id="policy", model=policy, remote_collectors=[None])
+    yield scheme, policy
+    scheme.shutdown()
+
+
+@pytest.fixture
+def node(learner) -> Iterator[APPOCollector]:
+    """The collector of a node, whose own policy has other weights."""
+    collector = APPOCollector(
+        partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
+        make_policy(0.0),
+        frames_per_batch=8,
+        weight_sync_schemes={"policy": learner[0].node()},
+        lockstep=True,
+        worker_idx=0,
+    )
+    yield collector
+    collector.shutdown()
+
+
+def versions(rollouts: Iterator[Any]) -> list[int]:
+    return next(rollouts)[VERSION].unique().tolist()
+
+
+def test_workers_act_with_the_learners_versions_under_the_learners_numbers(learner, node):
+    scheme, policy = learner
+    scheme.connect()
+    rollouts = iter(node)
+    first = next(rollouts)
+    assert first[VERSION].unique().tolist() == [FIRST]
+    assert first["loc"].min() > 0  # of ones, not of the node's zeros
+    scheme.wait_applied()
+
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.zero_()
+    scheme.send()
+    scheme.send()
+    while (found := next(rollouts))[VERSION].max() < FIRST + 2:
+        pass
+    assert not found["loc"].any()
+    assert (scheme.version, node.scheme.version) == (FIRST + 2, FIRST + 2)
+    scheme.wait_applied()
+    assert scheme.applied_versions == {(0, 0): FIRST + 2}
+    assert scheme.lag == {(0, 0): 0}
+
+
+def test_workers_that_do_not_collect_are_named(learner, node):
+    scheme, _ = learner
+    scheme.connect()
+    scheme.send()
+    with pytest.raises(WaitTimeoutError, match=r"\(0, 0\): 5"):
+        scheme.wait_applied(timeout=0.1)
+
+
+def test_a_mailbox_that_is_lost_has_the_next_version(learner, node):
+    import ray
+
+    scheme, _ = learner
+    scheme.connect()
+    ray.kill(scheme._mailbox, no_restart=False)
+    rollouts = iter(node)
+    while versions(rollouts) == [FIRST]:
+        scheme.send()
+    assert node.scheme.version > FIRST
+
+
+def test_other_weights_are_refused_before_anything_is_posted(learner):
+    scheme, policy = learner
+    weights = named_tensors(policy)
+    weights.popitem()
+    with pytest.raises(LayoutKeyError):
+        scheme.send(weights)
+    assert scheme.version == FIRST
+
+
+def test_collectors_that_do_not_follow_the_mailbox_are_named(learner, monkeypatch):
+    monkeypatch.setattr("torchrl_unilab.distributed.scheme._FOLLOW_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=r"collectors \[0\].*scheme.node\(\)"):
+        learner[0].connect()
+
+
+def test_a_node_of_another_policy_is_refused(learner):
+    with pytest.raises(LayoutKeyError):
+        APPOCollector(
+            partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
+            make_actor(11, 3, hidden=(8,)),
+            frames_per_batch=8,
+            weight_sync_schemes={"policy": learner[0].node()},
+            inline=True,
+        )
+
+
+def test_a_node_without_a_learner_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr("torchrl_unilab.distributed.node.FIRST_SECONDS", 0.1)
+    with pytest.raises(WaitTimeoutError, match="weight_sync_schemes"):
+        APPOCollector(
+            partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
+            make_policy(0.0),
+            frames_per_batch=8,
+            weight_sync_schemes={"policy": UniLabRayScheme().node()},
+            inline=True,
+        )
+
+
+@pytest.mark.parametrize("given", [{"model": None, "remote_collectors": []}, {"model": 1}])
+def test_a_scheme_without_a_ray_collector_or_its_policy_is_refused(given):
+    with pytest.raises(ConfigError, match="RayCollector"):
+        UniLabRayScheme().init_on_sender(model_id="policy", **given)
+
+
+def test_versions_do_not_begin_below_zero():
+    with pytest.raises(ConfigError, match="first_version"):
+        UniLabRayScheme(first_version=-1)
+
+
+def test_a_scheme_that_is_shut_down_sends_nothing(learner):
+    scheme, _ = learner
+    scheme.shutdown()
+    scheme.shutdown()
+    with pytest.raises(RuntimeError, match="initialized on sender"):
+        scheme.send()

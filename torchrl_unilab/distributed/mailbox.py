@@ -1,0 +1,145 @@
+"""The mailbox of a Ray cluster: it has the newest weights, and what the nodes report.
+
+The learner posts and does not wait. Each node has one call under way, which returns when there is a
+newer version, or after a while; so the mailbox, an actor beside the learner, holds no list of
+nodes, and a node that is stopped, lost or new needs no care. Weights themselves are in Ray's object
+store: a machine fetches each version once, however many of its nodes take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrl_unilab.errors import ConfigError, WaitTimeoutError
+from torchrl_unilab.shm import BlockLayout
+
+__all__ = ["Letter", "Mailbox", "Reports", "Snapshot", "find", "load_ray", "open_mailbox"]
+
+_PENDING = 64  # posts under way; more would fill the object store of a mailbox that is stopped
+_FIND_SECONDS = 0.05
+
+Reports = dict[int, dict[int, int | None]]
+"""Node to what its workers act with: worker to version, or None."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Weights as the object store has them.
+
+    Attributes:
+        layout: Where in the block each tensor is.
+        block: uint8 [layout.nbytes].
+    """
+
+    layout: BlockLayout
+    block: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A version of the weights, and the reference to them, in a list: not to be resolved early."""
+
+    version: int
+    snapshot: list[Any]
+
+
+class Mailbox:
+    """The newest version, for nodes that ask for one beyond theirs. An asynchronous Ray actor."""
+
+    def __init__(self) -> None:
+        self._letter: Letter | None = None
+        self._posted = asyncio.Condition()
+        self._reports: Reports = {}
+
+    async def post(self, letter: Letter) -> None:
+        """Keep a version if it is newer, and wake the nodes."""
+        async with self._posted:
+            if self._letter is None or letter.version > self._letter.version:
+                self._letter = letter
+                self._posted.notify_all()
+
+    async def poll(
+        self, after: int, seconds: float, node: int | None, applied: dict[int, int | None]
+    ) -> Letter | None:
+        """Return a version beyond `after`, or None if there is none within `seconds`.
+
+        Args:
+            after: The version that the node has.
+            seconds: How long to wait.
+            node: The node, whose report replaces its last; None if it has nothing to report.
+            applied: Its report.
+        """
+        if node is not None:
+            self._reports[node] = applied
+        async with self._posted:
+            try:
+                await asyncio.wait_for(self._posted.wait_for(lambda: self._newer(after)), seconds)
+            except asyncio.TimeoutError:
+                return None
+            return self._letter
+
+    async def reports(self) -> Reports:
+        """Return what each node reported last."""
+        return self._reports
+
+    def _newer(self, after: int) -> bool:
+        return self._letter is not None and self._letter.version > after
+
+
+def load_ray() -> Any:
+    """Return Ray, which is imported where it is used alone.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            "Ray: not installed (expected for collectors on other machines). "
+            "pip install 'torchrl-unilab[ray]'."
+        ) from error
+    return ray
+
+
+def open_mailbox(name: str) -> Any:
+    """Return a new mailbox on this machine, which ends with its learner."""
+    ray = load_ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(Mailbox).options(
+        name=name,
+        num_cpus=0,
+        max_restarts=-1,  # what it had comes with the next post
+        max_pending_calls=_PENDING,
+        scheduling_strategy=here,
+    )
+    return actor.remote()
+
+
+def find(name: str, seconds: float) -> Any:
+    """Return the mailbox of that name, which the learner may be about to open.
+
+    Raises:
+        WaitTimeoutError: There is none within `seconds`.
+    """
+    ray = load_ray()
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return ray.get_actor(name)
+        except ValueError as error:
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"mailbox {name!r}: not there within {seconds:g} s (expected the learner to "
+                    "open it). Give RayCollector weight_sync_schemes={'policy': scheme}, the "
+                    "scheme whose node() its collectors have."
+                ) from error
+        time.sleep(_FIND_SECONDS)

@@ -1,0 +1,138 @@
+"""`NodeScheme`: what a node's collector publishes to its workers comes from the mailbox.
+
+To its collector it is a `UniLabShmScheme`. It starts from the newest version that the mailbox has,
+so a collector that is started again, on whichever machine, acts with that from its first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import torch
+
+from torchrl_unilab.distributed.mailbox import Letter, Snapshot, find, load_ray
+from torchrl_unilab.errors import ConfigError, WaitTimeoutError
+from torchrl_unilab.weight_update import UniLabShmScheme
+from torchrl_unilab.weight_update.initial_weights import InitialWeights
+from torchrl_unilab.weight_update.transport import named_tensors
+
+__all__ = ["NodeScheme"]
+
+FIRST_SECONDS = 60.0
+POLL_SECONDS = 0.5
+BEHIND_SECONDS = 0.02
+"""How long a poll waits: while a worker has yet to apply what was published, its report is due."""
+_GRACE_SECONDS = 2.0  # for the answer, after the poll's own
+
+
+class NodeScheme(UniLabShmScheme):
+    """Publishes the mailbox's versions, under their own numbers, to the workers of one node.
+
+    `UniLabRayScheme.node` makes it, for the ``collector_kwargs`` of a `RayCollector`.
+
+    Args:
+        mailbox: The mailbox's name.
+        **options: Those of `UniLabShmScheme` but ``first_version`` and ``per_worker_weights``.
+    """
+
+    def __init__(self, mailbox: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._mailbox = mailbox
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._actor: Any = None
+
+    def _initial_weights(self, **source: Any) -> InitialWeights:
+        """Return the newest weights of the mailbox, for workers of the collector's policy.
+
+        Raises:
+            WaitTimeoutError: There are none in time.
+            LayoutError: They are not of the collector's policy.
+        """
+        initial = super()._initial_weights(**source)
+        if initial.per_worker:
+            raise ConfigError(
+                "weights of a node's workers: separate ones (expected one set, as the learner "
+                "sends one). Give the collectors one policy."
+            )
+        self._actor = find(self._mailbox, FIRST_SECONDS)
+        letter = self._poll(after=-1, seconds=FIRST_SECONDS)
+        if letter is None:
+            raise WaitTimeoutError(
+                f"mailbox {self._mailbox!r}: no weights within {FIRST_SECONDS:g} s (expected the "
+                "learner's). See whether the learner is alive."
+            )
+        snapshot = _fetch(letter)
+        for weights in initial.of_workers.values():
+            snapshot.layout.select(named_tensors(weights))
+        self.first_version = letter.version
+        named = dict(zip(snapshot.layout.keys, _views(snapshot), strict=True))
+        return dataclasses.replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
+
+    def _setup_connection_and_weights_on_sender_impl(self, **_: Any) -> None:
+        """Follow the mailbox from now on."""
+        assert self.context is not None, "a collector connects its scheme"
+        node = self.context.worker_idx
+        self._thread = threading.Thread(
+            target=self._follow, args=(node,), name="mailbox", daemon=True
+        )
+        self._thread.start()
+
+    def _follow(self, node: int) -> None:
+        """Publish what is posted until the end; the mailbox may be gone for a while."""
+        transport = self._require_transport()
+        errors = load_ray().exceptions
+        while not self._ended.is_set():
+            applied = self.applied_versions
+            behind = any(version != transport.version for version in applied.values())
+            seconds = BEHIND_SECONDS if behind else POLL_SECONDS
+            try:
+                letter = self._poll(transport.version, seconds, node, applied)
+                snapshot = None if letter is None else _fetch(letter)
+            except errors.RayError:  # of the mailbox, or of the learner's machine
+                self._ended.wait(POLL_SECONDS)
+                continue
+            if letter is not None and snapshot is not None and not self._ended.is_set():
+                transport.publish(snapshot.layout.keys, _views(snapshot), version=letter.version)
+
+    def _poll(
+        self,
+        after: int,
+        seconds: float,
+        node: int | None = None,
+        applied: dict[int, int | None] | None = None,
+    ) -> Letter | None:
+        """Return what `Mailbox.poll` does; a Ray error if it does not answer."""
+        answer = self._actor.poll.remote(after, seconds, node, applied or {})
+        letter: Letter | None = load_ray().get(answer, timeout=seconds + _GRACE_SECONDS)
+        return letter
+
+    def shutdown(self) -> None:
+        """End the thread, then do as `UniLabShmScheme.shutdown`. Idempotent."""
+        ended = self.__dict__.get("_ended")
+        if ended is not None and self._thread is not None:
+            ended.set()
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+            self._thread = None
+        super().shutdown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_thread": None, "_ended": None, "_actor": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._ended = threading.Event()
+
+
+def _fetch(letter: Letter) -> Snapshot:
+    """Return a version from the object store."""
+    snapshot: Snapshot = load_ray().get(letter.snapshot[0], timeout=FIRST_SECONDS)
+    return snapshot
+
+
+def _views(snapshot: Snapshot) -> list[torch.Tensor]:
+    """Return a copy of the tensors, in order: the store's memory is read-only."""
+    return snapshot.layout.views(torch.from_numpy(snapshot.block.copy()))

@@ -1,0 +1,255 @@
+"""`UniLabRayScheme`: the learner's side of weight sync with collectors on other machines.
+
+The learner puts each version into Ray's object store and posts it to one mailbox; nodes take it
+from there (`torchrl_unilab.distributed.node`) and publish it to their workers by a seqlock each.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchrl.weight_update import WeightSyncScheme
+from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
+
+from torchrl_unilab.distributed.mailbox import Letter, Reports, Snapshot, load_ray, open_mailbox
+from torchrl_unilab.distributed.node import POLL_SECONDS, NodeScheme
+from torchrl_unilab.errors import ConfigError, WaitTimeoutError
+from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.shm import BlockLayout
+from torchrl_unilab.weight_update.transport import Weights, named_tensors
+
+__all__ = ["UniLabRayScheme"]
+
+_ANSWER_SECONDS = 10.0  # for the mailbox, where its answer is waited for
+_FOLLOW_SECONDS = 10.0  # for collectors that are there to poll it
+
+
+@register_weight_sync_backend("unilab_ray")
+class UniLabRayScheme(WeightSyncScheme):
+    """Publishes a policy's weights to the nodes of a Ray cluster, without waiting for any.
+
+    `send` is one copy into the object store and one call that is not waited for, whatever the
+    number of nodes and workers, and whether they are alive, stopped or lost. A machine fetches a
+    version once; the nodes' workers pull it as `UniLabShmScheme` has it. Versions are the
+    learner's everywhere: in ``("next", "policy_version")``, and in what workers apply.
+
+    Give `RayCollector` this scheme, and the collectors that it makes its `node`: a collector that
+    Ray has started again then begins with the newest version.
+
+    Args:
+        first_version: Version of the initial weights, so that versions continue where those of a
+            resumed run ended.
+
+    Attributes:
+        version: The newest posted version; `first_version` is the initial weights.
+        skipped: Versions that were not posted, as the mailbox did not answer for long.
+
+    Raises:
+        ConfigError: Ray is not installed, or `first_version` is below 0.
+
+    Examples:
+        >>> from functools import partial
+        >>> from torchrl.collectors.distributed import RayCollector  # doctest: +SKIP
+        >>> from torchrl_unilab import APPOCollector, MujocoBatchEnv
+        >>> from torchrl_unilab.distributed import UniLabRayScheme
+        >>> from torchrl_unilab.modules import make_actor
+        >>> make_env = partial(MujocoBatchEnv, "Hopper-v5", 16, num_threads=1)
+        >>> scheme = UniLabRayScheme()  # doctest: +SKIP
+        >>> collector = RayCollector(  # doctest: +SKIP
+        ...     [make_env] * 2,  # one for each machine
+        ...     make_actor(11, 3),
+        ...     collector_class=APPOCollector,
+        ...     collector_kwargs={"weight_sync_schemes": {"policy": scheme.node()}},
+        ...     weight_sync_schemes={"policy": scheme},
+        ...     frames_per_batch=16 * 64,
+        ...     total_frames=1_000_000,
+        ...     sync=False,
+        ... )
+    """
+
+    def __init__(self, *, first_version: int = 0) -> None:
+        load_ray()
+        if first_version < 0:
+            raise ConfigError(
+                f"first_version: {first_version} (expected at least 0). Leave it out for 0."
+            )
+        super().__init__()
+        self.version = first_version
+        self.skipped = 0
+        self._name = f"unilab-mailbox-{uuid.uuid4().hex}"
+        self._mailbox: Any = None
+        self._layout: BlockLayout | None = None
+        self._nodes = 0
+
+    def node(self, **options: Any) -> NodeScheme:
+        """Return the scheme for the collectors on the nodes.
+
+        Args:
+            **options: Those of `UniLabShmScheme`, such as ``pull``.
+        """
+        return NodeScheme(self._name, **options)
+
+    # Sender
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: nn.Module | None = None,
+        remote_collectors: Sequence[Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Open the mailbox, with the model's weights: the nodes' collectors wait for it.
+
+        Raises:
+            ConfigError: No `RayCollector` calls, or it has no policy.
+        """
+        if remote_collectors is None or model is None:
+            raise ConfigError(
+                "UniLabRayScheme: a collector without remote collectors, or without a policy "
+                "(expected a RayCollector that was given a policy). Use UniLabShmScheme on one "
+                "machine; pass policy=, which may be beside a policy_factory."
+            )
+        self._model_id, self.model = model_id, model
+        if context is not None:
+            self.context = context
+        self._nodes = len(remote_collectors)
+        tensors = named_tensors(model)
+        self._layout = BlockLayout.of(tensors)
+        self._mailbox = open_mailbox(self._name)
+        self._post(tensors)
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any | None = None
+    ) -> None:
+        """Check that all collectors follow the mailbox; publish `weights` if given.
+
+        Raises:
+            ConfigError: Some have another scheme.
+        """
+        deadline = time.monotonic() + _FOLLOW_SECONDS
+        while len(found := self._reports()) < self._nodes:  # each polls once it has begun
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"collectors {sorted({*range(self._nodes)} - found.keys())}: they do not "
+                    "follow the mailbox (expected all to). Give RayCollector collector_kwargs="
+                    "{'weight_sync_schemes': {'policy': scheme.node()}}, of this scheme."
+                )
+            time.sleep(POLL_SECONDS / 10)
+        if weights is not None:
+            self.send(weights)
+
+    def send(self, weights: Weights | None = None, worker_ids: Any = None) -> None:
+        """Post weights under the next version and return, without waiting for any node.
+
+        Args:
+            weights: A module, TensorDict or state dict; the policy if not given.
+            worker_ids: Accepted, as `RayCollector` gives it: all nodes get them.
+
+        Raises:
+            RuntimeError: Not initialised on the sender, or shut down.
+            LayoutError: Keys, shapes or dtypes differ from the policy's; nothing was posted.
+        """
+        if not self._initialized_on_sender or self._mailbox is None:
+            raise RuntimeError("Must be initialized on sender before sending weights")
+        with span("publish"):
+            tensors = named_tensors(self.model if weights is None else weights)
+            self.version += 1
+            try:
+                self._post(tensors)
+            except BaseException:
+                self.version -= 1
+                raise
+
+    def _post(self, tensors: dict[str, torch.Tensor]) -> None:
+        ray, layout = load_ray(), self._layout
+        assert layout is not None, "the mailbox was opened with it"
+        ordered = layout.select(tensors)
+        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        with torch.no_grad():
+            torch._foreach_copy_(layout.views(block), ordered)
+        stored = ray.put(Snapshot(layout, block.numpy()))
+        try:
+            self._mailbox.post.remote(Letter(self.version, [stored]))
+        except ray.exceptions.PendingCallsLimitExceeded:  # it has the next when it answers again
+            self.skipped += 1
+
+    # What the nodes report
+
+    @property
+    def applied_versions(self) -> dict[tuple[int, int], int | None]:
+        """For each (node, worker), the version that it acts with, as last reported.
+
+        Nodes report at least twice a second. None before a worker has applied one.
+        """
+        reports = self._reports()
+        return {(node, w): v for node in sorted(reports) for w, v in reports[node].items()}
+
+    @property
+    def lag(self) -> dict[tuple[int, int], int | None]:
+        """For each (node, worker), how many versions it is behind; None before its first."""
+        newest = self.version
+        return {k: None if v is None else newest - v for k, v in self.applied_versions.items()}
+
+    def wait_applied(self, version: int | None = None, timeout: float = 10.0) -> None:
+        """Wait until all workers of all nodes act with a version, or a newer one.
+
+        Args:
+            version: The newest if not given.
+            timeout: Seconds to wait.
+
+        Raises:
+            WaitTimeoutError: Some are still behind; names them.
+        """
+        wanted = self.version if version is None else version
+        deadline = time.monotonic() + timeout
+        while behind := {
+            where: found
+            for where, found in self.applied_versions.items()
+            if found is None or found < wanted
+        }:
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(
+                    f"workers behind after {timeout:g} s: {behind} by (node, worker) (expected "
+                    f"version {wanted}). Check that they are collecting."
+                )
+            time.sleep(POLL_SECONDS / 10)
+
+    def _reports(self) -> Reports:
+        if self._mailbox is None:
+            raise RuntimeError("Must be initialized on sender before its nodes report")
+        reports: Reports = load_ray().get(self._mailbox.reports.remote(), timeout=_ANSWER_SECONDS)
+        return reports
+
+    # Receiver: `RayCollector` registers the scheme with its collectors, which follow by `node`.
+
+    def _init_on_receiver_impl(self, **_: Any) -> None:
+        """Do nothing."""
+
+    def _setup_connection_and_weights_on_receiver_impl(self, **_: Any) -> None:
+        """Do nothing."""
+
+    # Both
+
+    def create_transport(self, **_: Any) -> Any:
+        """Refuse: the mailbox is no transport of TorchRL's."""
+        raise NotImplementedError("UniLabRayScheme has a mailbox in place of transports")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_mailbox": None}
+
+    def shutdown(self) -> None:
+        """End the mailbox. Idempotent; a copy on a node ends nothing."""
+        mailbox = self.__dict__.get("_mailbox")
+        if mailbox is not None:
+            self._mailbox = None
+            ray = load_ray()
+            if ray.is_initialized():
+                ray.kill(mailbox)
