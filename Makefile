@@ -21,7 +21,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-tutorials test-all test-faults test-gpu test-ray test-learning test-wheel test-matrix soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update bench-peers learn learning-page screen clean
+.PHONY: install check train robot test test-tutorials test-all test-faults test-gpu test-ray test-learning test-wheel test-matrix soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update bench-peers bench-nodes learn learning-page screen clean
 
 install: $(STAMP)
 
@@ -128,6 +128,10 @@ bench-ring: install
 
 bench-race: install
 	$(BIN)/python -m tests.benchmarks.bench_race --plot runs/race.png
+
+# Two nodes of a Ray cluster on this machine.
+bench-nodes: install
+	$(BIN)/python -m tests.benchmarks.bench_nodes
 
 # Other libraries, in environments of their own below .venv-peers.
 bench-peers: install

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock, PropertyMock
 
 import pytest
 import torch
@@ -322,6 +323,18 @@ def test_the_collectors_word_and_the_policy_lag_are_logged():
     for name in ("lr", "kl", "rho_p99", "explained_variance", "fps", "return", "policy_lag_0"):
         assert name in trainer._log_dict, name
     assert 0.0 < trainer.busy_time.busy < 1.0
+
+
+@pytest.mark.parametrize(("behind", "stale"), [(0, 0), (2, 0), (3, 4)])
+def test_rollouts_that_aged_beyond_the_bound_are_not_learnt_from(behind, stale):
+    trainer = _trainer(4, max_policy_lag=2)
+    published = trainer.lag.scheme
+    trainer.lag.scheme = Mock(applied_versions={})
+    type(trainer.lag.scheme).version = PropertyMock(side_effect=lambda: published.version + behind)
+    trainer.train()
+    assert trainer.stale == stale
+    assert (trainer._optim_count == 0) == (stale > 0)
+    assert trainer.collected_frames == 4 * FRAMES
 
 
 def test_torchrls_own_collector_will_do():

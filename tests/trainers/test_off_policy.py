@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tests.support.collecting import flat_state_env
-from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.configs.file import read_config
+from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.limits import available_cores
@@ -104,6 +106,39 @@ def _trainer(
         progress_bar=False,
         seed=0,
     )
+
+
+@BOTH
+def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainers(algorithm):
+    torch.manual_seed(0)
+    config = OffPolicyConfig(algorithm, **QUICK | {"obs_normalization": True})
+    env = create_pendulum()
+    learner = build_off_policy(env, config)
+    row = env.fake_tensordict()[0].select(*transition_keys(env))
+    env.close()
+    steps, batches = 4, 5
+    with PackedReplayStorage(100, example=row) as storage:
+        trainer = OffPolicyTrainer(
+            collector=APPOCollector(
+                create_pendulum, learner.actor, frames_per_batch=4 * steps, inline=True, seed=0
+            ),
+            loss_module=learner.loss,
+            total_frames=batches * 4 * steps,
+            config=config,
+            normalizers=learner.normalizers,
+            storage=storage,
+            progress_bar=False,
+        )
+        trainer.train()
+        assert trainer.collected_frames == storage.size == batches * 4 * steps
+        assert trainer.updates == (batches - 1) * QUICK["updates_per_step"]  # 32 rows first
+        assert learner.normalizers["observation"].count == storage.size
+        # Rows of one environment follow each other.
+        before = storage[:]["next", "observation"].view(-1, 4, 4)
+        after = storage[:]["observation"].view(-1, 4, 4)
+        done = storage[:]["next", "done"].view(-1, 4)
+        assert before[:-1][~done[:-1]].equal(after[1:][~done[:-1]])
+        trainer.close()
 
 
 def _trained(trainer: OffPolicyTrainer) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 Needs the extra ``torchrl-unilab[ray]``; importing it starts nothing.
 """
 
-from torchrl_unilab.distributed.node import NodeScheme
 from torchrl_unilab.distributed.scheme import UniLabRayScheme
 
-__all__ = ["NodeScheme", "UniLabRayScheme"]
+__all__ = ["UniLabRayScheme"]

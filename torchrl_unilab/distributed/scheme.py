@@ -53,23 +53,14 @@ class UniLabRayScheme(WeightSyncScheme):
         ConfigError: Ray is not installed, or `first_version` is below 0.
 
     Examples:
-        >>> from functools import partial
-        >>> from torchrl.collectors.distributed import RayCollector  # doctest: +SKIP
-        >>> from torchrl_unilab import APPOCollector, MujocoBatchEnv
         >>> from torchrl_unilab.distributed import UniLabRayScheme
-        >>> from torchrl_unilab.modules import make_actor
-        >>> make_env = partial(MujocoBatchEnv, "Hopper-v5", 16, num_threads=1)
-        >>> scheme = UniLabRayScheme()  # doctest: +SKIP
-        >>> collector = RayCollector(  # doctest: +SKIP
-        ...     [make_env] * 2,  # one for each machine
-        ...     make_actor(11, 3),
-        ...     collector_class=APPOCollector,
-        ...     collector_kwargs={"weight_sync_schemes": {"policy": scheme.node()}},
-        ...     weight_sync_schemes={"policy": scheme},
-        ...     frames_per_batch=16 * 64,
-        ...     total_frames=1_000_000,
-        ...     sync=False,
-        ... )
+        >>> scheme = UniLabRayScheme()
+        >>> settings = {
+        ...     "weight_sync_schemes": {"policy": scheme},
+        ...     "collector_kwargs": {"weight_sync_schemes": {"policy": scheme.node(pull="step")}},
+        ... }  # of RayCollector(..., collector_class=APPOCollector, **settings)
+        >>> scheme.version
+        0
     """
 
     def __init__(self, *, first_version: int = 0) -> None:

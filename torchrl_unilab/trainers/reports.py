@@ -108,7 +108,7 @@ class LogPolicyLag(_Report):
         >>> from tensordict import TensorDict
         >>> from torchrl_unilab.modules import make_actor
         >>> from torchrl_unilab.trainers import LogPolicyLag
-        >>> from torchrl_unilab.weight_update.versions import PolicyVersions
+        >>> from torchrl_unilab.weight_update import UniLabShmScheme
         >>> scheme = UniLabShmScheme()  # a collector does what follows with it
         >>> devices = [torch.device("cpu")]
         >>> scheme.init_on_sender(model_id="policy", model=make_actor(11, 3), devices=devices)
