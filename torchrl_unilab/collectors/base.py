@@ -367,7 +367,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             if self._metrics is not None:
                 self._metrics.close()
                 self._metrics = None
-            self.scheme.shutdown()
+            self.scheme.disconnect()
 
     def __enter__(self) -> Self:
         return self

@@ -109,14 +109,17 @@ class NodeScheme(UniLabShmScheme):
         letter: Letter | None = load_ray().get(answer, timeout=seconds + _GRACE_SECONDS)
         return letter
 
+    def disconnect(self) -> None:
+        """End the thread that follows the mailbox. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._ended.set()
+            thread.join()
+
     def shutdown(self) -> None:
-        """End the thread, then do as `UniLabShmScheme.shutdown`. Idempotent."""
-        ended = self.__dict__.get("_ended")
-        if ended is not None and self._thread is not None:
-            ended.set()
-            if self._thread is not threading.current_thread():
-                self._thread.join()
-            self._thread = None
+        """Disconnect, then do as `UniLabShmScheme.shutdown`. Idempotent."""
+        if "_thread" in self.__dict__:  # absent if the arguments were refused
+            self.disconnect()
         super().shutdown()
 
     def __getstate__(self) -> dict[str, Any]:

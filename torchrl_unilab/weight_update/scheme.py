@@ -1,8 +1,7 @@
 """`UniLabShmScheme`: a TorchRL weight-sync scheme whose sender never waits.
 
-This is TorchRL's surface, and the sender: it finds the model and publishes its weights. After
-``init_on_receiver`` a scheme pulls them through a `WeightReceiver`. TorchRL's collectors call both
-initialisations, each in its process.
+This is TorchRL's surface, and the sender. After ``init_on_receiver`` a scheme pulls the weights
+through a `WeightReceiver`. TorchRL's collectors call both initialisations, each in its process.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -41,7 +40,6 @@ from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 __all__ = ["UniLabShmScheme"]
 
 PullAt = Literal["rollout", "step", "manual"]
-_PULL_MOMENTS = ("rollout", "step", "manual")
 
 
 @register_weight_sync_backend("unilab_shm")
@@ -103,9 +101,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         first_version: int = 0,
     ) -> None:
         super().__init__(strategy)
-        if pull not in _PULL_MOMENTS:
+        if pull not in get_args(PullAt):
             raise ConfigError(
-                f"pull: {pull!r} (expected one of {_PULL_MOMENTS}). "
+                f"pull: {pull!r} (expected one of {get_args(PullAt)}). "
                 "Leave it out to pull at the start of each rollout."
             )
         if slots < 2:
@@ -387,11 +385,13 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         state: dict[str, Any] = super().__getstate__()
         return state | {"_given": None, "_known": {}, "_receiver": None, "_worker_idx": None}
 
+    def disconnect(self) -> None:
+        """End what publishes here beside `send`: nothing. Versions can still be read."""
+
     def shutdown(self) -> None:
         """Close the shared memory, which its sender creates. Idempotent.
 
-        Workers keep the weights they have. A copy, or a receiver, only forgets the memory, which
-        others of its process may use.
+        Workers keep the weights they have. A copy, or a receiver, only forgets the memory.
         """
         transport = self.__dict__.get("_transport")
         if transport is not None:
