@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,3 +39,12 @@ def ray_alone() -> Iterator[None]:
     ray.shutdown()
     psutil.wait_procs(started, timeout=30.0)  # which it has asked to end
     gc.collect()
+
+
+@pytest.fixture
+def unused_tcp_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -242,7 +242,7 @@ OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
     # Layer norm trebled it; rewards of three steps halved that.
     "Ant-v5": {**_MANY_UPDATES, "layer_norm": True},
     "Humanoid-v5": {**_MANY_UPDATES, "layer_norm": True, "obs_normalization": False},
-    # A stroke pays off after seconds. With gamma 0.998, and a quarter of the updates, it stood still.
+    # A stroke pays off after seconds. With gamma 0.998 and a quarter of the updates it stood still.
     "Swimmer-v5": {"gamma": 0.9999, "updates_per_step": 16, "learning_starts": 625},
     "InvertedPendulum-v5": {
         **_FAST,

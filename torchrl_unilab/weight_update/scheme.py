@@ -50,9 +50,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     depend on any worker being alive, awake or reading. A worker pulls in the thread that acts, so
     **a rollout that starts after** ``send()`` **returned acts with that version or a newer one,
     whole**. Workers own their weights: they change by publishing alone. A tensor that a module
-    keeps outside its parameters, buffers and extra state is no weight.
-
-    Drop-in for TorchRL's `SharedMemWeightSyncScheme`.
+    keeps outside its parameters, buffers and extra state is no weight. A drop-in for TorchRL's
+    `SharedMemWeightSyncScheme`.
 
     Args:
         strategy: ``"tensordict"`` or ``"state_dict"``, as in TorchRL. Both publish the same
@@ -169,8 +168,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     ) -> None:
         """Publish weights and return, without waiting.
 
-        Weights are copied straight from where they are, so TorchRL's `prepare_weights` runs only
-        where a subclass overrides it.
+        TorchRL's `prepare_weights` runs only where a subclass overrides it.
 
         Args:
             weights: A module, TensorDict, (flattened) state dict, the name of a model in the
@@ -386,12 +384,12 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         return state | {"_given": None, "_known": {}, "_receiver": None, "_worker_idx": None}
 
     def disconnect(self) -> None:
-        """End what publishes here beside `send`: nothing. Versions can still be read."""
+        """End what publishes here beside `send`: nothing."""
 
     def shutdown(self) -> None:
         """Close the shared memory, which its sender creates. Idempotent.
 
-        Workers keep the weights they have. A copy, or a receiver, only forgets the memory.
+        Workers keep their weights. A copy, or a receiver, only forgets the memory.
         """
         transport = self.__dict__.get("_transport")
         if transport is not None:
