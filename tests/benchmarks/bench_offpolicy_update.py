@@ -29,6 +29,7 @@ from tests.support.off_policy import make_transitions
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.modules.critics import make_q_value
 from torchrl_unilab.modules.squashed import make_sac_actor, make_td3_actor
+from torchrl_unilab.objectives.fused.products import products_for
 from torchrl_unilab.objectives.fused.sac import FusedSACUpdate
 from torchrl_unilab.objectives.fused.td3 import FusedTD3Update
 
@@ -89,18 +90,18 @@ def products(algorithm: str, batch: int) -> Callable[[], object]:
     judged = 2 if algorithm == "SAC" else 1  # critics that the policy climbs
     hidden = 3 * 2 + 2 + 4 + 2 * judged
     critic_first, actor_first = 2 * 2 + 2 + judged, 3
-    x, weight, out = (torch.zeros(n, WIDTH) for n in (batch, WIDTH, batch))
-    state, state_weight = torch.zeros(batch, OBSERVATION), torch.zeros(OBSERVATION, WIDTH)
-    both = torch.zeros(batch, OBSERVATION + ACTION)
-    both_weight = torch.zeros(OBSERVATION + ACTION, WIDTH)
+    widths = {WIDTH: hidden, OBSERVATION + ACTION: critic_first, OBSERVATION: actor_first}
+    layers = [
+        (torch.zeros(1, batch, width), torch.zeros(1, WIDTH, width), count)
+        for width, count in widths.items()
+    ]
+    multiply, bias = products_for(layers[0][1]), torch.zeros(1, 1, WIDTH)
 
+    @torch.inference_mode()
     def step() -> None:
-        for _ in range(hidden):
-            torch.mm(x, weight, out=out)
-        for _ in range(critic_first):
-            torch.mm(both, both_weight, out=out)
-        for _ in range(actor_first):
-            torch.mm(state, state_weight, out=out)
+        for x, weight, count in layers:
+            for _ in range(count):
+                multiply.affine(x, weight, bias)
 
     return step
 

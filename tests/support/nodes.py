@@ -54,16 +54,29 @@ def ray_collector(**settings: Any) -> Any:
         "frames_per_batch": ENVS * STEPS,
         "total_frames": 10**9,  # it knows no -1
         "sync": False,
-        "remote_configs": {
-            "num_cpus": 1,
-            "num_gpus": 0,
-            "memory": 2**28,
-            "scheduling_strategy": "SPREAD",
-            "max_restarts": 3,
-            "max_task_retries": -1,
-        },
+        "remote_configs": [
+            {
+                "num_cpus": 1,
+                "num_gpus": 0,
+                "memory": 2**28,
+                "scheduling_strategy": strategy,
+                "max_restarts": 3,
+                "max_task_retries": -1,
+            }
+            for strategy in one_on_each()
+        ],
     }
     return RayCollector([make_env] * NODES, make_actor(11, 3), **{**defaults, **settings})
+
+
+def one_on_each() -> list[Any]:
+    """Where collectors are started: on this process's node first; on any, if theirs is gone."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    ids = sorted((node["NodeID"] for node in ray.nodes()), key=lambda node: node != here)
+    return [NodeAffinitySchedulingStrategy(node, soft=True) for node in ids]
 
 
 def followed(scheme: UniLabRayScheme, **settings: Any) -> dict[str, Any]:
@@ -105,12 +118,7 @@ def stop_actor(scene: Scene) -> None:
 
 
 def remove_node(scene: Scene) -> None:
-    raylet = psutil.Process(scene.actor).ppid()
-    (node,) = [
-        node
-        for node in scene.cluster.worker_nodes
-        if node.all_processes["raylet"][0].process.pid == raylet
-    ]
+    (node,) = scene.cluster.worker_nodes  # where node 1's collector is
     scene.cluster.remove_node(node, allow_graceful=False)
 
 
