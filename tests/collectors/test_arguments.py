@@ -10,6 +10,7 @@ from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.weight_update import UniLabShmScheme
 
 FRAMES = 2 * 16
 # As `RayCollector` gives them to each collector that it makes.
@@ -69,6 +70,32 @@ def test_collectors_of_other_machines_share_neither_trajectory_ids_nor_seeds():
 
 def test_the_first_of_several_machines_collects_what_one_alone_does():
     assert (collected(worker_idx=0) == collected()).all()
+
+
+def test_a_collector_that_is_started_again_repeats_neither_trajectory_ids_nor_seeds():
+    first, again = (
+        collected(
+            worker_idx=1, weight_sync_schemes={"policy": UniLabShmScheme(first_version=version)}
+        )
+        for version in (0, 7)
+    )
+    for key in (("collector", "traj_ids"), "observation"):
+        assert not {*first[key][..., 0].unique().tolist()} & {*again[key][..., 0].unique().tolist()}
+    assert again["collector", "traj_ids"].min() >> 40 == 1
+
+
+def test_a_factory_makes_the_policy_where_there_is_none():
+    make_env = partial(CountingEnv, limit=3)
+    settings = {"frames_per_batch": FRAMES, "inline": True, "seed": 5, "total_frames": FRAMES}
+    with APPOCollector(make_env, policy_factory=make_policy, **settings) as collector:
+        (made,) = (rollout.clone() for rollout in collector)
+    assert (made["observation"] == collected()["observation"][:, : made.shape[1]]).all()
+
+
+@pytest.mark.parametrize("given", [{}, {"policy": 1, "policy_factory": make_policy}])
+def test_a_policy_is_given_or_made(given):
+    with pytest.raises(ConfigError, match="policy_factory"):
+        APPOCollector(partial(CountingEnv, limit=3), frames_per_batch=FRAMES, **given)
 
 
 def test_borrowed_memory_does_not_leave_the_machine():

@@ -10,7 +10,11 @@ import pytest
 
 from tests.support.nodes import start_cluster
 
-_RAYS_OWN = ("ignore::ResourceWarning", "ignore::FutureWarning")
+_RAYS_OWN = (
+    "ignore::ResourceWarning",
+    "ignore::FutureWarning",
+    "ignore:The policy is not an nn.Module",  # where a factory makes it
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from torchrl_unilab.distributed import UniLabRayScheme
-from torchrl_unilab.distributed.mailbox import Letter, Mailbox, load_ray
+from torchrl_unilab.distributed.mailbox import NOTHING, Letter, Mailbox, load_ray
 from torchrl_unilab.errors import ConfigError
 
 AWHILE = 30.0  # never waited for where a claim holds
@@ -37,6 +37,7 @@ def test_a_version_that_comes_late_does_not_replace_a_newer_one():
 def test_a_post_wakes_all_nodes_that_wait():
     async def scenario() -> None:
         mailbox = Mailbox()
+        await mailbox.post(Letter(0, []))
         waiting = [asyncio.create_task(mailbox.poll(0, AWHILE, None, {})) for _ in range(3)]
         await asyncio.sleep(0)  # they have begun to wait
         await mailbox.post(Letter(1, []))
@@ -45,10 +46,21 @@ def test_a_post_wakes_all_nodes_that_wait():
     asyncio.run(scenario())
 
 
+def test_a_mailbox_without_a_version_asks_a_node_that_has_one():
+    async def scenario() -> None:
+        mailbox = Mailbox()
+        assert await mailbox.poll(3, AWHILE, 0, {0: 3}) == NOTHING
+        assert await mailbox.poll(-1, 0.001, None, {}) is None  # this node waits for its first
+        await mailbox.post(Letter(3, []))
+        assert await mailbox.poll(3, 0.001, 0, {0: 3}) is None
+
+    asyncio.run(scenario())
+
+
 def test_each_node_has_the_last_of_its_own_reports():
     async def scenario() -> None:
         mailbox = Mailbox()
-        await mailbox.poll(0, 0.001, None, {})
+        await mailbox.post(Letter(0, []))
         await mailbox.poll(0, 0.001, 0, {0: 1, 1: None})
         await mailbox.poll(0, 0.001, 1, {0: 2})
         await mailbox.poll(0, 0.001, 0, {0: 3, 1: 3})

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
+from tensordict import TensorDict
+from torchrl.collectors import Collector
 
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
@@ -85,8 +93,13 @@ def test_workers_that_do_not_collect_are_named(learner, node):
     scheme, _ = learner
     scheme.connect()
     scheme.send()
-    with pytest.raises(WaitTimeoutError, match=r"\(0, 0\): 5"):
+    with pytest.raises(WaitTimeoutError, match="node 0 worker 0 at 5"):
         scheme.wait_applied(timeout=0.1)
+
+
+def test_a_node_that_has_not_reported_is_behind(learner):
+    with pytest.raises(WaitTimeoutError, match="node 0 has not reported"):
+        learner[0].wait_applied(timeout=0.1)
 
 
 def test_a_mailbox_that_is_lost_has_the_next_version(learner, node):
@@ -94,11 +107,94 @@ def test_a_mailbox_that_is_lost_has_the_next_version(learner, node):
 
     scheme, _ = learner
     scheme.connect()
+    scheme.wait_applied(FIRST)
     ray.kill(scheme._mailbox, no_restart=False)
     rollouts = iter(node)
     while versions(rollouts) == [FIRST]:
         scheme.send()
     assert node.scheme.version > FIRST
+
+
+def test_a_mailbox_that_is_lost_gets_the_newest_version_back_from_a_node(learner, node):
+    import ray
+
+    scheme, _ = learner
+    scheme.connect()
+    scheme.send()
+    rollouts = iter(node)
+    while versions(rollouts) == [FIRST]:
+        pass
+    ray.kill(scheme._mailbox, no_restart=False)
+    deadline = time.monotonic() + 60.0
+    letter = None
+    while letter is None and time.monotonic() < deadline:
+        with contextlib.suppress(ray.exceptions.RayError):  # it is being started again
+            letter = ray.get(scheme._mailbox.poll.remote(-1, 0.5, None, {}), timeout=5.0)
+    assert letter.version == scheme.version == FIRST + 1
+
+
+def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(learner, node):
+    import ray
+
+    scheme, _ = learner
+    scheme.connect()
+    (pid,) = [p.pid for p in psutil.Process().children(recursive=True) if "Mailbox" in p.name()]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while scheme.skipped < 3:
+            scheme.send()
+        assert scheme.applied_versions == {(0, 0): FIRST}  # as last reported
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    rollouts, deadline = iter(node), time.monotonic() + 60.0
+    while versions(rollouts) != [scheme.version] and time.monotonic() < deadline:
+        scheme.lag  # noqa: B018  # a look at the mailbox posts what was skipped
+    assert node.scheme.version == scheme.version
+    assert ray.is_initialized()
+
+
+def test_an_interrupted_publish_uses_its_version_up(learner, node, monkeypatch):
+    scheme, _ = learner
+    scheme.connect()
+    with monkeypatch.context() as patch:
+        patch.setattr(scheme, "_mailbox", Mock(**{"post.remote.side_effect": KeyboardInterrupt}))
+        with pytest.raises(KeyboardInterrupt):
+            scheme.send()
+    scheme.send()
+    assert scheme.version == FIRST + 2
+
+
+def test_a_node_publishes_nothing_of_its_own(node):
+    with pytest.raises(ConfigError, match="learner's scheme"):
+        node.update_policy_weights_()
+
+
+def test_weights_without_extra_state_keep_the_models(learner):
+    class Counts(torch.nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"count": 3}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            pass
+
+    policy = Counts(2, 2)
+    scheme = UniLabRayScheme(policy)
+    scheme.init_on_sender(model_id="policy", remote_collectors=[])
+    scheme.connect()
+    scheme.send(TensorDict.from_module(policy))
+    assert scheme.version == 1
+    scheme.shutdown()
+
+
+def test_a_collector_without_workers_is_refused(learner):
+    with pytest.raises(ConfigError, match="collector_class: Collector"):
+        Collector(
+            MujocoBatchEnv("Hopper-v5", 2, num_threads=1),
+            make_policy(0.0),
+            frames_per_batch=8,
+            weight_sync_schemes={"policy": learner[0].node()},
+            auto_register_policy_transforms=False,
+        )
 
 
 def test_other_weights_are_refused_before_anything_is_posted(learner):

@@ -66,7 +66,15 @@ def ray_collector(**settings: Any) -> Any:
             for strategy in one_on_each()
         ],
     }
-    return RayCollector([make_env] * NODES, make_actor(11, 3), **{**defaults, **settings})
+    settings = {**defaults, **settings}
+    if "policy_factory" not in settings:
+        settings["policy"] = make_actor(11, 3)
+    return RayCollector([make_env] * NODES, **settings)
+
+
+def make_large_policy() -> Any:
+    """A policy that takes more than 100 KB: Ray keeps no such argument for a restart."""
+    return make_actor(11, 3, hidden=(256, 256))
 
 
 def one_on_each() -> list[Any]:
@@ -132,12 +140,19 @@ def kill_mailbox(scene: Scene) -> None:
     ray.kill(scene.scheme._mailbox, no_restart=False)
 
 
+def stop_mailbox(scene: Scene) -> None:
+    (mailbox,) = (p for p in psutil.process_iter() if "ray::Mailbox" in p.name())
+    mailbox.suspend()
+    threading.Timer(3.0, mailbox.resume).start()
+
+
 FAULTS: dict[str, Callable[[Scene], None]] = {
     "actor killed": kill_actor,
     "actor stopped for 3 s": stop_actor,
     "node removed": remove_node,
     "worker killed": kill_worker,
     "mailbox killed": kill_mailbox,
+    "mailbox stopped for 3 s": stop_mailbox,
 }
 
 
@@ -194,8 +209,10 @@ def strike(fault: str) -> Outcome:
 def _strike(cluster: Any, fault: Callable[[Scene], None]) -> Outcome:
     import ray
 
-    scheme = UniLabRayScheme()
-    collector = ray_collector(**followed(scheme, restart_workers=3))
+    scheme = UniLabRayScheme(make_large_policy())
+    collector = ray_collector(
+        policy_factory=make_large_policy, **followed(scheme, restart_workers=3)
+    )
     publisher = Publisher(scheme)
     outcome = Outcome(0.0, 0, {}, {node: [] for node in range(NODES)}, 0, [])
     struck, version_then, first = 0.0, 0, 0

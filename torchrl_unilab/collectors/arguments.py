@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.weight_update import WeightSyncScheme
 
@@ -45,6 +46,20 @@ def check_stock(name: str, stock: Mapping[str, Any]) -> None:
                 f"{argument}: {value!r} (expected {_STOCK[argument][0]}: {name} does without). "
                 "Leave it out."
             )
+
+
+def the_policy(
+    policy: TensorDictModuleBase | None, factory: Callable[[], TensorDictModuleBase] | None
+) -> TensorDictModuleBase:
+    """Return the policy that is given, or made; a ConfigError unless it is one of them."""
+    if policy is not None and factory is None:
+        return policy
+    if policy is None and factory is not None:
+        return factory()
+    raise ConfigError(
+        f"policy: {'neither it nor' if policy is None else 'both it and'} policy_factory "
+        "(expected one of them). Give the policy, or what makes it."
+    )
 
 
 def env_factories(

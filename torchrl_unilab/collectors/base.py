@@ -28,8 +28,10 @@ from torchrl_unilab.collectors.arguments import (
     check_stock,
     env_factories,
     policy_scheme,
+    the_policy,
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
+from torchrl_unilab.collectors.places import first_seed, first_trajectory
 from torchrl_unilab.collectors.service import (
     Sink,
     WorkerService,
@@ -65,9 +67,7 @@ class WorkerSettings(TypedDict, total=False):
     policy_device: torch.device | str | None
     measure: Measure
     worker_idx: int | None
-
-
-_NODE = 1 << 40  # trajectories of a collector on one machine; ids have 63 bits
+    policy_factory: Callable[[], TensorDictModuleBase] | None
 
 
 class WorkerCollector(BaseCollector, abc.ABC):
@@ -76,7 +76,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
     Args:
         create_env_fn: Makes a worker's environment, of any TorchRL kind, or one such
             function per worker; cloudpickled. One environment is made here for its specs.
-        policy: Acts in the workers, which get copies; needs parameters or buffers.
+        policy: Acts in the workers, which get copies; needs parameters or buffers. None where
+            `policy_factory` makes it.
         total_frames: Frames to yield, -1 for no end.
         num_collectors: Workers, if `create_env_fn` is one function.
         weight_sync_schemes: ``{"policy": UniLabShmScheme(...)}``, the default.
@@ -94,7 +95,9 @@ class WorkerCollector(BaseCollector, abc.ABC):
         policy_device: Where policies act; environments and what is collected are on the CPU.
         measure: Returns further metrics, of a worker's environment after each rollout.
         worker_idx: Which of the collectors of a `RayCollector` this is, which sets it: their
-            trajectory ids do not overlap, nor do their environments' seeds.
+            trajectory ids do not overlap, nor do their environments' seeds, also where one is
+            started again.
+        policy_factory: Makes the policy, in place of `policy`: small, where it is sent.
         **stock: Arguments of TorchRL's collectors, such as ``device``, at the values by which
             they ask for nothing.
 
@@ -111,7 +114,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
     def __init__(
         self,
         create_env_fn: CreateEnv | Sequence[CreateEnv],
-        policy: TensorDictModuleBase,
+        policy: TensorDictModuleBase | None = None,
         *,
         total_frames: int = -1,
         num_collectors: int | None = None,
@@ -126,6 +129,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         policy_device: torch.device | str | None = "cpu",
         measure: Measure = reward_terms,
         worker_idx: int | None = None,
+        policy_factory: Callable[[], TensorDictModuleBase] | None = None,
         **stock: Any,
     ) -> None:
         check_stock(type(self).__name__, stock)
@@ -141,7 +145,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         super().__init__()
         self.scheme = policy_scheme(weight_sync_schemes)
         self._weight_sync_schemes = {"policy": self.scheme}
-        self.policy = policy
+        self.policy = the_policy(policy, policy_factory)
         self.policy_factory = [None] * workers
         self.policy_device = [torch.device(policy_device or "cpu")] * workers
         self.worker_idx = worker_idx
@@ -198,7 +202,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 random_frames,
                 self.policy_device[0],
                 trace.settings(),
-                first_trajectory=_NODE * (self.worker_idx or 0),
+                first_trajectory=first_trajectory(self.worker_idx, self.scheme.first_version),
             )
             workers: WorkerService | WorkerGroup
             if self._inline:
@@ -280,7 +284,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Worker ``w`` seeds its environment with ``seed + w * num_envs``, and environments
         in a batch count on from there: no two environments share a seed. What was
         collected before stays. With a `worker_idx` all seeds are those after the seeds of the
-        collectors before this one, which have as many workers.
+        collectors before this one, which have as many workers; others, if it was started again.
 
         Args:
             seed: The first seed; None takes one from the operating system.
@@ -293,7 +297,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])
         if not static_seed:
-            seed += (self.worker_idx or 0) * self.num_workers * self.num_envs
+            begun, environments = self.scheme.first_version, self.num_workers * self.num_envs
+            seed = first_seed(seed, self.worker_idx, begun, environments)
         team.seed = seed
         requests = []
         for worker in range(self.num_workers):

@@ -117,7 +117,7 @@ class ReplayCollector(WorkerCollector):
     def __init__(
         self,
         create_env_fn: CreateEnv | Sequence[CreateEnv],
-        policy: TensorDictModuleBase,
+        policy: TensorDictModuleBase | None = None,
         *,
         capacity: int,
         frames_per_batch: int,

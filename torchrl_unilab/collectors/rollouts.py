@@ -132,7 +132,7 @@ class APPOCollector(WorkerCollector):
     def __init__(
         self,
         create_env_fn: CreateEnv | Sequence[CreateEnv],
-        policy: TensorDictModuleBase,
+        policy: TensorDictModuleBase | None = None,
         *,
         frames_per_batch: int,
         slots: int | None = None,

@@ -19,9 +19,18 @@ import numpy.typing as npt
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.shm import BlockLayout
 
-__all__ = ["Letter", "Mailbox", "Reports", "Snapshot", "find", "load_ray", "open_mailbox"]
+__all__ = [
+    "NOTHING",
+    "Letter",
+    "Mailbox",
+    "Reports",
+    "Snapshot",
+    "find",
+    "load_ray",
+    "open_mailbox",
+]
 
-_PENDING = 64  # posts under way; more would fill the object store of a mailbox that is stopped
+_PENDING = 8  # calls under way: each post holds its weights, also while a mailbox is stopped
 _FIND_SECONDS = 0.05
 
 Reports = dict[int, dict[int, int | None]]
@@ -43,10 +52,18 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Letter:
-    """A version of the weights, and the reference to them, in a list: not to be resolved early."""
+    """A version of the weights.
+
+    Attributes:
+        version: Below 0 where the mailbox has none, as it was started again.
+        snapshot: The reference to them, in a list, as it is not to be resolved early; or nothing.
+    """
 
     version: int
     snapshot: list[Any]
+
+
+NOTHING = Letter(-1, [])
 
 
 class Mailbox:
@@ -69,6 +86,9 @@ class Mailbox:
     ) -> Letter | None:
         """Return a version beyond `after`, or None if there is none within `seconds`.
 
+        A mailbox that has been started again answers a node that has a version at once, by
+        `NOTHING`: the node posts what it has.
+
         Args:
             after: The version that the node has.
             seconds: How long to wait.
@@ -77,6 +97,8 @@ class Mailbox:
         """
         if node is not None:
             self._reports[node] = applied
+        if self._letter is None and after >= 0:
+            return NOTHING
         async with self._posted:
             try:
                 await asyncio.wait_for(self._posted.wait_for(lambda: self._newer(after)), seconds)
@@ -117,7 +139,8 @@ def open_mailbox(name: str) -> Any:
     actor = ray.remote(Mailbox).options(
         name=name,
         num_cpus=0,
-        max_restarts=-1,  # what it had comes with the next post
+        max_restarts=-1,
+        max_task_retries=-1,  # a call that comes twice does no harm
         max_pending_calls=_PENDING,
         scheduling_strategy=here,
     )

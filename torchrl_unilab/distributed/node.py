@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from typing import Any
 
 import torch
+from torchrl.collectors import Collector
 
-from torchrl_unilab.distributed.mailbox import Letter, Snapshot, find, load_ray
+from torchrl_unilab.distributed.mailbox import NOTHING, Letter, Snapshot, find, load_ray
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update import UniLabShmScheme
 from torchrl_unilab.weight_update.initial_weights import InitialWeights
+from torchrl_unilab.weight_update.scheme import PullAt
 from torchrl_unilab.weight_update.transport import named_tensors
 
 __all__ = ["NodeScheme"]
@@ -25,6 +29,7 @@ POLL_SECONDS = 0.5
 BEHIND_SECONDS = 0.02
 """How long a poll waits: while a worker has yet to apply what was published, its report is due."""
 _GRACE_SECONDS = 2.0  # for the answer, after the poll's own
+_FETCH_SECONDS = 5.0
 
 
 class NodeScheme(UniLabShmScheme):
@@ -34,15 +39,19 @@ class NodeScheme(UniLabShmScheme):
 
     Args:
         mailbox: The mailbox's name.
-        **options: Those of `UniLabShmScheme` but ``first_version`` and ``per_worker_weights``.
+        pull: As in `UniLabShmScheme`.
+        slots: As in `UniLabShmScheme`.
     """
 
-    def __init__(self, mailbox: str, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, mailbox: str, *, pull: PullAt = "rollout", slots: int = DEFAULT_SLOTS
+    ) -> None:
+        super().__init__(pull=pull, slots=slots)
         self._mailbox = mailbox
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._actor: Any = None
+        self._last = NOTHING
 
     def _initial_weights(self, **source: Any) -> InitialWeights:
         """Return the newest weights of the mailbox, for workers of the collector's policy.
@@ -51,25 +60,53 @@ class NodeScheme(UniLabShmScheme):
             WaitTimeoutError: There are none in time.
             LayoutError: They are not of the collector's policy.
         """
+        if isinstance(source.get("context"), Collector):
+            raise ConfigError(
+                f"collector_class: {type(source['context']).__name__} (expected one with workers, "
+                "which pull). Give RayCollector APPOCollector or MultiAsyncCollector."
+            )
         initial = super()._initial_weights(**source)
         if initial.per_worker:
             raise ConfigError(
                 "weights of a node's workers: separate ones (expected one set, as the learner "
                 "sends one). Give the collectors one policy."
             )
-        self._actor = find(self._mailbox, FIRST_SECONDS)
-        letter = self._poll(after=-1, seconds=FIRST_SECONDS)
-        if letter is None:
-            raise WaitTimeoutError(
-                f"mailbox {self._mailbox!r}: no weights within {FIRST_SECONDS:g} s (expected the "
-                "learner's). See whether the learner is alive."
-            )
-        snapshot = _fetch(letter)
+        letter, snapshot = self._first(time.monotonic() + FIRST_SECONDS)
+        self._last = letter
         for weights in initial.of_workers.values():
             snapshot.layout.select(named_tensors(weights))
         self.first_version = letter.version
         named = dict(zip(snapshot.layout.keys, _views(snapshot), strict=True))
         return dataclasses.replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
+
+    def _first(self, deadline: float) -> tuple[Letter, Snapshot]:
+        """Return the newest version, once there is one; the mailbox may be being started."""
+        errors = load_ray().exceptions
+        self._actor = find(self._mailbox, FIRST_SECONDS)
+        cause: Exception | None = None
+        while time.monotonic() < deadline:
+            try:
+                letter = self._poll(after=-1, seconds=POLL_SECONDS)
+                if letter is not None:
+                    return letter, _fetch(letter)
+            except errors.RayError as error:
+                cause = error
+                time.sleep(BEHIND_SECONDS)
+        raise WaitTimeoutError(
+            f"mailbox {self._mailbox!r}: no weights within {FIRST_SECONDS:g} s (expected the "
+            "learner's). See whether the learner is alive, and publish again."
+        ) from cause
+
+    def send(self, *_: Any, **__: Any) -> None:
+        """Refuse: it would publish the node's own weights under the learner's next version.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "node scheme: asked to send (expected to follow the mailbox alone). Publish by the "
+            "learner's scheme, without update_at_each_batch on the nodes."
+        )
 
     def _setup_connection_and_weights_on_sender_impl(self, **_: Any) -> None:
         """Follow the mailbox from now on."""
@@ -90,12 +127,16 @@ class NodeScheme(UniLabShmScheme):
             seconds = BEHIND_SECONDS if behind else POLL_SECONDS
             try:
                 letter = self._poll(transport.version, seconds, node, applied)
+                if letter == NOTHING:
+                    load_ray().get(self._actor.post.remote(self._last), timeout=_GRACE_SECONDS)
+                    continue
                 snapshot = None if letter is None else _fetch(letter)
             except errors.RayError:  # of the mailbox, or of the learner's machine
                 self._ended.wait(POLL_SECONDS)
                 continue
             if letter is not None and snapshot is not None and not self._ended.is_set():
                 transport.publish(snapshot.layout.keys, _views(snapshot), version=letter.version)
+                self._last = letter
 
     def _poll(
         self,
@@ -111,10 +152,10 @@ class NodeScheme(UniLabShmScheme):
 
     def disconnect(self) -> None:
         """End the thread that follows the mailbox. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if (thread := self._thread) is not None:
             self._ended.set()
             thread.join()
+            self._thread = None
 
     def shutdown(self) -> None:
         """Disconnect, then do as `UniLabShmScheme.shutdown`. Idempotent."""
@@ -123,7 +164,12 @@ class NodeScheme(UniLabShmScheme):
         super().shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_thread": None, "_ended": None, "_actor": None}
+        return super().__getstate__() | {
+            "_thread": None,
+            "_ended": None,
+            "_actor": None,
+            "_last": NOTHING,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -132,7 +178,7 @@ class NodeScheme(UniLabShmScheme):
 
 def _fetch(letter: Letter) -> Snapshot:
     """Return a version from the object store."""
-    snapshot: Snapshot = load_ray().get(letter.snapshot[0], timeout=FIRST_SECONDS)
+    snapshot: Snapshot = load_ray().get(letter.snapshot[0], timeout=_FETCH_SECONDS)
     return snapshot
 
 

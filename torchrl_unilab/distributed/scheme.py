@@ -21,11 +21,14 @@ from torchrl_unilab.distributed.node import POLL_SECONDS, NodeScheme
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm import BlockLayout
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
+from torchrl_unilab.weight_update.module_weights import ModuleWeights
+from torchrl_unilab.weight_update.scheme import PullAt
 from torchrl_unilab.weight_update.transport import Weights, named_tensors
 
 __all__ = ["UniLabRayScheme"]
 
-_ANSWER_SECONDS = 10.0  # for the mailbox, where its answer is waited for
+_ANSWER_SECONDS = 2.0  # for the mailbox, where its answer is waited for
 _FOLLOW_SECONDS = 10.0  # for collectors that are there to poll it
 
 
@@ -42,12 +45,16 @@ class UniLabRayScheme(WeightSyncScheme):
     Ray has started again then begins with the newest version.
 
     Args:
+        policy: The policy to publish, where `RayCollector` is given a ``policy_factory`` and no
+            policy. Ray cannot start a collector again whose policy takes more than 100 KB: it
+            keeps no argument of that size. A factory is small.
         first_version: Version of the initial weights, so that versions continue where those of a
             resumed run ended.
 
     Attributes:
-        version: The newest posted version; `first_version` is the initial weights.
-        skipped: Versions that were not posted, as the mailbox did not answer for long.
+        version: The newest published version; `first_version` is the initial weights.
+        skipped: Versions that were not posted, as the mailbox did not answer for long; the
+            newest of them is posted with the next look at what nodes report.
 
     Raises:
         ConfigError: Ray is not installed, or `first_version` is below 0.
@@ -63,7 +70,7 @@ class UniLabRayScheme(WeightSyncScheme):
         0
     """
 
-    def __init__(self, *, first_version: int = 0) -> None:
+    def __init__(self, policy: nn.Module | None = None, *, first_version: int = 0) -> None:
         load_ray()
         if first_version < 0:
             raise ConfigError(
@@ -72,18 +79,22 @@ class UniLabRayScheme(WeightSyncScheme):
         super().__init__()
         self.version = first_version
         self.skipped = 0
+        self._policy = policy
+        self._unposted: Letter | None = None
+        self._last_reports: Reports = {}
         self._name = f"unilab-mailbox-{uuid.uuid4().hex}"
         self._mailbox: Any = None
         self._layout: BlockLayout | None = None
         self._nodes = 0
 
-    def node(self, **options: Any) -> NodeScheme:
+    def node(self, *, pull: PullAt = "rollout", slots: int = DEFAULT_SLOTS) -> NodeScheme:
         """Return the scheme for the collectors on the nodes.
 
         Args:
-            **options: Those of `UniLabShmScheme`, such as ``pull``.
+            pull: As in `UniLabShmScheme`.
+            slots: As in `UniLabShmScheme`.
         """
-        return NodeScheme(self._name, **options)
+        return NodeScheme(self._name, pull=pull, slots=slots)
 
     # Sender
 
@@ -101,11 +112,12 @@ class UniLabRayScheme(WeightSyncScheme):
         Raises:
             ConfigError: No `RayCollector` calls, or it has no policy.
         """
+        model = model if self._policy is None else self._policy
         if remote_collectors is None or model is None:
             raise ConfigError(
                 "UniLabRayScheme: a collector without remote collectors, or without a policy "
-                "(expected a RayCollector that was given a policy). Use UniLabShmScheme on one "
-                "machine; pass policy=, which may be beside a policy_factory."
+                "(expected a RayCollector with one). Use UniLabShmScheme on one machine; beside a "
+                "policy_factory make UniLabRayScheme(policy)."
             )
         self._model_id, self.model = model_id, model
         if context is not None:
@@ -113,6 +125,7 @@ class UniLabRayScheme(WeightSyncScheme):
         self._nodes = len(remote_collectors)
         tensors = named_tensors(model)
         self._layout = BlockLayout.of(tensors)
+        self._optional = ModuleWeights(model).optional
         self._mailbox = open_mailbox(self._name)
         self._post(tensors)
 
@@ -130,7 +143,8 @@ class UniLabRayScheme(WeightSyncScheme):
                 raise ConfigError(
                     f"collectors {sorted({*range(self._nodes)} - found.keys())}: they do not "
                     "follow the mailbox (expected all to). Give RayCollector collector_kwargs="
-                    "{'weight_sync_schemes': {'policy': scheme.node()}}, of this scheme."
+                    "{'weight_sync_schemes': {'policy': scheme.node()}}, of this scheme; if it has "
+                    "that, they may be being started."
                 )
             time.sleep(POLL_SECONDS / 10)
         if weights is not None:
@@ -151,14 +165,13 @@ class UniLabRayScheme(WeightSyncScheme):
             raise RuntimeError("Must be initialized on sender before sending weights")
         with span("publish"):
             tensors = named_tensors(self.model if weights is None else weights)
-            self.version += 1
-            try:
-                self._post(tensors)
-            except BaseException:
-                self.version -= 1
-                raise
+            if absent := self._optional - tensors.keys():  # RayCollector leaves out extra state
+                own = named_tensors(self.model)
+                tensors |= {key: own[key] for key in absent}
+            self._post(tensors, 1)
 
-    def _post(self, tensors: dict[str, torch.Tensor]) -> None:
+    def _post(self, tensors: dict[str, torch.Tensor], further: int = 0) -> None:
+        """Post tensors under a version that is so much further."""
         ray, layout = load_ray(), self._layout
         assert layout is not None, "the mailbox was opened with it"
         ordered = layout.select(tensors)
@@ -166,10 +179,14 @@ class UniLabRayScheme(WeightSyncScheme):
         with torch.no_grad():
             torch._foreach_copy_(layout.views(block), ordered)
         stored = ray.put(Snapshot(layout, block.numpy()))
+        self.version += further  # counts before it is posted: a version is never used twice
+        letter = Letter(self.version, [stored])
+        self._unposted = None
         try:
-            self._mailbox.post.remote(Letter(self.version, [stored]))
-        except ray.exceptions.PendingCallsLimitExceeded:  # it has the next when it answers again
+            self._mailbox.post.remote(letter)
+        except ray.exceptions.PendingCallsLimitExceeded:
             self.skipped += 1
+            self._unposted = letter
 
     # What the nodes report
 
@@ -200,23 +217,39 @@ class UniLabRayScheme(WeightSyncScheme):
         """
         wanted = self.version if version is None else version
         deadline = time.monotonic() + timeout
-        while behind := {
-            where: found
-            for where, found in self.applied_versions.items()
-            if found is None or found < wanted
-        }:
+        while behind := self._behind(wanted):
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
-                    f"workers behind after {timeout:g} s: {behind} by (node, worker) (expected "
-                    f"version {wanted}). Check that they are collecting."
+                    f"workers behind after {timeout:g} s: {behind} (expected version {wanted}). "
+                    "Check that they are collecting, and that Ray's nodes are alive."
                 )
             time.sleep(POLL_SECONDS / 10)
 
+    def _behind(self, wanted: int) -> list[str]:
+        """Return which workers have yet to apply a version, in words."""
+        reports = self._reports()
+        silent = [f"node {node} has not reported" for node in {*range(self._nodes)} - {*reports}]
+        return silent + [
+            f"node {node} worker {worker} at {version}"
+            for node, found in sorted(reports.items())
+            for worker, version in found.items()
+            if version is None or version < wanted
+        ]
+
     def _reports(self) -> Reports:
+        """Return what nodes reported, or reported last where the mailbox does not answer."""
         if self._mailbox is None:
             raise RuntimeError("Must be initialized on sender before its nodes report")
-        reports: Reports = load_ray().get(self._mailbox.reports.remote(), timeout=_ANSWER_SECONDS)
-        return reports
+        ray = load_ray()
+        try:
+            if (letter := self._unposted) is not None:
+                self._mailbox.post.remote(letter)
+                self._unposted = None
+            reports: Reports = ray.get(self._mailbox.reports.remote(), timeout=_ANSWER_SECONDS)
+        except ray.exceptions.RayError:  # it is stopped, or being started again
+            return self._last_reports
+        self._last_reports = self._last_reports | reports
+        return self._last_reports
 
     # Receiver: `RayCollector` registers the scheme with its collectors, which follow by `node`.
 
@@ -234,7 +267,7 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_mailbox": None}
+        return state | {"_mailbox": None, "_policy": None, "_unposted": None}
 
     def shutdown(self) -> None:
         """End the mailbox. Idempotent; a copy on a node ends nothing."""

@@ -179,6 +179,7 @@ class _WorkersNode:
     policy_device: Any = None
     measure: Any = None
     worker_idx: int | None = None
+    policy_factory: Any = None
     _partial_: bool = True
 
 

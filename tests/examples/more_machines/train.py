@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -34,9 +35,23 @@ from torchrl_unilab.trainers.runs.builders import with_exploration_noise
 OFF_POLICY_STEPS = 8  # of each environment in a batch that crosses the network
 
 
+def make_policy(algorithm: str, task: str) -> TensorDictModuleBase:
+    """Return a new policy; on the nodes it is made by this, as Ray keeps no large arguments."""
+    config = SETTINGS[algorithm].for_task(task)
+    with contextlib.closing(MujocoBatchEnv(task, 1, num_threads=1)) as env:
+        return acting(config, build_learner(env, config).actor)
+
+
+def acting(config: Any, actor: TensorDictModuleBase) -> TensorDictModuleBase:
+    """Return what acts on the nodes: TD3 explores by noise."""
+    if config.algorithm != "td3":
+        return actor
+    return with_exploration_noise(actor, std_min=config.noise_std_min, std_max=config.noise_std_max)
+
+
 def make_collector(
     make_env: Callable[[], MujocoBatchEnv],
-    policy: TensorDictModuleBase,
+    policy_factory: Callable[[], TensorDictModuleBase],
     scheme: UniLabRayScheme,
     nodes: int,
     frames_per_batch: int,
@@ -47,10 +62,12 @@ def make_collector(
     """Return a `RayCollector` of an `APPOCollector` on each node."""
     from torchrl.collectors.distributed import RayCollector
 
+    # It warns of a policy that it does not have: the scheme has it.
+    warnings.filterwarnings("ignore", message="The policy is not an nn.Module")
     node = {"policy": scheme.node(pull=pull)}
     collector = RayCollector(
         [make_env] * nodes,
-        policy,
+        policy_factory=policy_factory,
         collector_class=APPOCollector,
         collector_kwargs={"weight_sync_schemes": node, "restart_workers": 3, "seed": seed},
         weight_sync_schemes={"policy": scheme},
@@ -80,12 +97,8 @@ def make_trainer(
     with contextlib.closing(make_env()) as env:
         learner = build_learner(env, config)
         keys, example = transition_keys(env), env.fake_tensordict()[0]
-    scheme = UniLabRayScheme()
-    policy = learner.actor
-    if algorithm == "td3":  # which explores by noise of its collectors
-        policy = with_exploration_noise(
-            policy, std_min=config.noise_std_min, std_max=config.noise_std_max
-        )
+    scheme = UniLabRayScheme(acting(config, learner.actor))
+    policy = partial(make_policy, algorithm, task)
     steps = config.num_steps if isinstance(config, APPOConfig) else OFF_POLICY_STEPS
     parts: dict[str, Any] = {
         "collector": make_collector(
@@ -101,7 +114,12 @@ def make_trainer(
         return APPOTrainer(config=config, **parts)
     return OffPolicyTrainer(
         config=per_batch(config, steps),
-        storage=PackedReplayStorage(config.capacity, example=example.select(*keys)),
+        storage=PackedReplayStorage(
+            config.capacity,
+            example=example.select(*keys),
+            n_step=config.n_step,
+            gamma=config.gamma,
+        ),
         **parts,
     )
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -65,6 +67,23 @@ def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, monkeyp
     torch.testing.assert_close(by_input, x_grad[:, 2:])
     for key, leaf in parameters.flatten_keys(".").items():
         torch.testing.assert_close(leaf.grad, gradients[key], msg=key)
+
+
+@ONEDNN
+def test_a_network_that_has_diverged_says_so():
+    x, weight, bias = torch.ones(1, 2, 3), torch.full((1, 4, 3), float("nan")), torch.zeros(1, 1, 4)
+    for form in (BatchedProducts(), OneDNNProducts()):
+        assert form.affine(x, weight, bias, relu=True).isnan().all()
+
+
+def test_layers_may_have_names():
+    net = nn.Sequential(
+        OrderedDict(first=nn.Linear(5, 8), relu=nn.ReLU(), last=nn.Linear(8, 1)),
+    )
+    parameters = TensorDict.from_module(net)
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        torch.testing.assert_close(relu_networks(net, parameters).forward(x)[0], net(x))
 
 
 @ONEDNN

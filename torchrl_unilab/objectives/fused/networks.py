@@ -368,7 +368,8 @@ def relu_networks(
     net: nn.Module, parameters: TensorDictBase, *, stacked: bool = False, **kind: Any
 ) -> ReluNetwork | ReluNetworks:
     """Return networks in the form that is fastest on this processor; see `ReluNetwork`."""
-    weight = parameters.get(("0", "weight"))
+    first = next(iter(net.named_children()))[0]
+    weight = parameters.get((first, "weight"))
     products = products_for(weight, kind.get("matmul_dtype"))
     networks = range(len(weight))[kind.pop("which", ALL)] if stacked else range(1)
     if len(networks) == 1 or type(products) is not OneDNNProducts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,8 +54,9 @@ class OneDNNProducts(BatchedProducts):
     def affine(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, relu: bool = False
     ) -> torch.Tensor:
-        """See `BatchedProducts.affine`; the positive part takes no pass of its own."""
-        return _times(x[0], weight[0], bias[0, 0], "relu" if relu else "none").unsqueeze(0)
+        """See `BatchedProducts.affine`. oneDNN's own relu would make 0 of NaN."""
+        out = _times(x[0], weight[0], bias[0, 0]).unsqueeze(0)
+        return out.relu_() if relu else out
 
     def by_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `BatchedProducts.by_input`."""
@@ -65,10 +67,8 @@ class OneDNNProducts(BatchedProducts):
         out[0].copy_(_times(gradient[0].t(), x[0].t()))
 
 
-def _times(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, then: str = "none"
-) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, then, [], "")
+def _times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
