@@ -198,10 +198,11 @@ class Publisher(threading.Thread):
 
 def strike(fault: str) -> Outcome:
     """Run a cluster, strike it, and wait until both nodes deliver newer rollouts."""
-    before = set(os.listdir("/dev/shm"))
+    before, own = set(os.listdir("/dev/shm")), psutil.Process().children(recursive=True)
     with start_cluster() as cluster:
         outcome = _strike(cluster, FAULTS[fault])
-    outcome.left += [str(process) for process in psutil.Process().children(recursive=True)]
+    children = psutil.Process().children(recursive=True)
+    outcome.left += [str(child) for child in children if child not in own]
     outcome.left += sorted(set(os.listdir("/dev/shm")) - before)
     return outcome
 
