@@ -202,25 +202,26 @@ def test_td3s_target_noise_moves_with_the_loss_and_is_no_part_of_its_checkpoints
 
 
 @pytest.mark.parametrize(
-    ("chosen", "dtype", "amx", "bfloat16"),
+    ("chosen", "dtype", "has", "bfloat16"),
     [
-        ("auto", torch.float32, True, True),
-        ("auto", torch.float32, False, False),
-        ("auto", torch.float64, True, False),
+        ("auto", torch.float32, "amx_bf16", True),
+        ("auto", torch.float32, "avx512_bf16", True),
+        ("auto", torch.float32, "avx2", False),
+        ("auto", torch.float64, "amx_bf16", False),
         ("auto", torch.float32, None, False),
-        ("bfloat16", torch.float32, False, True),
-        ("float32", torch.float32, True, False),
+        ("bfloat16", torch.float32, "avx2", True),
+        ("float32", torch.float32, "amx_bf16", False),
     ],
 )
 @pytest.mark.parametrize("algorithm", ["sac", "td3"])
 def test_products_are_in_bfloat16_where_chosen_or_where_the_processor_has_them(
-    monkeypatch, algorithm, chosen, dtype, amx, bfloat16
+    monkeypatch, algorithm, chosen, dtype, has, bfloat16
 ):
-    if amx is None:  # torch does not report what the processor has
+    if has is None:  # torch does not report what the processor has
         monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
     else:
-        has = {"amx_bf16": amx}
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has, raising=False)
+        known = {"amx_bf16": False, has: True}
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known, raising=False)
     torch.set_default_dtype(dtype)
     seen = {}
     for setting in (chosen, "bfloat16", "float32"):

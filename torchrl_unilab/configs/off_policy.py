@@ -140,7 +140,7 @@ class OffPolicyConfig(Settings):
     matmul_dtype: MatmulDtype = setting(
         "float32",
         "dtype of the hidden layers' products, in fused updates alone; auto: bfloat16 on a CPU "
-        "that multiplies matrices of it in hardware (amx_bf16), else float32",
+        "that multiplies matrices of it in hardware (amx_bf16, avx512_bf16), else float32",
     )
     compile: bool = setting(
         False,

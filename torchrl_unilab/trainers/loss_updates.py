@@ -174,5 +174,6 @@ def _matmul_dtype(loss: LossModule, config: OffPolicyConfig) -> torch.dtype | No
         # Before 2.11 torch does not say what the processor can do.
         capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
         ours = (parameter.dtype, parameter.device.type) == (torch.float32, "cpu")
-        chosen = "bfloat16" if ours and capabilities.get("amx_bf16") else "float32"
+        native = any(map(capabilities.get, ("amx_bf16", "avx512_bf16")))
+        chosen = "bfloat16" if ours and native else "float32"
     return torch.bfloat16 if chosen == "bfloat16" else None
