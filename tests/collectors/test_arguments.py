@@ -98,6 +98,11 @@ def test_a_policy_is_given_or_made(given):
         APPOCollector(partial(CountingEnv, limit=3), frames_per_batch=FRAMES, **given)
 
 
+def test_lock_step_ends_at_the_machine():
+    with pytest.raises(ConfigError, match="lockstep"):
+        collected(worker_idx=0, inline=False, lockstep=True)
+
+
 def test_borrowed_memory_does_not_leave_the_machine():
     with pytest.raises(ConfigError, match="use_buffers"):
         collected(worker_idx=0, use_buffers=True)

@@ -55,7 +55,6 @@ def node(learner) -> Iterator[APPOCollector]:
         make_policy(0.0),
         frames_per_batch=8,
         weight_sync_schemes={"policy": learner[0].node()},
-        lockstep=True,
         worker_idx=0,
     )
     yield collector

@@ -13,7 +13,14 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["CreateEnv", "check_stock", "env_factories", "policy_scheme"]
+__all__ = [
+    "CreateEnv",
+    "check_modes",
+    "check_stock",
+    "env_factories",
+    "policy_scheme",
+    "the_policy",
+]
 
 CreateEnv = Callable[[], EnvBase]
 
@@ -46,6 +53,24 @@ def check_stock(name: str, stock: Mapping[str, Any]) -> None:
                 f"{argument}: {value!r} (expected {_STOCK[argument][0]}: {name} does without). "
                 "Leave it out."
             )
+
+
+def check_modes(
+    workers: int, inline: bool, lockstep: bool, restart_workers: int, worker_idx: int | None
+) -> None:
+    """Refuse ways to collect that exclude each other; see `WorkerCollector`."""
+    if inline and workers > 1:
+        raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
+    if restart_workers < 0 or (restart_workers and (lockstep or inline)):
+        raise ConfigError(
+            f"restart_workers: {restart_workers} (expected at least 0, and 0 in lock-step: a "
+            "run with a replaced worker is not repeatable). Use 0."
+        )
+    if lockstep and worker_idx is not None:
+        raise ConfigError(
+            f"lockstep: True in collector {worker_idx} of a distributed one (expected False: "
+            "rollouts of several machines come in no fixed order). Leave it out."
+        )
 
 
 def the_policy(

@@ -25,6 +25,7 @@ from typing_extensions import Self
 
 from torchrl_unilab.collectors.arguments import (
     CreateEnv,
+    check_modes,
     check_stock,
     env_factories,
     policy_scheme,
@@ -135,13 +136,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         check_stock(type(self).__name__, stock)
         self._factories = env_factories(create_env_fn, num_collectors)
         workers = len(self._factories)
-        if inline and workers > 1:
-            raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
-        if restart_workers < 0 or (restart_workers and (lockstep or inline)):
-            raise ConfigError(
-                f"restart_workers: {restart_workers} (expected at least 0, and 0 in lock-step: a "
-                "run with a replaced worker is not repeatable). Use 0."
-            )
+        check_modes(workers, inline, lockstep, restart_workers, worker_idx)
         super().__init__()
         self.scheme = policy_scheme(weight_sync_schemes)
         self._weight_sync_schemes = {"policy": self.scheme}
