@@ -14,7 +14,8 @@ from torchrl_unilab.modules.critics import StateValue
 from torchrl_unilab.modules.gaussian import HALF_LOG_TAU, GaussianActor, GaussianParameters
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
-from torchrl_unilab.objectives.fused.networks import FlatAdam, TanhNetwork, is_tanh_mlp
+from torchrl_unilab.objectives.fused.adam import FlatAdam
+from torchrl_unilab.objectives.fused.networks import TanhNetwork, is_tanh_mlp
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
 __all__ = ["STATISTICS", "FusedAPPOUpdate"]

@@ -1,4 +1,4 @@
-"""Networks with their gradients written out, and Adam over one flat tensor.
+"""Networks with their gradients written out.
 
 `TanhNetwork` keeps samples in columns, [features, n], for APPO's small networks;
 `ReluNetwork` keeps k networks side by side, [k, n, features], for critics and their targets:
@@ -25,91 +25,16 @@ from torchrl_unilab.objectives.fused.products import (
 )
 
 __all__ = [
-    "FlatAdam",
+    "Network",
     "ReluNetwork",
     "ReluNetworks",
     "TanhNetwork",
-    "flatten",
     "is_relu_mlp",
     "is_tanh_mlp",
     "relu_networks",
 ]
 
 ALL = slice(None)
-
-
-def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Make tensors views of one flat tensor, which is returned.
-
-    They keep their identities and values; their memory moves.
-
-    Examples:
-        >>> import torch
-        >>> from torchrl_unilab.objectives.fused.networks import flatten
-        >>> parts = [torch.zeros(2), torch.ones(1, 1)]
-        >>> flat = flatten(parts)
-        >>> _ = flat.add_(1.0)
-        >>> parts[1].item()
-        2.0
-    """
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.data = value.view(tensor.shape)
-    return flat
-
-
-class FlatAdam:
-    """Adam that takes one operation for all parameters.
-
-    The parameters and their gradients become views of two tensors. The modules keep their
-    `nn.Parameter` objects, whose memory moves: make this before whatever holds on to that
-    memory, such as ``parameter.data``.
-
-    Args:
-        parameters: What it steps.
-        lr: Learning rate; a tensor, if it changes without a look at its value.
-
-    Attributes:
-        flat: The parameters' values.
-        grad: Their gradients.
-        optimizer: Adam over the one tensor, to be checkpointed; its first parameter group's
-            settings hold for each step.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], lr: float | torch.Tensor) -> None:
-        self.flat = flatten(parameters)
-        self.grad = torch.zeros_like(self.flat)
-        gradients = self.grad.split([parameter.numel() for parameter in parameters])
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.view(parameter.shape)
-        self._parameter = nn.Parameter(self.flat)
-        self._parameter.grad = self.grad
-        self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
-        self.optimizer.state[self._parameter] = {
-            "step": torch.zeros((), device=self.flat.device),
-            "exp_avg": torch.zeros_like(self.grad),
-            "exp_avg_sq": torch.zeros_like(self.grad),
-        }
-
-    def step(self) -> None:
-        """Do what the optimiser's ``step`` does, which takes five times the kernel's time."""
-        group, state = self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
-        state["step"].add_(1)
-        torch._fused_adam_(
-            [self._parameter],
-            [self.grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            lr=group["lr"],
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
 
 
 class TanhNetwork:
@@ -366,7 +291,7 @@ class ReluNetworks:
 
 def relu_networks(
     net: nn.Module, parameters: TensorDictBase, *, stacked: bool = False, **kind: Any
-) -> ReluNetwork | ReluNetworks:
+) -> Network:
     """Return networks in the form that is fastest on this processor; see `ReluNetwork`."""
     first = next(iter(net.named_children()))[0]
     weight = parameters.get((first, "weight"))
@@ -381,6 +306,9 @@ def relu_networks(
             for j in networks
         ]
     )
+
+
+Network = ReluNetwork | ReluNetworks
 
 
 def is_relu_mlp(net: nn.Module, size: int) -> bool:

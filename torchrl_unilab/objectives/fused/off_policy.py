@@ -22,14 +22,8 @@ from torchrl.objectives import LossModule, ValueEstimators
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
-from torchrl_unilab.objectives.fused.networks import (
-    FlatAdam,
-    ReluNetwork,
-    ReluNetworks,
-    flatten,
-    is_relu_mlp,
-    relu_networks,
-)
+from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten
+from torchrl_unilab.objectives.fused.networks import Network, is_relu_mlp, relu_networks
 from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
@@ -43,9 +37,6 @@ __all__ = [
 
 _NORMALIZERS = {nn.Identity, ObservationNormalizer}
 _LOSS_FUNCTIONS = ("l1", "l2", "smooth_l1")
-
-
-Network = ReluNetwork | ReluNetworks
 
 
 class Transitions(NamedTuple):

@@ -16,8 +16,9 @@ from torchrl_unilab.modules.squashed import (
     SquashedGaussianParameters,
     squash,
 )
-from torchrl_unilab.objectives.fused.networks import FlatAdam, is_relu_mlp
-from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Network, Transitions
+from torchrl_unilab.objectives.fused.adam import FlatAdam
+from torchrl_unilab.objectives.fused.networks import Network, is_relu_mlp
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
 
 __all__ = ["FusedSACUpdate"]
 

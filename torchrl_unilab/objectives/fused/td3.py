@@ -9,7 +9,8 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.objectives import LossModule, TD3Loss
 
 from torchrl_unilab.modules.squashed import SquashedPoint
-from torchrl_unilab.objectives.fused.networks import flatten, is_relu_mlp
+from torchrl_unilab.objectives.fused.adam import flatten
+from torchrl_unilab.objectives.fused.networks import is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions, trained
 from torchrl_unilab.objectives.targets import targets_of
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_unilab.objectives.fused.networks import FlatAdam
+from torchrl_unilab.objectives.fused.adam import FlatAdam
 
 
 def _parameters() -> list[nn.Parameter]:
