@@ -153,9 +153,9 @@ bench-env: install
 	$(BIN)/python -m $(PIP_INSTALL) -e '.[peers]'
 	$(BIN)/python -m tests.benchmarks.bench_env
 
-# One JSON line per seed. OUT names another file, SET other settings ("epochs=10 lr=3e-4"), KEEP a directory for the runs.
+# One JSON line per seed. OUT names another file, SET other settings ("epochs=10 lr=3e-4"), KEEP a directory for the runs, EVERY the frames from one evaluation to the next.
 learn: install
-	$(BIN)/python -m tests.benchmarks.learn $(TASK) $(ALGO) --seeds $(SEEDS) --frames $(FRAMES) $(if $(OUT),--out $(OUT)) $(if $(SET),--set $(SET)) $(if $(KEEP),--keep $(KEEP))
+	$(BIN)/python -m tests.benchmarks.learn $(TASK) $(ALGO) --seeds $(SEEDS) --frames $(FRAMES) $(if $(OUT),--out $(OUT)) $(if $(SET),--set $(SET)) $(if $(KEEP),--keep $(KEEP)) $(if $(EVERY),--evaluate-every $(EVERY))
 
 learning-page: install
 	$(BIN)/python -m tests.benchmarks.learning_page

@@ -1,11 +1,13 @@
 """Trains a task with several seeds, one run after another, and records each as a JSON line.
 
 ``python -m tests.benchmarks.learn Hopper-v5 appo --seeds 100 101 --frames 1000000
-[--out results.jsonl] [--set epochs=10 lr=3e-4] [--keep runs/hopper]``, or ``make learn``.
+[--out results.jsonl] [--set epochs=10 lr=3e-4] [--keep runs/hopper] [--evaluate-every 25000]``,
+or ``make learn``.
 
 A line has the task, the algorithm, the seed, all settings, what they were measured with, the
 learning curve, and three returns: of the last 64 training episodes, with noise; and without noise
-of ten episodes in Gymnasium's own environment and of 16 in `MujocoBatchEnv`. A run that is
+of ten episodes in Gymnasium's own environment and of 16 in `MujocoBatchEnv`. The latter are played
+while it trains, too, if asked for. A run that is
 interrupted, or fails, writes nothing. `tests.benchmarks.learning_page` draws what is recorded.
 """
 
@@ -104,6 +106,16 @@ def thin(curve: Sequence[Sequence[float]], points: int = CURVE_POINTS) -> list[l
     ]
 
 
+def timed(
+    evaluations: Sequence[Sequence[float]], curve: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Return evaluations as points of a curve: at the seconds at which they were asked for."""
+    return [
+        [round(next(s for s, at, _ in curve if at >= frames), 2), int(frames), round(mean, 2)]
+        for frames, _, mean, _ in evaluations
+    ]
+
+
 @torch.no_grad()
 def gymnasium_returns(
     actor: TensorDictModuleBase, task: str, episodes: int, seed: int
@@ -150,6 +162,7 @@ def learn(
     frames: int,
     run_dir: Path,
     overrides: Mapping[str, Any] | None = None,
+    evaluate_every: int | None = None,
 ) -> dict[str, Any]:
     """Train one run by the public functions and return its record.
 
@@ -167,6 +180,7 @@ def learn(
         run_dir=run_dir,
         announce=partial(print, flush=True),
         progress_bar=False,
+        eval_interval=evaluate_every,
     )
     if summary["interrupted"] or summary["eval_return"] is None:
         raise KeyboardInterrupt
@@ -182,6 +196,7 @@ def learn(
         "algorithm": algorithm,
         "seed": seed,
         "frames_asked": frames,
+        "evaluate_every": evaluate_every,
         "frames": summary["frames"],
         "seconds": round(summary["seconds"], 2),
         "training_return": summary["final_return"],
@@ -195,6 +210,7 @@ def learn(
         "policy_lag": summary["policy_lag"],
         "optim_steps": summary["optim_steps"],
         "curve": thin(summary["curve"]),
+        "evaluations": timed(summary.get("evaluations", []), summary["curve"]),
     }
 
 
@@ -223,7 +239,13 @@ def _run_all(options: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as temporary:
             run_dir = Path(options.keep or temporary) / name
             record = learn(
-                options.task, options.algorithm, seed, options.frames, run_dir, overrides
+                options.task,
+                options.algorithm,
+                seed,
+                options.frames,
+                run_dir,
+                overrides,
+                options.evaluate_every,
             )
         append_record(out, record)
         own = record["gymnasium_returns"] or [record["eval_return"]]
@@ -245,6 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="default: results/<task>-<algorithm>.jsonl")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings")
     parser.add_argument("--keep", type=Path, help="keep the runs' directories in this one")
+    parser.add_argument(
+        "--evaluate-every", type=int, metavar="FRAMES", help="evaluate without noise meanwhile"
+    )
     options = parser.parse_args(arguments)
     # The collectors that TorchRL builds on import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")

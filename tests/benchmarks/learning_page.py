@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import shlex
@@ -31,6 +32,7 @@ from torchrl_unilab.configs import SETTINGS
 
 NOT_REACHED = "not reached"
 COLORS = {"appo": "tab:blue", "sac": "tab:orange", "td3": "tab:green"}
+LINES = {"training": "solid", "without noise": "dotted"}
 MILLION = 1_000_000
 Point = Sequence[float]
 
@@ -82,9 +84,18 @@ class Group:
             [np.mean(run["gymnasium_returns"] or run["eval_return"]) for run in self.runs]
         )
 
-    def reached(self, level: float) -> list[tuple[float, float]]:
+    @property
+    def curves(self) -> dict[str, list[list[Point]]]:
+        """Each run's points (seconds, frames, mean return), by how the return was measured."""
+        curves = {
+            "training": [run["curve"] for run in self.runs],
+            "without noise": [run.get("evaluations", []) for run in self.runs],
+        }
+        return {kind: points for kind, points in curves.items() if all(points)}
+
+    def reached(self, level: float, kind: str = "training") -> list[tuple[float, float]]:
         """Return seconds and frames of each run to a return; infinite where not reached."""
-        return [first_reached(run["curve"], level) for run in self.runs]
+        return [first_reached(curve, level) for curve in self.curves[kind]]
 
 
 def first_reached(curve: Sequence[Point], level: float) -> tuple[float, float]:
@@ -176,14 +187,15 @@ def time_table(groups: Sequence[Group]) -> str:
     """Return the table of seconds and frames to each task's stated returns."""
     rows = []
     for group in groups:
-        for name, level in levels(group.task).items():
-            reached = group.reached(level)
-            row = [group.task, f"{name}, {show(level)}", group.algorithm, f"{group.frames:,}"]
+        for (name, level), kind in itertools.product(levels(group.task).items(), group.curves):
+            reached = group.reached(level, kind)
+            row = [group.task, f"{name}, {show(level)}", kind]
+            row += [group.algorithm, f"{group.frames:,}"]
             for column in zip(*reached, strict=True):
                 row += [show(float(np.median(column))), show(max(column))]
             count = sum(math.isfinite(seconds) for seconds, _ in reached)
             rows.append([*row, f"{count} of {len(reached)}"])
-    heads = "task | to a training return of | algorithm | frames of the runs"
+    heads = "task | to a return of | measured | algorithm | frames of the runs"
     return table(
         f"{heads} | seconds, median | worst | frames, median | worst | seeds that reached it", rows
     )
@@ -211,6 +223,8 @@ def command(group: Group) -> str:
     seeds = " ".join(str(run["seed"]) for run in group.runs)
     text = f"make learn TASK={group.task} ALGO={group.algorithm} FRAMES={group.frames}"
     text += f" SEEDS={shlex.quote(seeds)}"
+    if every := group.runs[0].get("evaluate_every"):
+        text += f" EVERY={every}"
     changed = changed_since(group)
     values = " ".join(f"{name}={as_text(value)}" for name, value in changed.items())
     return f"{text} SET={shlex.quote(values)}" if changed else text
@@ -258,10 +272,11 @@ def draw(groups: Sequence[Group], path: Path) -> None:
         for axis, column, label in zip(row, (1, 0), ("frames", "seconds"), strict=True):
             for group in (group for group in groups if group.task == task):
                 color = COLORS[group.algorithm]
-                for run in group.runs:
-                    curve = np.array(run["curve"])
-                    axis.plot(curve[:, column], curve[:, 2], color=color, alpha=0.6, linewidth=0.9)
-                axis.plot([], [], color=color, label=group.algorithm)
+                for kind, curves in group.curves.items():
+                    look = {"color": color, "linestyle": LINES[kind], "linewidth": 0.9}
+                    for curve in map(np.array, curves):
+                        axis.plot(curve[:, column], curve[:, 2], alpha=0.6, **look)
+                    axis.plot([], [], label=f"{group.algorithm}, {kind}", **look)
             for (name, level), style in zip(levels(task).items(), (":", "--", "-."), strict=False):
                 axis.axhline(level, color="grey", linestyle=style, linewidth=0.8, label=name)
             axis.set(title=task, xlabel=label)
@@ -300,8 +315,10 @@ def page(groups: Sequence[Group]) -> str:
         "1,000,000 frames, over all seeds of all tasks (interquartile mean, resampled per task):",
         overall_lines(groups) or "- none yet",
         "## Time to a return",
-        "To the first point of the recorded curve (at most 60 points a run) at that training "
-        "return or above; the clock starts with training.",
+        "To the first point of the recorded curve (at most 60 points a run) at that return or "
+        "above; the clock starts with training. *Training*: the mean of the last 64 episodes, with "
+        "noise, which lags behind the policy. *Without noise*: the mean of 16 episodes of the "
+        "policy of that moment, played beside the training, as Tianshou measures.",
         time_table(groups),
         "## Commands",
         "```\n" + "\n".join(map(command, groups)) + "\n```",

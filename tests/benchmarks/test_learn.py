@@ -72,6 +72,12 @@ def test_a_short_curve_is_kept(points):
     assert len(learn.thin([(0.0, index, 0.0) for index in range(points)])) == points
 
 
+def test_an_evaluation_counts_from_the_moment_at_which_it_was_asked_for():
+    curve = [(1.0, 100, 0.0), (2.5, 200, 0.0), (4.0, 300, 0.0)]
+    evaluations = [(150, 7, 20.0, 99.0), (300, 9, 30.0, 99.0)]
+    assert learn.timed(evaluations, curve) == [[2.5, 150, 20.0], [4.0, 300, 30.0]]
+
+
 # Returns in Gymnasium's own environment
 
 

@@ -99,6 +99,14 @@ def test_median_and_worst_are_over_all_seeds_and_say_where_a_return_is_not_reach
     assert sac.endswith(f"| {' | '.join(['not reached'] * 4)} | 1 of 3 |")
 
 
+def test_returns_without_noise_are_timed_where_every_run_has_evaluations():
+    evaluated = _run(0, [0.0, 2700.0], evaluations=[[4.0, 400, 2650.0]])
+    rows = page.time_table([page.Group([evaluated])]).splitlines()[2:4]
+    assert [row.split(" | ")[2] for row in rows] == ["training", "without noise"]
+    assert rows[1].endswith("| 4.0 | 4.0 | 400 | 400 | 1 of 1 |")
+    assert page.Group([evaluated, _run(1, [0.0])]).curves.keys() == {"training"}
+
+
 # The page
 
 
@@ -133,6 +141,11 @@ def test_the_command_has_the_settings_that_the_task_does_not_have_today():
     assert page.command(group) == (
         "make learn TASK=Hopper-v5 ALGO=appo FRAMES=1000000 SEEDS=0 SET='lr=0.5 hidden=8,4'"
     )
+
+
+def test_the_command_evaluates_as_often_as_the_runs_did():
+    group = page.Group([_run(0, [1.0], evaluate_every=500)])
+    assert " SEEDS=0 EVERY=500" in page.command(group)
 
 
 # Entries of what is known
