@@ -11,9 +11,11 @@ over `LazyTensorStorage` with a `RandomSampler`, *memmap* over `LazyMemmapStorag
 the same buffer over `PackedReplayStorage`, *native* its own `sample`, *reused* the same into
 one batch (`out`). *gather* is the limit: `torch.index_select` of as many rows from one float32
 tensor of the row's size, at positions drawn beforehand. *Slices* are of 16 rows, found by the
-ends of episodes after 16 more were written; *known* is *packed* by `PackedSliceSampler`. *By
-priority* 16 rows are written, so many sampled, and their priorities set; *packed* is by
-`PackedPrioritizedSampler`. TorchRL's needs its extension: without it there is no such table.
+ends of episodes after 16 more were written; *known* is *packed* by `PackedSliceSampler`.
+*Sequences* are `Sequence` units of 16 rows from positions that `RandomSampler` draws. *Hindsight*
+is `HERReplayBuffer`, by the strategy ``future``; goals are actions here. *By priority* 16 rows are
+written, so many sampled, and their priorities set; *packed* is by `PackedPrioritizedSampler`.
+TorchRL's needs its extension: without it there is no such table.
 
 **Extend.** 1024 rows a call, of 64 blocks made beforehand, or always the same block, which the
 caches then hold. *storage* is `set` of the stock storages and `add`, `append` and `set` of ours;
@@ -34,6 +36,7 @@ import torch
 from tensordict import TensorDict
 from torchrl._utils import logger as torchrl_logger
 from torchrl.data import (
+    HERReplayBuffer,
     LazyMemmapStorage,
     LazyTensorStorage,
     PrioritizedSampler,
@@ -42,6 +45,7 @@ from torchrl.data import (
     TensorDictReplayBuffer,
 )
 from torchrl.data.replay_buffers import SliceSampler
+from torchrl.data.replay_buffers.sample_units import Sequence
 from torchrl.data.replay_buffers.samplers import prioritized
 
 from tests.benchmarks.turns import race
@@ -166,6 +170,30 @@ class Contenders:
 
         return {name: slicing(name, sampler) for name, sampler in samplers.items()}
 
+    def sequences(self, count: int) -> dict[str, Call]:
+        """A call that samples rows in sequences of 16, by contender."""
+        return {
+            name: ReplayBuffer(
+                storage=self.storages[name],
+                sample_unit=Sequence(length=16),
+                batch_size=count // 16,
+            ).sample
+            for name in ("stock", "packed")
+        }
+
+    def hindsight(self, count: int) -> dict[str, Call]:
+        """A call that samples rows, most of them with another goal, by contender."""
+        return {
+            name: HERReplayBuffer(
+                reward_fn=lambda rows: rows["action"].sum(-1, keepdim=True),
+                storage=self.storages[name],
+                goal_key="action",
+                achieved_goal_key="action",
+                batch_size=count,
+            ).sample
+            for name in ("stock", "packed")
+        }
+
     def prioritising(self, count: int) -> dict[str, Call]:
         """A call that writes 16 rows, samples by priority and sets priorities, by contender."""
         samplers = {"stock": PrioritizedSampler, "packed": PackedPrioritizedSampler}
@@ -264,6 +292,8 @@ def main() -> None:
             for title, cases, limit in (
                 ("Sample", {f"{n:,}": contenders.sampling(n) for n in SAMPLES}, "gather"),
                 ("Slices", {"256": contenders.slicing(256)}, "stock"),
+                ("Sequences", {f"{n:,}": contenders.sequences(n) for n in SAMPLES[:2]}, "stock"),
+                ("Hindsight", {f"{n:,}": contenders.hindsight(n) for n in SAMPLES[:2]}, "stock"),
                 (
                     "By priority",
                     {f"{n:,}": contenders.prioritising(n) for n in SAMPLES[:2] if EXTENSION},
