@@ -40,8 +40,8 @@ Point = Sequence[float]
 _ON_CPU = {"device": "cpu", "collector_device": "cpu"}
 BEFORE: dict[str, dict[str, Any]] = {
     "appo": {"noise_correlation": 0.0, "final_log_std": None} | _ON_CPU,
-    "sac": {"matmul_dtype": "float32"} | _ON_CPU,
-    "td3": {"matmul_dtype": "float32"} | _ON_CPU,
+    "sac": {"matmul_dtype": "float32", "anneal": 0.0} | _ON_CPU,
+    "td3": {"matmul_dtype": "float32", "anneal": 0.0} | _ON_CPU,
 }
 """What runs did before a setting came, for records that do not have it."""
 

@@ -253,6 +253,23 @@ def test_the_policy_moves_once_in_policy_frequency_updates_and_the_critics_each_
         assert any(key.startswith("actor_network_params") for key in moved) is moves
 
 
+@BOTH
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_rates_fall_to_nothing_in_the_last_share_of_the_run(algorithm, fused):
+    rates = {"lr_actor": 1e-3, "lr_critic": 2e-3, "lr_alpha": 3e-3}
+    trainer = _trainer(20, algorithm=algorithm, anneal=0.5, fused=fused, **rates)
+    seen: dict[int, dict[str, float]] = {}
+
+    def look() -> None:
+        optimizers = trainer.update.optimizers.items()
+        seen[trainer.collected_frames] = {k: o.param_groups[0]["lr"] for k, o in optimizers}
+
+    trainer.register_op("post_optim", look)
+    trainer.train()
+    for frames, share in ((40, 1.0), (60, 0.5), (80, 0.0)):
+        assert seen[frames] == {k: pytest.approx(share * rates[f"lr_{k}"]) for k in seen[frames]}
+
+
 def test_what_is_learnt_reaches_the_collector():
     trainer = _trainer(ticks=8)  # in the last of which the first updates are taken
     worker = trainer.collector._team.service.rollouts.policy

@@ -120,6 +120,9 @@ class OffPolicyConfig(Settings):
     lr_actor: Positive = setting(3e-4, "learning rate of the actor")
     lr_critic: Positive = setting(3e-4, "learning rate of the critics")
     lr_alpha: Positive = setting(3e-4, "learning rate of SAC's temperature")
+    anneal: Fraction = setting(
+        0.0, "share of the run, its last, in which learning rates fall linearly to 0; 0: they stay"
+    )
     alpha: Positive = setting(
         1.0,
         "SAC's initial temperature; it is steered towards an entropy of -1 per dimension of "
@@ -173,6 +176,17 @@ class OffPolicyConfig(Settings):
                 f"needs {self.min_frames} rows). Raise it, or lower learning_starts or "
                 "batch_size."
             )
+
+    def lr_share(self, progress: float) -> float:
+        """Return the share of the learning rates that is left after a share `progress` of the run.
+
+        Examples:
+            >>> from torchrl_unilab.trainers import OffPolicyConfig
+            >>> config = OffPolicyConfig(anneal=0.5)
+            >>> config.lr_share(0.25), config.lr_share(0.75), config.lr_share(1.0)
+            (1.0, 0.5, 0.0)
+        """
+        return min(1.0, max(0.0, 1 - progress) / self.anneal) if self.anneal else 1.0
 
     @property
     def total_envs(self) -> int:

@@ -261,6 +261,10 @@ class OffPolicyTrainer(RankTrainer):
         config, update = self.config, self.update
         if config.reward_scale != 1.0:
             sample.get(("next", "reward")).mul_(config.reward_scale)
+        if config.anneal:
+            share = config.lr_share(self.collected_frames / self.total_frames)
+            for part, optimizer in update.optimizers.items():
+                optimizer.param_groups[0]["lr"] = share * getattr(config, f"lr_{part}")
         prepared = update.prepare(sample)
         observed = []
         for minibatch in update.minibatches(prepared, config.updates_per_step):
