@@ -1,6 +1,7 @@
 """Ours beside other libraries: one task, the same cores, the same clock.
 
-``python -m tests.benchmarks.bench_peers [--tasks Hopper-v5] [--seeds 0] [--seconds 100]``
+``python -m tests.benchmarks.bench_peers [--tasks Hopper-v5] [--seeds 0] [--seconds 100]
+[--frames 300000]``
 
 Each run is a process of its own and begins at a cold shell: imports, compilers and workers count.
 Runs take turns. Peers have their own published settings and live in environments of their own below
@@ -35,6 +36,7 @@ STEPS = {
     "HalfCheetah-v5": (1000.0, 3000.0, 5000.0),
     "Hopper-v5": (1000.0, 2000.0, 3000.0),
     "Walker2d-v5": (1000.0, 2000.0, 3000.0),
+    "Ant-v5": (1000.0, 2000.0, 3000.0),
 }
 """Returns that runs are timed to."""
 
@@ -52,13 +54,15 @@ PEERS: dict[str, tuple[str, ...]] = {
 ALL = (*OURS, STOCK, *PEERS)
 
 
-def command_of(peer: str, task: str, seed: int, seconds: float, directory: Path) -> list[str]:
+def command_of(
+    peer: str, task: str, seed: int, seconds: float, frames: int, directory: Path
+) -> list[str]:
     """Return what runs a peer, or one of ours as a user does."""
     if peer in OURS:
         options = {
             "--env": task,
             "--seed": seed,
-            "--frames": FRAMES,
+            "--frames": frames,
             "--max-seconds": seconds,
             "--eval-episodes": 1,
             "--run-dir": directory / "run",
@@ -69,7 +73,7 @@ def command_of(peer: str, task: str, seed: int, seconds: float, directory: Path)
         race = [sys.executable, "-m", "tests.benchmarks.bench_race", "--one", "stock PPO"]
         return [*race, task, str(seed), str(seconds), "inf"]
     home, script, *first = PEERS[peer]
-    run = [task, str(seed), str(seconds), str(FRAMES)]
+    run = [task, str(seed), str(seconds), str(frames)]
     return [python_of(home), str(SCRIPTS / script), *first, *run]
 
 
@@ -121,14 +125,14 @@ class Usage(threading.Thread):
         self.join()
 
 
-def run(peer: str, task: str, seed: int, seconds: float) -> dict[str, Any]:
+def run(peer: str, task: str, seed: int, seconds: float, frames: int) -> dict[str, Any]:
     """Run a peer once and return its record.
 
     Raises:
         RuntimeError: It failed; with the end of what it said.
     """
     with tempfile.TemporaryDirectory() as name:
-        command = command_of(peer, task, seed, seconds, Path(name))
+        command = command_of(peer, task, seed, seconds, frames, Path(name))
         started = time.monotonic()
         process = subprocess.Popen(
             command,
@@ -178,6 +182,7 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=list(ALL), choices=ALL)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=100.0)
+    parser.add_argument("--frames", type=int, default=FRAMES)
     parser.add_argument("--busy", type=int, default=0, help="programs that never wait, beside")
     parser.add_argument("--out", type=Path, default=RESULTS / "peers" / "peers.jsonl")
     options = parser.parse_args()
@@ -193,10 +198,11 @@ def main() -> None:
             with neighbours(options.busy):
                 for peer in options.peers:
                     try:
-                        record = run(peer, task, seed, options.seconds) | {"busy": options.busy}
+                        record = run(peer, task, seed, options.seconds, options.frames)
                     except RuntimeError as error:  # the others still run
                         print(error, file=sys.stderr)
                         continue
+                    record["busy"] = options.busy
                     append_record(options.out, record)
                     print(line(record), flush=True)
 

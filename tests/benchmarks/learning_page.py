@@ -104,17 +104,22 @@ def first_reached(curve: Sequence[Point], level: float) -> tuple[float, float]:
     return next(found, (math.inf, math.inf))
 
 
-def load_groups(directory: Path) -> list[Group]:
-    """Read all records of a directory.
-
-    Raises:
-        ValueError: A group has a seed twice, or runs with different settings.
-    """
-    runs = [
+def read_records(directory: Path) -> list[dict[str, Any]]:
+    """Read all records of a directory."""
+    return [
         json.loads(line)
         for path in sorted(directory.glob("*.jsonl"))
         for line in path.read_text().splitlines()
     ]
+
+
+def load_groups(directory: Path) -> list[Group]:
+    """Read all runs of a directory.
+
+    Raises:
+        ValueError: A group has a seed twice, or runs with different settings.
+    """
+    runs = read_records(directory)
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
         run["settings"] = BEFORE[run["algorithm"]] | run["settings"]
@@ -199,6 +204,29 @@ def time_table(groups: Sequence[Group]) -> str:
     return table(
         f"{heads} | seconds, median | worst | frames, median | worst | seeds that reached it", rows
     )
+
+
+def peers_table(groups: Sequence[Group], peers: Sequence[dict[str, Any]]) -> str:
+    """Return the table of peers' runs beside ours of as many frames; empty if there are none.
+
+    Args:
+        groups: Ours.
+        peers: Records of `tests.benchmarks.bench_peers`, whose name ends with the algorithm.
+    """
+    rows = []
+    for peer, group in itertools.product(peers, groups):
+        kind = (peer["task"], peer["peer"].split()[-1], peer["frames"])
+        if kind != (group.task, group.algorithm, group.frames):
+            continue
+        seconds = show(float(np.median([run["seconds"] for run in group.runs])))
+        row = [*kind[:2], f"{group.frames:,}", peer["peer"].split()[0], str(peer["seed"])]
+        row += [show(peer["curve"][-1][2]), show(float(np.mean(peer["gymnasium_returns"])))]
+        row += [show(peer["seconds"]), summarised(group.training, None)]
+        rows.append([*row, summarised(group.without_noise, None), seconds])
+    if not rows:
+        return ""
+    heads = "task | algorithm | frames | peer | seed | training return | without noise | seconds"
+    return table(f"{heads} | ours: training return | without noise | seconds, median", rows)
 
 
 def overall_lines(groups: Sequence[Group]) -> str:
@@ -288,8 +316,8 @@ def draw(groups: Sequence[Group], path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def page(groups: Sequence[Group]) -> str:
-    """Return the page."""
+def page(groups: Sequence[Group], peers: Sequence[dict[str, Any]] = ()) -> str:
+    """Return the page, with runs of peers beside ours."""
     machines = {
         json.dumps(run["machine"], sort_keys=True) for group in groups for run in group.runs
     }
@@ -314,6 +342,10 @@ def page(groups: Sequence[Group]) -> str:
         "Without noise, as a share of the best published return of the same kind of algorithm, at "
         "1,000,000 frames, over all seeds of all tasks (interquartile mean, resampled per task):",
         overall_lines(groups) or "- none yet",
+        "## Beside another library on the same frames",
+        "Runs of `bench_peers` with the library's defaults, one environment, from a cold shell; "
+        "ours are those above.",
+        peers_table(groups, peers) or "- none yet",
         "## Time to a return",
         "To the first point of the recorded curve (at most 60 points a run) at that return or "
         "above; the clock starts with training. *Training*: the mean of the last 64 episodes, with "
@@ -344,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no records in {directory} (expected *.jsonl). Run make learn.", file=sys.stderr)
         return 2
     draw(groups, directory / "learning.png")
-    text = page(groups)
+    text = page(groups, read_records(directory / "peers"))
     (directory / "README.md").write_text(text)
     print(text)
     print(f"Entries for torchrl_unilab/configs/known.py:\n{known_entries(groups)}")

@@ -120,6 +120,16 @@ def test_the_page_is_written_with_every_seed_and_the_published_numbers(tmp_path,
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_peers_run_stands_beside_ours_of_as_many_frames():
+    ours = [page.Group([_run(0, [7.0], frames_asked=n)]) for n in (300_000, 1_000_000)]
+    peer = {"peer": "SBX appo", "task": "Hopper-v5", "seed": 3, "frames": 300_000, "seconds": 50.0}
+    peer |= {"curve": [[1.0, 1, 2.0], [50.0, 300_000, 4.0]], "gymnasium_returns": [5.0, 6.0]}
+    [row] = page.peers_table(ours, [peer]).splitlines()[2:]
+    expected = "Hopper-v5 | appo | 300,000 | SBX | 3 | 4.0 | 5.5 | 50.0 | 7.0 | 8.0 | 10.0"
+    assert row == f"| {expected} |"
+    assert page.peers_table(ours, [peer | {"frames": 100_000}]) == ""
+
+
 def test_without_records_there_is_no_page(tmp_path, capsys):
     assert page.main(["--results", str(tmp_path)]) == 2
     assert "no records in" in capsys.readouterr().err
