@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -204,6 +205,36 @@ def test_a_collector_that_lost_a_worker_keeps_the_rows_until_it_is_shut_down():
     with pytest.raises(SegmentClosedError, match="shut down"):
         collector.state_dict()
     collector.shutdown()
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_loop_that_another_thread_ends_by_shutdown_says_so(lockstep):
+    collector = _collector(lockstep=lockstep)
+    begun, raised = threading.Event(), []
+
+    def loop() -> None:
+        try:
+            for _ in collector:
+                begun.set()
+        except SegmentClosedError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    assert begun.wait(DEADLINE)
+    collector.shutdown()
+    thread.join(DEADLINE)
+    assert len(raised) == 1
+    assert "Build a new one" in raised[0]
+
+
+def test_what_a_monitor_asks_for_is_known():
+    with _collector(inline=True, total_frames=4) as collector:
+        assert len(list(collector)) == 2
+        collector.update_policy_weights_()
+        assert collector.get_policy_version() == collector.policy_version == 1
+        stats = collector.stats()
+    assert (stats["batches"], stats["frames"], stats["policy_version"]) == (2, 4, 1)
 
 
 def test_frames_alone_are_restored_where_the_workers_states_were_lost():

@@ -148,6 +148,11 @@ def test_advantages_are_normalised_over_the_pool_and_estimates_carry_no_gradient
     assert not any(value.requires_grad for value in estimated.values(True, True))
 
 
+def test_the_advantage_of_a_sample_alone_is_nothing():
+    loss = _loss()
+    assert loss.estimate(_rollout(loss)[:1, :1])["advantage"].tolist() == [[0.0]]
+
+
 def test_only_actor_and_critic_learn():
     loss = _loss()
     losses = loss(loss.estimate(_rollout(loss)).reshape(-1))

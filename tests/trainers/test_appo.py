@@ -247,12 +247,13 @@ def _calls(trainer: APPOTrainer, *names: str) -> dict[str, list]:
 
 
 WHOLE = ("pre_optim_steps", "pre_epoch_log", "post_optim", "post_epoch_log", "post_epoch")
+ONCE = "post_optim_complete_log"
 WITHIN = ("pre_epoch", "process_optim_batch", "post_optim_log")
 
 
 def test_hooks_are_called_at_their_places_by_both_kinds_of_steps():
     seeing = _trainer()
-    calls = _calls(seeing, *WHOLE, *WITHIN)
+    calls = _calls(seeing, *WHOLE, *WITHIN, ONCE)
     fused = _trainer()
     fused_calls = _calls(fused, *WHOLE)
     [batch] = _batches(1)
@@ -263,11 +264,18 @@ def test_hooks_are_called_at_their_places_by_both_kinds_of_steps():
     expected = {"pre_optim_steps": 1, "post_optim": 4} | dict.fromkeys(WHOLE[1:2] + WHOLE[3:], 2)
     assert {name: len(fused_calls[name]) for name in WHOLE} == expected
     assert {name: len(calls[name]) for name in WHOLE} == expected
+    assert calls[ONCE] == [4]  # steps so far
     assert [td.numel() for td in calls["pre_epoch"]] == [64, 64]
     assert [td.numel() for td in calls["process_optim_batch"]] == [32] * 4
     assert [td.numel() for td in calls["post_optim_log"]] == [32] * 4
     for name, value in _parameters(seeing).items():  # of one and the same optimiser's steps
         torch.testing.assert_close(_parameters(fused)[name], value, rtol=2e-3, atol=2e-4)
+
+
+def test_a_stage_that_an_update_does_not_have_is_refused():
+    trainer = _trainer()
+    with trainer.collector, pytest.raises(ConfigError, match=r"^hook stage 'optimizer': APPOTr"):
+        trainer.register_op("optimizer", lambda losses: losses)
 
 
 def test_a_hook_may_change_a_minibatch_and_the_optimiser_stays_the_same_one():

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, call
 
 import pytest
 import torch
+from tensordict import TensorDictBase
 
 from tests.support.collecting import flat_state_env
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
@@ -251,6 +253,53 @@ def test_the_policy_moves_once_in_policy_frequency_updates_and_the_critics_each_
         assert any(key.startswith("qvalue_network_params") for key in moved)
         assert any(key.startswith("target_qvalue_network_params") for key in moved)
         assert any(key.startswith("actor_network_params") for key in moved) is moves
+
+
+@BOTH
+@pytest.mark.parametrize("fused", [True, False])
+def test_hooks_of_every_stage_are_called_with_a_tick_as_an_epoch(algorithm, fused):
+    trainer = _trainer(20, algorithm=algorithm, fused=fused)
+    calls: Counter[str] = Counter()
+
+    def hook(stage: str, *arguments: object) -> object:
+        calls[stage] += 1
+        if stage == "process_optim_batch":
+            arguments[0]["next", "reward"].fill_(7.0)
+        if stage == "post_optim_log":
+            assert (arguments[0]["next", "reward"] == 7.0).all()
+            assert len(arguments[0]) == QUICK["batch_size"]
+        if stage == "post_optim_complete_log":
+            assert arguments[1]["td_error" if fused else "loss_actor"].isfinite()
+        return {f"seen_{stage}": 1.0} if stage.endswith("_log") else (*arguments, None)[0]
+
+    once = ("pre_epoch", "pre_epoch_log", "post_epoch", "post_epoch_log", "post_optim_complete_log")
+    each = ("process_optim_batch", "post_optim_log")
+    for stage in (*once, *each):
+        trainer.register_op(stage, partial(hook, stage))
+    trainer.train()
+    ticks = trainer.updates // QUICK["updates_per_step"]
+    assert calls == dict.fromkeys(once, ticks) | dict.fromkeys(each, trainer.updates)
+    assert len(trainer._log_dict["seen_post_optim_log"]) == trainer.updates
+    with pytest.raises(ConfigError, match=r"^hook stage 'post_loss': OffPolicyTrainer takes its"):
+        trainer.register_op("post_loss", lambda batch: batch)
+
+
+def test_a_hook_on_minibatches_changes_what_is_learnt_from_and_looking_changes_nothing():
+    def look(rows: TensorDictBase) -> TensorDictBase:
+        return rows
+
+    def change(rows: TensorDictBase) -> TensorDictBase:
+        rows["next", "reward"].fill_(7.0)
+        return rows
+
+    weights = []
+    for hook in (None, look, change):
+        trainer = _trainer(20)
+        if hook is not None:
+            trainer.register_op("process_optim_batch", hook)
+        weights.append(_trained(trainer))
+    assert _equal(weights[0], weights[1])
+    assert not _equal(weights[0], weights[2])
 
 
 @BOTH

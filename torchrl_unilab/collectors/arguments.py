@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 
+from torchrl_unilab.collectors.worker import Measure
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
     "CreateEnv",
+    "WorkerSettings",
     "check_modes",
     "check_stock",
     "env_factories",
     "policy_scheme",
+    "steps_of",
     "the_policy",
 ]
 
 CreateEnv = Callable[[], EnvBase]
+
+
+class WorkerSettings(TypedDict, total=False):
+    """Keyword arguments of `WorkerCollector`."""
+
+    total_frames: int
+    num_collectors: int | None
+    weight_sync_schemes: Mapping[str, WeightSyncScheme] | None
+    lockstep: bool
+    inline: bool
+    num_threads: int
+    exploration_type: ExplorationType
+    seed: int | None
+    timeout: float | None
+    restart_workers: int
+    policy_device: torch.device | str | None
+    measure: Measure
+    worker_idx: int | None
+    policy_factory: Callable[[], TensorDictModuleBase] | None
+
 
 # What TorchRL's collectors hand to those that they make on other machines, and what of it is met.
 _STOCK: Mapping[str, tuple[Any, ...]] = {
@@ -71,6 +95,23 @@ def check_modes(
             f"lockstep: True in collector {worker_idx} of a distributed one (expected False: "
             "rollouts of several machines come in no fixed order). Leave it out."
         )
+
+
+def steps_of(frames_per_batch: int, num_envs: int, share: int) -> int:
+    """Return the steps of a rollout; a ConfigError unless they are whole.
+
+    Args:
+        frames_per_batch: Frames of a batch.
+        num_envs: Environments of a worker.
+        share: Workers that collect a batch together.
+    """
+    together = num_envs * share
+    if frames_per_batch < 1 or frames_per_batch % together:
+        raise ConfigError(
+            f"frames_per_batch: {frames_per_batch} (expected a multiple of {together}, "
+            f"{share} worker(s) with {num_envs} environment(s) each). Choose another."
+        )
+    return frames_per_batch // together
 
 
 def the_policy(

@@ -10,7 +10,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -25,10 +25,12 @@ from typing_extensions import Self
 
 from torchrl_unilab.collectors.arguments import (
     CreateEnv,
+    WorkerSettings,
     check_modes,
     check_stock,
     env_factories,
     policy_scheme,
+    steps_of,
     the_policy,
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
@@ -50,25 +52,6 @@ from torchrl_unilab.runtime.workers import WorkerGroup
 __all__ = ["CreateEnv", "Explore", "WorkerCollector", "WorkerSettings"]
 
 Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]
-
-
-class WorkerSettings(TypedDict, total=False):
-    """Keyword arguments of `WorkerCollector`."""
-
-    total_frames: int
-    num_collectors: int | None
-    weight_sync_schemes: Mapping[str, WeightSyncScheme] | None
-    lockstep: bool
-    inline: bool
-    num_threads: int
-    exploration_type: ExplorationType
-    seed: int | None
-    timeout: float | None
-    restart_workers: int
-    policy_device: torch.device | str | None
-    measure: Measure
-    worker_idx: int | None
-    policy_factory: Callable[[], TensorDictModuleBase] | None
 
 
 class WorkerCollector(BaseCollector, abc.ABC):
@@ -150,9 +133,11 @@ class WorkerCollector(BaseCollector, abc.ABC):
         self.lockstep = lockstep or inline
         self.timeout = timeout
         self.restart_workers = restart_workers
-        self._inline, self._num_threads, self._exploration = inline, num_threads, exploration_type
+        self._inline, self._num_threads = inline, num_threads
+        self.exploration_type = exploration_type
         self._first_seed = seed
         self._frames = 0
+        self._iter = -1  # batches that were yielded, less one: TorchRL's `stats` adds it
         self._closing = threading.RLock()
         self._sink: Sink | None = None
         self._metrics: SharedMetrics | None = None
@@ -175,14 +160,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         env = self._factories[0]()
         try:
             self.num_envs = env.batch_size.numel()
-            together = self.num_envs * share
-            if frames_per_batch < 1 or frames_per_batch % together:
-                raise ConfigError(
-                    f"frames_per_batch: {frames_per_batch} (expected a multiple of {together}, "
-                    f"{share} worker(s) with {self.num_envs} environment(s) each). Choose another."
-                )
+            num_steps = steps_of(frames_per_batch, self.num_envs, share)
             self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
-            num_steps = frames_per_batch // together
             self._sink = sink = self._make_sink(env, num_steps)
             names = list(self._measure(env))
             self._metrics = metrics = SharedMetrics(self.num_workers, names=names)
@@ -193,7 +172,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             setup = WorkerSetup(
                 payload,
                 num_steps,
-                self._exploration,
+                self.exploration_type,
                 random_frames,
                 self.policy_device[0],
                 trace.settings(),
@@ -244,6 +223,15 @@ class WorkerCollector(BaseCollector, abc.ABC):
         """Workers replaced so far."""
         return 0 if self._team is None else self._team.restarts
 
+    @property
+    def policy_version(self) -> int:
+        """Version of the newest published weights."""
+        return self.scheme.version
+
+    def get_policy_version(self) -> int:
+        """Return `policy_version`: a method is what a remote caller can ask for."""
+        return self.policy_version
+
     def metrics(self) -> CollectorMetrics:
         """Return the newest metrics of the workers. Does not block."""
         if self._metrics is None:
@@ -264,14 +252,28 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
         If one fails the workers end, while what they filled stays until `shutdown`: the rows
         of a replay are saved though a worker was lost.
+
+        Raises:
+            SegmentClosedError: Another thread has shut the collector down meanwhile.
         """
         self._iteration_started = True
         try:
-            yield from self.iterator()
-        except Exception:
+            for batch in self.iterator():
+                self._iter += 1
+                yield batch
+        except Exception as error:
+            with self._closing:  # a shutdown that has begun ends first
+                closed = self._sink is None
+            if closed:
+                raise _shut_down() from error
             if self._team is not None:
                 self._team.stop()
             raise
+
+    def update_policy_weights_(self, *weights: Any, **which: Any) -> None:
+        """Publish weights: the policy's as it is, if none are given; see TorchRL."""
+        self._open_sink()
+        super().update_policy_weights_(*weights, **which)
 
     def set_seed(self, seed: int | None, static_seed: bool = False) -> int:
         """Seed environments and noise; what is collected next starts new episodes.

@@ -7,14 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["check_range", "flat_positions", "is_single"]
+__all__ = ["batch_shape", "check_range", "flat_positions", "is_mask", "is_single"]
 
 
 def is_single(index: Any) -> bool:
     """Whether an index asks for one item, without a batch dimension."""
-    return isinstance(index, int) or (
-        isinstance(index, (torch.Tensor, np.ndarray)) and not index.ndim
-    )
+    if isinstance(index, (torch.Tensor, np.ndarray)):
+        return not index.ndim
+    return isinstance(index, (int, np.integer))
+
+
+def batch_shape(index: Any) -> tuple[int, ...] | None:
+    """Return the batch dimensions that an index of several asks for; None for one of all items."""
+    if not isinstance(index, (torch.Tensor, np.ndarray)) or index.ndim < 2:
+        return None
+    return None if index.dtype in (torch.bool, np.bool_) else tuple(index.shape)
 
 
 def flat_positions(index: Any, length: int) -> torch.Tensor:
@@ -23,8 +30,11 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
     Args:
         index: A slice, range, list, tuple, array or tensor of positions; a list, array or
             tensor of bool is a mask. A tuple of one is what is in it.
-        length: How many items there are, for a slice. Other positions, negative ones too, stay
-            as they are.
+        length: How many items there are, for a slice or a mask. Other positions, negative ones
+            too, stay as they are.
+
+    Raises:
+        IndexError: A mask is of another length, or positions are no integers.
 
     Examples:
         >>> flat_positions(slice(-2, None), 5), flat_positions([0, -1], 5)
@@ -46,11 +56,25 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
     if isinstance(index, np.ndarray):
         index = torch.from_numpy(index)
     elif not isinstance(index, torch.Tensor):
-        index = torch.as_tensor(list(index))
+        index = torch.as_tensor(list(index) or np.empty(0, np.int64))
     if index.dtype is torch.bool:
+        if index.numel() != length:
+            raise IndexError(
+                f"mask of {index.numel()} (expected {length}, one for each item that there is). "
+                "Make it of their number."
+            )
         index = index.nonzero()
+    elif index.is_floating_point() or index.is_complex():
+        raise IndexError(f"positions of {index.dtype} (expected integers or bool). Convert them.")
     flat: torch.Tensor = index.reshape(-1).to(device="cpu", dtype=torch.int64)
     return flat
+
+
+def is_mask(index: Any) -> bool:
+    """Whether an index says of each item if it is meant."""
+    if isinstance(index, (torch.Tensor, np.ndarray)):
+        return index.dtype in (torch.bool, np.bool_)
+    return isinstance(index, list) and bool(index) and isinstance(index[0], (bool, np.bool_))
 
 
 def check_range(low: int, high: int, length: int, what: str, state: str) -> None:

@@ -247,7 +247,9 @@ class APPOLoss(LossModule):
             rho_bar=self.rho_bar,
             c_bar=self.c_bar,
         )
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        advantage = advantage - advantage.mean()
+        if advantage.numel() > 1:  # one alone has no deviation
+            advantage = advantage / (advantage.std() + 1e-8)
         out = rollouts.copy()
         out.set(keys.target, dist_params)
         out.set(keys.target_log_prob, target_log_prob)

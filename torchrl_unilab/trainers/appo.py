@@ -139,7 +139,7 @@ class APPOTrainer(RankTrainer):
         self._pre_optim_hook()
         with span("update"):
             logged = self._learn(batch)
-        self._log(optim_steps=self._optim_count, **logged)
+        self._report_update(logged)
 
     def _too_old(self, batch: TensorDictBase) -> bool:
         """Return whether a rollout of any rank is too far behind: all of them leave theirs."""

@@ -111,7 +111,8 @@ class OffPolicyTrainer(RankTrainer):
     Per tick of the collector: publish, let the normalisers count the new rows, take one
     large sample and as many updates as `config` says. Nothing but one look per tick waits
     for the learner's device. While it trains, torch's thread count follows from
-    ``config.learner_threads``.
+    ``config.learner_threads``. A tick is an epoch to hooks; those of ``process_optim_batch`` see
+    each of its minibatches before the first of its updates.
 
     Args:
         collector: Fills its replay, or yields rollouts [envs, steps] for `storage`.
@@ -136,7 +137,7 @@ class OffPolicyTrainer(RankTrainer):
         updates: Updates taken.
 
     Raises:
-        ConfigError: The replay holds less than the first update needs.
+        ConfigError: The replay holds less than the first update needs, or `num_epochs` is given.
 
     Examples:
         >>> from functools import partial
@@ -191,6 +192,11 @@ class OffPolicyTrainer(RankTrainer):
                 f"replay of {self.storage.max_size} rows (expected at least {threshold}, which "
                 "the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
+            )
+        if (epochs := kwargs.pop("num_epochs", 1)) != 1:
+            raise ConfigError(
+                f"num_epochs: {epochs} (expected 1: each minibatch is drawn anew). Raise "
+                "updates_per_step in config."
             )
         self.update = make_update(loss_module, config, ranks)
         if isinstance(collector, ReplayCollector):
@@ -254,7 +260,7 @@ class OffPolicyTrainer(RankTrainer):
             self.pipeline.start_prepare(self._tick, count)
         with span("update"):
             logged = self._learn(sample)
-        self._log(optim_steps=self._optim_count, **logged)
+        self._report_update(logged)
 
     def _learn(self, sample: TensorDictBase) -> dict[str, float]:
         """Take a tick's updates on its sample; return what to log."""
@@ -265,14 +271,22 @@ class OffPolicyTrainer(RankTrainer):
             share = config.lr_share(self.collected_frames / self.total_frames)
             for part, optimizer in update.optimizers.items():
                 optimizer.param_groups[0]["lr"] = share * getattr(config, f"lr_{part}")
-        prepared = update.prepare(sample)
+        self._pre_epoch_log_hook(sample)
+        sample, parts = self._pre_epoch_hook(sample), []
+        if self._process_optim_batch_ops or self._post_optim_log_ops:
+            parts = [*map(self._process_optim_batch_hook, sample.chunk(config.updates_per_step))]
+            sample = torch.cat(parts)
         observed = []
-        for minibatch in update.minibatches(prepared, config.updates_per_step):
+        for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
             self.updates += 1
             policy = self.updates % config.policy_frequency == 0
             observed.append(update.step(minibatch, update_policy=policy))
             self._post_optim_hook()
+            if parts:
+                self._post_optim_log(parts[len(observed) - 1])
+        self._post_epoch_log_hook(sample)
+        self._post_epoch_hook()
         self.pipeline.after_tick()
         # The one look at the device per tick; statistics of the policy's steps may be NaN.
         means = torch.stack(observed).nanmean(0).tolist()

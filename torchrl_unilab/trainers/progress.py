@@ -9,15 +9,21 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from torchrl.trainers import Trainer
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks
 
 __all__ = ["RankTrainer", "can_draw", "stop_when", "tell_progress"]
+
+
+_NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
+"""Stages of TorchRL's own step, which it does not call either where another takes its place."""
 
 
 class RankTrainer(Trainer):
@@ -30,6 +36,29 @@ class RankTrainer(Trainer):
 
     ranks: Ranks
     normalizers: Mapping[str, ObservationNormalizer]
+
+    def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
+        """Register a hook; see TorchRL.
+
+        Raises:
+            ConfigError: It is of a stage that an update of ours does not have.
+        """
+        if dest in _NEVER_CALLED:
+            raise ConfigError(
+                f"hook stage {dest!r}: {type(self).__name__} takes its own steps (expected another "
+                "stage, such as 'process_optim_batch' or 'post_optim'). Put what it does into the "
+                "loss, or use TorchRL's Trainer."
+            )
+        super().register_op(dest, op, **kwargs)
+
+    def _report_update(self, logged: Mapping[str, float]) -> None:
+        """Call the hooks that come after an update's steps, and log its means."""
+        if self._post_optim_complete_log_ops:
+            losses = TensorDict({name: torch.tensor(mean) for name, mean in logged.items()})
+            for hook, kwargs in self._post_optim_complete_log_ops:
+                self._log(**(hook(self._optim_count, losses, **kwargs) or {}))
+        if self.auto_log_optim_steps:
+            self._log(optim_steps=self._optim_count, **logged)
 
     def _count_observations(self, data: TensorDictBase) -> None:
         """Let the normalisers learn from the new observations of all ranks, each once."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -63,6 +65,58 @@ def samples(buffers: list[Any], count: int = 3) -> list[list[TensorDict]]:
 def assert_alike(buffers: list[Any]) -> None:
     for one, other in zip(*samples(buffers), strict=True):
         assert same(one, other)
+
+
+# Indices
+
+INDICES = [
+    torch.tensor([[0, 1], [2, 3]]),
+    np.array([[4, 0]]),
+    np.int64(3),
+    np.array([1, 2]),
+    torch.tensor([True, False] * 10),
+    np.array([True] * 20),
+    torch.tensor([True, False]),  # too short
+    torch.tensor([True] * 50),  # too long: the storage has 20 of 50
+    ...,
+    None,
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+@pytest.mark.parametrize("make", [ReplayBuffer, TensorDictReplayBuffer])
+def test_an_index_means_what_it_does_to_the_stock_storage(make, index):
+    found = []
+    for buffer in both(make, rows=20):
+        try:
+            found.append(buffer[index])
+        except IndexError:
+            found.append(IndexError)
+    stock, packed = found
+    assert packed is stock is IndexError or same(packed, stock)
+
+
+@pytest.mark.parametrize(
+    ("index", "shape"),
+    [
+        (np.int64(3), []),
+        (50, []),  # there is none
+        (torch.tensor([[0, 1], [2, 3]]), [2, 2]),
+        (torch.tensor([True, False]), [1]),  # too short
+    ],
+    ids=str,
+)
+def test_an_index_to_write_to_means_what_it_does_to_the_stock_storage(index, shape):
+    found = []
+    for buffer in both(ReplayBuffer):
+        try:
+            buffer[index] = episodes(4)[: math.prod(shape)].reshape(shape)
+        except IndexError:
+            found.append(IndexError)
+        else:
+            found.append(buffer[:].clone())
+    stock, packed = found
+    assert packed is stock is IndexError or same(packed, stock)
 
 
 # Views

@@ -128,6 +128,56 @@ def test_environments_that_look_the_same_are_not_mixed_up():
         assert get_all(storage)["next", "reward"].flatten().tolist() == [4, 40, 3, 30, 2, 20, 1, 10]
 
 
+def walk(envs: int, t: int, *, first: int = 0, **more: torch.Tensor) -> TensorDict:
+    """Step `t` of environments that count up, the next one from one more; rewards are 10**env."""
+    seen = torch.arange(first, first + envs).float().unsqueeze(1) + t
+    rewards = 10.0 ** torch.arange(envs).unsqueeze(1)
+    ahead = {"observation": seen + 1, "reward": rewards, "done": torch.zeros(envs, 1).bool()}
+    return TensorDict({"observation": seen, "next": ahead, **more}, [envs])
+
+
+def test_trajectory_ids_tell_a_step_of_environments_from_a_trajectory():
+    with PackedReplayStorage(100, n_step=2, gamma=1.0) as storage:
+        for t in range(3):
+            storage.append(
+                walk(4, t, collector=TensorDict(traj_ids=torch.arange(4), batch_size=[4]))
+            )
+        rewards = get_all(storage)["next", "reward"].flatten().tolist()
+    assert rewards == [2, 20, 200, 2000] * 2 + [1, 10, 100, 1000]
+
+
+def test_a_chance_match_does_not_make_a_trajectory_of_a_step():
+    with PackedReplayStorage(100, n_step=2, gamma=1.0) as storage:
+        for t in range(3):
+            row = walk(4, t)
+            for key in ("observation", ("next", "observation")):
+                row[key][2:] += 100.0  # the first two match by chance, and the last two
+                row[key][3:] += 100.0
+            storage.append(row)
+        rewards = get_all(storage)["next", "reward"].flatten().tolist()
+    assert rewards == [2, 20, 200, 2000] * 2 + [1, 10, 100, 1000]
+
+
+def test_a_trajectory_goes_on_after_rows_of_which_one_ended_another():
+    rows = [walk(1, t) for t in range(6)]
+    rows[2]["next", "done"].fill_(True)
+    rows[3]["observation"] += 50.0
+    rows[3]["next", "observation"] = rows[4]["observation"].clone()
+    with PackedReplayStorage(100, n_step=2, gamma=1.0) as storage:
+        for first in range(0, 6, 2):
+            storage.append(torch.cat(rows[first : first + 2]))
+        assert get_all(storage)["steps_to_next_obs"].tolist() == [2, 2, 1, 2, 2, 1]
+
+
+def test_what_an_environment_masks_by_nan_is_the_same_in_the_next_row():
+    rows = torch.cat([walk(1, t) for t in range(4)])
+    for keys in (("observation",), ("next", "observation")):
+        rows[keys] = torch.cat([rows[keys], torch.full((4, 1), float("nan"))], 1)
+    with PackedReplayStorage(100, n_step=3, non_finite="pass") as storage:
+        storage.append(rows)
+        assert get_all(storage)["steps_to_next_obs"].tolist() == [3, 3, 2, 1]
+
+
 def test_rollouts_and_steps_give_the_same_returns():
     rows = steps(3, 8, seed=2, episode=0.2)
     with (

@@ -126,6 +126,31 @@ def test_a_restored_buffer_draws_by_the_priorities_that_were_saved(storage, tmp_
             assert _raw(other) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.parametrize("to_disk", [False, True])
+def test_a_buffer_that_is_set_back_draws_by_the_priorities_of_then(storage, to_disk, tmp_path):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(8))
+    buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
+    buffer.sample()
+    expected, saved = _raw(buffer), buffer.state_dict()
+    buffer.dumps(tmp_path)
+    buffer.update_priority(torch.arange(8), torch.full((8,), 3.0))
+    if to_disk:
+        buffer.loads(tmp_path)
+    else:
+        buffer.load_state_dict(saved)
+    buffer.sample()
+    assert _raw(buffer) == expected
+
+
+def test_what_was_written_to_another_storage_is_not_kept_in_mind():
+    buffer = _buffer(LazyTensorStorage(CAPACITY))
+    for _ in range(3):
+        buffer.extend(_rows(8))
+        buffer.sample()
+    assert not buffer.sampler._own
+
+
 def test_an_emptied_buffer_forgets_priorities(storage):
     buffer = _buffer(storage)
     buffer.extend(_rows(8))

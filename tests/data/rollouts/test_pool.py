@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from torchrl_unilab.data.rollouts.pool import RolloutPool
-from torchrl_unilab.errors import ConfigError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutShapeError
 
 N, T = 2, 3
 
@@ -86,6 +86,25 @@ def test_a_rollout_of_another_kind_is_refused_and_nothing_changes(other):
         pool.add(other)
     assert len(pool) == 1
     assert (pool.data == _rollout(1).transpose(0, 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("observation", "error"),
+    [
+        (torch.zeros(N, T, 1), LayoutShapeError),  # would be broadcast
+        (torch.zeros(N, T, 5), LayoutShapeError),
+        (torch.zeros(N, T, 4, dtype=torch.float64), LayoutDtypeError),
+    ],
+)
+def test_tensors_of_another_shape_or_dtype_are_refused_and_nothing_changes(observation, error):
+    pool = RolloutPool(2)
+    pool.add(_rollout(1))
+    pool.add(_rollout(2))
+    before = pool.data.clone()
+    with pytest.raises(error, match=r"^rollout for the pool, 'observation': torch.float"):
+        pool.add(_rollout(3).set("observation", observation))
+    assert pool.added == 2
+    assert (pool.data == before).all()
 
 
 @pytest.mark.parametrize("size", [0, -1, 9])

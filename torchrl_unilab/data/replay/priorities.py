@@ -107,6 +107,16 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         self._seen: tuple[Any, tuple[int, ...]] = (None, ())  # a storage, and its shards' heads
         self._own: list[torch.Tensor] = []  # positions that this buffer has written since
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; rows that are loaded beside it are not new."""
+        super().load_state_dict(state_dict)
+        self._seen, self._own = (None, ()), []
+
+    def loads(self, path: Any) -> None:
+        """Restore what `dumps` wrote; rows that are loaded beside it are not new."""
+        super().loads(path)
+        self._seen, self._own = (None, ()), []
+
     def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
         """Note rows that this buffer wrote: their priority comes from there."""
         super().extend(index)
@@ -147,11 +157,12 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         Raises:
             RuntimeError: The storage is empty.
         """
-        if not len(storage):
-            raise RuntimeError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
         count = len(storage)
+        if not count:
+            raise RuntimeError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
+        own, self._own = self._own, []
         if isinstance(storage, PackedReplayStorage):
-            self._mark_new(storage)
+            self._mark_new(storage, own)
             count = storage.max_size  # a shard may be ahead of the others; what is not has no part
         total = self._sum_tree.query(0, count)
         share = torch.rand(batch_size, generator=self._rng, dtype=torch.float64)
@@ -159,14 +170,18 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         least = self._min_tree.query(0, count)
         return index, {"priority_weight": (self._sum_tree[index] / least).pow(-self._beta)}
 
-    def _mark_new(self, storage: PackedReplayStorage) -> None:
-        """Give rows that others wrote since the last sample the highest priority so far."""
+    def _mark_new(self, storage: PackedReplayStorage, own: list[torch.Tensor]) -> None:
+        """Give rows that others wrote since the last sample the highest priority so far.
+
+        Args:
+            storage: The rows.
+            own: Positions that this buffer has written since.
+        """
         rows, source = storage.rows, weakref.ref(storage)
         window, (known, last) = rows.window(), self._seen
         if known != source:
             last = window.floors
         self._seen = source, window.heads
-        own, self._own = self._own, []
         if last == window.heads:
             return
         new = [

@@ -225,7 +225,9 @@ class SharedReplay(SharedStorage):
         """Append rows [n] as they are; return their positions, int64 [n].
 
         For several steps, the rows are one trajectory after the other, or one step of several
-        environments, whose steps follow those of the last call. Use `add` for whole rollouts.
+        environments, whose steps follow those of the last call. Which, is found by what they
+        observe and by ``("collector", "traj_ids")``, if they have it: where all observations
+        of one step could be those of one trajectory, it is taken for one. `add` knows.
 
         Args:
             rows: The rows.

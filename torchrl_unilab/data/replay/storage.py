@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.data.positions import check_range, flat_positions, is_single
+from torchrl_unilab.data.positions import (
+    batch_shape,
+    check_range,
+    flat_positions,
+    is_mask,
+    is_single,
+)
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
 from torchrl_unilab.data.replay.shared import SharedReplay
@@ -96,8 +102,14 @@ class PackedReplayStorage(SharedReplay):
         return None if self._rows is None else self._views
 
     def __len__(self) -> int:
-        """Positions from 0 on that have been written, without a gap."""
-        return self.rows.extent(self.rows.window())[0] if self.initialized else 0
+        """Positions from 0 on that have been written, without a gap.
+
+        At least 1 where a row can be sampled, whatever its shard; `size` counts all of them.
+        """
+        if not self.initialized:
+            return 0
+        window = self.rows.window()
+        return self.rows.extent(window)[0] or min(1, window.size)
 
     @property
     def _mutation_revision(self) -> int:
@@ -133,14 +145,20 @@ class PackedReplayStorage(SharedReplay):
 
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
+            IndexError: There is no such position.
             RuntimeError: Positions before these have not been written.
             ConfigError: New rows have a position, but the storage has several shards.
         """
-        data, single = as_rows(data), is_single(cursor)
+        data, single, shape = as_rows(data), is_single(cursor), batch_shape(cursor)
         if single:
             data = data.unsqueeze(0)
+        elif shape is not None and data.batch_size[: len(shape)] == shape:
+            data = data.flatten(0, len(shape) - 1)
         length, count = len(self), data.batch_size[0]
-        positions = flat_positions([int(cursor)] if single else cursor, length)
+        whole = is_mask(cursor) and len(cursor) == self.max_size  # as stock storages have it
+        positions = flat_positions(
+            [int(cursor)] if single else cursor, self.max_size if whole else length
+        )
         if positions.numel() != count:
             raise LayoutShapeError(
                 f"cannot write rows: {count} at {len(positions)} positions (expected as many). "
@@ -168,7 +186,12 @@ class PackedReplayStorage(SharedReplay):
                 "Use PackedReplayWriter, or make the storage with writers=1."
             )
         ordered, order = positions.sort()
-        if not _is_run(ordered, length, self.max_size) or int(ordered[-1]) >= self.max_size:
+        if int(ordered[-1]) >= self.max_size:
+            raise IndexError(
+                f"no row {int(ordered[-1])}: the storage takes {self.max_size} (expected a "
+                f"position of 0 to {self.max_size - 1}). Check the index."
+            )
+        if not _is_run(ordered, length, self.max_size):
             raise RuntimeError(
                 f"cannot write row {int(ordered[-1])}: {length} are written (expected rows one "
                 "after the other). Write through one writer, or use PackedReplayWriter."
@@ -181,12 +204,12 @@ class PackedReplayStorage(SharedReplay):
         """Return rows: views for a key, a slice or an int, and else copies.
 
         Args:
-            index: A key of the rows; an int or a slice; or a range, list, array or tensor (a
-                mask, too) of positions.
+            index: A key of the rows; an int or a slice; ``...`` for all; None for all, with
+                one more dimension; or a range, list, array or tensor (a mask, too) of positions.
 
         Returns:
             The tensor [len, ...] of a key; else a TensorDict, [] for an int, [*index.shape] for
-            a tensor of integers, else [n].
+            an array or tensor of integers, else [n].
 
         Raises:
             IndexError: There is no such row.
@@ -200,7 +223,7 @@ class PackedReplayStorage(SharedReplay):
         length = len(self)
         if isinstance(index, slice) and (index.step or 1) < 0:
             index = range(*index.indices(length))  # no view counts down
-        if isinstance(index, (str, tuple, slice)):
+        if index is None or index is ... or isinstance(index, (str, tuple, slice)):
             views = self._views if length == self.max_size else self._views[:length]
             return views.copy() if index == slice(None) else views[index]
         if is_single(index):
@@ -216,9 +239,8 @@ class PackedReplayStorage(SharedReplay):
         memory = self._batches.batch(len(positions))
         rows.read_at(positions, self._gatherer.into(memory))
         batch = self._batches.tensordict(memory, index=False)
-        if isinstance(index, torch.Tensor) and index.ndim > 1 and index.dtype is not torch.bool:
-            return batch.view(*index.shape, *batch.batch_size[1:])
-        return batch
+        shape = batch_shape(index)
+        return batch if shape is None else batch.view(*shape, *batch.batch_size[1:])
 
     def read_since(self, counted: Sequence[int]) -> tuple[TensorDict, tuple[int, ...]]:
         """Return rows that were written since the last call, and what to call with next.

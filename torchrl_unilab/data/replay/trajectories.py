@@ -22,6 +22,7 @@ from torchrl_unilab.shm.rows import Parts, SharedRows
 __all__ = ["TrajectoryMarker", "stride_of"]
 
 _STRIDE_BITS = 24
+_IDS = "collector.traj_ids"
 
 
 def stride_of(trajectory: torch.Tensor) -> torch.Tensor:
@@ -33,7 +34,7 @@ class TrajectoryMarker:
     """Marks rows before they are appended.
 
     A row is followed by the one a step later that observes, exactly, its next observation,
-    unless it is done.
+    unless it is done, or the two have other ``("collector", "traj_ids")``.
 
     Args:
         rows: Where rows are appended.
@@ -45,6 +46,8 @@ class TrajectoryMarker:
         self._done = form.index[DONE]
         names = [dotted(path) for path in form.observed]
         self._pairs = [(form.index[f"next.{name}"], form.index[name]) for name in names]
+        if _IDS in form.index:
+            self._pairs.append((form.index[_IDS],) * 2)
         rows.detach = partial(_detach, form.layout)
 
     def mark(self, views: list[torch.Tensor], envs: int | None, shard: int, head: int) -> None:
@@ -68,8 +71,7 @@ class TrajectoryMarker:
             )
         count = len(views[-1])
         if envs is None:
-            one = [view[:-1] for view in views], [view[1:] for view in views]
-            envs = 1 if self._follows(*one).any() else count
+            envs = self._rows_per_step(views, shard, head)
         before, inner = self._last_step(envs, shard, head), views
         new = (torch.arange(head, head + count) << _STRIDE_BITS) | envs
         if before is not None:
@@ -80,6 +82,31 @@ class TrajectoryMarker:
         # Numbers grow, so the latest start of each environment is the largest so far.
         views[-1].copy_(new.view(-1, envs).cummax(0).values.view(-1))
 
+    def _rows_per_step(self, views: list[torch.Tensor], shard: int, head: int) -> int:
+        """Find whether rows are a step of several environments, or one trajectory after the other.
+
+        They are a step if they go on from one of as many rows. Else they are trajectories if most
+        rows that can be followed are followed by the next (by chance a few may be, where
+        observations are few, and the last ones of trajectories are not), or if none can be, and
+        the first goes on from a trajectory.
+        """
+        count = len(views[-1])
+        if self._goes_on(views, count, shard, head):
+            return count
+        ahead = [view[:-1] for view in views]
+        follows = int(self._follows(ahead, [view[1:] for view in views]).sum())
+        going = int((~self._ended(ahead)).sum())
+        if going:
+            return 1 if 2 * follows >= going else count
+        return 1 if self._goes_on(views, 1, shard, head) else count
+
+    def _goes_on(self, views: list[torch.Tensor], envs: int, shard: int, head: int) -> bool:
+        """Whether the first rows, `envs` of them, go on from a step of as many."""
+        before = self._last_step(envs, shard, head)
+        if before is None:
+            return False
+        return bool(self._follows(before, [view[:envs] for view in views]).any())
+
     def _last_step(self, envs: int, shard: int, head: int) -> list[torch.Tensor] | None:
         """The tensors of the last rows of a shard, if those were a step of as many rows."""
         rows = self._rows
@@ -89,11 +116,19 @@ class TrajectoryMarker:
         views = self._layout.views([own[places] for own in rows.own[shard]])
         return views if (stride_of(views[-1]) == envs).all() else None
 
+    def _ended(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        """Return which rows are done, bool [n]."""
+        return rows[self._done].unsqueeze(-1).flatten(1).any(1)
+
     def _follows(self, rows: list[torch.Tensor], later: list[torch.Tensor]) -> torch.Tensor:
         """Return which rows are followed by the later ones, bool [n]."""
-        follows = ~rows[self._done].flatten(1).any(1)
+        follows = ~self._ended(rows)
         for ahead, observed in self._pairs:
-            follows &= (rows[ahead] == later[observed]).flatten(1).all(1)
+            this, that = rows[ahead], later[observed]
+            same = this == that
+            if this.is_floating_point():
+                same |= this.isnan() & that.isnan()  # some environments mask what is not seen
+            follows &= same.unsqueeze(-1).flatten(1).all(1)
         return follows
 
 

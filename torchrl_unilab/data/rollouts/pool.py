@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.errors import ConfigError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutShapeError
+from torchrl_unilab.shm.layout import dotted
 
 __all__ = ["MAX_ROLLOUTS", "RolloutPool"]
 
@@ -66,7 +67,8 @@ class RolloutPool:
             Its copy in the pool, a view [T, N], which may be changed in place.
 
         Raises:
-            LayoutShapeError: Its batch size or keys are not those of the first.
+            LayoutError: Its batch size or keys, or a tensor's shape or dtype, are not those of the
+                first; nothing was copied.
         """
         if self._memory is None:
             n, steps = rollout.batch_size
@@ -88,7 +90,17 @@ class RolloutPool:
                 f"{sorted(map(str, rollout.keys(True, True)))} (expected {tuple(expected)} with "
                 f"{sorted(map(str, column.keys(True, True)))}). Use one pool per kind of rollout."
             )
-        column.update_(rollout.transpose(0, 1))
+        given = rollout.transpose(0, 1)
+        for key, kept in column.items(True, True):
+            new = given.get(key)
+            if new.shape != kept.shape or new.dtype is not kept.dtype:
+                wrong = LayoutShapeError if new.shape != kept.shape else LayoutDtypeError
+                raise wrong(
+                    f"rollout for the pool, {dotted(key)!r}: {new.dtype} {tuple(new.shape)} "
+                    f"(expected {kept.dtype} {tuple(kept.shape)}, time first). Use one pool per "
+                    "kind of rollout."
+                )
+        column.update_(given)
         self.added += 1
         return column
 

@@ -20,7 +20,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 
-from torchrl_unilab.data.positions import check_range, flat_positions, is_single
+from torchrl_unilab.data.positions import check_range, flat_positions, is_mask, is_single
 from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, check_state
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.rollouts.source import RolloutSource
@@ -252,10 +252,11 @@ class RolloutRingStorage(SharedRollouts):
 
     def _find(self, index: Any) -> tuple[list[Lease], list[int]]:
         """Return the rollouts held unread, and the positions among them that `index` means."""
-        if isinstance(index, slice):
-            asked = flat_positions(index, len(self._hold(self.max_size))).tolist()
+        if is_single(index):
+            asked = [int(index)]
         else:
-            asked = [index] if isinstance(index, int) else flat_positions(index, 0).tolist()
+            whole = isinstance(index, slice) or is_mask(index)
+            asked = flat_positions(index, len(self._hold(self.max_size)) if whole else 0).tolist()
         low, high = min(asked, default=0), max(asked, default=-1)
         unread = self._hold(self.max_size if low < 0 else high + 1)
         check_range(low, high, len(unread), "rollout", "unread")
