@@ -52,6 +52,23 @@ def test_the_printed_config_has_what_was_given_and_the_task_s_own(capsys):
     assert (values["hidden"], values["gamma"]) == ([8, 4], 0.998)
 
 
+def test_none_switches_off_what_a_task_has_set(capsys):
+    given = ("--env", "Hopper-v5", "--frames", "9", "--final-log-std", "None")
+    assert yaml.safe_load(_printed(capsys, *given))["final_log_std"] is None
+    assert yaml.safe_load(_printed(capsys, *given[:4]))["final_log_std"] == -2.5
+    with pytest.raises(SystemExit):
+        main(["train", "appo", *given[:5], "low"])
+    assert "--final-log-std: invalid float value: 'low'" in capsys.readouterr().err
+
+
+def test_an_error_of_a_task_of_ones_own_shows_where_it_was_raised(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def Task():\n    raise ValueError('my bug')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    command = ["train", "appo", "--env", "mine:Task", "--frames", "9"]
+    with pytest.raises(ValueError, match="my bug"):
+        main([*command, "--run-dir", str(tmp_path / "run")])
+
+
 def test_a_config_file_repeats_a_run_and_flags_take_precedence(tmp_path, capsys):
     file = tmp_path / "config.yaml"
     shown = _printed(capsys, "--env", "Swimmer-v5", "--frames", "9", "--gamma", "0.5")

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import typing
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,15 +30,19 @@ from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml, read_config
 from torchrl_unilab.configs.settings import Settings, nearest
-from torchrl_unilab.errors import ConfigError, UniLabError
+from torchrl_unilab.errors import ConfigError, UniLabError, WorkerError
 
 __all__ = ["main"]
 
 _OF_THE_PARSER = ("run", "parser")
+_NONE = object()
+"""A flag's value that stands for None, which is what a flag has that is not given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    if os.getcwd() not in sys.path:  # where a task of one's own may be, as for `python -m`
+        sys.path.insert(0, os.getcwd())
     parser = _parser(_task_of(arguments))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -48,10 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return int(options.run(options))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)  # its lines may be those of a table
+    except (ConfigError, WorkerError) as error:
+        print(f"error: {error}", file=sys.stderr)  # with the lines of a table, or a traceback
         return 2
     except (UniLabError, ValueError, OSError) as error:
+        if not isinstance(error, (UniLabError, OSError)) and not _is_raised_here(error):
+            raise  # by a task of the user's own: the traceback says where
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -60,6 +67,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             child.terminate()
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _is_raised_here(error: Exception) -> bool:
+    """Whether this package found an error, and says what to do."""
+    *_, frame = traceback.walk_tb(error.__traceback__)
+    return Path(frame[0].f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -144,18 +157,25 @@ def _argument(kind: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is typing.Literal:
         return {"choices": typing.get_args(kind)}
     if typing.get_origin(kind) is tuple:
-        return {"type": int, "nargs": "*", "metavar": "INT"}
-    scalar = kind if isinstance(kind, type) else typing.get_args(kind)[0]  # or None
-    return {"type": scalar, "metavar": scalar.__name__.upper()}
+        return {"type": int, "nargs": "+", "metavar": "INT"}
+    if isinstance(kind, type):
+        return {"type": kind, "metavar": kind.__name__.upper()}
+    scalar = typing.get_args(kind)[0]
+
+    def read(text: str) -> Any:
+        return _NONE if text.lower() == "none" else scalar(text)
+
+    read.__name__ = scalar.__name__  # argparse names it in errors
+    return {"type": read, "metavar": scalar.__name__.upper()}
 
 
 def _given(options: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
     """The settings of a kind that were given."""
     values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
+    given = {name: value for name, value in values.items() if value is not None}
     return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in values.items()
-        if value is not None
+        name: None if value is _NONE else tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
     }
 
 
@@ -213,7 +233,11 @@ def _train(options: argparse.Namespace) -> int:
     _show(summary)
     traced = ", trace.json" if options.trace else ""
     print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs{traced}")
-    return 130 if summary["interrupted"] else 0
+    if not summary["interrupted"]:
+        return 0
+    again = f"torchrl-unilab train {options.algorithm} --run-dir {options.run_dir} --resume"
+    print(f"interrupted after {summary['frames']:,} frames; to go on: {again}", file=sys.stderr)
+    return 130
 
 
 def _may_start(options: argparse.Namespace) -> bool:
@@ -230,7 +254,10 @@ def _start_fork_server() -> None:
     if multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("forkserver")
         multiprocessing.set_forkserver_preload(["torchrl_unilab.trainers", "torchrl_unilab.envs"])
+        # Ctrl-C goes to the server, too, which would print where its imports were.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         forkserver.ensure_running()
+        signal.signal(signal.SIGINT, handler)
 
 
 def _show(summary: Mapping[str, Any]) -> None:

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Compose
 
 from tests.support.playing import assert_same, play
-from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.envs import MujocoBatchEnv, Outcome, make_task
+from torchrl_unilab.envs.gymnasium.pendulums import InvertedPendulum
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationDelay
 from torchrl_unilab.envs.task import MujocoTask
@@ -141,3 +146,35 @@ def test_a_staggered_environment_is_restored_before_its_first_episodes():
     play(other, 30)
     other.restore(one.snapshot())
     assert ends(other, 25) == ends(one, 25)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewarded(InvertedPendulum):
+    """A pendulum whose rewards are made by a function of those that it had."""
+
+    reward: Callable[[NDArray[Any]], NDArray[Any]]
+
+    def outcome(self, *given: Any) -> Outcome:
+        """The pendulum's, with other rewards."""
+        outcome = super().outcome(*given)
+        return replace(outcome, reward=self.reward(outcome.reward))
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda reward: reward[:, None], r"shape \(3, 1\) \(expected \(3,\)\)"),
+        (lambda reward: reward / 0.0 * [0, 1, 1], "are not finite, the first in simulation 0"),
+        (
+            lambda reward: np.where(np.arange(3) == 2, np.nan, reward),
+            "are not finite, the first in simulation 2",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+def test_rewards_of_a_task_that_are_none_are_refused_by_its_name(reward, message):
+    task = Rewarded(name="Mine", reward=reward)
+    with contextlib.closing(make(task, 0)) as env:
+        action = env.rand_action(env.reset())
+        with pytest.raises(ValueError, match=rf"^MujocoBatchEnv.step: .*of Mine .*{message}"):
+            env.step(action)

@@ -151,6 +151,13 @@ def test_a_configuration_that_is_not_there_is_refused_without_a_traceback(monkey
         main()
 
 
+def test_without_a_recipe_their_names_are_said(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["hydra"])
+    with pytest.raises(SystemExit, match="--config-name of appo, sac, stock_ppo, stock_sac, td3"):
+        main()
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

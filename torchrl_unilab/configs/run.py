@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -14,6 +15,7 @@ from torchrl_unilab.configs.settings import (
     Positive,
     Settings,
     Text,
+    nearest,
     setting,
 )
 from torchrl_unilab.errors import ConfigError
@@ -84,6 +86,29 @@ class RunConfig(Settings):
                 f"video_interval: {self.video_interval} without eval_interval (expected both: "
                 "evaluations are filmed). Give it."
             )
+
+    @classmethod
+    def given(
+        cls, algorithm: type[Settings], env: str, frames: int, seed: int, **options: Any
+    ) -> RunConfig:
+        """Return the settings that a function was given for a run, with the algorithm's apart.
+
+        Raises:
+            TypeError: There is no such option; says where a setting of the algorithm goes.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name, value in options.items():
+            if name in names:
+                continue
+            if name in {field.name for field in dataclasses.fields(algorithm)}:
+                say = f"It is a setting: config={algorithm.__name__}.for_task({env!r}, "
+                say += f"{name}={value!r})."
+            else:
+                say = (nearest(name, names) or " Leave it out.").lstrip()
+            raise TypeError(
+                f"unexpected argument {name!r} (expected some of {', '.join(names)}). {say}"
+            )
+        return cls(env, frames, seed, **options)
 
     @property
     def interval(self) -> int:

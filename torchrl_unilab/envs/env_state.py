@@ -147,8 +147,8 @@ class EnvState:
             Rewards, ``(n,)``, 0 in the others.
 
         Raises:
-            ValueError: if the action has the wrong shape or is not finite. Nothing has
-                changed then.
+            ValueError: if the action has the wrong shape or is not finite, and nothing has
+                changed then; or if the task's rewards are.
         """
         task, physics = self.task, self.physics
         self._check_action(action, (len(self), physics.num_controls))
@@ -164,6 +164,7 @@ class EnvState:
             reward = np.where(diverged, 0.0, reward)
             terminated = terminated | diverged
             terms = {name: np.where(diverged, 0.0, term) for name, term in terms.items()}
+        self._check_reward(reward)
         self.reward_terms, self.info = terms, outcome.info
         self.episodes.advance(terminated, ids)
         if ids is not None:
@@ -245,6 +246,19 @@ class EnvState:
         now = time.perf_counter()
         self.phase_seconds[phase] += now - start
         return now
+
+    def _check_reward(self, reward: NDArray[Any]) -> None:
+        if reward.shape != (len(self),):
+            raise ValueError(
+                f"MujocoBatchEnv.step: rewards of {self.task.name} have shape {reward.shape} "
+                f"(expected {(len(self),)}). Correct the task's `outcome`."
+            )
+        if not all_finite(reward):
+            bad = np.flatnonzero(~np.isfinite(reward))
+            raise ValueError(
+                f"MujocoBatchEnv.step: {len(bad)} rewards of {self.task.name} are not finite, the "
+                f"first in simulation {bad[0]} (expected none). Correct the task's `outcome`."
+            )
 
     @staticmethod
     def _check_action(action: NDArray[Any], shape: tuple[int, int]) -> None:

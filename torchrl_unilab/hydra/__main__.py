@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
 
 import hydra
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
@@ -14,7 +15,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError
 
 from torchrl_unilab.configs.settings import nearest
-from torchrl_unilab.errors import UniLabError
+from torchrl_unilab.errors import ConfigError, UniLabError
 
 __all__ = ["main"]
 
@@ -22,6 +23,13 @@ __all__ = ["main"]
 @hydra.main(version_base="1.3", config_path="pkg://torchrl_unilab.hydra.recipes")
 def _train(config: DictConfig) -> None:
     """Instantiate the trainer of a configuration, train, and end the collector."""
+    if "trainer" not in config:
+        files = Path(__file__).with_name("recipes").glob("*.yaml")
+        recipes = [file.stem for file in files if file.stem != "unilab_trainer"]  # a part of others
+        raise ConfigError(
+            "configuration without a trainer (expected --config-name of "
+            f"{', '.join(sorted(recipes))}, or one of your own). Give it."
+        )
     trainer = instantiate(config.trainer)
     try:
         trainer.train()
@@ -35,6 +43,8 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints an error and exits
     try:
         _train()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
     except InstantiationException as error:
         if not isinstance(error.__cause__, UniLabError):
             raise

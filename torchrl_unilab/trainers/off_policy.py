@@ -291,7 +291,9 @@ class OffPolicyTrainer(RankTrainer):
         # The one look at the device per tick; statistics of the policy's steps may be NaN.
         means = torch.stack(observed).nanmean(0).tolist()
         return {
-            name: mean for name, mean in zip(update.statistics, means, strict=True) if mean == mean
+            name: mean
+            for name, mean in zip(update.statistics, means, strict=True)
+            if mean == mean or name == "loss_qvalue"
         }
 
     def close(self) -> None:

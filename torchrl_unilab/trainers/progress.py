@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.trainers import Trainer
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks
 
@@ -52,7 +52,19 @@ class RankTrainer(Trainer):
         super().register_op(dest, op, **kwargs)
 
     def _report_update(self, logged: Mapping[str, float]) -> None:
-        """Call the hooks that come after an update's steps, and log its means."""
+        """Call the hooks that come after an update's steps, and log its means.
+
+        Raises:
+            DivergedError: A loss is not finite: what was learnt has not been published. Of several
+                ranks, `Ranks.agree` names the one.
+        """
+        bad = [n for n, mean in logged.items() if n.startswith("loss") and not math.isfinite(mean)]
+        if bad and self.ranks.size == 1:
+            raise DivergedError(
+                f"update after {self.collected_frames} frames: {bad[0]} is {logged[bad[0]]} "
+                "(expected finite losses). Lower the learning rates, or look at rewards and "
+                "observations; checkpoints are of before."
+            )
         if self._post_optim_complete_log_ops:
             losses = TensorDict({name: torch.tensor(mean) for name, mean in logged.items()})
             for hook, kwargs in self._post_optim_complete_log_ops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -27,7 +28,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, StalenessAwar
 
 from tests.support.transitions import same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UniLabError
 
 STORAGES = [LazyTensorStorage, PackedReplayStorage]
 
@@ -117,6 +118,37 @@ def test_an_index_to_write_to_means_what_it_does_to_the_stock_storage(index, sha
             found.append(buffer[:].clone())
     stock, packed = found
     assert packed is stock is IndexError or same(packed, stock)
+
+
+BAD = {
+    "a key less": lambda rows: rows.exclude("action"),
+    "a key more": lambda rows: rows.set("more", rows["observation"]),
+    "another shape": lambda rows: rows.set("action", rows["action"][:, :2]),
+    "not finite": lambda rows: rows.set("action", rows["action"] + float("nan")),
+}
+
+
+@pytest.mark.parametrize("make", [ReplayBuffer, TensorDictReplayBuffer])
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
+def test_rows_go_on_where_refused_ones_would_have_been(make, bad):
+    buffer = make(storage=PackedReplayStorage(50), batch_size=16)
+    for block in episodes(70).split(10):
+        before = buffer[:].clone() if len(buffer) else None
+        with pytest.raises(UniLabError) if before is not None else contextlib.nullcontext():
+            buffer.extend(bad(block.clone()) if before is not None else block.clone())
+        if before is not None:
+            assert same(buffer[:], before)
+            buffer.extend(block.clone())
+    expected = both(make)[1]
+    assert same(buffer[:], expected[:])
+    assert buffer.write_count == expected.write_count
+
+
+def test_rows_are_replaced_without_the_index_that_a_writer_added():
+    for buffer in both(TensorDictReplayBuffer):
+        buffer[0:4] = episodes(4)
+        assert same(buffer[:4].exclude("index"), episodes(4))
+        assert buffer[:4]["index"].tolist() == [0, 1, 2, 3]
 
 
 # Views

@@ -21,15 +21,20 @@ from torchrl_unilab.cli import main
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.trainers import (
     APPOConfig,
     APPOTrainer,
     OffPolicyConfig,
+    RunCheckpoints,
     evaluate_run,
+    resume_run,
     train_appo,
+    train_off_policy,
 )
 from torchrl_unilab.trainers.progress import tell_progress
+from torchrl_unilab.trainers.runs.saved import load_run
+from torchrl_unilab.trainers.runs.summary import run_dir_held
 from torchrl_unilab.trainers.runs.train import Run, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -231,6 +236,64 @@ def test_any_torchrl_environment_serves(tmp_path):
     assert summary["frames"] >= 64
 
 
+def test_a_run_on_another_environment_is_evaluated_and_resumed_with_what_makes_it(tmp_path):
+    run = {"env": "Pendulum-v1", "create_env": _pendulum, "frames": 64}
+    trained = _train(tmp_path, **run)
+    found = evaluate_run(tmp_path, episodes=2, create_env=_pendulum)
+    assert found["episodes"] == 2
+    assert found["min"] < found["mean"] < found["max"] < 0
+    for use in (evaluate_run, partial(resume_run, frames=1000)):
+        with pytest.raises(ConfigError, match=r"no task 'Pendulum-v1'.* create_env, give it here"):
+            use(tmp_path)
+    more = {"frames": trained["frames"] + 1, "progress_bar": False, "eval_episodes": 2}
+    resumed = resume_run(tmp_path, create_env=_pendulum, **more)
+    assert resumed["frames"] > resumed["resumed"][0] == trained["frames"]
+
+
+@pytest.mark.parametrize("train", [train_appo, train_off_policy])
+def test_a_setting_in_place_of_an_option_is_told_where_it_goes(train, tmp_path):
+    kind = "APPOConfig" if train is train_appo else "OffPolicyConfig"
+    expected = rf"'gamma' .* config={kind}.for_task\('Hopper-v5', gamma=0.5\)"
+    with pytest.raises(TypeError, match=expected):
+        train("Hopper-v5", frames=9, run_dir=tmp_path, gamma=0.5)
+    with pytest.raises(TypeError, match=r"'stop_att' .* Did you mean stop_at\?"):
+        train("Hopper-v5", frames=9, run_dir=tmp_path, stop_att=0.5)
+
+
+def test_what_is_no_longer_finite_ends_a_run_and_leaves_the_checkpoints_of_before(
+    tmp_path, monkeypatch
+):
+    learn, frames = APPOTrainer._learn, iter(range(100))
+
+    def spoil(trainer: APPOTrainer, batch: TensorDictBase) -> dict[str, float]:
+        if next(frames) == 6:
+            batch["next", "reward"].fill_(float("nan"))
+        return learn(trainer, batch)
+
+    monkeypatch.setattr(APPOTrainer, "_learn", spoil)
+    with pytest.raises(DivergedError, match=r"loss_\w+ is nan .* checkpoints are of before"):
+        _train(tmp_path, checkpoint_interval=64)
+    saved = RunCheckpoints(tmp_path / "checkpoint").newest()
+    assert 0 < saved.frames < 1024
+    actor = load_run(tmp_path, "evaluate", num_envs=1, num_threads=1)
+    actor.env.close()
+    assert all(p.isfinite().all() for p in actor.actor.parameters())
+    assert not live_children()
+
+
+def test_a_directory_is_one_runs_at_a_time(tmp_path, monkeypatch):
+    _train(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with (
+        run_dir_held(tmp_path),
+        pytest.raises(ConfigError, match=r"another run writes to it \(expected none\)"),
+    ):
+        resume_run(tmp_path, frames=2048, progress_bar=False)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert not live_children()
+    assert resume_run(tmp_path, frames=2048, progress_bar=False)["frames"] == 2048
+
+
 def test_a_task_of_ones_own_is_trained_and_evaluated_on(tmp_path):
     task = replace(make_task("InvertedPendulum-v5"), name="Mine", max_episode_steps=7)
     create_env = partial(MujocoBatchEnv, task, APPO["num_envs"], num_threads=1)
@@ -341,7 +404,12 @@ def test_ctrl_c_ends_with_a_checkpoint_a_trace_and_exit_code_130(tmp_path, monke
     assert [e["name"] for e in spans(load_events(tmp_path / "run" / "trace.json"))].count(
         "update"
     ) == 3
-    assert "wrote" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "wrote" in printed.out
+    again = (
+        rf"^interrupted after [\d,]+ frames; to go on: .* --run-dir {tmp_path / 'run'} --resume$"
+    )
+    assert re.search(again, printed.err, re.MULTILINE)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
     assert evaluate_run(tmp_path / "run", episodes=1)["episodes"] == 1
     assert not live_children()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.data import ReplayBuffer, RoundRobinWriter
 
 from torchrl_unilab.data.positions import (
     batch_shape,
@@ -166,7 +167,20 @@ class PackedReplayStorage(SharedReplay):
             )
         if not count:
             return
+        try:
+            self._write(positions, data, length, set_cursor)
+        except BaseException:
+            self._set_back_writers(positions)
+            raise
+
+    def _write(
+        self, positions: torch.Tensor, data: TensorDictBase, length: int, set_cursor: bool
+    ) -> None:
+        """Write rows at positions, int64 [n]; see `set`."""
         first = self.ptr % self.max_size
+        indexed = self._form is not None and "index" in self._form.index
+        if indexed and data.get("index", None) is None:
+            data = data.copy().set("index", positions)  # as TorchRL's writers have it
         if set_cursor and self.writers == 1 and _is_run(positions, first, self.max_size):
             self.append(data, first)
             return
@@ -177,6 +191,16 @@ class PackedReplayStorage(SharedReplay):
             positions, data = positions[old], data[old]
         if len(positions):
             self._appender.rewrite(positions.remainder(length), data)
+
+    def _set_back_writers(self, positions: torch.Tensor) -> None:
+        """Have stock writers write next where rows were refused: they move on before they write."""
+        head = self.ptr % self.max_size
+        after = (int(positions[-1]) + 1) % self.max_size
+        for buffer in self._attached_entities:
+            writer = buffer._writer if isinstance(buffer, ReplayBuffer) else None
+            if isinstance(writer, RoundRobinWriter) and writer._cursor == after != head:
+                writer._cursor = head
+                writer._write_count -= len(positions)
 
     def _append_at(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
         """Append rows at positions that have not been written, in the order of these."""

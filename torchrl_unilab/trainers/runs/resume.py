@@ -14,7 +14,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, saved_config
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, saved_config, task_of
 from torchrl_unilab.trainers.runs.train import Run
 
 __all__ = ["resume_run"]
@@ -69,6 +69,11 @@ def resume_run(
     known = {name: value for name, value in said.items() if name in saved.run}
     known = json.loads(json.dumps(known | dict(settings or {})))
     other = {key: saved.run.get(key) for key in known if saved.run.get(key) != known[key]}
+    if "algo" in other:
+        raise ConfigError(
+            f"cannot resume {run_dir}: it is a run of {saved.run['algo']} (expected "
+            f"{known['algo']}). Resume it as what it is: train {saved.run['algo']}."
+        )
     if other:
         raise ConfigError(
             f"cannot resume {run_dir}: {saved.path.name} is of a run with {other} (expected "
@@ -91,8 +96,10 @@ def resume_run(
     if run.frames <= saved.frames:
         raise ConfigError(
             f"cannot resume {run_dir}: {saved.frames} of {run.frames} frames have been collected "
-            "(expected fewer). Ask for more frames."
+            "(expected fewer). Ask for more by frames, or --frames."
         )
+    if create_env is None:
+        task_of(saved.run, f"cannot resume {run_dir}")
     config = saved_config(saved.run)
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")

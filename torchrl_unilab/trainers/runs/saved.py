@@ -11,16 +11,19 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 
+from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
-from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.trainers.evaluation import evaluate
@@ -33,6 +36,7 @@ __all__ = [
     "evaluate_run",
     "load_run",
     "saved_config",
+    "task_of",
 ]
 
 CHECKPOINT = "checkpoint"
@@ -46,27 +50,48 @@ def saved_config(settings: Mapping[str, Any]) -> Any:
     return make(settings["env"], **{**kept, "hidden": tuple(kept["hidden"])})
 
 
+def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
+    """Return the task of a run without an environment of its own; a ConfigError if there is none.
+
+    Args:
+        settings: What ``config.yaml`` or a checkpoint has.
+        refusal: How the error begins.
+    """
+    try:
+        return make_task(settings["env"])
+    except ValueError as error:
+        raise ConfigError(
+            f"{refusal}: {error} Where the run was given create_env, give it here, too."
+        ) from error
+
+
 @dataclass(frozen=True)
 class TrainedPolicy:
     """A run's policy, with an environment of its task.
 
     Attributes:
         settings: What ``config.yaml`` says.
-        env: New, of the run's task; the caller closes it.
+        env: New; the caller closes it.
         actor: The policy of the run's checkpoint.
     """
 
     settings: Mapping[str, Any]
-    env: MujocoBatchEnv
+    env: Any
     actor: TensorDictModuleBase
 
 
-def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) -> TrainedPolicy:
+def load_run(
+    run_dir: str | os.PathLike[str],
+    purpose: str,
+    create_env: CreateEnv | None = None,
+    **env_options: Any,
+) -> TrainedPolicy:
     """Load the checkpoint of a run.
 
     Args:
         run_dir: A run.
         purpose: A verb for messages: "evaluate".
+        create_env: Makes the environment; `MujocoBatchEnv` of the run's task if not given.
         **env_options: Of `MujocoBatchEnv`.
 
     Raises:
@@ -83,17 +108,19 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
     try:
         settings = read_config(path / CONFIG_FILE)
         config = saved_config(settings)
-        task = make_task(settings["env"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"cannot {purpose} {run_dir}: {CONFIG_FILE} says {error!r} (expected the settings of a "
-            "run on a task of MujocoBatchEnv). Restore it, or train again."
+            "run). Restore it, or train again."
         ) from error
+    if create_env is None:
+        task = task_of(settings, f"cannot {purpose} {run_dir}")
+        create_env = partial(MujocoBatchEnv, task, **env_options)
     try:
         saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
     except CheckpointError as error:
         raise CheckpointError(f"cannot {purpose} {run_dir}: {error}") from error
-    env = MujocoBatchEnv(task, **env_options)
+    env = create_env()
     try:
         actor = build_learner(env, dataclasses.replace(config, device="cpu")).actor
         Checkpoint(policy=actor).load(saved.path)
@@ -107,9 +134,19 @@ def load_run(run_dir: str | os.PathLike[str], purpose: str, **env_options: Any) 
 
 
 def evaluate_run(
-    run_dir: str | os.PathLike[str], *, episodes: int = 16, seed: int = 0
+    run_dir: str | os.PathLike[str],
+    *,
+    episodes: int = 16,
+    seed: int = 0,
+    create_env: CreateEnv | None = None,
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a run on its task.
+
+    Args:
+        run_dir: The run.
+        episodes: How many.
+        seed: Of the episodes.
+        create_env: As it was given to the run.
 
     Returns:
         ``env``, ``episodes``, and mean, minimum and maximum of the returns.
@@ -123,10 +160,14 @@ def evaluate_run(
         >>> evaluate_run("run", episodes=3)["episodes"]
         3
     """
-    run = load_run(run_dir, "evaluate", num_envs=episodes, num_threads=available_cores())
+    if episodes < 1:
+        raise ConfigError(f"episodes: {episodes} (expected at least 1). Ask for some.")
+    size = {} if create_env else {"num_envs": episodes, "num_threads": available_cores()}
+    run = load_run(run_dir, "evaluate", create_env, **size)
     run.env.set_seed(seed)
     with contextlib.closing(run.env):
-        returns = evaluate(run.env, run.actor)
+        rounds = -(-episodes // run.env.batch_size.numel())
+        returns = torch.cat([evaluate(run.env, run.actor) for _ in range(rounds)])[:episodes]
     return {
         "env": run.settings["env"],
         "episodes": episodes,

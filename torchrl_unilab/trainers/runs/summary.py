@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "cut_logs",
     "package_versions",
     "plot_returns",
+    "run_dir_held",
     "run_logger",
 ]
 
@@ -53,9 +55,12 @@ def check_run_dir(path: Path) -> None:
         ConfigError: Says why.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        found, way = "a file", ""
+        if path.is_dir():
+            found, way = "not empty", ", or continue the run in it: --resume, or resume_run"
         raise ConfigError(
-            f"run directory {path}: it is not empty (expected a new or empty directory). "
-            "Choose another."
+            f"run directory {path}: it is {found} (expected a new or empty directory). "
+            f"Choose another{way}."
         )
     parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -63,6 +68,27 @@ def check_run_dir(path: Path) -> None:
             f"run directory {path}: cannot be made in {parent} (expected a directory that "
             "may be written to). Choose another."
         )
+
+
+@contextlib.contextmanager
+def run_dir_held(path: Path) -> Iterator[None]:
+    """Keep other runs out of a run directory, by a lock that ends with the process.
+
+    Raises:
+        ConfigError: Another run has it.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run directory {path}: another run writes to it (expected none). Wait until it "
+                "has ended, or end it, or choose another directory."
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def run_logger(

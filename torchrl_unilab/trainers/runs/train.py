@@ -26,7 +26,7 @@ from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunCon
 from torchrl_unilab.configs.algorithms import run_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError, UniLabError
+from torchrl_unilab.errors import ConfigError, DivergedError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
@@ -48,6 +48,7 @@ from torchrl_unilab.trainers.runs.summary import (
     check_run_dir,
     package_versions,
     plot_returns,
+    run_dir_held,
     run_logger,
 )
 from torchrl_unilab.trainers.video import check_filming
@@ -81,17 +82,15 @@ def train_appo(
         config: Settings; the task's own if not given.
         create_env: Makes one collector's environment, of any TorchRL kind; picklable.
             `MujocoBatchEnv` of the task if not given.
-        announce: Is called with lines for a person: the threads, where a run is resumed,
-            that a task has no settings of its own.
-        **options: Other fields of `RunConfig`: ``stop_at``, ``max_seconds``, ``progress_bar``,
-            ``eval_episodes``, ``trace``, ``checkpoint_interval``, ``keep_checkpoints``.
+        announce: Is called with lines for a person.
+        **options: Other fields of `RunConfig`, such as ``stop_at`` or ``eval_interval``.
 
     Returns:
         The summary, as written to ``summary.json``.
 
     Raises:
-        ConfigError: The run directory is not empty, a setting cannot work, or the run does
-            not fit the memory that is free (names the largest item).
+        ConfigError: The run directory is not empty, a setting cannot work, or memory is too small.
+        DivergedError: What is learnt is no longer finite; checkpoints are of before.
         ValueError: Unknown task (lists what exists).
 
     Examples:
@@ -100,7 +99,7 @@ def train_appo(
         >>> run["frames"], run["final_return"] > 1
         (1024, True)
     """
-    run = RunConfig(env, frames, seed, **options)
+    run = RunConfig.given(APPOConfig, env, frames, seed, **options)
     config = config or APPOConfig.for_task(env)
     return Run(run, config, run_dir, create_env=create_env, announce=announce)()
 
@@ -129,7 +128,7 @@ def train_off_policy(
         >>> run["frames"], run["optim_steps"] > 0
         (600, True)
     """
-    run = RunConfig(env, frames, seed, **options)
+    run = RunConfig.given(OffPolicyConfig, env, frames, seed, **options)
     config = config or OffPolicyConfig.for_task(env)
     return Run(run, config, run_dir, create_env=create_env, announce=announce)()
 
@@ -197,11 +196,12 @@ class Run:
         self._network_seed = child_seeds(options.seed, 1)[0]
         self._acting_seed = child_seeds(root, 2 + ranks.rank)[-1]
         self._writing = False
+        self._holding = contextlib.ExitStack()  # of the run's directory
         self.evaluation: BackgroundEvaluation | None = None
 
     def __call__(self) -> dict[str, Any]:
         """Take the steps; return the summary."""
-        with self.ranks:
+        with self.ranks, self._holding:
             with contextlib.ExitStack() as closing:
                 self.prepare()
                 self.connect(closing)
@@ -315,7 +315,7 @@ class Run:
         except Exception as error:
             self.ranks.leave(error)
             with contextlib.suppress(OSError, UniLabError):  # the first error says more
-                if self.leads:
+                if self.leads and not isinstance(error, DivergedError):
                     save_learner(trainer, insist=self.ranks.size > 1)  # the training is not lost
             raise
         return False
@@ -324,6 +324,7 @@ class Run:
         """Make the run directory and the logs: what can be refused has been."""
         self._writing = True
         self.path.mkdir(parents=True, exist_ok=True)
+        self._holding.enter_context(run_dir_held(self.path))
         (self.path / CONFIG_FILE).write_text(as_yaml(run_settings(self.options, self.config)))
         resumed_at = self.saved.frames if self.saved else 0 if self._again else None
         logger = run_logger(self.path, self.loggers, closing, resumed_at)
