@@ -21,7 +21,7 @@ import torchrl_unilab
 
 ROOT = Path(torchrl_unilab.__file__).parent
 PRIVATE = {
-    "torchrl.collectors._base": "_iteration_started _set_received_policy_version "
+    "torchrl.collectors._base": "_iter _iteration_started _set_received_policy_version "
     "_weight_sync_schemes",
     "torchrl.collectors._single": "_wrapped_policy",
     "torchrl.data.replay_buffers.samplers.base": "_rng",
@@ -37,6 +37,7 @@ PRIVATE = {
     "torchrl.data.replay_buffers.replay_buffers.base": "_write_lock",
     "torchrl.data.replay_buffers.samplers.slice": "_cache _fetch_traj _finalize_index "
     "_get_stop_and_length _gpu_device _resolve_traj_key _traj_key_auto _used_traj_key",
+    "torchrl.data.replay_buffers.writers.round_robin": "_cursor _write_count",
     "torchrl.envs.common": "_assert_tensordict_shape _post_step_mdp_hooks _reset _set_seed _step "
     "_step_and_maybe_reset _step_mdp _step_proc_data",
     "torchrl.envs.transforms._base": "_apply_transform _call _inv_call",
@@ -44,7 +45,8 @@ PRIVATE = {
     "_has_update_associated",
     "torchrl.record.loggers.common": "_create_experiment",
     "torchrl.trainers.trainers": "_checkpoint_manifest_metadata _log _log_dict _optim_count _pbar "
-    "_post_epoch_hook _post_epoch_log_hook _post_optim_hook _post_optim_log _post_optim_log_ops "
+    "_post_epoch_hook _post_epoch_log_hook _post_optim_complete_log_ops _post_optim_hook "
+    "_post_optim_log _post_optim_log_ops "
     "_post_steps_log_hook _post_steps_ops _pre_epoch_hook _pre_epoch_log_hook _pre_epoch_ops "
     "_pre_optim_hook _process_optim_batch_hook _process_optim_batch_ops _stop_training",
     "torchrl.weight_update.utils": "_resolve_model",

@@ -197,7 +197,7 @@ class PackedReplayStorage(SharedReplay):
         head = self.ptr % self.max_size
         after = (int(positions[-1]) + 1) % self.max_size
         for buffer in self._attached_entities:
-            writer = buffer._writer if isinstance(buffer, ReplayBuffer) else None
+            writer = buffer.writer if isinstance(buffer, ReplayBuffer) else None
             if isinstance(writer, RoundRobinWriter) and writer._cursor == after != head:
                 writer._cursor = head
                 writer._write_count -= len(positions)
