@@ -82,7 +82,9 @@ def test_it_is_still_there(module, name):
 def test_no_other_is_used():
     listed = {name for _, name in PAIRS} | OTHERS
     assert (_taken() | _overridden()) - listed == set()
-    assert listed - (_taken() | _overridden() | {"_resolve_model", "_log_dict"}) == set()
+    # Of these there are names or attributes of our own, too.
+    hidden = {"_resolve_model", "_log_dict", "_cursor", "_write_count", "_iter"}
+    assert listed - (_taken() | _overridden() | hidden) == set()
 
 
 @cache
