@@ -61,6 +61,13 @@ def test_none_switches_off_what_a_task_has_set(capsys):
     assert "--final-log-std: invalid float value: 'low'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("algorithm", "other"), [("sac", "--noise-std-max"), ("td3", "--alpha")])
+def test_settings_of_the_other_algorithm_are_no_arguments(algorithm, other, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", algorithm, "--env", "Ant-v5", "--frames", "9", other, "0.5"])
+    assert f"unknown argument {other}." in capsys.readouterr().err
+
+
 def test_an_error_of_a_task_of_ones_own_shows_where_it_was_raised(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def Task():\n    raise ValueError('my bug')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -127,7 +127,10 @@ def _add_algorithms(
             else "A task may have other defaults than these: --env TASK --help shows them.",
         )
         defaults = algorithm.for_task(task)
-        _add_settings(group, type(defaults), vars(defaults), skip=["algorithm"])
+        others = [
+            f.name for f in dataclasses.fields(defaults) if f.metadata["of"] not in (None, name)
+        ]
+        _add_settings(group, type(defaults), vars(defaults), skip=["algorithm", *others])
 
 
 def _add_settings(

@@ -119,7 +119,7 @@ class OffPolicyConfig(Settings):
     tau: Fraction = setting(0.005, "share of the networks that their targets take over per update")
     lr_actor: Positive = setting(3e-4, "learning rate of the actor")
     lr_critic: Positive = setting(3e-4, "learning rate of the critics")
-    lr_alpha: Positive = setting(3e-4, "learning rate of SAC's temperature")
+    lr_alpha: Positive = setting(3e-4, "learning rate of SAC's temperature", of="sac")
     anneal: Fraction = setting(
         0.0, "share of the run, its last, in which learning rates fall linearly to 0; 0: they stay"
     )
@@ -127,15 +127,16 @@ class OffPolicyConfig(Settings):
         1.0,
         "SAC's initial temperature; it is steered towards an entropy of -1 per dimension of "
         "actions scaled to [-1, 1]",
+        of="sac",
     )
     target_noise: NonNegative = setting(
-        0.2, "TD3's noise on target actions, in halves of the action's range"
+        0.2, "TD3's noise on target actions, in halves of the action's range", of="td3"
     )
-    target_noise_clip: NonNegative = setting(0.5, "bound of that noise, in the same unit")
+    target_noise_clip: NonNegative = setting(0.5, "bound of that noise, in the same unit", of="td3")
     noise_std_min: NonNegative = setting(
-        0.05, "lowest standard deviation of TD3's exploration noise, one per environment"
+        0.05, "lowest standard deviation of TD3's exploration noise, one per environment", of="td3"
     )
-    noise_std_max: NonNegative = setting(0.4, "highest one")
+    noise_std_max: NonNegative = setting(0.4, "highest one", of="td3")
     reward_scale: Positive = setting(
         1.0, "factor on rewards for learning; reported returns are unscaled"
     )

@@ -117,14 +117,15 @@ class Kind:
             raise ConfigError(f"{name}: {value!r} (expected {self}). {remedy}") from None
 
 
-def setting(default: Any, description: str) -> Any:
+def setting(default: Any, description: str, *, of: str | None = None) -> Any:
     """Return a dataclass field that carries its description.
 
     Args:
         default: Its default, or `REQUIRED`.
         description: What it means, with its unit.
+        of: The one algorithm, of those of a class, that it is for.
     """
-    return dataclasses.field(default=default, metadata={"help": description})
+    return dataclasses.field(default=default, metadata={"help": description, "of": of})
 
 
 @dataclass(frozen=True)
