@@ -178,3 +178,28 @@ def test_rewards_of_a_task_that_are_none_are_refused_by_its_name(reward, message
         action = env.rand_action(env.reset())
         with pytest.raises(ValueError, match=rf"^MujocoBatchEnv.step: .*of Mine .*{message}"):
             env.step(action)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed(InvertedPendulum):
+    """A pendulum that is observed by a function of its fields."""
+
+    see: Callable[[Any], Any]
+
+    def observation(self, fields: Any) -> Any:
+        """What the function returns."""
+        return self.see(fields)
+
+
+@pytest.mark.parametrize(
+    ("see", "error", "message"),
+    [
+        (lambda fields: (fields["qpos"][:, 0],), ValueError, r"'observation' of Mine .* \(3,\)"),
+        (lambda fields: fields["qpos"], ValueError, r"'observation' of Mine .* shape \(2,\)"),
+        (lambda fields: (fields["xpos"],), KeyError, r"'xpos': not read .* Add it to `reads`"),
+    ],
+    ids=["a part without width", "no parts", "a field that is not read"],
+)
+def test_observations_of_a_task_that_are_none_are_refused_when_it_is_made(see, error, message):
+    with pytest.raises(error, match=message):
+        make(Observed(name="Mine", see=see), 0)

@@ -22,7 +22,7 @@ from torchrl_unilab.envs.env_state import EnvState, simulations_of
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
-from torchrl_unilab.envs.task import Array, MujocoTask
+from torchrl_unilab.envs.task import Array, MujocoTask, check_observations
 
 _FLAGS = ("done", "terminated", "truncated")
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -184,6 +184,7 @@ class MujocoBatchEnv(EnvBase):
             low.expand(shape), high.expand(shape), shape, dtype=dtype, device=device
         )
         groups = self.task.observations(self._state.physics.fields)
+        check_observations(self.task.name, groups, n)
         observed = {
             key: unbounded(sum(part.shape[1] for part in parts))
             for key, parts in groups.items()

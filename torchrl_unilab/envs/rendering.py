@@ -249,9 +249,10 @@ def _check_camera(model: mujoco.MjModel, camera: Camera) -> None:
     names = [model.camera(i).name for i in range(model.ncam)]
     known = camera in names if isinstance(camera, str) else -1 <= camera < model.ncam
     if not known:
+        named = f"one of {names}, a number from -1 to {model.ncam - 1}" if names else "-1"
         raise ConfigError(
-            f"rendering: camera {camera!r} (expected one of {names}, a number from -1 to "
-            f"{model.ncam - 1}, an MjvCamera or None). Choose one."
+            f"rendering: camera {camera!r} (expected {named}, an MjvCamera or None, a free one). "
+            f"Choose one{'' if names else ': the model has no cameras'}."
         )
 
 

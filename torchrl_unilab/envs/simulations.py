@@ -30,6 +30,13 @@ _MOVING = sum(
 )
 
 
+class _Fields(dict[str, NDArray[Any]]):
+    """What a task may read, by name."""
+
+    def __missing__(self, name: str) -> NDArray[Any]:
+        raise KeyError(f"field {name!r}: not read (expected one of {[*self]}). Add it to `reads`.")
+
+
 class Simulations:
     """Simulations of one task's model, each of them a row.
 
@@ -72,9 +79,9 @@ class Simulations:
         self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
         self._name, self._frame_skip = task.name, task.frame_skip
         self._has_commands = task.command_size > 0
-        self.fields = {
-            name: _field(batch, name, task.name) for name in ("qpos", "qvel", *task.reads)
-        }
+        self.fields = _Fields(
+            {name: _field(batch, name, task.name) for name in ("qpos", "qvel", *task.reads)}
+        )
         if self._has_commands:
             self.fields["command"] = np.zeros((num_envs, task.command_size))
         self.seen: Mapping[str, NDArray[Any]] = self.fields
@@ -169,7 +176,7 @@ class Simulations:
         self.randomizer.load_state_dict(state["randomizer"])
         self.batch.state[...] = state["state"]
         self._loaded = {name: field.copy() for name, field in state["derived"].items()}
-        self.seen = {**self.fields, **self._loaded}
+        self.seen = _Fields({**self.fields, **self._loaded})
         if self._has_commands:
             self.fields["command"][...] = state["command"]
 

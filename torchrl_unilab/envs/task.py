@@ -24,6 +24,21 @@ Fields = Mapping[str, NDArray[Any]]
 Model: TypeAlias = str | Path | mujoco.MjSpec
 
 
+def check_observations(task: str, groups: Mapping[str, Sequence[Any]], nsim: int) -> None:
+    """Refuse observations of a task, by key, whose parts are not ``(nsim, width)`` each.
+
+    Raises:
+        ValueError: Names the part's shape.
+    """
+    for key, parts in groups.items():
+        for shape in map(np.shape, parts):
+            if len(shape) != 2 or shape[0] != nsim:
+                raise ValueError(
+                    f"MujocoBatchEnv: {key!r} of {task} has a part of shape {shape} (expected "
+                    f"({nsim}, width), a row per simulation). Correct the task."
+                )
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a control step led to, one row per simulation.
