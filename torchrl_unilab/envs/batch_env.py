@@ -343,10 +343,9 @@ class MujocoBatchEnv(EnvBase):
         return self._output(reward=self._tensor(reward[:, None].astype(self.dtype)))
 
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
-        # _step gives every key in its final shape, so there is nothing to complete
         if self.run_type_checks:
             return super()._step_proc_data(next_tensordict_out)
-        return next_tensordict_out
+        return next_tensordict_out  # each key has its final shape: there is nothing to complete
 
     def _read_action(self, tensordict: TensorDictBase) -> NDArray[Any]:
         """The action as a contiguous array of floating-point numbers."""
