@@ -506,6 +506,7 @@ def test_a_malformed_state_is_refused_and_changes_nothing(
 USES = {
     "reset": lambda env, td: env.reset(),
     "get_state": lambda env, td: env.get_state(),
+    "set_seed": lambda env, td: env.set_seed(1),
     "step": lambda env, td: env.step(td),
     "step_and_maybe_reset": lambda env, td: env.step_and_maybe_reset(td),
     "set_state": lambda env, td: env.set_state(np.zeros((3, 6)), np.zeros((3, 6))),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,8 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import Compose
 
 from tests.support.playing import assert_same, play
+from tests.support.processes import wait_for
+from tests.support.striking import forked
 from torchrl_unilab.envs import MujocoBatchEnv, Outcome, make_task
 from torchrl_unilab.envs.gymnasium.pendulums import InvertedPendulum
 from torchrl_unilab.envs.randomization import Randomize
@@ -203,3 +207,34 @@ class Observed(InvertedPendulum):
 def test_observations_of_a_task_that_are_none_are_refused_when_it_is_made(see, error, message):
     with pytest.raises(error, match=message):
         make(Observed(name="Mine", see=see), 0)
+
+
+def test_a_forked_process_may_not_step_the_threads_of_its_parent_but_drop_them_and_make_its_own():
+    env = make("InvertedPendulum-v5", 0, num_threads=2)
+    other = make("InvertedPendulum-v5", 0, num_threads=2)
+
+    def use() -> None:
+        nonlocal other
+        with pytest.raises(
+            RuntimeError, match=r"whose threads are not in its fork .* new one here"
+        ):
+            env.rollout(2)
+        env.close()
+        del other
+        gc.collect()
+        with contextlib.closing(make("InvertedPendulum-v5", 0, num_threads=2)) as own:
+            own.rollout(2)
+
+    with forked(use) as child:
+        wait_for(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
+    assert env.rollout(2).shape == (N, 2)
+    env.close()
+    other.close()
+
+
+def test_what_is_moved_to_a_device_gives_tensors_of_it():
+    env = make("InvertedPendulum-v5", 0)
+    env.__dict__["_device"] = torch.device("meta")  # as `EnvBase.to` does, past its specs
+    found = env._reset()
+    assert {leaf.device.type for leaf in found.values()} == {found.device.type} == {"meta"}
+    env.close()

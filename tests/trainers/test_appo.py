@@ -113,8 +113,9 @@ def test_one_step_per_rollout_leaves_the_learning_rate_alone(fused):
 @pytest.mark.parametrize(
     ("anneal", "shares"), [(1.0, [1 - i / 8 for i in range(8)]), (0.25, [1.0] * 7 + [0.5])]
 )
-def test_an_annealed_rate_starts_at_its_setting_and_ends_near_zero(fused, anneal, shares):
-    trainer = _trainer(8, anneal=anneal, fused=fused)
+@pytest.mark.parametrize("steps", [2, 1])
+def test_an_annealed_rate_starts_at_its_setting_and_ends_near_zero(fused, anneal, shares, steps):
+    trainer = _trainer(8, anneal=anneal, fused=fused, epochs=steps, minibatches=steps)
     rates = []
     trainer.register_op(
         "post_steps", lambda *_: rates.append(trainer.optimization_stepper.lr.item())

@@ -18,7 +18,7 @@ from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.modules import make_td3_actor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
@@ -317,6 +317,51 @@ def test_the_rates_fall_to_nothing_in_the_last_share_of_the_run(algorithm, fused
     trainer.train()
     for frames, share in ((40, 1.0), (60, 0.5), (80, 0.0)):
         assert seen[frames] == {k: pytest.approx(share * rates[f"lr_{k}"]) for k in seen[frames]}
+
+
+@BOTH
+def test_what_is_not_finite_in_one_update_of_a_tick_ends_the_training_before_it_is_published(
+    algorithm,
+):
+    trainer = _trainer(20, algorithm=algorithm, updates_per_step=4)
+    updates, version = itertools.count(), trainer.collector.scheme.version
+
+    def spoil(rows: TensorDictBase) -> TensorDictBase:
+        if next(updates) == 14:  # the third of four
+            rows["next", "reward"][0] = float("inf")
+        return rows
+
+    trainer.register_op("process_optim_batch", spoil)
+    with pytest.raises(DivergedError, match=r"loss_\w+ is (nan|inf) \(expected finite losses\)"):
+        trainer.train()
+    assert trainer.updates == 16
+    assert trainer.collector.scheme.version - version < trainer.collected_frames // 4
+    worker = trainer.collector._team.service.rollouts.policy
+    assert all(p.isfinite().all() for p in worker.parameters())
+    trainer.collector.shutdown()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_training_goes_on_after_an_interrupt_in_mid_update(prefetch):
+    trainer = _trainer(20, prefetch=prefetch)
+    calls = itertools.count()
+
+    def interrupt() -> None:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+
+    trainer.register_op("post_optim", interrupt)
+    with trainer.collector:
+        for batch in trainer.collector:
+            try:
+                trainer.optim_steps(batch)
+            except KeyboardInterrupt:
+                break
+        before = trainer.updates
+        assert before == 4  # in the midst of a tick's two
+        trainer.optim_steps(None)
+        assert trainer.updates == before + QUICK["updates_per_step"]
+    trainer.close()
 
 
 def test_what_is_learnt_reaches_the_collector():

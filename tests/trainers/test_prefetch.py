@@ -16,8 +16,10 @@ from torchrl.data import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    SamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from torchrl.envs import RewardScaling
 from torchrl.trainers import Trainer
 
 from tests.support.collecting import single_env
@@ -128,6 +130,31 @@ def test_a_stock_trainer_learns_from_the_pipeline_alone(
         for drawn in seen:
             assert drawn.shape == (ROWS, 3)
             assert {tuple(row) for row in drawn.tolist()} <= known
+
+
+def test_hooks_that_came_after_the_sampling_still_do(full):
+    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(100), batch_size=ROWS)
+    trainer, order = _trainer(stock_sac(), buffer), []
+    trainer.register_op("process_optim_batch", lambda batch: order.append(len(batch)))
+    with _pipeline(full) as pipeline:
+        PrefetchReplay(pipeline, STEPS).register(trainer)
+        assert len(trainer._process_optim_batch_hook(None)) == ROWS
+    assert order == [ROWS]
+    trainer.collector.shutdown()
+
+
+def test_a_buffer_with_transforms_or_another_sampler_is_refused(full):
+    scaled = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100), batch_size=ROWS, transform=RewardScaling(0.0, 0.1)
+    )
+    once = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(100), batch_size=ROWS, sampler=SamplerWithoutReplacement()
+    )
+    for buffer, found in ((scaled, "RandomSampler and 1"), (once, "WithoutReplacement and 0")):
+        trainer = _trainer(stock_sac(), buffer)
+        with _pipeline(full) as pipeline, pytest.raises(ConfigError, match=found):
+            PrefetchReplay(pipeline, STEPS).register(trainer)
+        trainer.collector.shutdown()
 
 
 def test_a_buffer_with_priorities_is_refused_and_the_trainer_left_as_it_was(full, monkeypatch):

@@ -19,7 +19,9 @@ def test_private_tensors_leave_shared_memory_and_keep_value_kind_and_ties():
     net[0].bias.requires_grad_(False)
     shared = {k: v.clone() for k, v in net.state_dict().items()}
     kinds = {k: (type(v), v.requires_grad) for k, v in net.named_parameters()}
+    known = list(net.parameters())  # as a module may keep beside its registry
     ModuleWeights(net).make_private()
+    assert all(one is other for one, other in zip(known, net.parameters(), strict=True))
     assert not any(t.is_shared() for t in net.state_dict().values())
     assert net[2].weight is net[0].weight
     assert {k: (type(v), v.requires_grad) for k, v in net.named_parameters()} == kinds

@@ -145,7 +145,6 @@ class MujocoBatchEnv(EnvBase):
         self.max_episode_steps, self.stagger = state.episodes.limit, stagger
         self._with_reward_terms = with_reward_terms
         self._torch_dtype, self.dtype = dtype, _NUMPY_DTYPE[dtype]
-        self._on_cpu = self.device.type == "cpu"
         self.dt, self.randomizer = state.dt, state.randomizer
         self.phase_seconds = state.phase_seconds
         size = {"width": render_width, "height": render_height}
@@ -297,6 +296,7 @@ class MujocoBatchEnv(EnvBase):
         self._state.close()
 
     def _set_seed(self, seed: int | None) -> None:
+        self._state.physics  # noqa: B018 - an error where the environment is closed
         self._state.seed(seed)
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -397,4 +397,4 @@ class MujocoBatchEnv(EnvBase):
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         """A tensor on the environment's device, of the array's memory where that is the CPU."""
         tensor = torch.from_numpy(array)
-        return tensor if self._on_cpu else tensor.to(self.device)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)

@@ -6,6 +6,7 @@ All that later steps follow from is here, so that a snapshot of it is one of the
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,6 +72,7 @@ class EnvState:
         self.task = task
         self._physics: Simulations | None = Simulations(task, num_envs, num_threads, randomization)
         self.randomizer = self._physics.randomizer
+        self._process = os.getpid() if num_threads > 1 else None  # one thread is the caller's
         self.dt = float(self._physics.batch.model.opt.timestep * task.frame_skip)
         self.episodes = Episodes(num_envs, limit)
         self._stagger = stagger
@@ -88,12 +90,17 @@ class EnvState:
         """The simulations.
 
         Raises:
-            RuntimeError: if the environment is closed.
+            RuntimeError: if the environment is closed, or its threads are another process's.
         """
         if self._physics is None:
             raise RuntimeError(
                 "MujocoBatchEnv: the environment is closed (expected an open one). "
                 "Create a new one."
+            )
+        if self._process not in (None, os.getpid()):
+            raise RuntimeError(
+                f"MujocoBatchEnv: made in process {self._process}, whose threads are not in its "
+                f"fork {os.getpid()} (expected one of this process). Create a new one here."
             )
         return self._physics
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -96,6 +99,7 @@ class Simulations:
         self._warnings = batch.warning
         # a state is a row of its parts by the order of their bits: these lead
         self._moving = batch.state[:, : mujoco.mj_stateSize(model, _MOVING)]
+        _ALIVE.add(self)
         self.start = self.fields["qpos"][0].copy(), self.fields["qvel"][0].copy()
         for values in self.start:
             values.flags.writeable = False
@@ -186,6 +190,16 @@ class Simulations:
             self._loaded, self.seen = {}, self.fields
         for name, loaded in self._loaded.items():
             loaded[ids] = self.fields[name][ids]
+
+
+def _keep_inherited() -> None:
+    """Never free, in a forked process, what the parent's threads step: it would wait for them."""
+    for simulations in _ALIVE:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(simulations.batch))
+
+
+_ALIVE: weakref.WeakSet[Simulations] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def _shapes(state: Mapping[str, Any]) -> tuple[Any, ...]:

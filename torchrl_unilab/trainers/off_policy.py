@@ -258,8 +258,11 @@ class OffPolicyTrainer(RankTrainer):
         self._tick += 1
         if config.prefetch:
             self.pipeline.start_prepare(self._tick, count)
-        with span("update"):
-            logged = self._learn(sample)
+        try:
+            with span("update"):
+                logged = self._learn(sample)
+        finally:
+            self.pipeline.after_tick()  # also if that was interrupted, and is taken up again
         self._report_update(logged)
 
     def _learn(self, sample: TensorDictBase) -> dict[str, float]:
@@ -287,14 +290,12 @@ class OffPolicyTrainer(RankTrainer):
                 self._post_optim_log(parts[len(observed) - 1])
         self._post_epoch_log_hook(sample)
         self._post_epoch_hook()
-        self.pipeline.after_tick()
-        # The one look at the device per tick; statistics of the policy's steps may be NaN.
-        means = torch.stack(observed).nanmean(0).tolist()
-        return {
-            name: mean
-            for name, mean in zip(update.statistics, means, strict=True)
-            if mean == mean or name == "loss_qvalue"
-        }
+        stacked = torch.stack(observed)
+        # Before the policy's first step its statistics are NaN; later, and elsewhere, nothing is.
+        young = self.updates - len(observed) < config.policy_frequency
+        means = stacked.nanmean(0) if young else stacked.mean(0)
+        named = zip(update.statistics, means.tolist(), strict=True)  # one look at the device
+        return {n: mean for n, mean in named if mean == mean or not young or n == "loss_qvalue"}
 
     def close(self) -> None:
         """Close the pipeline. Idempotent."""

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+from torchrl.data import RandomSampler
 from torchrl.trainers import ReplayBufferTrainer, Trainer
 from torchrl.trainers.trainers import TrainerHookBase
 
@@ -81,20 +81,28 @@ class PrefetchReplay(TrainerHookBase):
         """Register in place of the trainer's own sampling.
 
         Raises:
-            ConfigError: The trainer samples by priority, which is known only when it learns.
+            ConfigError: The trainer's buffer has another sampler than a `RandomSampler`, or
+                transforms, neither of which a pipeline knows.
         """
-        for entry in list(trainer._process_optim_batch_ops):
+        hooks = trainer._process_optim_batch_ops
+        place = len(hooks)
+        for entry in list(hooks):
             # TorchRL times its hooks; this one is a method.
             owner = getattr(inspect.unwrap(entry[0]), "__self__", None)
             if not isinstance(owner, ReplayBufferTrainer):
                 continue
-            if isinstance(owner.replay_buffer.sampler, PrioritizedSampler):
+            buffer = owner.replay_buffer
+            sampler = buffer.sampler.__class__
+            if sampler is not RandomSampler or len(buffer._transform):
                 raise ConfigError(
-                    "PrefetchReplay: the trainer's buffer has a PrioritizedSampler (expected one "
-                    "that does not depend on what is learnt). Use a RandomSampler."
+                    f"PrefetchReplay: the trainer's buffer has a {sampler.__name__} "
+                    f"and {len(buffer._transform)} transforms (expected a RandomSampler and none: "
+                    "the pipeline reads the storage itself). Sample by the buffer."
                 )
-            trainer._process_optim_batch_ops.remove(entry)
+            place = hooks.index(entry)
+            hooks.remove(entry)
         trainer.register_op("process_optim_batch", self)
+        hooks.insert(place, hooks.pop())  # what came after the sampling still does
         trainer.register_module(name, self)
 
     def state_dict(self) -> dict[str, Any]:

@@ -133,21 +133,21 @@ class ModuleWeights:
                 submodule.set_extra_state(nest_extra_state(prefix, own))
 
     def make_private(self, device: torch.device | str = "cpu") -> None:
-        """Replace each tensor that another process may hold by memory of this process.
+        """Give each tensor that another process may hold memory of this process.
 
-        Tensors on the meta device get memory on `device`. Kinds, flags and ties between
-        tensors stay; contents of shared tensors are kept.
+        It stays the same object, which a module may refer to elsewhere, too, with its contents.
+        Tensors on the meta device are replaced, by memory on `device`; kinds, flags and ties
+        between tensors stay.
         """
         replaced: dict[int, torch.Tensor] = {}
         for registry, name in self._places:
             old = registry[name]
+            if not old.is_meta:
+                if old.is_shared():
+                    old.data = old.detach().clone()
+                continue
             if id(old) not in replaced:
-                if old.is_meta:
-                    data = torch.empty_like(old, device=device)
-                elif old.is_shared():
-                    data = old.detach().clone()
-                else:
-                    continue
+                data = torch.empty_like(old, device=device)
                 if isinstance(old, nn.Parameter):
                     data = nn.Parameter(data, requires_grad=old.requires_grad)
                 replaced[id(old)] = data

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,16 @@ def test_a_checkpoint_tells_what_run_it_is_of_and_brings_components_back(tmp_pat
     run_checkpoint(part=part).load(expected[0])
     assert part.value.tolist() == [400.0] * 8
     assert torch.equal(torch.rand(3), expected[1])  # the generator too
+
+
+def test_copies_by_other_names_are_neither_loaded_nor_removed(tmp_path):
+    shutil.copytree(save(tmp_path, 100), tmp_path / "frames-best")
+    shutil.copytree(tmp_path / "frames-best", tmp_path / "frames-000000000100.mine")
+    for frames in (200, 300):
+        save(tmp_path, frames)
+    assert RunCheckpoints(tmp_path).newest().frames == 300
+    numbered = ["frames-000000000200", "frames-000000000300"]
+    assert names(tmp_path) == ["frames-000000000100.mine", *numbered, "frames-best"]
 
 
 def test_the_rows_of_a_replay_are_saved_and_loaded(tmp_path):

@@ -281,6 +281,12 @@ def test_another_run_or_nothing_to_do_is_refused(free, settings, reason):
     refused(free, reason, **settings)
 
 
+def test_a_run_that_was_to_go_on_for_longer_does_so_without_being_told_again(run_dir):
+    file = run_dir / "config.yaml"  # as a resumed run leaves it that is killed at once
+    file.write_text(file.read_text().replace(f"frames: {FRAMES}\n", f"frames: {2 * FRAMES}\n"))
+    assert resume_run(run_dir, **QUIET)["frames"] == 2 * FRAMES
+
+
 def test_a_checkpoint_in_the_directory_of_another_run_is_refused(run_dir):
     file = run_dir / "config.yaml"
     file.write_text(as_yaml({**read_config(file), "seed": 7, "hidden": [9]}))

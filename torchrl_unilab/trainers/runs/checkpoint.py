@@ -66,7 +66,7 @@ FORMAT = 5
 """Of what this package puts into a checkpoint; another one is refused."""
 DIGESTS = "digests.json"
 MANIFEST = "manifest.json"
-_PREFIX = "frames"
+_PREFIX, _DIGITS = "frames", 12
 _SUFFIXES = {".json", ".memmap", ".bin", ".pt"}  # nothing is unpickled: .pt is weights only
 _CHUNK = 1 << 22
 
@@ -176,8 +176,12 @@ class RunCheckpoints(CheckpointRotation):
         }
 
     def paths(self) -> list[Path]:
-        """Return where there are checkpoints, whole or damaged, the newest first."""
-        return sorted(self.directory.glob(f"{_PREFIX}-*"), reverse=True)
+        """Return where there are checkpoints, whole or damaged, the newest first.
+
+        Copies by other names are none: they are neither loaded nor removed.
+        """
+        found = self.directory.glob(f"{_PREFIX}-{'[0-9]' * _DIGITS}")
+        return sorted(found, reverse=True)
 
     def save(
         self,
@@ -197,7 +201,7 @@ class RunCheckpoints(CheckpointRotation):
         """
         directory = self.directory
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / f"{_PREFIX}-{step:012d}"
+        path = directory / f"{_PREFIX}-{step:0{_DIGITS}d}"
         if path.exists():
             return path
         if components is None:  # a logger's state is its name alone
@@ -353,6 +357,8 @@ def save_learner(trainer: Trainer, *, insist: bool = False) -> None:
         trainer: The trainer.
         insist: Begin again after an interrupt: torchrun sends one to all ranks if one is lost.
     """
+    if not all(p.isfinite().all() for p in trainer.loss_module.parameters()):
+        return  # checkpoints of before are worth more
     try:
         trainer.checkpoint_rotation.save(
             trainer.checkpoint,

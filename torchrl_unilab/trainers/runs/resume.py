@@ -89,7 +89,7 @@ def resume_run(
     given = {name: value for name, value in options.items() if value is not None}
     run = RunConfig(
         saved.run["env"],
-        saved.total_frames if frames is None else frames,
+        max(saved.total_frames, said.get("frames", 0)) if frames is None else frames,
         saved.run["seed"],
         **{"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep, **given},
     )

@@ -31,6 +31,7 @@ __all__ = [
     "plot_returns",
     "run_dir_held",
     "run_logger",
+    "write_whole",
 ]
 
 
@@ -140,9 +141,17 @@ def cut_logs(directory: Path, frames: int) -> None:
         # A process that was killed may have left half a line at the end.
         kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= frames]
         if kept != lines:
-            draft = path.with_name(f".{path.name}")
-            draft.write_text("".join(kept))
-            draft.replace(path)
+            write_whole(path, "".join(kept))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole, or leave it as it was: also on a full disk, or if this is killed."""
+    draft = path.with_name(f".{path.name}")
+    with draft.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
 
 
 class RunLogger(Logger):

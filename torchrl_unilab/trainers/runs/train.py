@@ -26,7 +26,7 @@ from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunCon
 from torchrl_unilab.configs.algorithms import run_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError, DivergedError, UniLabError
+from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
@@ -50,6 +50,7 @@ from torchrl_unilab.trainers.runs.summary import (
     plot_returns,
     run_dir_held,
     run_logger,
+    write_whole,
 )
 from torchrl_unilab.trainers.video import check_filming
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -76,7 +77,7 @@ def train_appo(
 
     Args:
         env: Task of `MujocoBatchEnv`, or a name for ``create_env``'s environments.
-        frames: Frames to collect.
+        frames: How many to collect.
         run_dir: Must not exist, or be empty.
         seed: Seeds networks, environments and sampling.
         config: Settings; the task's own if not given.
@@ -170,8 +171,7 @@ class Run:
                 "needs). Ask for more, or lower learning_starts or batch_size."
             )
         self.options, self.config, self.saved = options, config, saved
-        self.algorithm = ALGORITHMS[config.algorithm]
-        self.loggers = options.logger.split(",")
+        self.algorithm, self.loggers = ALGORITHMS[config.algorithm], options.logger.split(",")
         check_loggers(self.loggers)
         if options.video_interval is not None:
             check_filming(own_environment=create_env is not None)
@@ -315,17 +315,17 @@ class Run:
         except Exception as error:
             self.ranks.leave(error)
             with contextlib.suppress(OSError, UniLabError):  # the first error says more
-                if self.leads and not isinstance(error, DivergedError):
+                if self.leads:
                     save_learner(trainer, insist=self.ranks.size > 1)  # the training is not lost
             raise
         return False
 
     def _start_writing(self, closing: contextlib.ExitStack) -> RunLogger:
         """Make the run directory and the logs: what can be refused has been."""
-        self._writing = True
         self.path.mkdir(parents=True, exist_ok=True)
         self._holding.enter_context(run_dir_held(self.path))
-        (self.path / CONFIG_FILE).write_text(as_yaml(run_settings(self.options, self.config)))
+        self._writing = True
+        write_whole(self.path / CONFIG_FILE, as_yaml(run_settings(self.options, self.config)))
         resumed_at = self.saved.frames if self.saved else 0 if self._again else None
         logger = run_logger(self.path, self.loggers, closing, resumed_at)
         if self.saved is None:
@@ -366,7 +366,7 @@ class Run:
             return summary
         title = f"{options.env}, {self.config.algorithm.upper()}, seed {options.seed}"
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
-        (self.path / SUMMARY).write_text(json.dumps(summary, allow_nan=False))
+        write_whole(self.path / SUMMARY, json.dumps(summary, allow_nan=False))
         return summary
 
     def _without_own_settings(self) -> str:
