@@ -129,11 +129,11 @@ def _half_a_write(strike: Strike) -> None:
 
 def _second_checkpoint(strike: Strike, run_dir: Path) -> None:
     """Have a process hit when the second checkpoint's files are written and not yet safe."""
-    fsync = os.fsync
+    fsync, checkpoints = os.fsync, run_dir / "checkpoint"
     struck: list[bool] = []
 
     def hooked(descriptor: int) -> None:
-        if not struck and len(os.listdir(run_dir / "checkpoint")) == 2:
+        if not struck and checkpoints.is_dir() and len(os.listdir(checkpoints)) == 2:
             struck.append(True)
             strike()
         fsync(descriptor)

@@ -73,8 +73,8 @@ def test_max_steps_ends_an_episode(run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--camera", "front"], "camera 'front' (expected one of []"),
-        (["--camera", "2"], "camera 2 (expected one of []"),
+        (["--camera", "front"], "camera 'front' (expected -1"),
+        (["--camera", "2"], "camera 2 (expected -1"),
         (["--episodes", "0"], "play: 0 episodes (expected at least 1)"),
         (["--max-steps", "0"], "max_episode_steps is 0"),
         (["--run-dir", "nowhere"], "cannot play nowhere: no config.yaml"),
