@@ -76,6 +76,17 @@ def test_an_error_of_a_task_of_ones_own_shows_where_it_was_raised(tmp_path, monk
         main([*command, "--run-dir", str(tmp_path / "run")])
 
 
+def test_a_task_of_the_working_directory_is_found(tmp_path):
+    (tmp_path / "mine.py").write_text("raise SystemExit('found')\n")
+    command = ["train", "appo", "--env", "mine:Task", "--frames", "9", "--run-dir", "run"]
+    asked = f"from torchrl_unilab.cli import main; main({command})"
+    isolated = [sys.executable, "-P", "-c", asked] if sys.version_info >= (3, 11) else None
+    if isolated is None:
+        pytest.skip("Python before 3.11 always has the working directory on its path")
+    done = subprocess.run(isolated, capture_output=True, text=True, cwd=tmp_path)
+    assert "found" in done.stderr
+
+
 def test_a_config_file_repeats_a_run_and_flags_take_precedence(tmp_path, capsys):
     file = tmp_path / "config.yaml"
     shown = _printed(capsys, "--env", "Swimmer-v5", "--frames", "9", "--gamma", "0.5")

@@ -16,6 +16,7 @@ from torchrl_unilab.trainers.runs.summary import (
     cut_logs,
     plot_returns,
     run_logger,
+    write_whole,
 )
 
 
@@ -30,6 +31,18 @@ def test_logs_are_cut_after_the_frames_of_a_checkpoint_and_where_a_line_is_torn(
     assert sorted(os.listdir(scalars)) == ["lr.csv", "return.csv"]
     assert (scalars / "return.csv").read_text() == "10,1.0\n20,2.0\n"
     assert (scalars / "lr.csv").read_text() == "10,0.1\n"
+
+
+def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "config.yaml"
+    write_whole(file, "a: 1\n")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(file, "a: 2\n")
+    assert file.read_text() == "a: 1\n"
 
 
 def test_without_logs_there_is_nothing_to_cut(tmp_path):
