@@ -7,8 +7,8 @@ or ``make learn``.
 A line has the task, the algorithm, the seed, all settings, what they were measured with, the
 learning curve, and three returns: of the last 64 training episodes, with noise; and without noise
 of ten episodes in Gymnasium's own environment and of 16 in `MujocoBatchEnv`. The latter are played
-while it trains, too, if asked for. A run that is
-interrupted, or fails, writes nothing. `tests.benchmarks.learning_page` draws what is recorded.
+while it trains, too, if asked for. A run that is interrupted, or fails, writes nothing.
+`tests.benchmarks.learning_page` draws what is recorded.
 """
 
 from __future__ import annotations

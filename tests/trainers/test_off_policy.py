@@ -341,6 +341,15 @@ def test_what_is_not_finite_in_one_update_of_a_tick_ends_the_training_before_it_
     trainer.collector.shutdown()
 
 
+@BOTH
+def test_a_resumed_trainer_whose_first_updates_leave_the_policy_has_not_diverged(algorithm):
+    trainer = _trainer(20, algorithm=algorithm, policy_frequency=4, updates_per_step=1)
+    trainer.updates = 8  # as a checkpoint has it
+    trainer.train()
+    assert trainer.updates > 12
+    trainer.close()
+
+
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_training_goes_on_after_an_interrupt_in_mid_update(prefetch):
     trainer = _trainer(20, prefetch=prefetch)

@@ -213,6 +213,7 @@ class OffPolicyTrainer(RankTrainer):
         self.updates = 0
         self._tick = 0
         self._ready = False  # all ranks have enough rows
+        self._policy_moved = False  # since this trainer was made
         self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
         self.pipeline = DoubleBufferReplayPipeline(
             self.storage,
@@ -279,20 +280,20 @@ class OffPolicyTrainer(RankTrainer):
         if self._process_optim_batch_ops or self._post_optim_log_ops:
             parts = [*map(self._process_optim_batch_hook, sample.chunk(config.updates_per_step))]
             sample = torch.cat(parts)
-        observed = []
+        observed, young = [], not self._policy_moved
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
             self.updates += 1
             policy = self.updates % config.policy_frequency == 0
             observed.append(update.step(minibatch, update_policy=policy))
+            self._policy_moved |= policy
             self._post_optim_hook()
             if parts:
                 self._post_optim_log(parts[len(observed) - 1])
         self._post_epoch_log_hook(sample)
         self._post_epoch_hook()
         stacked = torch.stack(observed)
-        # Before the policy's first step its statistics are NaN; later, and elsewhere, nothing is.
-        young = self.updates - len(observed) < config.policy_frequency
+        # Before the policy's first step here its statistics are NaN; later, and elsewhere, none is.
         means = stacked.nanmean(0) if young else stacked.mean(0)
         named = zip(update.statistics, means.tolist(), strict=True)  # one look at the device
         return {n: mean for n, mean in named if mean == mean or not young or n == "loss_qvalue"}

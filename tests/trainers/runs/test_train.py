@@ -281,7 +281,7 @@ def test_what_is_no_longer_finite_ends_a_run_and_leaves_the_checkpoints_of_befor
     assert not live_children()
 
 
-def test_a_directory_is_one_runs_at_a_time(tmp_path, monkeypatch):
+def test_a_directory_is_one_runs_at_a_time(tmp_path):
     _train(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     with (

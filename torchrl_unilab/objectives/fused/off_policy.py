@@ -298,7 +298,7 @@ class FusedOffPolicyUpdate(abc.ABC):
             update_policy: Whether the policy learns too; the critics and all targets always
                 move.
             generator: Source of the noise; the device's global one by default. It is drawn in
-                the order in which the loss draws it (the same numbers, where a multiple of 16).
+                the order in which the loss draws it; on the CPU torch fills by 16 numbers.
 
         Returns:
             Losses and statistics as `statistics` names them. Those of the policy are of the
