@@ -13,8 +13,9 @@ humanoids observe and MuJoCo computes on request), from the same states and with
 same controls as *step*, which is `EnvBase.step` of ours: neither restarts anything, and that
 both end in the same states is checked. *unclocked* is the same without MuJoCo's own timing of
 its steps, which ours switches off. *restarting* is our `step_and_maybe_reset`, which starts
-the next episodes, beside *EnvPool*, which does the same inside its `step`. *ParallelEnv* is
-TorchRL's, of so many workers with one `GymEnv` each, whatever the number of simulations.
+the next episodes, beside *EnvPool*, which does the same inside its `step`. *ParallelEnv* and
+*AsyncEnvPool* (by shared memory) are TorchRL's, *AsyncVectorEnv* Gymnasium's, of so many
+workers with one environment each, whatever the number of simulations.
 EnvPool is a dependency of this benchmark alone: ``pip install '.[peers]'``.
 """
 
@@ -29,13 +30,15 @@ from functools import partial
 from statistics import median
 
 import envpool
+import gymnasium
 import mujoco
 import numpy as np
 import torch
+from gymnasium.vector import AsyncVectorEnv
 from mujoco.batch import Batch
 from numpy.typing import NDArray
 from torchrl._utils import logger as torchrl_logger
-from torchrl.envs import EnvBase, GymEnv, ParallelEnv
+from torchrl.envs import AsyncEnvPool, EnvBase, GymEnv, ParallelEnv
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
@@ -155,9 +158,26 @@ class Stepping:
 
 
 @contextlib.contextmanager
-def gym_workers(name: str, workers: int) -> Iterator[Way]:
-    """TorchRL's environment of processes, stepped by a random policy."""
-    env: EnvBase = ParallelEnv(workers, partial(GymEnv, name))
+def gym_workers(name: str, workers: int) -> Iterator[dict[str, Way]]:
+    """TorchRL's and Gymnasium's environments of processes, stepped by random actions."""
+    makers = [partial(GymEnv, name)] * workers
+    with contextlib.ExitStack() as stack:
+        ways = {}
+        for kind, env in (
+            ("ParallelEnv", ParallelEnv(workers, makers)),
+            ("AsyncEnvPool", AsyncEnvPool(makers, backend="multiprocessing", exchange="shm")),
+        ):
+            stack.callback(env.close)
+            ways[kind] = torchrl_way(env)
+        vector = AsyncVectorEnv([partial(gymnasium.make, name)] * workers)
+        stack.callback(vector.close)
+        actions = [vector.action_space.sample() for _ in range(ACTIONS)]
+        ways["AsyncVectorEnv"] = Way(vector.reset, lambda i: vector.step(actions[i % ACTIONS]))
+        yield ways
+
+
+def torchrl_way(env: EnvBase) -> Way:
+    """A way to step an environment of TorchRL's."""
     actions = [env.action_spec.rand() for _ in range(ACTIONS)]
     root = env.reset()
 
@@ -167,12 +187,10 @@ def gym_workers(name: str, workers: int) -> Iterator[Way]:
 
     def step(i: int) -> None:
         nonlocal root
-        _, root = env.step_and_maybe_reset(root.set("action", actions[i % ACTIONS]))
+        root["action"] = actions[i % ACTIONS]
+        _, root = env.step_and_maybe_reset(root)
 
-    try:
-        yield Way(restart, step)
-    finally:
-        env.close()
+    return Way(restart, step)
 
 
 def race(
@@ -228,27 +246,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6400, help="of all, in a round")
     parser.add_argument("--turn", type=int, default=1280, help="steps of all, in a turn")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--workers", type=int, default=8, help="of ParallelEnv")
+    parser.add_argument("--workers", type=int, default=8, help="of ParallelEnv and its like")
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     torchrl_logger.setLevel("ERROR")
     print(
         "| task | simulations | threads | mujoco.batch | step | of it | of unclocked | restarting "
-        "| EnvPool | of it | ParallelEnv | of it |\n|---|" + "---:|" * 11
+        "| EnvPool | of it | ParallelEnv | of it | AsyncEnvPool | of it | AsyncVectorEnv "
+        "| of it |\n"
+        "|---|" + "---:|" * 15
     )
     for name in args.tasks:
-        with gym_workers(name, args.workers) as gym_way:
+        with gym_workers(name, args.workers) as gym_ways:
             for envs in args.envs:
                 for threads in args.threads:
                     turn = max(1, args.turn // envs)
                     turns = max(1, args.steps // (envs * turn))
                     stepping = Stepping(name, envs, threads, turn * turns)
-                    ways = stepping.ways() | {"ParallelEnv": gym_way}
+                    ways = stepping.ways() | gym_ways
                     seconds = race(ways, args.rounds, turns, turn, stepping.check)
                     stepping.close()
                     speeds = {way: envs * turn / median(taken) for way, taken in seconds.items()}
-                    speeds["ParallelEnv"] *= args.workers / envs
                     cells = [
                         f"{speeds['mujoco.batch']:,.0f}",
                         f"{speeds['step']:,.0f}",
@@ -257,9 +276,10 @@ def main() -> None:
                         f"{speeds['restarting']:,.0f}",
                         f"{speeds['EnvPool']:,.0f}",
                         f"**{ratio(seconds, 'restarting', 'EnvPool'):.2f}**",
-                        f"{speeds['ParallelEnv']:,.0f}",
-                        f"**{speeds['restarting'] / speeds['ParallelEnv']:.1f}**",
                     ]
+                    for way in gym_ways:
+                        speed = speeds[way] * args.workers / envs
+                        cells += [f"{speed:,.0f}", f"**{speeds['restarting'] / speed:.1f}**"]
                     print(f"| {name} | {envs} | {threads} | {' | '.join(cells)} |", flush=True)
 
 

@@ -6,7 +6,8 @@ All update an actor and two critics of 2x256 units on 256 transitions of HalfChe
 with Adam and target networks, the policy in every step. They take turns in blocks. Plain
 PyTorch uses autograd and fused Adam; TorchRL its loss, fused Adam and `SoftUpdate`. The policy's
 thread comes beside torch's, whose number the table has. The products alone, which no update
-in float32 can do without, say how far each is from the processor's limit.
+in float32 can do without, say how far each is from the processor's limit; the last column is the
+share that they would take at the rate of one large product: of the roofline.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torchrl_unilab.objectives.fused.td3 import FusedTD3Update
 OBSERVATION, ACTION = 17, 6
 LR, TAU = 3e-4, 0.005
 WIDTH = 256
+LARGE = 1024
 ROWS = 10_000  # of replays
 
 
@@ -80,8 +82,8 @@ def fused_step(algorithm: str, batch: TensorDict, **options: Any) -> Callable[[]
     return lambda: update.step(packed)
 
 
-def products(algorithm: str, batch: int) -> Callable[[], object]:
-    """The matrix products of an update, of zeros in the caches.
+def layers_of(algorithm: str) -> dict[int, int]:
+    """Products of an update with `WIDTH` outputs: how many, by the width of their inputs.
 
     Hidden layers of the critics forward, backward, and by their weights, and of their targets
     forward; of the actor on both states forward, backward and by its weights; of the critics
@@ -89,11 +91,14 @@ def products(algorithm: str, batch: int) -> Callable[[], object]:
     """
     judged = 2 if algorithm == "SAC" else 1  # critics that the policy climbs
     hidden = 3 * 2 + 2 + 4 + 2 * judged
-    critic_first, actor_first = 2 * 2 + 2 + judged, 3
-    widths = {WIDTH: hidden, OBSERVATION + ACTION: critic_first, OBSERVATION: actor_first}
+    return {WIDTH: hidden, OBSERVATION + ACTION: 2 * 2 + 2 + judged, OBSERVATION: 3}
+
+
+def products(algorithm: str, batch: int) -> Callable[[], object]:
+    """The matrix products of an update, of zeros in the caches."""
     layers = [
         (torch.zeros(1, batch, width), torch.zeros(1, WIDTH, width), count)
-        for width, count in widths.items()
+        for width, count in layers_of(algorithm).items()
     ]
     multiply, bias = products_for(layers[0][1]), torch.zeros(1, 1, WIDTH)
 
@@ -104,6 +109,21 @@ def products(algorithm: str, batch: int) -> Callable[[], object]:
                 multiply.affine(x, weight, bias)
 
     return step
+
+
+def roofline(batch: int) -> dict[str, float]:
+    """Seconds that an update's products take, by algorithm, at the rate of one large product."""
+    large = torch.rand(1, LARGE, LARGE)
+    multiply, bias = products_for(large), torch.zeros(1, 1, LARGE)
+    with torch.inference_mode():
+        seconds = race({"large": lambda: multiply.affine(large, large, bias)}, 15, 3)["large"]
+    rate = LARGE**3 / seconds
+    flops = {
+        algorithm: sum(batch * width * WIDTH * n for width, n in layers_of(algorithm).items())
+        for algorithm in ("SAC", "TD3")
+    }
+    print(f"One product of {LARGE}x{LARGE} matrices: {2e-9 * rate:,.0f} GFLOP/s on one thread\n")
+    return {algorithm: count / rate for algorithm, count in flops.items()}
 
 
 def sampled_step(algorithm: str, storage: PackedReplayStorage, batch: int) -> Callable[[], object]:
@@ -173,8 +193,12 @@ def main() -> None:
     parser.add_argument("--sbx", action="store_true", help="add SBX, with its sample, one thread")
     options = parser.parse_args()
     print(f"One update of {options.batch} transitions, actor and two critics of 2x256 units\n")
-    print("| algorithm | threads | way | median ms | updates/s | of plain |")
-    print("|---|---:|---|---:|---:|---:|")
+    torch.set_num_threads(1)
+    limits = roofline(options.batch)
+    print(
+        "| algorithm | threads | way | median ms | updates/s | of plain | of one core's roofline |"
+    )
+    print("|---|---:|---|---:|---:|---:|---:|")
     with contextlib.ExitStack() as stack:
         storage = stack.enter_context(PackedReplayStorage(ROWS))
         storage.set(range(ROWS), make_transitions(ROWS, OBSERVATION, ACTION))
@@ -192,6 +216,7 @@ def main() -> None:
                 for name, median in medians.items():
                     ratio = median / medians["plain PyTorch"]
                     figures = f"{median * 1e3:.2f} | {1 / median:.0f} | {ratio:.2f}x"
+                    figures += f" | {limits[algorithm] / median:.2f}"
                     print(f"| {algorithm} | {threads} | {name} | {figures} |")
 
 

@@ -1,6 +1,6 @@
 """Packed replay beside TorchRL's storages and a plain gather.
 
-``python -m tests.benchmarks.bench_replay [--rounds 15] [--calls 8] [--torn 10000000]``
+``python -m tests.benchmarks.bench_replay [--rounds 15] [--calls 8] [--torn 10000000] [--peers]``
 
 All storages hold 262,144 rows with random content, and are full. A contender's call is timed
 in blocks of so many calls; blocks of all contenders take turns, in an order that changes from
@@ -10,12 +10,13 @@ round to round, and the median over the rounds is printed. One thread.
 over `LazyTensorStorage` with a `RandomSampler`, *memmap* over `LazyMemmapStorage`; *packed* is
 the same buffer over `PackedReplayStorage`, *native* its own `sample`, *reused* the same into
 one batch (`out`). *gather* is the limit: `torch.index_select` of as many rows from one float32
-tensor of the row's size, at positions drawn beforehand. *Slices* are of 16 rows, found by the
-ends of episodes after 16 more were written; *known* is *packed* by `PackedSliceSampler`.
-*Sequences* are `Sequence` units of 16 rows from positions that `RandomSampler` draws. *Hindsight*
-is `HERReplayBuffer`, by the strategy ``future``; goals are actions here. *By priority* 16 rows are
-written, so many sampled, and their priorities set; *packed* is by `PackedPrioritizedSampler`.
-TorchRL's needs its extension: without it there is no such table.
+tensor of the row's size, at positions drawn beforehand. With ``--peers`` the buffers of
+Stable-Baselines3 and of cpprb, from `.venv-peers`, sample as many rows. *Slices* are of 16 rows,
+found by the ends of episodes after 16 more were written; *known* is *packed* by
+`PackedSliceSampler`. *Sequences* are `Sequence` units of 16 rows from positions that
+`RandomSampler` draws. *Hindsight* is `HERReplayBuffer`, by the strategy ``future``; goals are
+actions here. *By priority* 16 rows are written, so many sampled, and their priorities set; *packed*
+is by `PackedPrioritizedSampler`. TorchRL's needs its extension: without it there is no such table.
 
 **Extend.** 1024 rows a call, of 64 blocks made beforehand, or always the same block, which the
 caches then hold. *storage* is `set` of the stock storages and `add`, `append` and `set` of ours;
@@ -28,10 +29,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl._utils import logger as torchrl_logger
@@ -48,6 +54,7 @@ from torchrl.data.replay_buffers import SliceSampler
 from torchrl.data.replay_buffers.sample_units import Sequence
 from torchrl.data.replay_buffers.samplers import prioritized
 
+from tests.benchmarks.peer_homes import python_of
 from tests.benchmarks.turns import race
 from tests.support.processes import receive, spawned
 from tests.support.transitions import append_until_told, mixed, stamped
@@ -95,6 +102,29 @@ def make_blocks(observations: int, actions: int) -> list[TensorDict]:
     ]
 
 
+def make_peers(observations: int, actions: int) -> dict[str, Callable[[int], object]]:
+    """What samples so many rows of other libraries' buffers, by library; they are full."""
+    home = Path(python_of("baselines")).parents[1]
+    sys.path.append(str(next(home.glob("lib/python*/site-packages"))))
+    cpprb, buffers, spaces = map(
+        importlib.import_module, ("cpprb", "stable_baselines3.common.buffers", "gymnasium.spaces")
+    )
+    random = np.random.default_rng(0)
+    seen = random.random((CAPACITY, observations), np.float32)
+    taken = random.random((CAPACITY, actions), np.float32)
+    flat = {"obs": seen, "act": taken, "next_obs": seen}
+    shapes = {name: {"shape": values.shape[1]} for name, values in flat.items()}
+    rows = cpprb.ReplayBuffer(CAPACITY, shapes | {"rew": {}, "done": {}})
+    zeros = np.zeros(CAPACITY, np.float32)
+    rows.add(**flat, rew=zeros, done=zeros)
+    boxes = (spaces.Box(0.0, 1.0, (size,)) for size in (observations, actions))
+    baselines = buffers.ReplayBuffer(CAPACITY, *boxes, device="cpu")
+    baselines.observations[:, 0] = baselines.next_observations[:, 0] = seen
+    baselines.actions[:, 0] = taken
+    baselines.full = True
+    return {"SB3": baselines.sample, "cpprb": rows.sample}
+
+
 def print_row(case: str, medians: dict[str, float], limit: str) -> None:
     """One line of a table: microseconds, with how many times as fast as stock."""
     stock = medians["stock"]
@@ -107,8 +137,9 @@ def print_row(case: str, medians: dict[str, float], limit: str) -> None:
 class Contenders:
     """All storages with rows of one size."""
 
-    def __init__(self, size: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, size: str, stack: contextlib.ExitStack, *, peers: bool) -> None:
         self._stack = stack
+        self.peers = make_peers(*SIZES[size]) if peers else {}
         self.blocks = make_blocks(*SIZES[size])
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         self.packed = stack.enter_context(PackedReplayStorage(CAPACITY, writers=1))
@@ -152,6 +183,7 @@ class Contenders:
             "native": lambda: self.packed.sample(count),
             "reused": lambda: self.packed.sample(count, out=out),
             "gather": gather,
+            **{name: partial(sample, count) for name, sample in self.peers.items()},
         }
 
     def slicing(self, count: int) -> dict[str, Call]:
@@ -282,13 +314,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=8, help="of a block")
+    parser.add_argument("--peers", action="store_true", help="add SB3's buffer and cpprb's")
     parser.add_argument("--torn", type=int, default=10_000_000, help="rows to sample; 0: none")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torchrl_logger.setLevel("ERROR")
     for size in SIZES:
         with contextlib.ExitStack() as stack:
-            contenders = Contenders(size, stack)
+            contenders = Contenders(size, stack, peers=options.peers)
             for title, cases, limit in (
                 ("Sample", {f"{n:,}": contenders.sampling(n) for n in SAMPLES}, "gather"),
                 ("Slices", {"256": contenders.slicing(256)}, "stock"),

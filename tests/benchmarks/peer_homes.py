@@ -9,7 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "peers"
 HOMES = {
-    "baselines": ["sbx-rl==0.28.0", "stable-baselines3==2.9.2", "gymnasium[mujoco]==1.4.0"],
+    "baselines": [
+        "sbx-rl==0.28.0",
+        "stable-baselines3==2.9.2",
+        "gymnasium[mujoco]==1.4.0",
+        "cpprb==11.0.0",
+    ],
     "rl_games": ["rl-games==1.6.5", "envpool==1.2.5"],
 }
 """Environments of peers, and what pip is asked for."""
