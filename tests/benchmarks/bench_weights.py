@@ -56,6 +56,14 @@ def summary(seconds: list[float]) -> str:
     return f"{statistics.median(seconds) * 1e6:.1f} ({tail * 1e6:.0f})"
 
 
+def tail(seconds: list[float]) -> str:
+    """Percentiles 50, 90, 99 in microseconds but for the first of each block; median of these."""
+    first = seconds[::BLOCK]
+    others = [value for i, value in enumerate(seconds) if i % BLOCK]
+    points = [*np.percentile(others, (50, 90, 99)), statistics.median(first)]
+    return " | ".join(f"{point * 1e6:.1f}" for point in points)
+
+
 def timed(call: Callable[[], object], times: int) -> list[float]:
     """Seconds of each of `times` calls."""
     taken = []
@@ -130,12 +138,20 @@ def main() -> None:
     print("Publishing, median µs (99th percentile); ratio: SharedMem to unilab\n")
     print(f"| MB | workers | memcpy | {' | '.join(SCHEMES)} | ratio |")
     print("|---:|---:|---:|" + "---:|" * (len(SCHEMES) + 1))
+    tails: list[str] = []
     for megabytes in options.megabytes:
         for workers in options.workers:
             seconds = publishing(megabytes, workers, options.publishes)
             ratio = statistics.median(seconds["SharedMem"]) / statistics.median(seconds["unilab"])
             cells = " | ".join(summary(values) for values in seconds.values())
             print(f"| {megabytes:g} | {workers} | {cells} | {ratio:.1f}x |", flush=True)
+            tails += [
+                f"| {megabytes:g} | {workers} | {name} | {tail(seconds[name])} |"
+                for name in ("memcpy", "unilab")
+            ]
+    print("\nPercentiles in a block of fifty but for its first call, and that, after a pause, µs\n")
+    print("| MB | workers | | 50 | 90 | 99 | first |\n|---:|---:|---|---:|---:|---:|---:|")
+    print("\n".join(tails))
     print("\nA worker's side and the bare transport, median µs (99th percentile)\n")
     print("| MB | memcpy | transport write | of memcpy | pull | poll, nothing new |")
     print("|---:|---:|---:|---:|---:|---:|")
