@@ -393,3 +393,19 @@ def test_a_compiled_loss_takes_the_same_step():
         moved.append([p.detach().clone() for p in loss.actor_network.parameters()])
     for eager, other in zip(*moved, strict=True):
         torch.testing.assert_close(eager, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_target_policy_moves_after_a_rollouts_last_step_whatever_was_counted_before(
+    fused, monkeypatch
+):
+    trainer = _trainer(3, fused=fused, epochs=2, minibatches=48)  # which do not divide a rollout
+    loss, moved, update = trainer.loss_module, [], trainer.loss_module.update_target
+    loss.target_update_freq = None
+    loss.steps = 5  # as where a run that was interrupted in mid-update goes on
+    monkeypatch.setattr(loss, "update_target", lambda: (moved.append(loss.steps), update()))
+
+    trainer.train()
+
+    assert moved == [5 + 96, 5 + 2 * 96, 5 + 3 * 96]
+    assert trainer._optim_count == 3 * 96

@@ -160,3 +160,15 @@ def test_an_evaluation_is_filmed_each_so_many_frames(policy, transport, tmp_path
     assert names == ["frames-000000000200.mp4", "frames-000000000400.mp4"]
     frames, _ = read_video(videos.directory / names[0])
     assert len(frames) == 4  # three steps, and the first state
+
+
+@pytest.mark.parametrize("episodes", [1, 2, 5])
+def test_as_many_episodes_are_played_as_asked_for_however_many_environments(policy, episodes):
+    env = make_env()
+    env.set_seed(5)
+
+    returns = evaluate(env, policy, episodes=episodes)
+
+    env.close()
+    assert returns.shape == (episodes,)
+    assert (returns > 0).all()

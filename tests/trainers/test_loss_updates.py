@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Bounded, Composite, Unbounded
+from torchrl.objectives import SACLoss
 
 from tests.support import reference
 from tests.support.off_policy import make_transitions
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives import FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
@@ -234,3 +237,27 @@ def test_products_are_in_bfloat16_where_chosen_or_where_the_processor_has_them(
 def test_the_setting_of_correlated_noise_reaches_the_actor():
     config = APPOConfig(hidden=(8,), noise_correlation=0.8)
     assert build_learner(_env(), config).actor.noise_correlation == 0.8
+
+
+def test_td3_without_the_fused_update_refuses_a_critic_that_its_loss_would_not_feed():
+    config = OffPolicyConfig("td3", hidden=(), fused=False, critic_observation="all")
+    env = _env()
+    env.observation_spec["all"] = Unbounded(OBS)
+    loss = build_learner(env, config).loss
+
+    with pytest.raises(ConfigError, match=r"TD3Loss: its critic reads \['all'\]"):
+        make_update(loss, config)
+
+
+def test_a_loss_without_target_networks_is_learnt_by():
+    config = OffPolicyConfig("sac", hidden=(), batch_size=ROWS)
+    networks = build_learner(_env(), config).loss
+    loss = SACLoss(networks.actor_network, networks.qvalue_network, delay_qvalue=False)
+    loss.make_value_estimator(gamma=0.99)
+    before = [p.detach().clone() for p in loss.parameters()]
+
+    update = make_update(loss, dataclasses.replace(config, fused=False))
+    update.step(make_transitions(ROWS, OBS, ACT))
+
+    changed = [not torch.equal(a, b) for a, b in zip(before, loss.parameters(), strict=True)]
+    assert all(changed)

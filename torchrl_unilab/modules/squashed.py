@@ -254,9 +254,10 @@ def _bounds(
                 "Take the action spec's."
             )
         bounds.append(bound.expand(size).clone())
-    if not (bounds[0] < bounds[1]).all():
+    reach = bounds[1] - bounds[0]
+    if not (reach.isfinite() & (reach > 0)).all():
         raise ConfigError(
-            f"action bounds: low {low}, high {high} (expected low < high in all dimensions). "
-            "Take the action spec's."
+            f"action bounds: low {low}, high {high} (expected low < high in all dimensions, "
+            "and a finite difference). Give the environment's action spec bounds."
         )
     return bounds[0], bounds[1]

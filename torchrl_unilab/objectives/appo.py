@@ -73,7 +73,8 @@ class APPOLoss(LossModule):
         rho_bar: V-trace's bound of the ratio in temporal differences.
         c_bar: V-trace's bound of the ratio in traces.
         tau: Share of the current policy that each target update takes over.
-        target_update_freq: Optimiser steps between target updates.
+        target_update_freq: Optimiser steps between target updates; None: `update_target` is called
+            where one is due.
 
     Raises:
         ConfigError: A coefficient is out of its range.
@@ -131,13 +132,13 @@ class APPOLoss(LossModule):
         rho_bar: float = 1.0,
         c_bar: float = 1.0,
         tau: float = 1.0,
-        target_update_freq: int = 64,
+        target_update_freq: int | None = 64,
     ) -> None:
         _check_range("clip_epsilon", clip_epsilon, 0.0, float("inf"))
         _check_range("gamma", gamma, 0.0, 1.0)
         _check_range("lambda_", lambda_, 0.0, 1.0)
         _check_range("tau", tau, 0.0, 1.0)
-        if target_update_freq < 1:
+        if target_update_freq is not None and target_update_freq < 1:
             raise ConfigError(
                 f"target_update_freq: {target_update_freq} (expected at least 1). "
                 "It counts optimiser steps."
@@ -158,6 +159,7 @@ class APPOLoss(LossModule):
         self.target_update_freq = target_update_freq
         self.steps = 0  # a number, so that counting never waits for a device
         self._estimated_at: int | None = None  # of `steps`
+        self._updated_at: int | None = 0  # the target policy, likewise
         self._current = list(actor_network.parameters())
         self._target = list(self.target_actor_network.parameters())
 
@@ -194,16 +196,16 @@ class APPOLoss(LossModule):
 
         Its KL divergence is then 0 but for rounding, and says nothing of the learning rate.
         """
-        copied = self.tau == 1.0 and self.steps % self.target_update_freq == 0
-        return self.steps == self._estimated_at and (copied or self.steps == 0)
+        copied = self.steps == self._updated_at and (self.tau == 1.0 or self.steps == 0)
+        return self.steps == self._estimated_at and copied
 
-    def get_extra_state(self) -> dict[str, int]:
-        """Return the count of optimiser steps, which a checkpoint carries."""
-        return {"steps": self.steps}
+    def get_extra_state(self) -> dict[str, int | None]:
+        """Return counts of optimiser steps, which a checkpoint carries."""
+        return {"steps": self.steps, "updated_at": self._updated_at}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        """Restore the count of optimiser steps."""
-        self.steps = state["steps"]
+        """Restore the counts of optimiser steps."""
+        self.steps, self._updated_at = state["steps"], state.get("updated_at")
 
     def _forward_value_estimator_keys(self, **_: NestedKey) -> None:
         """Do nothing: V-trace is part of this loss, not a separate module."""
@@ -306,14 +308,18 @@ class APPOLoss(LossModule):
             rho_clip_fraction=rho_clip_fraction,
         )
 
-    @torch.no_grad()
     def step_target(self) -> None:
         """Count an optimiser step; move the target policy every `target_update_freq`."""
         self.steps += 1
-        if self.steps % self.target_update_freq:
-            return
+        if self.target_update_freq is not None and self.steps % self.target_update_freq == 0:
+            self.update_target()
+
+    @torch.no_grad()
+    def update_target(self) -> None:
+        """Move the target policy."""
         torch._foreach_lerp_(self._target, self._current, self.tau)
         self.sync_target_buffers()
+        self._updated_at = self.steps
 
     @torch.no_grad()
     def sync_target_buffers(self) -> None:

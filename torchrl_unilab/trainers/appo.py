@@ -160,6 +160,8 @@ class APPOTrainer(RankTrainer):
         estimated = loss.estimate(self.pool.data.transpose(0, 1)).select(*loss.in_keys)
         pool = estimated.reshape(-1)
         statistics = self._take_steps(batch, pool) | _pool_statistics(loss, pool)
+        if loss.target_update_freq is None:  # then once per rollout
+            loss.update_target()
         if self.config.final_log_std is not None:
             bound = self.config.highest_log_std(self.collected_frames / self.total_frames)
             loss.actor_network[0].log_std.detach().clamp_(max=bound)
@@ -190,7 +192,9 @@ class APPOTrainer(RankTrainer):
 
     def _shuffled(self, pool: TensorDictBase, minibatches: int) -> Iterable[TensorDictBase]:
         order = torch.randperm(pool.shape[0], device=pool.device)
-        chunks: Iterable[TensorDictBase] = self._pre_epoch_hook(pool[order]).chunk(minibatches)
+        rows: TensorDictBase = self._pre_epoch_hook(pool[order])
+        sizes = [len(part) for part in order.tensor_split(minibatches)]
+        chunks: Iterable[TensorDictBase] = rows.split(sizes)
         return chunks
 
     def _step(self, minibatch: TensorDictBase) -> torch.Tensor:

@@ -32,18 +32,22 @@ _NICENESS = 10  # learner and collectors come first
 
 
 def evaluate(
-    env: EnvBase, policy: TensorDictModuleBase, *, max_steps: int = 100_000
+    env: EnvBase,
+    policy: TensorDictModuleBase,
+    *,
+    episodes: int | None = None,
+    max_steps: int = 100_000,
 ) -> torch.Tensor:
-    """Run each environment of `env` for one episode, acting deterministically.
+    """Run whole episodes, acting deterministically.
 
     Args:
         env: Batch size [N] or [].
         policy: Writes the action.
+        episodes: How many, one of each environment at a time; N by default (1 for batch size []).
         max_steps: Steps after which an unfinished episode is cut.
 
     Returns:
-        The return of each environment's first episode, float64, [N] ([1] for batch
-        size []).
+        The returns, float64, [episodes].
 
     Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -54,14 +58,22 @@ def evaluate(
         torch.Size([3])
         >>> env.close()
     """
-    return _play(env, policy, max_steps)[0]
+    return _play(env, policy, episodes, max_steps)[0]
+
+
+def _play(
+    env: EnvBase, policy: TensorDictModuleBase, episodes: int | None, max_steps: int = 100_000
+) -> torch.Tensor:
+    """Return returns and lengths of episodes, float64 [2, episodes]."""
+    envs = env.batch_size.numel()
+    count = envs if episodes is None else episodes
+    rounds = [_play_round(env, policy, max_steps) for _ in range(-(-count // envs))]
+    return torch.cat(rounds, 1)[:, :count]
 
 
 @torch.no_grad()
-def _play(
-    env: EnvBase, policy: TensorDictModuleBase, max_steps: int = 100_000
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return returns and lengths of the first episodes, float64 [N]."""
+def _play_round(env: EnvBase, policy: TensorDictModuleBase, max_steps: int) -> torch.Tensor:
+    """Return returns and lengths of each environment's next episode, float64 [2, N]."""
     returns = torch.zeros(env.batch_size.numel(), dtype=torch.float64)
     lengths = torch.zeros_like(returns)
     running = torch.ones_like(returns, dtype=torch.bool)
@@ -75,7 +87,7 @@ def _play(
             running &= ~after["done"].reshape(-1)
             if not running.any():
                 break
-    return returns, lengths
+    return torch.stack([returns, lengths])
 
 
 class Evaluation(NamedTuple):
@@ -115,10 +127,11 @@ class BackgroundEvaluation:
     as ``eval_return`` and ``eval_length`` at the frames at which it was asked for.
 
     Args:
-        create_env: Makes the environment, each of whose simulations plays an episode. Picklable.
+        create_env: Makes the environment. Picklable.
         policy: The published policy.
         transport: Where its weights are published.
         interval: Frames from one evaluation to the next.
+        episodes: As for `evaluate`.
         seed: Seeds the environment before each evaluation.
         videos: What is filmed: of such an evaluation, one more episode.
 
@@ -152,6 +165,7 @@ class BackgroundEvaluation:
         transport: UniLabShmTransport,
         *,
         interval: int,
+        episodes: int | None = None,
         seed: int = 0,
         videos: Videos | None = None,
     ) -> None:
@@ -168,7 +182,7 @@ class BackgroundEvaluation:
         self._filmed = 0  # intervals of videos in which an evaluation has come
         stage = videos.create_env if videos else None
         payload = cloudpickle.dumps((create_env, stage, on_host(policy)))
-        self._process = WorkerGroup(_run, [(payload, transport, seed)], name="evaluation")
+        self._process = WorkerGroup(_run, [(payload, transport, episodes, seed)], name="evaluation")
 
     def register(self, trainer: Trainer) -> None:
         """Look after each batch. There is no state for checkpoints."""
@@ -220,7 +234,9 @@ class BackgroundEvaluation:
         self._process.stop()
 
 
-def _run(link: Link, payload: bytes, transport: UniLabShmTransport, seed: int) -> None:
+def _run(
+    link: Link, payload: bytes, transport: UniLabShmTransport, episodes: int | None, seed: int
+) -> None:
     """Evaluate on request, until the learner ends."""
     os.nice(_NICENESS)
     create_env, create_stage, policy = cloudpickle.loads(payload)
@@ -233,7 +249,7 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport, seed: int) -
                 frames, video = request
                 version = transport.read_weights_into(policy)
                 env.set_seed(seed)
-                returns, lengths = _play(env, policy)
+                returns, lengths = _play(env, policy, episodes)
                 if video is not None:
                     _film(create_stage, policy, video, seed)
                 link.answer((frames, version, returns.mean().item(), lengths.mean().item()))

@@ -19,6 +19,7 @@ from torchrl.trainers.trainers import OptimizationStepper
 
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate, FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.objectives.appo import kl_adapted_lr
@@ -114,7 +115,8 @@ class LossUpdate:
             for part, group in self._groups.items()
             if group
         }
-        self._target = SoftUpdate(loss, tau=config.tau)
+        targets = any(name.startswith("target_") for name, _ in loss.named_children())
+        self._target = SoftUpdate(loss, tau=config.tau) if targets else None
         self.statistics: tuple[str, ...] = ()
 
     def prepare(self, batch: TensorDictBase) -> TensorDictBase:
@@ -141,7 +143,8 @@ class LossUpdate:
             if part in steps:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self._target.step()
+        if self._target is not None:
+            self._target.step()
         self.statistics = names
         return observed
 
@@ -163,7 +166,20 @@ def make_update(
         return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **options)
     if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
         return FusedTD3Update(loss, **options)
+    if isinstance(loss, TD3Loss):
+        _check_actor_inputs(loss)
     return LossUpdate(loss, config, ranks)
+
+
+def _check_actor_inputs(loss: TD3Loss) -> None:
+    """Refuse a critic that `TD3Loss` would not give what it reads: it has the actor's inputs."""
+    actor, critic = loss.actor_network, loss.qvalue_network
+    missing = [key for key in critic.in_keys if key not in (*actor.in_keys, *actor.out_keys)]
+    if missing:
+        raise ConfigError(
+            f"TD3Loss: its critic reads {missing} (expected what the actor reads or writes, "
+            f"{[*actor.in_keys, *actor.out_keys]}). Use networks that the fused update takes."
+        )
 
 
 def _matmul_dtype(loss: LossModule, config: OffPolicyConfig) -> torch.dtype | None:

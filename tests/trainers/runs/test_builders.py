@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torchrl.data import Composite, OneHot, TensorSpec, Unbounded
 
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -93,3 +95,22 @@ def test_a_run_learns_on_a_gpu_and_is_evaluated_on_the_cpu(config, tmp_path: Pat
     assert evaluate_run(tmp_path / "run", episodes=2)["mean"] == pytest.approx(
         summary["eval_return"]
     )
+
+
+def _acting(action_spec: TensorSpec) -> SimpleNamespace:
+    """The specs of an environment with these actions."""
+    observation = Composite(observation=Unbounded(4))
+    shape = torch.Size([])
+    return SimpleNamespace(batch_size=shape, observation_spec=observation, action_spec=action_spec)
+
+
+@every_algorithm
+def test_actions_that_are_not_continuous_are_refused(config):
+    with pytest.raises(ConfigError, match=r"actions: OneHot \(expected continuous ones"):
+        build_learner(_acting(OneHot(2)), config)
+
+
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_actions_without_bounds_are_refused_by_sac_and_td3(algorithm):
+    with pytest.raises(ConfigError, match=r"(?s)action bounds: .* finite difference"):
+        build_learner(_acting(Unbounded(3)), OffPolicyConfig(algorithm))

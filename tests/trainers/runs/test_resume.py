@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from tests.support.processes import live_children
 from tests.support.quick import OFF_POLICY
 from torchrl_unilab.cli import main
 from torchrl_unilab.configs.file import as_yaml, read_config
+from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, WorkerError
 from torchrl_unilab.trainers import (
     APPOConfig,
@@ -179,10 +181,11 @@ def test_a_run_ahead_of_the_learner_goes_on_with_counters_curve_replay_and_logs(
 
 def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path, monkeypatch):
     kill = at_the_kill(lambda hook: os.kill(hook.collector.pids[0], signal.SIGKILL))
+    keeps_all = dataclasses.replace(RUNS["sac"][1], replay_buffer_n=FRAMES // 4)
     with monkeypatch.context() as patch:
         patch.setattr(PublishWeights, "__call__", kill)
         with pytest.raises(WorkerError, match="was ended by SIGKILL"):
-            train(tmp_path / "run", "sac")
+            train(tmp_path / "run", "sac", config=keeps_all)
     saved = RunCheckpoints(tmp_path / "run" / "checkpoint").newest()
     assert saved.frames == KILLED
     summary = resume_run(tmp_path / "run", **QUIET)
@@ -190,6 +193,11 @@ def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path, monkeyp
     assert summary["resumed"] == [KILLED]
     assert summary["optim_steps"] == 4 * (FRAMES // 8 - 3)  # from 32 rows on, none left out
     assert not live_children()
+    with PackedReplayStorage(FRAMES) as replay:
+        (rows,) = RunCheckpoints(tmp_path / "run" / "checkpoint").newest().path.rglob("rows.bin")
+        replay.loads(rows.parent)
+        first, again = replay[:4]["observation"], replay[KILLED : KILLED + 4]["observation"]
+    assert not torch.isclose(first, again).all(1).any()
 
 
 # What is refused

@@ -192,11 +192,11 @@ class FusedAPPOUpdate:
 
         Args:
             columns: A pool, [k, M].
-            minibatches: Chunks; the last one is smaller where they do not divide M.
+            minibatches: Chunks, whose sizes differ by one at most.
             generator: Source of the order; the device's global one by default.
         """
         order = torch.randperm(columns.shape[1], generator=generator, device=columns.device)
-        return columns.index_select(1, order).chunk(minibatches, dim=1)
+        return columns.index_select(1, order).tensor_split(minibatches, dim=1)
 
     def step(self, columns: torch.Tensor) -> torch.Tensor:
         """Take one step on a minibatch; leave its gradients, clipped, in ``parameter.grad``.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from torchrl.data.tensor_specs import ContinuousBox
 from torchrl.envs import EnvBase
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
@@ -93,9 +94,25 @@ def _observation_sizes(env: EnvBase, config: APPOConfig | OffPolicyConfig) -> di
     return {key: vectors[key] for key in (config.observation, config.critic_observation)}
 
 
+def _action_space(env: EnvBase) -> ContinuousBox:
+    """Return the space of the environment's actions.
+
+    Raises:
+        ConfigError: It is not continuous.
+    """
+    space = env.action_spec.space
+    if not isinstance(space, ContinuousBox):
+        raise ConfigError(
+            f"actions: {type(env.action_spec).__name__} (expected continuous ones, of a Bounded "
+            "or Unbounded spec). Choose another environment."
+        )
+    return space
+
+
 def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
     """Return APPO's networks and loss."""
     sizes = _observation_sizes(env, config)
+    _action_space(env)
     normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items()}
     key, critic_key = config.observation, config.critic_observation
     actor = make_actor(
@@ -125,11 +142,7 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
         rho_bar=config.rho_bar,
         c_bar=config.c_bar,
         tau=config.tau,
-        target_update_freq=(
-            config.epochs * config.minibatches
-            if config.target_update_freq is None
-            else config.target_update_freq
-        ),
+        target_update_freq=config.target_update_freq,
     )
     return Learner(normalizers, actor, loss)
 
@@ -147,7 +160,7 @@ def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
         if config.obs_normalization
         else {}
     )
-    space = env.action_spec.space
+    space = _action_space(env)
     low, high = (bound.reshape(-1, bound.shape[-1])[0] for bound in (space.low, space.high))
     reach = (high - low) / 2
     actions = env.action_spec.shape[-1]

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
@@ -166,8 +165,7 @@ def evaluate_run(
     run = load_run(run_dir, "evaluate", create_env, **size)
     run.env.set_seed(seed)
     with contextlib.closing(run.env):
-        rounds = -(-episodes // run.env.batch_size.numel())
-        returns = torch.cat([evaluate(run.env, run.actor) for _ in range(rounds)])[:episodes]
+        returns = evaluate(run.env, run.actor, episodes=episodes)
     return {
         "env": run.settings["env"],
         "episodes": episodes,

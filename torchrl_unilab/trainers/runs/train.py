@@ -191,8 +191,8 @@ class Run:
             )
         self.path, self._again = Path(run_dir), again
         self.resumed = [*saved.resumed, saved.frames] if saved else []
-        # Rank 0 alone resumes where it was; the others do not begin as they did.
-        root = (options.seed, saved.frames) if saved and ranks.rank else options.seed
+        # Workers whose state was saved resume where they were; others do not begin as they did.
+        root = (options.seed, saved.frames) if saved else options.seed
         self._network_seed = child_seeds(options.seed, 1)[0]
         self._acting_seed = child_seeds(root, 2 + ranks.rank)[-1]
         self._writing = False
@@ -278,6 +278,7 @@ class Run:
                 self.learner.actor,
                 scheme.create_transport(),
                 interval=options.eval_interval,
+                episodes=options.eval_episodes,
                 seed=options.seed,
                 videos=Videos(self._create_proxy, self.path / VIDEOS, filmed) if filmed else None,
             )
@@ -334,11 +335,10 @@ class Run:
 
     def summarise(self, interrupted: bool) -> dict[str, Any]:
         """Return the summary; rank 0 evaluates, writes it, and plots the learning curve."""
-        options, trainer = self.options, self.trainer
+        options, trainer, returns = self.options, self.trainer, self.trainer.returns
         eval_return = None
         with contextlib.suppress(KeyboardInterrupt):  # after a second Ctrl-C, too
             eval_return = self._evaluate() if self.leads else None
-        returns = trainer.returns
         summary = {
             "env": options.env,
             "algo": self.config.algorithm,
@@ -359,12 +359,11 @@ class Run:
             "curve": returns.curve,
             "versions": package_versions(),
         }
-        evaluations = [] if self.evaluation is None else self.evaluation.evaluations
-        if evaluations:
+        if evaluations := self.evaluation.evaluations if self.evaluation else []:
             summary["evaluations"] = evaluations
         if not self.leads:
             return summary
-        title = f"{options.env}, {self.config.algorithm.upper()}, seed {options.seed}"
+        title = f"{options.env}, {summary['algo'].upper()}, seed {options.seed}"
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         write_whole(self.path / SUMMARY, json.dumps(summary, allow_nan=False))
         return summary
@@ -380,18 +379,19 @@ class Run:
         )
 
     def _evaluate(self) -> float:
+        options, actor = self.options, on_host(self.learner.actor)
         with contextlib.closing(self._evaluation_factory(self.threads.cores)()) as env:
-            env.set_seed(self.options.seed)
-            return float(evaluate(env, on_host(self.learner.actor)).mean())
+            env.set_seed(options.seed)
+            return float(evaluate(env, actor, episodes=options.eval_episodes).mean())
 
     def _evaluation_factory(self, threads: int) -> CreateEnv:
         """What makes the environment trained on; of ours, as many simulations as episodes."""
         create = self._create_env
         if not (isinstance(create, partial) and create.func is MujocoBatchEnv):
             return create
-        sizes = {"num_envs": self.options.eval_episodes, "num_threads": threads}
-        settings = {**create.keywords, **sizes, "stagger": False}
-        return partial(MujocoBatchEnv, *create.args[:1], **settings)
+        episodes = self.options.eval_episodes
+        sizes = {"num_envs": episodes, "num_threads": threads, "stagger": False}
+        return partial(MujocoBatchEnv, *create.args[:1], **(create.keywords | sizes))
 
 
 def child_seeds(seed: int | tuple[int, ...], count: int) -> list[int]:
