@@ -12,7 +12,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import EnvCreator, TransformedEnv, VecNorm
 from torchrl.envs.utils import ExplorationType
 
 from tests.support.acting import actions, make_policy, set_action
@@ -34,6 +36,7 @@ from torchrl_unilab.collectors import base as base_module
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError, WorkerError
 from torchrl_unilab.modules import make_actor
+from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 ENVS, STEPS = 2, 4
@@ -578,3 +581,57 @@ def test_what_the_first_worker_does_not_measure_is_left_out():
             if not math.isnan(collector.metrics().values["5"]):
                 break
         assert collector.metrics().values == {"both": 1.0, "5": 2.0}
+
+
+class Agents(CountingEnv):
+    """`CountingEnv` with a reward each for two agents: a third and two thirds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = self.batch_size
+        inner = Composite(reward=Unbounded((*shape, 2, 1)), shape=shape)
+        self.reward_spec = Composite(agents=inner, shape=shape)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        out = super()._step(tensordict)
+        share = torch.tensor([[1.0], [2.0]]) / 3.0
+        out["agents"] = TensorDict(reward=out.pop("reward").unsqueeze(-1) * share, batch_size=ENVS)
+        return out
+
+
+def test_returns_are_sums_over_all_rewards_of_an_environment():
+    def mean_return(create_env) -> float:
+        collector = _collector(make_policy(0.0), create_env, total_frames=64, inline=True)
+        for _ in collector:
+            found = collector.metrics().episode_return
+        collector.shutdown()
+        return found
+
+    assert mean_return(Agents) == pytest.approx(mean_return(CountingEnv))
+
+
+@pytest.mark.filterwarnings("ignore:This class is to be deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:VecNorm was.*initialized:UserWarning")
+def test_workers_share_what_an_environment_creator_shares():
+    def make() -> TransformedEnv:
+        return TransformedEnv(CountingEnv(), VecNorm(in_keys=["observation"], new_api=False))
+
+    collector = _collector(make_policy(0.0), EnvCreator(make), total_frames=2 * FRAMES)
+    for rollout in collector:
+        assert rollout["observation"].isfinite().all()
+    collector.shutdown()
+
+
+def test_a_request_waits_as_long_as_a_worker_lives(monkeypatch):
+    ask, waited = WorkerGroup.ask, []
+
+    def recorded(group, worker, *request, timeout=0.0):
+        waited.append(timeout)
+        return ask(group, worker, *request, timeout=timeout)
+
+    monkeypatch.setattr(WorkerGroup, "ask", recorded)
+    collector = _collector(make_policy(0.0), timeout=None, total_frames=FRAMES)
+    assert len(list(collector)) == 1
+    collector.state_dict()
+    collector.shutdown()
+    assert set(waited) == {None}

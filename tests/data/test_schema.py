@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from torchrl_unilab.data.schema import TensorSchema, leaves
 from torchrl_unilab.errors import LayoutDtypeError, LayoutError, LayoutKeyError, LayoutShapeError
@@ -44,9 +44,17 @@ def test_a_schema_has_the_keys_shapes_and_dtypes_of_its_example_in_order():
         (TensorDict(x=torch.ones(1), empty=TensorDict()), LayoutKeyError),
         (TensorDict({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}), LayoutKeyError),
         (TensorDict(x=torch.ones(1), name=NonTensorData("a")), LayoutDtypeError),
+        (TensorDict(x=torch.ones(2), name=NonTensorStack("a", "b")), LayoutDtypeError),
         (torch.ones(1), LayoutDtypeError),
     ],
-    ids=["no tensor", "empty nest", "one name twice", "no tensor in an entry", "no TensorDict"],
+    ids=[
+        "no tensor",
+        "empty nest",
+        "one name twice",
+        "no tensor in an entry",
+        "texts in an entry",
+        "no TensorDict",
+    ],
 )
 def test_what_has_no_schema_is_refused(item, error):
     with pytest.raises(error):

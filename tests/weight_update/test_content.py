@@ -118,6 +118,19 @@ def test_a_worker_takes_private_tensors_where_it_was_given_shared_ones(pair):
     assert worker.params["a", "b"].tolist() == [4.0, 4.0]
 
 
+def test_extra_state_whose_dictionary_was_built_anew_in_another_order_arrives(pair):
+    policy, acting = Mixed(1.0), Mixed(5.0)
+    sender, receiver = pair(policy, acting)
+    policy.counter.get_extra_state = lambda: {
+        "statistics": {"mean": torch.full((2,), 9.0)},
+        "count": 7,
+    }
+    sender.send()
+    receiver.pull()
+    assert acting.counter.count == 7
+    assert acting.counter.statistics["mean"].tolist() == [9.0, 9.0]
+
+
 def test_a_state_dict_without_what_is_not_persistent_keeps_the_last_published(pair):
     learner = Mixed(1.0)
     worker = Mixed()

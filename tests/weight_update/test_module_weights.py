@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
@@ -32,3 +33,22 @@ def test_private_tensors_leave_shared_memory_and_keep_value_kind_and_ties():
 def test_a_lazy_module_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"'0.weight' is lazy"):
         ModuleWeights(nn.Sequential(nn.LazyLinear(2)))
+
+
+def test_leaves_of_a_dictionary_whose_keys_have_dots_are_weights():
+    net = nn.Module()
+    net.params = TensorDictParams(
+        TensorDict({"0.weight": torch.ones(2), "a": {"b": torch.ones(1)}})
+    )
+    weights = ModuleWeights(net)
+    assert weights.names == ["params.0.weight", "params.a.b"]
+    weights.make_private()
+    assert [t.tolist() for t in weights.tensors(net)] == [[1.0, 1.0], [1.0]]
+
+
+def test_a_buffer_whose_items_share_one_place_gets_memory_for_each():
+    net = nn.Module()
+    net.register_buffer("scale", torch.tensor(2.0).expand(3))
+    ModuleWeights(net).make_private()
+    net.scale[0] = 1.0
+    assert net.scale.tolist() == [1.0, 2.0, 2.0]

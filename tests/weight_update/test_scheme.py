@@ -91,6 +91,18 @@ def test_a_single_process_collector_publishes_to_whoever_attaches(make_receiver)
     scheme.shutdown()
 
 
+@pytest.mark.parametrize("given", [TensorDict.from_module, lambda policy: policy])
+def test_a_single_process_collector_acts_with_weights_that_it_is_given(given):
+    schemes = {"policy": UniLabShmScheme()}
+    settings = {"weight_sync_schemes": schemes, "auto_register_policy_transforms": False}
+    with collecting(Collector, StillEnv, make_policy(0.25), **settings) as collector:
+        batches = iter(collector)
+        assert actions(next(batches)) == {0.25}
+        collector.update_policy_weights_(given(make_policy(0.75)))
+        assert actions(next(batches)) == {0.75}
+    schemes["policy"].shutdown()
+
+
 def test_publishing_waits_for_nobody(make_sender):
     scheme = make_sender(model=make_policy(), devices=[CPU] * 3)
     for _ in range(1000):

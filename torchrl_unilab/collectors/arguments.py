@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 from tensordict.nn import TensorDictModuleBase
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, EnvCreator
 from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 
@@ -24,6 +24,7 @@ __all__ = [
     "policy_scheme",
     "steps_of",
     "the_policy",
+    "without_creators",
 ]
 
 CreateEnv = Callable[[], EnvBase]
@@ -144,6 +145,17 @@ def env_factories(
             "(expected one function for each). Leave num_collectors out."
         )
     return factories
+
+
+def without_creators(
+    factories: Sequence[CreateEnv],
+) -> tuple[list[CreateEnv | None], dict[int, EnvCreator]]:
+    """Return factories that can be pickled by value, and the others by number.
+
+    What an `EnvCreator` shares among workers is pickled while a process is spawned, or not at all.
+    """
+    creators = {i: make for i, make in enumerate(factories) if isinstance(make, EnvCreator)}
+    return [None if i in creators else make for i, make in enumerate(factories)], creators
 
 
 def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:

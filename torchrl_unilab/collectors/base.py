@@ -32,6 +32,7 @@ from torchrl_unilab.collectors.arguments import (
     policy_scheme,
     steps_of,
     the_policy,
+    without_creators,
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
 from torchrl_unilab.collectors.places import first_seed, first_trajectory
@@ -166,7 +167,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             names = list(self._measure(env))
             self._metrics = metrics = SharedMetrics(self.num_workers, names=names)
             self.scheme.init_on_sender(model_id="policy", context=self)
-            factories = [] if self._inline else self._factories
+            factories, creators = without_creators([] if self._inline else self._factories)
             payload = cloudpickle.dumps((factories, on_host(self.policy), explore, self._measure))
             random_frames = -(-self.init_random_frames // self.num_workers)
             setup = WorkerSetup(
@@ -177,6 +178,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
                 self.policy_device[0],
                 trace.settings(),
                 first_trajectory=first_trajectory(self.worker_idx, self.scheme.first_version),
+                creators=creators,
             )
             workers: WorkerService | WorkerGroup
             if self._inline:

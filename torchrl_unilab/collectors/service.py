@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import cloudpickle
 import torch
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, EnvCreator
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
@@ -174,6 +174,7 @@ class WorkerSetup:
         device: Where the policy acts.
         trace: The trace that the worker's events go to, if one is recorded.
         first_trajectory: Id of the first trajectory of all workers.
+        creators: Environment factories that are not in the payload, by number.
     """
 
     payload: bytes
@@ -183,6 +184,7 @@ class WorkerSetup:
     device: torch.device
     trace: TraceSettings | None
     first_trajectory: int = 0
+    creators: Mapping[int, EnvCreator] = field(default_factory=dict)
 
 
 def build_service(
@@ -210,7 +212,7 @@ def build_service(
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
     scheme.connect(worker_idx=worker)
     rollouts = RolloutWorker(
-        factories[worker]() if env is None else env,
+        (setup.creators.get(worker) or factories[worker])() if env is None else env,
         policy if explore is None else explore(policy).to(setup.device),
         setup.num_steps,
         worker=worker,

@@ -113,13 +113,14 @@ class WorkerTeam:
         """Ask each worker its own request; return the answers.
 
         Raises:
-            WorkerError: A worker failed.
+            WorkerError: A worker failed, or did not answer in time.
         """
         if self.service is not None:
             return [self._serve(*requests[0])]
         answers: list[Any] = []
         for worker, request in enumerate(requests):
-            self.persist(lambda: answers.append(self._group.ask(worker, *request)))  # noqa: B023
+            ask = partial(self._group.ask, worker, *request, timeout=self._timeout)
+            self.persist(lambda: answers.append(ask()))  # noqa: B023
         return answers
 
     def ask_all(self, *request: Any) -> list[Any]:

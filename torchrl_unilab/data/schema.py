@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from torchrl_unilab.errors import LayoutDtypeError, LayoutError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.shm.layout import dotted
@@ -53,7 +53,7 @@ def _collect(data: TensorDictBase, path: Path, found: dict[Path, torch.Tensor]) 
         here = (*path, key)
         if isinstance(entry, torch.Tensor):
             found[here] = entry
-        elif isinstance(entry, TensorDictBase):
+        elif isinstance(entry, TensorDictBase) and not is_non_tensor(entry):
             _collect(entry, here, found)
         else:
             raise LayoutDtypeError(

@@ -12,6 +12,7 @@ milliseconds if it preloads `torchrl_unilab.trainers`; never as a fork of the pa
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing as mp
 import os
 import signal
@@ -180,14 +181,14 @@ class WorkerGroup:
         except (EOFError, OSError):
             self._fail(worker)
 
-    def ask(self, index: int, *request: Any, timeout: float = START_SECONDS) -> Any:
+    def ask(self, index: int, *request: Any, timeout: float | None = START_SECONDS) -> Any:
         """Send a request and return the answer, whatever becomes of other workers meanwhile.
 
         Raises:
             WorkerError: The worker has failed, or has not taken the request, or answered it,
-                in `timeout` seconds.
+                in `timeout` seconds, None being as many as it lives.
         """
-        self.send(index, *request, timeout=timeout)
+        self.send(index, *request, timeout=math.inf if timeout is None else timeout)
         worker = self._workers[index]
         return self._receive(worker, timeout, [worker])
 

@@ -19,7 +19,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update.module_weights import ModuleWeights
 from torchrl_unilab.weight_update.transport import Weights, named_tensors
 
-__all__ = ["InitialWeights", "checked_module", "fallback_policy", "initial_weights"]
+__all__ = ["InitialWeights", "checked_module", "find_model", "initial_weights"]
 
 _NEEDED = "Either params_map, model_id + context or model/weights + devices must be provided."
 
@@ -116,9 +116,7 @@ def initial_weights(
 
 
 def _from_context(context: Any, model_id: str, workers: int, per_worker: bool) -> InitialWeights:
-    model = _resolve_model(context, model_id)
-    if model is None:
-        model = fallback_policy(context, model_id)
+    model = find_model(context, model_id)
     if model is None and model_id == "policy":
         factories = context.policy_factory
         if any(factory is not factories[0] for factory in factories):
@@ -136,9 +134,12 @@ def _for_each(source: Weights, workers: int, per_worker: bool) -> Mapping[int, W
     return {i: named_tensors(source) for i in range(workers)}
 
 
-def fallback_policy(context: Any, model_id: str) -> Any:
-    """Return the policy given beside a factory, which is the source of weights only."""
-    return context.__dict__.get("_fallback_policy") if model_id == "policy" else None
+def find_model(context: Any, model_id: str | None) -> Any:
+    """Return a collector's model, or None; a policy given beside a factory, if it has no other."""
+    model = _resolve_model(context, model_id or "policy")
+    if model is None and model_id == "policy":
+        return context.__dict__.get("_fallback_policy")
+    return model
 
 
 def checked_module(model: Any, model_id: str) -> nn.Module:

@@ -143,7 +143,7 @@ class ModuleWeights:
         for registry, name in self._places:
             old = registry[name]
             if not old.is_meta:
-                if old.is_shared():
+                if old.is_shared() or 0 in old.stride():  # expanded: several items in one place
                     old.data = old.detach().clone()
                 continue
             if id(old) not in replaced:
@@ -159,26 +159,31 @@ class _ParamsRegistry(MutableMapping[str, Any]):
 
     def __init__(self, params: TensorDictParams) -> None:
         self._params = params
+        self._paths = self._find_paths()
+
+    def _find_paths(self) -> dict[str, Any]:
+        """Return each leaf's key by dotted name; a key may have dots of its own."""
+        keys = self._params.keys(include_nested=True, leaves_only=True)
+        return {key if isinstance(key, str) else ".".join(key): key for key in keys}
 
     def __getitem__(self, name: str) -> Any:
-        return self._params.get(tuple(name.split(".")))
+        return self._params.get(self._paths[name])
 
     def __setitem__(self, name: str, value: Any) -> None:
         with self._params.unlock_():
             # A policy that came through the meta device would cast the value back to it. The
             # wrapper's own `clear_device_` leaves the device of its top level (tensordict 0.14).
             self._params._param_td.clear_device_()
-            self._params.set(tuple(name.split(".")), value)
+            self._params.set(self._paths[name], value)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("leaves of a TensorDictParams are not removed here")
 
     def __iter__(self) -> Iterator[str]:
-        keys = self._params.keys(include_nested=True, leaves_only=True)
-        return (key if isinstance(key, str) else ".".join(key) for key in keys)
+        return iter(self._find_paths())
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        return len(self._find_paths())
 
 
 def _registries_of(module: nn.Module) -> Sequence[_Registry]:

@@ -24,7 +24,7 @@ from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
     InitialWeights,
     checked_module,
-    fallback_policy,
+    find_model,
     initial_weights,
 )
 from torchrl_unilab.weight_update.module_weights import ModuleWeights
@@ -131,10 +131,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     def _init_on_sender_impl(
         self, *, model_id: str | None = None, context: Any = None, **source: Any
     ) -> None:
-        """Create the cells, with the initial weights as the first version.
-
-        `initial_weights` has the arguments.
-        """
+        """Create the cells, with what `initial_weights` finds as the first version."""
         initial = self._initial_weights(model_id=model_id, context=context, **source)
         self.per_worker_weights = initial.per_worker
         self._given = initial.model
@@ -198,13 +195,17 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 if known is None or tensors is None:
                     known = self._known[own] = ModuleWeights(weights)
                     tensors = known.tensors(weights) or []
-                if known.is_stateful:
-                    tensors += known.extra_state().values()
-                transport.publish(known.keys, tensors, worker_ids)
+                keys = known.keys
+                if known.is_stateful:  # whose dictionaries may have another order by now
+                    extra = known.extra_state()
+                    keys, tensors = (*known.names, *extra), [*tensors, *extra.values()]
+                transport.publish(keys, tensors, worker_ids)
             elif isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
                 self._send_per_worker(transport, weights, worker_ids)
             else:
                 transport.send_weights(weights, worker_ids)
+            if not own and isinstance(self.context, Collector):  # it acts in this process
+                WeightReceiver(transport.cell(0), 0).pull(find_model(self.context, self._model_id))
 
     def _find(self, weights: Any) -> Any:
         """Return what is to be published for an argument of `send`.
@@ -222,7 +223,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if model is None and context is not None and self._model_id is not None:
             model = _resolve_model(context, self._model_id)
             if model is None:
-                model = fallback_policy(context, self._model_id)
+                model = find_model(context, self._model_id)
         if model is None:
             raise ValueError(
                 "cannot publish weights: none given and the sender holds no model "
@@ -391,10 +392,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
         Workers keep their weights. A copy, or a receiver, only forgets the memory.
         """
-        transport = self.__dict__.get("_transport")
-        if transport is not None:
+        if (transport := self.__dict__.get("_transport")) is not None:
             if self._initialized_on_sender:
                 transport.close()
-            self._transport = None
-            self._shared_transport = None
+            self._transport = self._shared_transport = None
             self._clear_local()

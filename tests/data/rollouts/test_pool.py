@@ -148,3 +148,18 @@ def test_a_state_of_another_size_changes_nothing():
         other.load_state_dict(pool.state_dict())
     assert other.added == 1
     assert other.data["next", "reward"][0, 0].item() == 400.0
+
+
+def test_a_rollout_without_environments_is_refused():
+    with pytest.raises(LayoutShapeError, match=r"batch size \[3\] \(expected \[N, T\]"):
+        RolloutPool(2).add(_rollout(1)[0])
+
+
+def test_a_state_is_not_changed_by_rollouts_that_come_later():
+    pool = RolloutPool(1)
+    pool.add(_rollout(1))
+    state = pool.state_dict()
+    pool.add(_rollout(2))
+    other = RolloutPool(1)
+    other.load_state_dict(state)
+    assert (other.data["next", "reward"] < 200).all()

@@ -70,6 +70,11 @@ class RolloutPool:
             LayoutError: Its batch size or keys, or a tensor's shape or dtype, are not those of the
                 first; nothing was copied.
         """
+        if rollout.ndim != 2:
+            raise LayoutShapeError(
+                f"rollout for the pool: batch size {list(rollout.batch_size)} (expected [N, T], "
+                "time last). Unsqueeze or reshape it."
+            )
         if self._memory is None:
             n, steps = rollout.batch_size
             self._memory = (
@@ -105,12 +110,12 @@ class RolloutPool:
         return column
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rollouts, and how many there have been."""
+        """Return a copy of the rollouts, and how many there have been."""
         memory = self._memory
         return {
             "added": self.added,
             "batch_size": None if memory is None else list(memory.batch_size),
-            "rollouts": None if memory is None else memory.to_dict(),
+            "rollouts": None if memory is None else memory.clone().to_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
