@@ -123,3 +123,20 @@ def test_tensors_of_another_shape_are_refused_by_name():
     x = _inputs(0, 0.0)
     with pytest.raises(ValueError, match=r"r_t has shape \(3, 7, 1\) \(expected \(3, 7\)\)"):
         vtrace(**{**x, "r_t": x["r_t"].unsqueeze(-1)}, gamma=0.9)
+
+
+def test_what_is_not_finite_after_a_terminal_state_reaches_no_target():
+    v_t = torch.tensor([[2.0, torch.nan, 1.0, torch.inf]])
+    done = torch.tensor([[False, True, False, True]])
+    kept = vtrace(*_ending(v_t.nan_to_num(0.0, 0.0), done), gamma=0.9, lambda_=0.9)
+    assert timeout_bootstrap(v_t, done, done, gamma=0.5).tolist() == [[0.0] * 4]
+    for found, expected in zip(
+        vtrace(*_ending(v_t, done), gamma=0.9, lambda_=0.9), kept, strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def _ending(v_t: torch.Tensor, done: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A rollout of one environment whose episodes end in terminal states."""
+    zeros = torch.zeros_like(v_t)
+    return zeros, zeros + 1.0, v_t, zeros + 1.0, done, done

@@ -95,6 +95,7 @@ def test_spans_and_counters_are_written_in_the_trace_event_format(tmp_path, part
     assert names(events) == {(pid, 0): "learner", (pid, tid): "main"}
     assert events[4]["args"] == {"value": 3.0}
     assert 0 < events[5]["dur"] <= events[2]["dur"] <= took
+    assert 0 < events[5]["tdur"] <= events[2]["tdur"] <= took
     assert_nested(events)
     assert list(parts.iterdir()) == []
 
@@ -215,7 +216,7 @@ def test_of_spans_that_begin_together_the_outer_one_comes_first(tracer):
     tracer.counter("known", 1)  # names process and thread
     span = {"ph": "X", "pid": os.getpid(), "tid": threading.get_native_id(), "ts": 9.0}
     for name, dur in [("inner", 1.5), ("outer", 2.5)]:
-        _append(tracer, json.dumps({**span, "name": name, "dur": dur}) + "\n")
+        _append(tracer, json.dumps({**span, "name": name, "dur": dur, "tdur": dur}) + "\n")
     assert _span_names(tracer) == ["outer", "inner"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-_KEYS = {"M": {"args"}, "X": {"dur"}, "C": {"args"}}
+_KEYS = {"M": {"args"}, "X": {"dur", "tdur"}, "C": {"args"}}
 
 
 def load_events(path: Path) -> list[Event]:

@@ -261,3 +261,12 @@ def test_a_loss_without_target_networks_is_learnt_by():
 
     changed = [not torch.equal(a, b) for a, b in zip(before, loss.parameters(), strict=True)]
     assert all(changed)
+
+
+def test_truncated_rows_that_would_pass_for_terminated_are_refused():
+    config = OffPolicyConfig("sac", hidden=(), fused=False)
+    rows = make_transitions(ROWS, OBS, ACT)
+    rows["next", "truncated"] = rows["next"].pop("terminated")
+
+    with pytest.raises(ConfigError, match=r"'next.truncated' without 'next.terminated'"):
+        make_update(build_learner(_env(), config).loss, config).prepare(rows)

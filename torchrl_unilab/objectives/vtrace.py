@@ -33,7 +33,7 @@ def timeout_bootstrap(
         >>> timeout_bootstrap(value, done, terminated, gamma=0.5).tolist()
         [1.0, 0.0]
     """
-    return gamma * v_t * (done_t & ~terminated_t)
+    return (gamma * v_t).masked_fill(~done_t | terminated_t, 0.0)
 
 
 def vtrace(
@@ -93,6 +93,7 @@ def vtrace(
         rho = log_rho.exp()
         clipped_rho = rho.clamp(max=rho_bar)
         r_t = r_t + timeout_bootstrap(v_t, done_t, terminated_t, gamma=gamma)
+        v_t = v_t.masked_fill(done_t, 0.0)  # not even where it is not finite
         discount_t = gamma * (~done_t).to(v_t.dtype)  # a bool alone would give the default dtype
         delta_t = clipped_rho * (r_t + discount_t * v_t - v_tm1)
         trace_t = discount_t * lambda_ * rho.clamp(max=c_bar)

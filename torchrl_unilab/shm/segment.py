@@ -267,7 +267,8 @@ def _create_named(name: str) -> int:
     except FileExistsError:
         raise SegmentError(
             f"cannot create segment: name {name!r} is taken in {named_directory()} "
-            "(expected a new name). Choose another, or attach it."
+            "(expected a new name). Choose another, attach it, or, if its creator was killed, "
+            "remove the file."
         ) from None
 
 
@@ -322,7 +323,8 @@ def _unlink(path: Path | None, owner_pid: int | None) -> None:
 def _path(name: str) -> Path:
     if not name or Path(name).name != name:
         raise ConfigError(
-            f"segment name: {name!r} (expected a plain file name). Leave out separators."
+            f"segment name: {name!r} (expected a plain file name, which its creator was given). "
+            "Leave out separators."
         )
     return named_directory() / name
 

@@ -120,7 +120,17 @@ class LossUpdate:
         self.statistics: tuple[str, ...] = ()
 
     def prepare(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch; from now on all networks normalise by the statistics of now."""
+        """Return the batch; from now on all networks normalise by the statistics of now.
+
+        Raises:
+            ConfigError: Truncated rows would pass for terminated ones, as nothing tells them apart.
+        """
+        keys = set(batch.keys(True, True))
+        if ("next", "truncated") in keys and ("next", "terminated") not in keys:
+            raise ConfigError(
+                "batch: 'next.truncated' without 'next.terminated' (expected both, or a loss takes "
+                "done for terminated). Write rows with terminated = done & ~truncated."
+            )
         sync_normalizers(self.loss)
         return batch
 

@@ -56,8 +56,8 @@ def build_reward_comparison_metrics(
     """Return the latest mean return of 100 episodes, by which runs are compared.
 
     Args:
-        reward_history: Means over the last 100 episodes as the collector has logged them,
-            oldest first.
+        reward_history: Means over the last 100 episodes, oldest first. Collectors here report
+            those of 64 (`CollectorMetrics.episode_return`).
         smoothed_reward: A smoothed reward, which is shown beside and not compared by.
 
     Returns:
@@ -70,7 +70,7 @@ def build_reward_comparison_metrics(
         >>> build_reward_comparison_metrics([], 7.0)
         {}
     """
-    return {"mean_ep100": float(reward_history[-1])} if reward_history else {}
+    return {"mean_ep100": float(reward_history[-1])} if len(reward_history) else {}
 
 
 class _LearnerState:

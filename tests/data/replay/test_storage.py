@@ -511,3 +511,25 @@ def test_rows_first_seen_in_inference_mode_are_written_in_any():
         storage.append(stamped(torch.arange(4, 6)))
         storage.add(stamped(torch.arange(6, 8)))
         assert storage[:]["count"][:, 0].tolist() == list(range(8))
+
+
+def test_final_observations_of_some_keys_alone_are_refused():
+    rows = transitions(4)
+    rows["state"] = rows["next", "state"] = torch.zeros(4, 2)
+    mask, some = torch.ones(4, dtype=torch.bool), TensorDict(state=torch.ones(4, 2))
+    with PackedReplayStorage(16) as storage:
+        with pytest.raises(LayoutKeyError, match=r"without \['next.observation'\]"):
+            storage.add(rows, terminal_mask=mask, terminal_next_obs=some)
+        assert not len(storage)
+
+
+@pytest.mark.parametrize("stored", ["terminated", "truncated"])
+def test_done_is_what_the_one_stored_flag_says(stored):
+    rows = transitions(4)
+    rows["next", stored] = torch.tensor([[True], [False], [True], [False]])
+    rows["next", "done"] = torch.zeros(4, 1, dtype=torch.bool)
+    for name in {"terminated", "truncated"} - {stored}:
+        del rows["next", name]
+    with PackedReplayStorage(16) as storage:
+        storage.add(rows)
+        assert torch.equal(storage[:]["next", "done"], rows["next", stored])

@@ -81,10 +81,11 @@ class RowAppender:
         for name, tensor in observed.items():
             assert mask is not None
             stage.views[index[name]][mask.flatten()] = tensor[mask]
-        if TERMINATED in index and TRUNCATED in index:
-            terminated, truncated = stage.views[index[TERMINATED]], stage.views[index[TRUNCATED]]
-            if DONE in index:
-                torch.logical_or(terminated, truncated, out=stage.views[index[DONE]])
+        ends = [stage.views[index[name]] for name in (TERMINATED, TRUNCATED) if name in index]
+        if DONE in index and ends:
+            torch.logical_or(ends[0], ends[-1], out=stage.views[index[DONE]])
+        if len(ends) == 2:
+            terminated, truncated = ends
             torch.gt(truncated, terminated, out=truncated)
         return self._write(stage, envs)
 
@@ -174,12 +175,21 @@ class RowAppender:
         else:
             assert finals is not None
             named = {f"next.{dotted(key)}": leaf for key, leaf in leaves(finals).items()}
+            if missing := [key for key in self._next_observations() if key not in named]:
+                raise LayoutKeyError(
+                    f"final observations: without {missing} (expected all that rows have). Add "
+                    "them: a row would mix the final state with that after the reset."
+                )
         return {name: self._unmask(name, leaf, mask) for name, leaf in named.items()}
 
-    def _only_next_observation(self) -> str:
+    def _next_observations(self) -> list[str]:
+        """Keys of next observations: what rows have before and after a step."""
         names = self._form.index
         keys = [f"next.{name}" for name in names if name.split(".")[-1] not in SIGNALS]
-        found = [key for key in keys if key in names]
+        return [key for key in keys if key in names]
+
+    def _only_next_observation(self) -> str:
+        found = self._next_observations()
         if len(found) != 1:
             raise LayoutKeyError(
                 f"final observations: one tensor for the keys {found} (expected exactly one). "

@@ -31,6 +31,7 @@ from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 
 __all__ = [
     "CHECKPOINT",
+    "OWN_ENVIRONMENT",
     "TrainedPolicy",
     "evaluate_run",
     "load_run",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 CHECKPOINT = "checkpoint"
+OWN_ENVIRONMENT = "own_environment"
+"""What ``config.yaml`` and checkpoints of runs with `create_env` have beside their settings."""
 
 
 def saved_config(settings: Mapping[str, Any]) -> Any:
@@ -50,12 +53,16 @@ def saved_config(settings: Mapping[str, Any]) -> Any:
 
 
 def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
-    """Return the task of a run without an environment of its own; a ConfigError if there is none.
+    """Return the task of a run; a ConfigError if it is none, or the run had another environment.
 
     Args:
         settings: What ``config.yaml`` or a checkpoint has.
         refusal: How the error begins.
     """
+    if settings.get(OWN_ENVIRONMENT):
+        raise ConfigError(
+            f"{refusal}: its environment was made by create_env (expected that here, too). Give it."
+        )
     try:
         return make_task(settings["env"])
     except ValueError as error:

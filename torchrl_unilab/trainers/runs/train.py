@@ -41,7 +41,7 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     run_checkpoint,
     save_learner,
 )
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, OWN_ENVIRONMENT
 from torchrl_unilab.trainers.runs.summary import (
     RunLogger,
     check_loggers,
@@ -171,6 +171,9 @@ class Run:
                 "needs). Ask for more, or lower learning_starts or batch_size."
             )
         self.options, self.config, self.saved = options, config, saved
+        self.settings = run_settings(options, config) | (
+            {OWN_ENVIRONMENT: True} if create_env else {}
+        )
         self.algorithm, self.loggers = ALGORITHMS[config.algorithm], options.logger.split(",")
         check_loggers(self.loggers)
         if options.video_interval is not None:
@@ -220,8 +223,7 @@ class Run:
         with contextlib.closing(self._create_proxy()) as proxy:
             self.learner = build_learner(proxy, self.config)
             run_budget(proxy, self.learner, self.config).check()
-        settings = run_settings(self.options, self.config)
-        self.ranks.check_same(settings | package_versions() | {"resumed": self.resumed})
+        self.ranks.check_same(self.settings | package_versions() | {"resumed": self.resumed})
         for module in (self.learner.loss, *self.learner.normalizers.values()):
             self.ranks.broadcast_([*module.parameters(), *module.buffers()])
 
@@ -245,7 +247,9 @@ class Run:
         checkpoints = RunCheckpoints(
             self.path / CHECKPOINT, options.keep_checkpoints, options.interval
         )
-        run = {"env": options.env, "algo": config.algorithm, "seed": options.seed}
+        run = {
+            k: v for k, v in self.settings.items() if k in ("env", "algo", "seed", OWN_ENVIRONMENT)
+        }
         self.trainer = trainer = self.algorithm.trainer(
             collector=collector,
             loss_module=self.learner.loss,
@@ -326,11 +330,11 @@ class Run:
         self.path.mkdir(parents=True, exist_ok=True)
         self._holding.enter_context(run_dir_held(self.path))
         self._writing = True
-        write_whole(self.path / CONFIG_FILE, as_yaml(run_settings(self.options, self.config)))
+        write_whole(self.path / CONFIG_FILE, as_yaml(self.settings))
         resumed_at = self.saved.frames if self.saved else 0 if self._again else None
         logger = run_logger(self.path, self.loggers, closing, resumed_at)
         if self.saved is None:
-            logger.log_hparams(run_settings(self.options, self.config) | package_versions())
+            logger.log_hparams(self.settings | package_versions())
         return logger
 
     def summarise(self, interrupted: bool) -> dict[str, Any]:
