@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
+from torchrl_unilab.configs.appo import APPOConfig
+from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.configs.settings import (
     REQUIRED,
     Count,
@@ -21,6 +24,8 @@ from torchrl_unilab.configs.settings import (
 from torchrl_unilab.errors import ConfigError
 
 __all__ = ["RunConfig"]
+
+Config = TypeVar("Config", APPOConfig, OffPolicyConfig)
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1, description=f"an integer within [0, {2**32 - 1}]")]
 
@@ -89,26 +94,48 @@ class RunConfig(Settings):
 
     @classmethod
     def given(
-        cls, algorithm: type[Settings], env: str, frames: int, seed: int, **options: Any
-    ) -> RunConfig:
-        """Return the settings that a function was given for a run, with the algorithm's apart.
+        cls,
+        kind: type[Config],
+        config: Config | None,
+        env: str,
+        frames: int,
+        seed: int,
+        /,
+        **options: Any,
+    ) -> tuple[RunConfig, Config]:
+        """Return the settings that a function was given for a run, and the algorithm's.
+
+        Args:
+            kind: Of the algorithm's settings.
+            config: These; the task's own if not given.
+            env: The task.
+            frames: How many to collect.
+            seed: Of all randomness.
+            **options: Further settings of the run.
 
         Raises:
+            ConfigError: `config` is of another kind.
             TypeError: There is no such option; says where a setting of the algorithm goes.
         """
+        if not isinstance(config, (kind, NoneType)):
+            raise ConfigError(
+                f"config: {type(config).__name__} (expected {kind.__name__}). Take "
+                f"{kind.__name__}.for_task({env!r}), or the function of the other algorithm."
+            )
         names = [field.name for field in dataclasses.fields(cls)]
         for name, value in options.items():
             if name in names:
                 continue
-            if name in {field.name for field in dataclasses.fields(algorithm)}:
-                say = f"It is a setting: config={algorithm.__name__}.for_task({env!r}, "
+            if name in {"algo", *(field.name for field in dataclasses.fields(kind))}:
+                name = "algorithm" if name == "algo" else name
+                say = f"It is a setting: config={kind.__name__}.for_task({env!r}, "
                 say += f"{name}={value!r})."
             else:
                 say = (nearest(name, names) or " Leave it out.").lstrip()
             raise TypeError(
                 f"unexpected argument {name!r} (expected some of {', '.join(names)}). {say}"
             )
-        return cls(env, frames, seed, **options)
+        return cls(env, frames, seed, **options), config or kind.for_task(env)
 
     @property
     def interval(self) -> int:

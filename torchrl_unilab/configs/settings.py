@@ -148,9 +148,8 @@ class Settings:
     def __post_init__(self) -> None:
         kinds = self.kinds()
         for field in dataclasses.fields(self):
-            remedy = "Change it."
-            if field.default is not REQUIRED:
-                remedy = f"Leave it out for the default, {field.default!r}."
+            required = field.default is REQUIRED  # a task may have another default than the class
+            remedy = "Change it." if required else "Leave it out for the default."
             kinds[field.name].check(field.name, getattr(self, field.name), remedy)
 
     @classmethod

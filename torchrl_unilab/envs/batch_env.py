@@ -23,6 +23,7 @@ from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import Array, MujocoTask, check_observations
+from torchrl_unilab.errors import ConfigError
 
 _FLAGS = ("done", "terminated", "truncated")
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -131,10 +132,9 @@ class MujocoBatchEnv(EnvBase):
         render_ids: ArrayLike | None = None,
     ) -> None:
         """Compile the model and allocate the simulations."""
-        if isinstance(task, str):
-            task = make_task(task)
+        task = make_task(task) if isinstance(task, str) else task
         if dtype not in _NUMPY_DTYPE:
-            raise ValueError(
+            raise ConfigError(
                 f"MujocoBatchEnv: dtype is {dtype} (expected torch.float32 or "
                 "torch.float64). Cast the outputs to other types."
             )

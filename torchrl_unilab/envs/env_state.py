@@ -19,6 +19,7 @@ from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
 
@@ -127,7 +128,7 @@ class EnvState:
         unlimited = np.flatnonzero(model.actuator_ctrllimited == 0)
         if len(unlimited):
             names = [model.actuator(int(i)).name for i in unlimited]
-            raise ValueError(
+            raise ConfigError(
                 f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range "
                 "(expected one, which bounds the action). Give them a ctrlrange."
             )
@@ -214,7 +215,7 @@ class EnvState:
             value = np.asarray(value, dtype=np.float64)
             shape = (len(rows), fields[name].shape[1])
             if value.shape != shape or not np.isfinite(value).all():
-                raise ValueError(
+                raise ConfigError(
                     f"set_state: {name} has shape {value.shape} and "
                     f"{(~np.isfinite(value)).sum()} non-finite values (expected "
                     f"{shape} and none). Give one row per simulation to set."
@@ -256,13 +257,13 @@ class EnvState:
 
     def _check_reward(self, reward: NDArray[Any]) -> None:
         if reward.shape != (len(self),):
-            raise ValueError(
+            raise ConfigError(
                 f"MujocoBatchEnv.step: rewards of {self.task.name} have shape {reward.shape} "
                 f"(expected {(len(self),)}). Correct the task's `outcome`."
             )
         if not all_finite(reward):
             bad = np.flatnonzero(~np.isfinite(reward))
-            raise ValueError(
+            raise ConfigError(
                 f"MujocoBatchEnv.step: {len(bad)} rewards of {self.task.name} are not finite, the "
                 f"first in simulation {bad[0]} (expected none). Correct the task's `outcome`."
             )
@@ -270,12 +271,12 @@ class EnvState:
     @staticmethod
     def _check_action(action: NDArray[Any], shape: tuple[int, int]) -> None:
         if action.shape != shape:
-            raise ValueError(
+            raise ConfigError(
                 f"MujocoBatchEnv.step: action has shape {action.shape} (expected "
                 f"{shape}). Give one row of controls per simulation."
             )
         if not all_finite(action):
-            raise ValueError(
+            raise ConfigError(
                 f"MujocoBatchEnv.step: action has {(~np.isfinite(action)).sum()} "
                 "non-finite values (expected none). Check the policy for NaN."
             )
@@ -325,7 +326,7 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
         or len(np.unique(rows)) != len(rows)
         or ((rows < 0) | (rows >= n)).any()
     ):
-        raise ValueError(
+        raise ConfigError(
             f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Correct ids."
         )
     return rows
@@ -333,6 +334,6 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
 
 def _check_positive(name: str, value: int) -> None:
     if value < 1:
-        raise ValueError(
+        raise ConfigError(
             f"MujocoBatchEnv: {name} is {value} (expected at least 1). Give a positive {name}."
         )

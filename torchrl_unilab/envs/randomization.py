@@ -203,7 +203,7 @@ class ModelRandomizer:
         found = [numbers.shape for numbers in state_dict["numbers"]]
         expected = [numbers.shape for numbers in self._numbers]
         if found != expected or len(state_dict["generators"]) != len(self._rngs):
-            raise ValueError(
+            raise ConfigError(
                 f"ModelRandomizer: numbers of shapes {found} (expected {expected}). Load them "
                 "where the same is randomized in as many simulations."
             )

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.task import Array, MujocoTask
+from torchrl_unilab.errors import ConfigError
 
 __all__ = ["Simulations", "all_finite"]
 
@@ -173,7 +174,7 @@ class Simulations:
         """
         found, expected = _shapes(state), _shapes(self.state_dict())
         if found != expected:
-            raise ValueError(
+            raise ConfigError(
                 f"restore: a snapshot of shapes {found} (expected {expected}, those of "
                 f"{self._name}). Restore one of the same task and number of simulations."
             )
@@ -219,7 +220,7 @@ def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
         bound: NDArray[Any] = batch.bind(name)
         return bound
     if name not in MODEL_FIELDS:
-        raise ValueError(
+        raise ConfigError(
             f"MujocoBatchEnv: {task} reads {name!r} (expected a field of MjData that "
             "mujoco.batch binds or of MjModel that it expands). Correct `reads`."
         )

@@ -17,6 +17,7 @@ from torchrl import logger as torchrl_logger
 
 from torchrl_unilab.envs.mujoco_engine import add_contact_forces
 from torchrl_unilab.envs.randomization import Randomize
+from torchrl_unilab.errors import ConfigError
 
 Array = NDArray[np.float64]
 State: TypeAlias = tuple[Array, Array]
@@ -33,7 +34,7 @@ def check_observations(task: str, groups: Mapping[str, Sequence[Any]], nsim: int
     for key, parts in groups.items():
         for shape in map(np.shape, parts):
             if len(shape) != 2 or shape[0] != nsim:
-                raise ValueError(
+                raise ConfigError(
                     f"MujocoBatchEnv: {key!r} of {task} has a part of shape {shape} (expected "
                     f"({nsim}, width), a row per simulation). Correct the task."
                 )

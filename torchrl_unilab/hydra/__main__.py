@@ -9,10 +9,14 @@ from pathlib import Path
 
 import hydra
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
-from hydra.errors import CompactHydraException, InstantiationException
+from hydra.errors import (
+    CompactHydraException,
+    InstantiationException,
+    MissingConfigException,
+)
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError
+from omegaconf.errors import ConfigAttributeError, ValidationError
 
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, UniLabError
@@ -24,18 +28,19 @@ __all__ = ["main"]
 def _train(config: DictConfig) -> None:
     """Instantiate the trainer of a configuration, train, and end the collector."""
     if "trainer" not in config:
-        files = Path(__file__).with_name("recipes").glob("*.yaml")
-        recipes = [file.stem for file in files if file.stem != "unilab_trainer"]  # a part of others
-        raise ConfigError(
-            "configuration without a trainer (expected --config-name of "
-            f"{', '.join(sorted(recipes))}, or one of your own). Give it."
-        )
+        raise ConfigError(f"configuration without a trainer ({_expected()}). Give it.")
     trainer = instantiate(config.trainer)
     try:
         trainer.train()
     finally:
         trainer.collector.shutdown()
     logging.getLogger(__name__).info("%d frames collected", trainer.collected_frames)
+
+
+def _expected() -> str:
+    files = Path(__file__).with_name("recipes").glob("*.yaml")
+    recipes = [file.stem for file in files if file.stem != "unilab_trainer"]  # a part of others
+    return f"expected --config-name of {', '.join(sorted(recipes))}, or one of your own"
 
 
 def main() -> None:
@@ -49,10 +54,15 @@ def main() -> None:
         if not isinstance(error.__cause__, UniLabError):
             raise
         sys.exit(f"error: {error.__cause__}")
+    except ValidationError as error:  # of a value that stands for another one
+        sys.exit(f"error: {' '.join(str(error).split())}. Correct the value.")
+    except MissingConfigException as error:
+        sys.exit(f"error: {str(error).splitlines()[0]} ({_expected()}). Correct the name.")
     except CompactHydraException as error:  # which Hydra, too, shows without a traceback
         unknown = error.__cause__
         if not isinstance(unknown, ConfigAttributeError):
-            sys.exit(f"error: {error}")
+            reason = "" if unknown is None else f": {' '.join(str(unknown).split())}"
+            sys.exit(f"error: {error}{reason}")
         name, known = unknown.full_key, map(str, unknown.parent_node)
         sys.exit(
             f"error: {name}: unknown (expected a key of the configuration)."

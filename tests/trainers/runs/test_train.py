@@ -427,3 +427,24 @@ def test_a_run_is_evaluated_on_whole_episodes(tmp_path):
     run = Run(RunConfig("HalfCheetah-v5", 1024), APPOConfig(), tmp_path / "run")
     with contextlib.closing(run._evaluation_factory(threads=1)()) as env:
         assert not env.stagger
+
+
+@pytest.mark.parametrize(
+    ("train", "config", "kind"),
+    [
+        (train_appo, OffPolicyConfig(), "OffPolicyConfig"),
+        (train_off_policy, APPOConfig(), "APPOConfig"),
+        (train_appo, {"epochs": 3}, "dict"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(train, config, kind, tmp_path):
+    with pytest.raises(ConfigError, match=rf"config: {kind} \(expected \w+Config\)\. Take"):
+        train("Hopper-v5", frames=1024, run_dir=tmp_path / "run", config=config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["algorithm", "algo"])
+def test_an_algorithm_in_place_of_an_option_is_told_where_it_goes(name, tmp_path):
+    expected = r"It is a setting: config=OffPolicyConfig.for_task\('Hopper-v5', algorithm='td3'\)"
+    with pytest.raises(TypeError, match=expected):
+        train_off_policy("Hopper-v5", frames=1024, run_dir=tmp_path, **{name: "td3"})

@@ -100,8 +100,7 @@ def train_appo(
         >>> run["frames"], run["final_return"] > 1
         (1024, True)
     """
-    run = RunConfig.given(APPOConfig, env, frames, seed, **options)
-    config = config or APPOConfig.for_task(env)
+    run, config = RunConfig.given(APPOConfig, config, env, frames, seed, **options)
     return Run(run, config, run_dir, create_env=create_env, announce=announce)()
 
 
@@ -129,8 +128,7 @@ def train_off_policy(
         >>> run["frames"], run["optim_steps"] > 0
         (600, True)
     """
-    run = RunConfig.given(OffPolicyConfig, env, frames, seed, **options)
-    config = config or OffPolicyConfig.for_task(env)
+    run, config = RunConfig.given(OffPolicyConfig, config, env, frames, seed, **options)
     return Run(run, config, run_dir, create_env=create_env, announce=announce)()
 
 
