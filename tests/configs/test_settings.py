@@ -248,3 +248,9 @@ def test_flags_that_are_not_given_leave_the_defaults_to_the_task(parsers):
         fields = [f for f in dataclasses.fields(kind) if f.metadata["of"] in (None, "sac")]
         names = {field.name for field in fields} - {"algorithm"}
         assert {options[name] for name in names} == {None}
+
+
+@pytest.mark.parametrize("kind", [APPOConfig, OffPolicyConfig])
+def test_an_unknown_override_names_the_nearest_setting(kind):
+    with pytest.raises(TypeError, match=r"'num_env' .* Did you mean num_envs\?"):
+        kind.for_task("Hopper-v5", num_env=3)

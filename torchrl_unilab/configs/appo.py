@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -182,7 +181,7 @@ class APPOConfig(Settings):
     @classmethod
     def for_task(cls, task: str, **overrides: Any) -> APPOConfig:
         """Return the settings of a task, with `overrides` on top."""
-        return dataclasses.replace(cls(**APPO_TASKS.get(task, {})), **overrides)
+        return cls(**APPO_TASKS.get(task, {})).replace(**overrides)
 
 
 _LARGE_STEPS: Mapping[str, Any] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -222,7 +221,7 @@ class OffPolicyConfig(Settings):
             **OFF_POLICY_TASKS.get(task, {}),
             **ALGORITHM_TASKS.get((algorithm, task), {}),
         }
-        return dataclasses.replace(cls(algorithm=algorithm, **own), **overrides)
+        return cls(algorithm=algorithm, **own).replace(**overrides)
 
 
 ALGORITHM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError
 
@@ -151,6 +152,20 @@ class Settings:
             required = field.default is REQUIRED  # a task may have another default than the class
             remedy = "Change it." if required else "Leave it out for the default."
             kinds[field.name].check(field.name, getattr(self, field.name), remedy)
+
+    def replace(self, **changes: Any) -> Self:
+        """Return these settings with some changed.
+
+        Raises:
+            TypeError: There is no such setting; names the nearest.
+        """
+        for name in changes:
+            if name not in self.kinds():
+                raise TypeError(
+                    f"unexpected setting {name!r} (expected a field of {type(self).__name__})."
+                    f"{nearest(name, self.kinds())} Correct it."
+                )
+        return dataclasses.replace(self, **changes)
 
     @classmethod
     @functools.cache
