@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -238,3 +239,96 @@ def test_what_is_moved_to_a_device_gives_tensors_of_it():
     found = env._reset()
     assert {leaf.device.type for leaf in found.values()} == {found.device.type} == {"meta"}
     env.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended(InvertedPendulum):
+    """A pendulum that ends by a function of what it had ended by."""
+
+    end: Callable[[NDArray[Any]], Any]
+
+    def outcome(self, *given: Any) -> Outcome:
+        """The pendulum's, with other terminations."""
+        outcome = super().outcome(*given)
+        return replace(outcome, terminated=self.end(outcome.terminated))
+
+
+@pytest.mark.parametrize(
+    ("end", "shape"),
+    [(lambda _: False, "()"), (lambda end: end[:, None], "(3, 1)"), (lambda end: end[:1], "(1,)")],
+)
+def test_terminations_that_are_not_one_for_each_simulation_are_refused_at_the_first_step(
+    end, shape
+):
+    with contextlib.closing(make(Ended(name="Mine", end=end), 0)) as env:
+        action = env.rand_action(env.reset())
+        with pytest.raises(
+            ValueError, match=rf"terminations of Mine have shape {re.escape(shape)}"
+        ):
+            env.step(action)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started(InvertedPendulum):
+    """A pendulum whose episodes start where a function says."""
+
+    begin: Callable[[NDArray[Any]], Any]
+
+    def initial_state(self, rng: Any, qpos: Any, qvel: Any) -> Any:
+        """What the function makes of the default pose."""
+        return self.begin(qpos), qvel
+
+
+@pytest.mark.parametrize(
+    ("begin", "message"),
+    [
+        (lambda qpos: qpos * np.nan, r"shape \(3, 2\) and 6 non-finite values"),
+        (lambda qpos: qpos[:1], r"shape \(3, 1\) and 0 non-finite"),
+    ],
+)
+def test_states_to_start_from_that_are_none_are_refused_by_the_tasks_name(begin, message):
+    refused = pytest.raises(ValueError, match=rf"initial_state of Mine: qpos has {message}")
+    with contextlib.closing(make(Started(name="Mine", begin=begin), 0)) as env, refused:
+        env.reset()
+
+
+def test_episodes_that_start_from_given_states_have_commands_and_models_of_their_own():
+    heavy = Randomize("body_mass", 0.5, 2.0, objects=("torso",), when="reset")
+    with contextlib.closing(
+        MujocoBatchEnv("QuadrupedWalk", N, seed=0, num_threads=1, randomization=[heavy])
+    ) as env:
+        masses = []
+        for _ in range(2):
+            env.set_state(*env.get_state())
+            assert (env._state.physics.fields["command"] >= 0.2).all()
+            masses.append(env.randomizer.values("body_mass").copy())
+        assert (masses[0] != masses[1]).any(1).all()
+
+
+def test_a_longer_time_limit_than_that_of_a_snapshot_goes_on():
+    with (
+        contextlib.closing(make("Hopper-v5", 0, max_episode_steps=5)) as one,
+        contextlib.closing(make("Hopper-v5", 0, max_episode_steps=500)) as other,
+    ):
+        one.rollout(5)
+        other.restore(one.snapshot())
+        assert not other._state.episodes.truncated.any()
+
+
+def test_reward_terms_are_there_after_a_snapshot_that_has_none():
+    with (
+        contextlib.closing(make("Hopper-v5", 0)) as one,
+        contextlib.closing(make("Hopper-v5", 0, with_reward_terms=True)) as other,
+    ):
+        one.reset()
+        other.restore(one.snapshot())
+        names = set(other.observation_spec["reward_terms"].keys())
+        assert set(other.reset()["reward_terms"].keys()) == names
+
+
+def test_a_reset_takes_a_seed():
+    with contextlib.closing(make("Hopper-v5", 0)) as env:
+        first, again = (env.reset(seed=5)["observation"] for _ in range(2))
+        other = env.reset(seed=6)["observation"]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)

@@ -348,3 +348,10 @@ def test_torchrl_records_videos_of_the_pixels(tmp_path: Path) -> None:
     last = video[0, -1].permute(1, 2, 0)
     assert torch.equal(last[:48, :64], pixels[0, -1])
     assert torch.equal(last[48:, 64:], pixels[3, -1])
+
+
+def test_a_fork_of_a_process_that_has_drawn_refuses_to_draw(monkeypatch) -> None:
+    case = make()
+    monkeypatch.setattr(module, "_drew", os.getppid())  # as a fork sees it
+    with pytest.raises(ConfigError, match=r"has drawn, of which this one, \d+, is a fork"):
+        case.env.render()

@@ -179,16 +179,12 @@ class MujocoBatchEnv(EnvBase):
 
         low, high = torch.as_tensor(self._state.control_range(), dtype=dtype, device=device)
         shape = (n, len(low))
-        self.action_spec = Bounded(
-            low.expand(shape), high.expand(shape), shape, dtype=dtype, device=device
-        )
+        bounds = low.expand(shape), high.expand(shape)
+        self.action_spec = Bounded(*bounds, shape, dtype=dtype, device=device)
         groups = self.task.observations(self._state.physics.fields)
         check_observations(self.task.name, groups, n)
-        observed = {
-            key: unbounded(sum(part.shape[1] for part in parts))
-            for key, parts in groups.items()
-            if self._observes
-        }
+        widths = {key: sum(part.shape[1] for part in parts) for key, parts in groups.items()}
+        observed = {key: unbounded(width) for key, width in widths.items() if self._observes}
         if self._pixels is not None:
             picture = self._pixels.shape
             observed["pixels"] = Bounded(0, 255, picture, dtype=torch.uint8, device=device)
@@ -299,7 +295,11 @@ class MujocoBatchEnv(EnvBase):
         self._state.physics  # noqa: B018 - an error where the environment is closed
         self._state.seed(seed)
 
-    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+    def _reset(
+        self, tensordict: TensorDictBase | None = None, *, seed: int | None = None, **kwargs: Any
+    ) -> TensorDictBase:
+        if seed is not None:
+            self._set_seed(seed)
         ids = self._rows(None if tensordict is None else tensordict.get("_reset", None))
         self._start_episodes(np.arange(len(self._state)) if ids is None else ids)
         return self._output()

@@ -166,13 +166,13 @@ class EnvState:
         start = self.count("physics", start)
         outcome = task.outcome(physics.seen, before, action, self.dt)
         reward, terminated, terms = outcome.reward, outcome.terminated, outcome.terms
-        if diverged is not None:
+        if diverged is not None and np.shape(terminated) == diverged.shape:
             self._report(diverged)
             # what the task makes of the jump to the default pose means nothing
             reward = np.where(diverged, 0.0, reward)
             terminated = terminated | diverged
             terms = {name: np.where(diverged, 0.0, term) for name, term in terms.items()}
-        self._check_reward(reward)
+        self._check_outcome(reward, terminated)
         self.reward_terms, self.info = terms, outcome.info
         self.episodes.advance(terminated, ids)
         if ids is not None:
@@ -191,8 +191,11 @@ class EnvState:
         physics = self.physics
         physics.randomizer.reset(ids)
         states = [self.task.initial_state(self._rngs[i], *physics.start) for i in ids]
+        qpos, qvel = zip(*states, strict=True)
         self._draw_commands(ids)
-        self._place(ids, *(np.array(part) for part in zip(*states, strict=True)))
+        self._place(
+            ids, *self._checked_state(f"initial_state of {self.task.name}", qpos, qvel, ids)
+        )
         first = ids[self._to_stagger[ids]]
         if len(first):
             limit = self.episodes.limit
@@ -207,22 +210,29 @@ class EnvState:
             ValueError: if an argument has the wrong shape, is not finite, or names
                 no simulation. Nothing has changed then.
         """
-        fields = self.physics.fields
         rows = simulations_of("set_state: ids", ids, len(self))
+        values = self._checked_state("set_state", qpos, qvel, rows)
         order = np.argsort(rows)  # as the batch wants its ids
-        values = []
+        rows = rows[order]
+        self.physics.randomizer.reset(rows)
+        self._draw_commands(rows)
+        self._place(rows, *(value[order] for value in values))
+        return rows
+
+    def _checked_state(self, what: str, qpos: Any, qvel: Any, rows: Ids) -> list[Array]:
+        """Return states for these simulations as arrays of finite numbers, a row for each."""
+        fields, values = self.physics.fields, []
         for name, value in (("qpos", qpos), ("qvel", qvel)):
             value = np.asarray(value, dtype=np.float64)
             shape = (len(rows), fields[name].shape[1])
-            if value.shape != shape or not np.isfinite(value).all():
+            if value.shape != shape or not all_finite(value):
                 raise ConfigError(
-                    f"set_state: {name} has shape {value.shape} and "
+                    f"{what}: {name} has shape {value.shape} and "
                     f"{(~np.isfinite(value)).sum()} non-finite values (expected "
                     f"{shape} and none). Give one row per simulation to set."
                 )
-            values.append(value[order])
-        self._place(rows[order], *values)
-        return rows[order]
+            values.append(value)
+        return values
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that the next steps follow from."""
@@ -244,7 +254,9 @@ class EnvState:
         self.physics.load_state_dict(state)
         self.episodes.load_state_dict(state["episodes"])
         self._to_stagger[...] = state["to_stagger"]
-        self.reward_terms = {name: term.copy() for name, term in state["reward_terms"].items()}
+        known = dict.fromkeys(self.reward_terms, np.zeros(len(self))) if self.clears_terms else {}
+        saved = {name: term.copy() for name, term in state["reward_terms"].items()}
+        self.reward_terms = known | saved
         self.num_diverged = state["num_diverged"]
         for rng, generator in zip(self._rngs, state["generators"], strict=True):
             rng.bit_generator.state = generator
@@ -255,12 +267,13 @@ class EnvState:
         self.phase_seconds[phase] += now - start
         return now
 
-    def _check_reward(self, reward: NDArray[Any]) -> None:
-        if reward.shape != (len(self),):
-            raise ConfigError(
-                f"MujocoBatchEnv.step: rewards of {self.task.name} have shape {reward.shape} "
-                f"(expected {(len(self),)}). Correct the task's `outcome`."
-            )
+    def _check_outcome(self, reward: NDArray[Any], terminated: NDArray[Any]) -> None:
+        for name, value in (("rewards", reward), ("terminations", terminated)):
+            if np.shape(value) != (len(self),):
+                raise ConfigError(
+                    f"MujocoBatchEnv.step: {name} of {self.task.name} have shape {np.shape(value)} "
+                    f"(expected {(len(self),)}). Correct the task's `outcome`."
+                )
         if not all_finite(reward):
             bad = np.flatnonzero(~np.isfinite(reward))
             raise ConfigError(

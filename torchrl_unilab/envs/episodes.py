@@ -100,7 +100,8 @@ class Episodes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` returned for as many simulations."""
         self._begin(slice(None), self._now - state["elapsed"])
-        self.terminated, self.truncated = state["terminated"].copy(), state["truncated"].copy()
+        self.terminated = state["terminated"].copy()
+        self.truncated = state["truncated"] & (self.elapsed >= self.limit)  # which may be another
         self._look()
 
     def _begin(self, rows: Flags | NDArray[np.intp] | slice, times: Any) -> None:

@@ -108,6 +108,7 @@ class BatchRenderer:
 
     def _draw(self, pictures: Pictures, ids: Sequence[int] | NDArray[np.intp]) -> None:
         assert self._batch is not None
+        _refuse_forks()
         if self._drawing is None:
             self._drawing = self._start(self._batch.model)
         context, renderer, data = self._drawing
@@ -150,6 +151,21 @@ class BatchRenderer:
             finally:
                 gl_context.GLContext = chosen
         return context, renderer, mujoco.MjData(model)
+
+
+def _refuse_forks() -> None:
+    """Refuse to draw in a fork of a process that has drawn: OpenGL would wait there for ever."""
+    global _drew
+    _drew = _drew or os.getpid()
+    if _drew != os.getpid():
+        raise ConfigError(
+            f"render: process {_drew} has drawn, of which this one, {os.getpid()}, is a fork "
+            "(expected a process that was spawned). Start workers by spawn, or draw in them alone."
+        )
+
+
+_drew: int | None = None
+"""The process that drew first, of this one and those that it was forked from."""
 
 
 class Pixels:

@@ -400,3 +400,27 @@ def test_such_a_task_trains_with_transforms_and_a_critic_that_sees_more() -> Non
     trainer.train()
     pairs = zip(before, loss.critic_network.parameters(), strict=True)
     assert not any(torch.equal(old, new) for old, new in pairs)
+
+
+UNNAMED = """
+<mujoco>
+  <worldbody>
+    <body>
+      <joint type="slide"/><geom size=".1"/>
+      <body><joint type="hinge"/><geom size=".1" pos=".3 0 0"/><site name="tip"/></body>
+    </body>
+  </worldbody>
+  <actuator><general site="tip" ctrlrange="-1 1" dyntype="filter" dynprm="1"/></actuator>
+  <keyframe><key name="held" act="0.7"/></keyframe>
+</mujoco>
+"""
+
+
+def test_joints_without_names_count() -> None:
+    found = joint_addresses(mujoco.MjModel.from_xml_string(UNNAMED))
+    assert (found.qpos.tolist(), found.qvel.tolist()) == ([0, 1], [0, 1])
+
+
+def test_a_keyframe_with_activations_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'held' has activations \[0.7\]"):
+        make(Cart(model=UNNAMED, home="held")).reset()

@@ -60,25 +60,28 @@ def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -
         >>> joint_addresses(model, ["leg_joint", "foot_joint"]).qpos.tolist()
         [4, 5]
     """
-    known = {model.joint(i).name: i for i in range(model.njnt)}
+    all_names = [model.joint(i).name for i in range(model.njnt)]  # "" where it has none
+    known = {name: i for i, name in enumerate(all_names)}
     if names is None:
         lone = (mjtJoint.mjJNT_HINGE, mjtJoint.mjJNT_SLIDE)
-        names = [name for name, i in known.items() if mjtJoint(model.jnt_type[i]) in lone]
-    unknown = [name for name in names if name not in known]
-    if unknown:
+        joints = [i for i in range(model.njnt) if mjtJoint(model.jnt_type[i]) in lone]
+    elif unknown := [name for name in names if name not in known]:
         raise ConfigError(
             f"joint_addresses: the model has no joints {unknown} (expected some of "
             f"{list(known)}). Correct the names."
         )
+    else:
+        joints = [known[name] for name in names]
     # a joint's numbers end where the next joint's begin
     qpos_ends = [*model.jnt_qposadr, model.nq]
     qvel_ends = [*model.jnt_dofadr, model.nv]
     qpos: list[int] = []
     qvel: list[int] = []
-    for joint in map(known.__getitem__, names):
+    for joint in joints:
         qpos += range(qpos_ends[joint], qpos_ends[joint + 1])
         qvel += range(qvel_ends[joint], qvel_ends[joint + 1])
-    return JointAddresses(tuple(names), np.array(qpos, np.intp), np.array(qvel, np.intp))
+    found = tuple(all_names[joint] for joint in joints)
+    return JointAddresses(found, np.array(qpos, np.intp), np.array(qvel, np.intp))
 
 
 @dataclass(frozen=True)
@@ -205,6 +208,11 @@ class RobotTask(MujocoTask):
                     f"{list(keys)}). Correct home."
                 )
             key = keys[self.home]
+            if model.key_act[key].any():
+                raise ConfigError(
+                    f"{self.name}: keyframe {self.home!r} has activations {model.key_act[key]} "
+                    "(expected none: episodes start with 0). Take a keyframe without."
+                )
             qpos, qvel = model.key_qpos[key].copy(), model.key_qvel[key].copy()
         qpos.flags.writeable = qvel.flags.writeable = False
         return joint_addresses(model, self.joint_names), qpos, qvel
