@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_readable
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -28,6 +29,7 @@ from tests.support.processes import (
 )
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import link as link_module
+from torchrl_unilab.runtime import worker_process
 from torchrl_unilab.runtime import workers as workers_module
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
@@ -40,7 +42,8 @@ LARGE = 20_000_000
 def _looks_often(monkeypatch):
     """Look for stopped workers more often than in runs."""
     monkeypatch.setattr(workers_module, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(workers_module, "CONTINUE_SECONDS", 0.05)
+    for module in (workers_module, worker_process):
+        monkeypatch.setattr(module, "CONTINUE_SECONDS", 0.05)
 
 
 def _serve(link: Link, number: int) -> None:
@@ -471,3 +474,21 @@ def test_workers_end_with_their_parent(end):
     parent.close()
     here.close()
     assert psutil.wait_procs(workers, timeout=DEADLINE)[1] == []
+
+
+def _never_looks(link: Link) -> None:
+    link.ready()
+    while True:
+        time.sleep(1.0)
+
+
+def test_a_stop_that_is_interrupted_leaves_no_worker(monkeypatch):
+    group = WorkerGroup(_never_looks, [(), ()])
+    pids = group.pids
+    monkeypatch.setattr(worker_process, "wait", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        group.stop()
+    monkeypatch.undo()
+    group.stop()
+    assert group.pids == []
+    assert not any(map(psutil.pid_exists, pids))

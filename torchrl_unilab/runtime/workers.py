@@ -21,16 +21,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
-import psutil
-
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime.link import Channel, Shipment, serve
+from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
 
 __all__ = ["WorkerGroup"]
 
@@ -38,40 +35,12 @@ START_SECONDS = 120.0
 STOP_SECONDS = 2.0
 FAILED_START_SECONDS = 0.2  # workers that are still starting do not listen
 LOOK_SECONDS = 0.5  # from one look for stopped workers to the next
-CONTINUE_SECONDS = 0.25  # within which all of a terminal's job go on once it is continued
 _HINTS = {
     "SIGKILL": "The system may have been out of memory.",
     "SIGBUS": "Shared memory may have been full.",
     "SIGSEGV": "Native code crashed: look at the physics, the model or an extension.",
     "SIGABRT": "Native code gave up: look at its message above.",
 }
-
-
-@dataclass
-class _Worker:
-    index: int
-    name: str
-    process: BaseProcess
-    channel: Channel
-    ready: bool = False
-    requests: int = 0
-
-    @property
-    def ended(self) -> bool:
-        """Whether it is dead.
-
-        The sentinel knows first. But it is silent while a child of the worker's holds its pipe,
-        and, with a fork server, between the reading of the exit code and the end of the pipe.
-        """
-        return bool(wait([self.process.sentinel], 0)) or not self.process.is_alive()
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a signal stopped it, so that it neither works nor ends."""
-        try:
-            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
-        except psutil.NoSuchProcess:
-            return False
 
 
 class WorkerGroup:
@@ -115,7 +84,7 @@ class WorkerGroup:
         # When this process ends: before multiprocessing waits for all its children, and before
         # what the workers use is closed.
         self._at_exit = Finalize(None, _stop, (weakref.ref(self),), exitpriority=1)
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._failed: WorkerError | None = None
         self._next_look = 0.0
         try:
@@ -128,7 +97,7 @@ class WorkerGroup:
             self.stop(FAILED_START_SECONDS)
             raise
 
-    def _start(self, index: int) -> _Worker:
+    def _start(self, index: int) -> WorkerProcess:
         here, there = self._context.Pipe()
         shipment = Shipment(self._arguments[index])
         process = self._context.Process(
@@ -142,7 +111,7 @@ class WorkerGroup:
         finally:
             shipment.close()
             there.close()
-        return _Worker(index, f"{self._name} {index}", process, Channel(here))
+        return WorkerProcess(index, f"{self._name} {index}", process, Channel(here))
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -265,7 +234,7 @@ class WorkerGroup:
         return self.started[index]
 
     def _wait(
-        self, objects: Sequence[Any], timeout: float | None, watched: Sequence[_Worker]
+        self, objects: Sequence[Any], timeout: float | None, watched: Sequence[WorkerProcess]
     ) -> list[Any]:
         """Wait for one of `objects` or the end of a watched worker; return what is ready.
 
@@ -281,7 +250,7 @@ class WorkerGroup:
                 return ready
             self._look(watched)
 
-    def _look(self, watched: Sequence[_Worker]) -> None:
+    def _look(self, watched: Sequence[WorkerProcess]) -> None:
         """Raise if a worker has ended; now and then, also if one is stopped."""
         for worker in watched:
             if worker.ended:
@@ -298,7 +267,9 @@ class WorkerGroup:
             if worker.stopped:
                 raise self._error(worker, "was stopped by a signal, as SIGSTOP or SIGTSTP.")
 
-    def _receive(self, worker: _Worker, timeout: float | None, watched: Sequence[_Worker]) -> Any:
+    def _receive(
+        self, worker: WorkerProcess, timeout: float | None, watched: Sequence[WorkerProcess]
+    ) -> Any:
         """Return the answer to the newest request; that to request 0 comes when it is ready."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         channel = worker.channel
@@ -324,13 +295,13 @@ class WorkerGroup:
                 self.check()  # another one failed, which is no less of a reason
 
     @staticmethod
-    def _late(worker: _Worker, what: str, timeout: float) -> WorkerError:
+    def _late(worker: WorkerProcess, what: str, timeout: float) -> WorkerError:
         return WorkerError(
             f"{worker.name}, process {worker.process.pid}: {what} within {timeout:g} s "
             "(expected one). See whether it waits for something."
         )
 
-    def _fail(self, worker: _Worker) -> None:
+    def _fail(self, worker: WorkerProcess) -> None:
         """Raise what a dead worker failed with."""
         if self._failed is not None:
             raise self._failed  # the pipe delivers it once
@@ -349,7 +320,7 @@ class WorkerGroup:
         when = "." if worker.ready else f" before it was ready. {_start_hint()}"
         raise self._error(worker, f"ended by itself with exit code {code}{when}")
 
-    def _error(self, worker: _Worker, text: str) -> WorkerError:
+    def _error(self, worker: WorkerProcess, text: str) -> WorkerError:
         self._failed = WorkerError(
             f"{worker.name}, process {worker.process.pid}, {text}\n(expected it to run on). "
             "Mend the cause and start again."
@@ -367,18 +338,17 @@ class WorkerGroup:
             self._workers = []
             return
         with self._stopping:
-            workers, self._workers = self._workers, []
-            for worker in workers:
-                worker.channel.close()  # which tells the worker
             until = time.monotonic() + timeout
-            for worker in workers:
-                while (left := until - time.monotonic()) > 0.0 and not worker.stopped:
-                    if wait([worker.process.sentinel], min(left, CONTINUE_SECONDS)):
-                        break
-                if worker.process.is_alive():
+            try:
+                for worker in self._workers:
+                    worker.channel.close()  # which tells the worker
+                while self._workers:
+                    self._workers[0].end(until)
+                    self._workers.pop(0).process.close()
+            except BaseException:  # as a second Ctrl-C: none may be left, and forgotten
+                for worker in self._workers:
                     worker.process.kill()
-                    worker.process.join()
-                worker.process.close()
+                raise
             self._at_exit.cancel()
 
 

@@ -184,3 +184,30 @@ def test_a_priority_that_is_none_is_refused_and_none_is_set(bad, storage):
 def test_an_empty_buffer_says_so(storage):
     with pytest.raises(RuntimeError, match="0 rows"):
         _buffer(storage).sample()
+
+
+def test_rows_in_place_of_all_others_are_drawn_and_those_are_not(tmp_path):
+    with PackedReplayStorage(100) as few, PackedReplayStorage(100) as storage:
+        few.append(TensorDict(x=torch.zeros(5), batch_size=[5]))
+        few.dumps(tmp_path)
+        buffer = TensorDictReplayBuffer(
+            storage=storage,
+            sampler=PackedPrioritizedSampler(100, 0.6, 0.4),
+            writer=PackedReplayWriter(),
+            batch_size=64,
+        )
+        buffer.extend(TensorDict(x=torch.ones(50), batch_size=[50]))
+        assert (buffer.sample()["x"] == 1.0).all()
+        storage.loads(tmp_path)
+        assert (buffer.sample()["x"] == 0.0).all()
+
+
+def test_a_buffer_that_never_samples_notes_no_more_than_the_rows_there_are():
+    with PackedReplayStorage(10) as storage:
+        sampler = PackedPrioritizedSampler(10, 0.6, 0.4)
+        buffer = TensorDictReplayBuffer(
+            storage=storage, sampler=sampler, writer=PackedReplayWriter(), batch_size=4
+        )
+        for _ in range(1500):
+            buffer.extend(TensorDict(x=torch.ones(1), batch_size=[1]))
+        assert sum(map(len, sampler._own)) <= 10 + 1000

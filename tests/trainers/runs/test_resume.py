@@ -33,6 +33,7 @@ from torchrl_unilab.trainers import (
 )
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, _digests, run_checkpoint
 from torchrl_unilab.trainers.runs.playback import play_run
+from torchrl_unilab.trainers.runs.train import Run
 
 INTERVAL, KILLED, FRAMES = 96, 160, 192
 QUIET: Mapping[str, Any] = {"progress_bar": False, "eval_episodes": 1}
@@ -332,3 +333,39 @@ def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(
     assert main(["train", "sac", *resume, *more, "--checkpoint-interval", "32"]) == 0
     assert f"{FRAMES + 64} frames" in capsys.readouterr().out
     assert RunCheckpoints(run_dir / "checkpoint").newest().interval == 32
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_is_ended_by_resuming_it(run_dir):
+    summary = run_dir / "summary.json"
+    expected = json.loads(summary.read_text())
+    summary.unlink()
+    found = resume_run(run_dir, **QUIET)
+    assert summary.exists()
+    assert found["frames"] == expected["frames"]
+    with pytest.raises(ConfigError, match="have been collected"):
+        resume_run(run_dir, **QUIET)
+
+
+def test_a_line_of_a_log_that_is_none_is_left_out_by_a_resumed_run(run_dir):
+    log = next(run_dir.joinpath("logs").rglob("*.csv"))
+    with log.open("a") as file:
+        file.write("\0" * 8 + "\n")
+    resume_run(run_dir, frames=2 * FRAMES, **QUIET)
+    assert "\0" not in log.read_text()
+
+
+def test_a_checkpoint_that_came_while_a_run_was_being_resumed_is_not_passed_over(
+    run_dir, monkeypatch
+):
+    connect = Run.connect
+
+    def early(run: Run, closing: object) -> None:
+        connect(run, closing)
+        if not done:
+            done.append(True)
+            resume_run(run_dir, frames=2 * FRAMES, **QUIET)
+
+    done: list[bool] = []
+    monkeypatch.setattr(Run, "connect", early)
+    with pytest.raises(ConfigError, match="was written meanwhile"):
+        resume_run(run_dir, frames=2 * FRAMES, **QUIET)

@@ -350,7 +350,8 @@ class DoubleBufferReplayPipeline:
                     f"replay batch: {snapshot.ptr} rows written within {self._timeout:g} s "
                     f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."
                 )
-            if self._closing.wait(_POLL_SECONDS):
+            # Python joins this thread at its exit, before anyone closes the pipeline.
+            if self._closing.wait(_POLL_SECONDS) or not threading.main_thread().is_alive():
                 raise _closed()
         return snapshot
 

@@ -21,6 +21,9 @@ from torchrl_unilab.errors import ConfigError
 
 __all__ = ["PackedPrioritizedSampler"]
 
+_OWN = 1000
+"""Writes that are noted one by one."""
+
 
 class PackedPrioritizedSampler(PrioritizedSampler):
     """Draws rows of a replay by their priority (Schaul et al. 2016, arXiv 1511.05952).
@@ -97,30 +100,33 @@ class PackedPrioritizedSampler(PrioritizedSampler):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was seen of this process's storage."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_seen": (None, ())}
+        return state | {"_seen": (None, (), ()), "_own": []}
 
     def _init(self) -> None:
         """Forget all priorities."""
         self._sum_tree = ReductionTree(self._max_capacity, self.dtype, "sum")
         self._min_tree = ReductionTree(self._max_capacity, self.dtype, "min")
         self._max_priority = None
-        self._seen: tuple[Any, tuple[int, ...]] = (None, ())  # a storage, and its shards' heads
+        # A storage, the first rows of its shards, and their heads.
+        self._seen: tuple[Any, tuple[int, ...], tuple[int, ...]] = (None, (), ())
         self._own: list[torch.Tensor] = []  # positions that this buffer has written since
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; rows that are loaded beside it are not new."""
         super().load_state_dict(state_dict)
-        self._seen, self._own = (None, ()), []
+        self._seen, self._own = (None, (), ()), []
 
     def loads(self, path: Any) -> None:
         """Restore what `dumps` wrote; rows that are loaded beside it are not new."""
         super().loads(path)
-        self._seen, self._own = (None, ()), []
+        self._seen, self._own = (None, (), ()), []
 
     def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
         """Note rows that this buffer wrote: their priority comes from there."""
         super().extend(index)
         self._own.append(torch.as_tensor(index).reshape(-1))
+        if len(self._own) > _OWN:  # a process that extends may never sample
+            self._own = [torch.cat(self._own).unique()]
 
     def add(self, index: torch.Tensor | int) -> None:
         """Note a row that this buffer wrote."""
@@ -178,10 +184,14 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             own: Positions that this buffer has written since.
         """
         rows, source = storage.rows, weakref.ref(storage)
-        window, (known, last) = rows.window(), self._seen
+        bases, _, window = rows.lineage()
+        known, began, last = self._seen
+        if known == source and began != bases:  # all rows are others
+            self._init()
+            known, own = None, []
         if known != source:
             last = window.floors
-        self._seen = source, window.heads
+        self._seen = source, bases, window.heads
         if last == window.heads:
             return
         new = [

@@ -14,7 +14,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, saved_config, task_of
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, saved_config, task_of
 from torchrl_unilab.trainers.runs.train import Run
 
 __all__ = ["resume_run"]
@@ -93,7 +93,8 @@ def resume_run(
         saved.run["seed"],
         **{"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep, **given},
     )
-    if run.frames <= saved.frames:
+    ended = (path / SUMMARY).exists()  # else it was killed after its last checkpoint
+    if run.frames < saved.frames + ended:
         raise ConfigError(
             f"cannot resume {run_dir}: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). Ask for more by frames, or --frames."

@@ -27,12 +27,14 @@ from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
 
 __all__ = [
     "CHECKPOINT",
     "OWN_ENVIRONMENT",
+    "SUMMARY",
     "TrainedPolicy",
+    "check_newest",
     "evaluate_run",
     "load_run",
     "saved_config",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 CHECKPOINT = "checkpoint"
+SUMMARY = "summary.json"
 OWN_ENVIRONMENT = "own_environment"
 """What ``config.yaml`` and checkpoints of runs with `create_env` have beside their settings."""
 
@@ -70,6 +73,18 @@ def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
         raise ConfigError(
             f"{refusal}: {error} Where the run was given create_env, give it here, too."
         ) from error
+
+
+def check_newest(saved: SavedRun | None, run_dir: Path) -> None:
+    """Refuse to go on from a checkpoint that is not the newest of its directory any more."""
+    if saved is None:
+        return
+    newest = RunCheckpoints(run_dir / CHECKPOINT).newest().path
+    if newest != saved.path:
+        raise ConfigError(
+            f"cannot resume {run_dir}: {newest.name} was written meanwhile (expected "
+            f"{saved.path.name} to be the newest). Resume again."
+        )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import importlib.metadata
 import importlib.util
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,11 +74,12 @@ def check_run_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def run_dir_held(path: Path) -> Iterator[None]:
-    """Keep other runs out of a run directory, by a lock that ends with the process.
+    """Keep other runs out of a run directory, made if needed, by a lock that ends with the process.
 
     Raises:
         ConfigError: Another run has it.
     """
+    path.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -138,10 +140,15 @@ def cut_logs(directory: Path, frames: int) -> None:
     """
     for path in directory.rglob("*.csv"):
         lines = path.read_text().splitlines(keepends=True)
-        # A process that was killed may have left half a line at the end.
-        kept = [line for line in lines if line.endswith("\n") and int(line.split(",")[0]) <= frames]
+        # A process that was killed may have left half a line at the end, a lost disk any text.
+        kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= frames]
         if kept != lines:
             write_whole(path, "".join(kept))
+
+
+def _step_of(line: str) -> float:
+    step = line.split(",")[0]
+    return int(step) if step.isdecimal() else math.inf
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -41,7 +41,7 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     run_checkpoint,
     save_learner,
 )
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, OWN_ENVIRONMENT
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, OWN_ENVIRONMENT, SUMMARY, check_newest
 from torchrl_unilab.trainers.runs.summary import (
     RunLogger,
     check_loggers,
@@ -57,7 +57,6 @@ from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = ["Run", "train_appo", "train_off_policy"]
 
-SUMMARY = "summary.json"
 TRACE = "trace.json"
 VIDEOS = "videos"
 
@@ -169,9 +168,8 @@ class Run:
                 "needs). Ask for more, or lower learning_starts or batch_size."
             )
         self.options, self.config, self.saved = options, config, saved
-        self.settings = run_settings(options, config) | (
-            {OWN_ENVIRONMENT: True} if create_env else {}
-        )
+        own = {OWN_ENVIRONMENT: True} if create_env else {}
+        self.settings = run_settings(options, config) | own
         self.algorithm, self.loggers = ALGORITHMS[config.algorithm], options.logger.split(",")
         check_loggers(self.loggers)
         if options.video_interval is not None:
@@ -307,7 +305,8 @@ class Run:
         if self.leads:
             trainer.logger = self._start_writing(closing)
         try:
-            trainer.train()
+            if trainer.collected_frames < self.options.frames:  # else it was killed after its end
+                trainer.train()
             if self.evaluation is not None:
                 self.evaluation.finish()
         except KeyboardInterrupt as interrupt:
@@ -325,8 +324,8 @@ class Run:
 
     def _start_writing(self, closing: contextlib.ExitStack) -> RunLogger:
         """Make the run directory and the logs: what can be refused has been."""
-        self.path.mkdir(parents=True, exist_ok=True)
         self._holding.enter_context(run_dir_held(self.path))
+        check_newest(self.saved, self.path)
         self._writing = True
         write_whole(self.path / CONFIG_FILE, as_yaml(self.settings))
         resumed_at = self.saved.frames if self.saved else 0 if self._again else None
@@ -366,8 +365,8 @@ class Run:
         if not self.leads:
             return summary
         title = f"{options.env}, {summary['algo'].upper()}, seed {options.seed}"
-        plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         write_whole(self.path / SUMMARY, json.dumps(summary, allow_nan=False))
+        plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         return summary
 
     def _without_own_settings(self) -> str:
@@ -391,8 +390,7 @@ class Run:
         create = self._create_env
         if not (isinstance(create, partial) and create.func is MujocoBatchEnv):
             return create
-        episodes = self.options.eval_episodes
-        sizes = {"num_envs": episodes, "num_threads": threads, "stagger": False}
+        sizes = {"num_envs": self.options.eval_episodes, "num_threads": threads, "stagger": False}
         return partial(MujocoBatchEnv, *create.args[:1], **(create.keywords | sizes))
 
 
