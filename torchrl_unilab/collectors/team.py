@@ -18,7 +18,7 @@ from torchrl import logger as torchrl_logger
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.service import Sink, WorkerService
 from torchrl_unilab.errors import WorkerError
-from torchrl_unilab.runtime.workers import WorkerGroup
+from torchrl_unilab.runtime.workers import START_SECONDS, WorkerGroup
 
 __all__ = ["WorkerTeam"]
 
@@ -118,8 +118,10 @@ class WorkerTeam:
         if self.service is not None:
             return [self._serve(*requests[0])]
         answers: list[Any] = []
+        # Between two rollouts it answers, which may take as long as one, or as its start.
+        timeout = None if self._timeout is None else max(self._timeout, START_SECONDS)
         for worker, request in enumerate(requests):
-            ask = partial(self._group.ask, worker, *request, timeout=self._timeout)
+            ask = partial(self._group.ask, worker, *request, timeout=timeout)
             self.persist(lambda: answers.append(ask()))  # noqa: B023
         return answers
 
