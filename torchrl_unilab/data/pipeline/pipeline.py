@@ -76,7 +76,8 @@ class DoubleBufferReplayPipeline:
     pipeline's memory: valid until `after_tick`, and on a device with streams for all work asked
     for until then, done or not.
 
-    One thread learns; `close` may be called in any. Whatever a batch fails with is raised by
+    One thread learns; `close` may be called in any. A script that ends without it, while a batch
+    waits for rows, waits with it: for `timeout` at most. Whatever a batch fails with is raised by
     the next call that needs the batch, and the tick is forgotten.
 
     A trace (`torchrl_unilab.runtime.trace`) shows ``replay pack`` and ``replay submit`` in the
@@ -350,8 +351,7 @@ class DoubleBufferReplayPipeline:
                     f"replay batch: {snapshot.ptr} rows written within {self._timeout:g} s "
                     f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."
                 )
-            # Python joins this thread at its exit, before anyone closes the pipeline.
-            if self._closing.wait(_POLL_SECONDS) or not threading.main_thread().is_alive():
+            if self._closing.wait(_POLL_SECONDS):
                 raise _closed()
         return snapshot
 
