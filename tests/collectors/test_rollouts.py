@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -616,10 +617,16 @@ def test_workers_share_what_an_environment_creator_shares():
     def make() -> TransformedEnv:
         return TransformedEnv(CountingEnv(), VecNorm(in_keys=["observation"], new_api=False))
 
-    collector = _collector(make_policy(0.0), EnvCreator(make), total_frames=2 * FRAMES)
-    for rollout in collector:
-        assert rollout["observation"].isfinite().all()
+    def counted() -> float:
+        with contextlib.closing(create()) as env:
+            return float(env.state_dict()["_extra_state"]["observation_count"].sum())
+
+    create = EnvCreator(make)
+    before = counted()
+    collector = _collector(make_policy(0.0), create, total_frames=2 * FRAMES)
+    assert len(list(collector)) == 2
     collector.shutdown()
+    assert counted() - before > 2 * FRAMES  # what the worker's process saw
 
 
 def test_a_request_waits_as_long_as_a_worker_lives(monkeypatch):

@@ -121,6 +121,7 @@ def test_a_worker_takes_private_tensors_where_it_was_given_shared_ones(pair):
 def test_extra_state_whose_dictionary_was_built_anew_in_another_order_arrives(pair):
     policy, acting = Mixed(1.0), Mixed(5.0)
     sender, receiver = pair(policy, acting)
+    sender.send()
     policy.counter.get_extra_state = lambda: {
         "statistics": {"mean": torch.full((2,), 9.0)},
         "count": 7,

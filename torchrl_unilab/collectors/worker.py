@@ -7,8 +7,8 @@ scheme. `WorkerService` drives it.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -157,7 +157,7 @@ class RolloutWorker:
         measure: Measure = reward_terms,
     ) -> None:
         self.env = env
-        self.policy = policy if device == _CPU else functools.partial(act_on, device, policy)
+        self.policy = policy if device == _CPU else partial(act_on, device, policy)
         self.measure = measure
         self.num_steps = num_steps
         self.scheme = scheme
@@ -317,7 +317,7 @@ class RolloutWorker:
         # Of several agents, or several rewards, the sum.
         rewards = [after.get(key).reshape(*shape, -1).sum(-1) for key in env.reward_keys]
         ends = (after.get(key).reshape(shape).numpy() for key in ("done", "terminated"))
-        self.log.add(functools.reduce(torch.add, rewards).numpy(), *ends)
+        self.log.add(torch.stack(rewards).sum(0).numpy(), *ends)
         self.frames += slot.numel()
         clock.to("write")
 

@@ -166,13 +166,14 @@ class EnvState:
         start = self.count("physics", start)
         outcome = task.outcome(physics.seen, before, action, self.dt)
         reward, terminated, terms = outcome.reward, outcome.terminated, outcome.terms
-        if diverged is not None and np.shape(terminated) == diverged.shape:
+        self._check_shapes(rewards=reward, terminations=terminated)
+        if diverged is not None:
             self._report(diverged)
             # what the task makes of the jump to the default pose means nothing
             reward = np.where(diverged, 0.0, reward)
             terminated = terminated | diverged
             terms = {name: np.where(diverged, 0.0, term) for name, term in terms.items()}
-        self._check_outcome(reward, terminated)
+        self._check_finite(reward)
         self.reward_terms, self.info = terms, outcome.info
         self.episodes.advance(terminated, ids)
         if ids is not None:
@@ -191,11 +192,10 @@ class EnvState:
         physics = self.physics
         physics.randomizer.reset(ids)
         states = [self.task.initial_state(self._rngs[i], *physics.start) for i in ids]
-        qpos, qvel = zip(*states, strict=True)
+        what = f"initial_state of {self.task.name}"
+        values = self._checked_state(what, *zip(*states, strict=True), ids)
         self._draw_commands(ids)
-        self._place(
-            ids, *self._checked_state(f"initial_state of {self.task.name}", qpos, qvel, ids)
-        )
+        self._place(ids, *values)
         first = ids[self._to_stagger[ids]]
         if len(first):
             limit = self.episodes.limit
@@ -267,13 +267,15 @@ class EnvState:
         self.phase_seconds[phase] += now - start
         return now
 
-    def _check_outcome(self, reward: NDArray[Any], terminated: NDArray[Any]) -> None:
-        for name, value in (("rewards", reward), ("terminations", terminated)):
+    def _check_shapes(self, **values: NDArray[Any]) -> None:
+        for name, value in values.items():
             if np.shape(value) != (len(self),):
                 raise ConfigError(
                     f"MujocoBatchEnv.step: {name} of {self.task.name} have shape {np.shape(value)} "
                     f"(expected {(len(self),)}). Correct the task's `outcome`."
                 )
+
+    def _check_finite(self, reward: NDArray[Any]) -> None:
         if not all_finite(reward):
             bad = np.flatnonzero(~np.isfinite(reward))
             raise ConfigError(

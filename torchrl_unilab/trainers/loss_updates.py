@@ -125,8 +125,8 @@ class LossUpdate:
         Raises:
             ConfigError: Truncated rows would pass for terminated ones, as nothing tells them apart.
         """
-        keys = set(batch.keys(True, True))
-        if ("next", "truncated") in keys and ("next", "terminated") not in keys:
+        keys = batch.get("next").keys()
+        if "truncated" in keys and "terminated" not in keys:
             raise ConfigError(
                 "batch: 'next.truncated' without 'next.terminated' (expected both, or a loss takes "
                 "done for terminated). Write rows with terminated = done & ~truncated."

@@ -222,7 +222,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         model: Any = self._given
         if model is None and context is not None and self._model_id is not None:
             model = _resolve_model(context, self._model_id)
-            if model is None:
+            if model is None:  # the collector has a factory, and maybe a policy beside
                 model = find_model(context, self._model_id)
         if model is None:
             raise ValueError(

@@ -76,9 +76,9 @@ class DoubleBufferReplayPipeline:
     pipeline's memory: valid until `after_tick`, and on a device with streams for all work asked
     for until then, done or not.
 
-    One thread learns; `close` may be called in any. A script that ends without it, while a batch
-    waits for rows, waits with it: for `timeout` at most. Whatever a batch fails with is raised by
-    the next call that needs the batch, and the tick is forgotten.
+    One thread learns; `close` may be called in any. A script that ends without closing it
+    waits until a batch that waits for rows has them, for `timeout` at most. Whatever a batch
+    fails with is raised by the next call that needs the batch, and the tick is forgotten.
 
     A trace (`torchrl_unilab.runtime.trace`) shows ``replay pack`` and ``replay submit`` in the
     thread that packs, ``replay wait`` in the learner's.

@@ -124,14 +124,17 @@ class PackedPrioritizedSampler(PrioritizedSampler):
     def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
         """Note rows that this buffer wrote: their priority comes from there."""
         super().extend(index)
-        self._own.append(torch.as_tensor(index).reshape(-1))
-        if len(self._own) > _OWN:  # a process that extends may never sample
-            self._own = [torch.cat(self._own).unique()]
+        self._note(index)
 
     def add(self, index: torch.Tensor | int) -> None:
         """Note a row that this buffer wrote."""
         super().add(index)
+        self._note(index)
+
+    def _note(self, index: Any) -> None:
         self._own.append(torch.as_tensor(index).reshape(-1))
+        if len(self._own) > _OWN:  # a process that writes may never sample
+            self._own = [torch.cat(self._own).unique()]
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: TensorStorage | None = None

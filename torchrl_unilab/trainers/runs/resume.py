@@ -93,8 +93,10 @@ def resume_run(
         saved.run["seed"],
         **{"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep, **given},
     )
-    ended = (path / SUMMARY).exists()  # else it was killed after its last checkpoint
-    if run.frames < saved.frames + ended:
+    summary = path / SUMMARY
+    summed_up = json.loads(summary.read_text())["frames"] if summary.is_file() else 0
+    # Where that is less, the run was killed between its last checkpoint and its summary.
+    if run.frames < saved.frames or run.frames == saved.frames == summed_up:
         raise ConfigError(
             f"cannot resume {run_dir}: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). Ask for more by frames, or --frames."
