@@ -192,8 +192,8 @@ class EnvState:
         physics = self.physics
         physics.randomizer.reset(ids)
         states = [self.task.initial_state(self._rngs[i], *physics.start) for i in ids]
-        what = f"initial_state of {self.task.name}"
-        values = self._checked_state(what, *zip(*states, strict=True), ids)
+        qpos, qvel = zip(*states, strict=True)
+        values = self._checked_state(f"initial_state of {self.task.name}", qpos, qvel, ids)
         self._draw_commands(ids)
         self._place(ids, *values)
         first = ids[self._to_stagger[ids]]
