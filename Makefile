@@ -21,7 +21,7 @@ RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
-.PHONY: install check train robot test test-tutorials test-all test-faults test-gpu test-ray test-learning test-wheel test-matrix soak docs lint type format bench bench-weights bench-tearing bench-env bench-appo bench-ring bench-race bench-replay bench-off-policy bench-off-policy-race bench-off-policy-update bench-peers bench-nodes learn learning-page screen clean
+.PHONY: install check train robot test test-tutorials test-all test-faults test-gpu test-ray test-learning test-wheel test-matrix soak docs lint type format bench peers learn learning-page screen clean
 
 install: $(STAMP)
 
@@ -111,47 +111,19 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: bench-weights bench-tearing bench-env bench-appo bench-ring bench-replay bench-off-policy-update bench-off-policy bench-race bench-off-policy-race
+# BUSY: programs that never wait, beside; BENCH: arguments. bench-peers makes environments below .venv-peers.
+BUSY ?= 0
+BENCH ?=
+BENCHES := weights tearing env collect appo overlap ring replay off-policy-update off-policy race peers nodes
+.PHONY: $(BENCHES:%=bench-%)
+$(BENCHES:%=bench-%): bench-%: install
+	$(BIN)/python -m tests.benchmarks.beside $(BUSY) $* $(BENCH)
 
-bench-weights: install
-	$(BIN)/python -m tests.benchmarks.bench_weights
-
-bench-tearing: install
-	$(BIN)/python -m tests.benchmarks.bench_tearing
-
-bench-appo: install
-	$(BIN)/python -m tests.benchmarks.bench_appo
-	$(BIN)/python -m tests.benchmarks.bench_overlap
-
-bench-ring: install
-	$(BIN)/python -m tests.benchmarks.bench_ring
-
-bench-race: install
-	$(BIN)/python -m tests.benchmarks.bench_race --plot runs/race.png
-
-# Two nodes of a Ray cluster on this machine.
-bench-nodes: install
-	$(BIN)/python -m tests.benchmarks.bench_nodes
-
-# Other libraries, in environments of their own below .venv-peers.
-bench-peers: install
-	$(BIN)/python -m tests.benchmarks.bench_peers
-
-bench-replay: install
-	$(BIN)/python -m tests.benchmarks.bench_replay
-
-bench-off-policy: install
-	$(BIN)/python -m tests.benchmarks.bench_off_policy
-
-bench-off-policy-race: install
-	$(BIN)/python -m tests.benchmarks.bench_off_policy --race
-
-bench-off-policy-update: install
-	$(BIN)/python -m tests.benchmarks.bench_offpolicy_update
-
-bench-env: install
+bench-env: peers
+peers: install
 	$(BIN)/python -m $(PIP_INSTALL) -e '.[peers]'
-	$(BIN)/python -m tests.benchmarks.bench_env
+
+bench: $(filter-out bench-peers bench-nodes,$(BENCHES:%=bench-%))
 
 # One JSON line per seed. OUT names another file, SET other settings ("epochs=10 lr=3e-4"), KEEP a directory for the runs, EVERY the frames from one evaluation to the next.
 learn: install

@@ -93,7 +93,7 @@ class CheckpointError(UniLabError, ValueError):
 
 
 class DivergedError(UniLabError, ArithmeticError):
-    """What is learnt is no longer finite."""
+    """Training diverged: a loss, a gradient or a parameter is not finite."""
 
 
 class PeerGoneError(UniLabError, RuntimeError):
@@ -111,4 +111,4 @@ class WorkerError(PeerGoneError):
 
 
 class ConfigError(UniLabError, ValueError):
-    """A setting cannot work; raised before anything starts."""
+    """A setting or an argument cannot work; raised before anything is changed."""

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
-from torchrl_unilab.modules.gaussian import HALF_LOG_TAU
+from torchrl_unilab.modules.gaussian import HALF_LOG_2PI
 from torchrl_unilab.objectives import vtrace
 from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.trainers import APPOConfig
@@ -128,7 +128,7 @@ class Policies:
 
     def log_prob(self, noise: torch.Tensor) -> torch.Tensor:
         """Log probability [S, 1, N] of actions `noise` standard deviations from their means."""
-        volume = self.log_std.sum(1).add(self.log_std.shape[1] * HALF_LOG_TAU)
+        volume = self.log_std.sum(1).add(self.log_std.shape[1] * HALF_LOG_2PI)
         return noise.square().sum(1, keepdim=True).mul(-0.5).sub(volume[:, None, None])
 
     def copy_(self, other: Policies) -> None:
@@ -232,7 +232,7 @@ class BatchedLearner:
             loc,
             variance,
             # log(min(b / t, 1) / b), and what is constant of log p and of the KL divergence
-            torch.minimum(log_b - log_t, cap) - log_b - actions * HALF_LOG_TAU,
+            torch.minimum(log_b - log_t, cap) - log_b - actions * HALF_LOG_2PI,
             variance.log().sum(1, keepdim=True).add(actions).mul(-0.5),
             advantage,
             torch.maximum((1.0 - clip) * advantage, (1.0 + clip) * advantage),

@@ -1,6 +1,6 @@
 """Frames per second of our collectors beside TorchRL's: one policy, weights published per batch.
 
-``python -m tests.benchmarks.bench_collect [--tasks HalfCheetah-v5] [--rounds 3] [--busy 1]``
+``python -m tests.benchmarks.bench_collect [--tasks HalfCheetah-v5] [--rounds 3]``
 
 All collect batches of 1,024 frames by a policy of 2x64 units, and publish its weights after each.
 *unilab* is `APPOCollector` and `ReplayCollector`, of 64 simulations in one worker, with as many
@@ -14,7 +14,6 @@ with the workers. Contenders take turns; what comes before the third batch does 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -30,7 +29,6 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors import AsyncBatchedCollector, BaseCollector, Collector, MultiSyncCollector
 from torchrl.envs import DoubleToFloat, EnvBase, GymEnv, GymWrapper, TransformedEnv
 
-from tests.benchmarks.bench_off_policy import neighbours
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.limits import available_cores
@@ -120,20 +118,17 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["HalfCheetah-v5", "Humanoid-v5"])
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--busy", type=int, default=0, help="programs that never wait, beside")
     options = parser.parse_args()
     torchrl_logger.setLevel("ERROR")
-    print(f"Frames per second, {options.busy} busy programs beside\n")
+    print("Frames per second\n")
     print("| task | collector | median | each round | of it by APPOCollector |")
     print("|---|---|---:|---|---:|")
     for task in options.tasks:
         makers = contenders(task)
         rates: dict[str, list[float]] = {name: [] for name in makers}
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(neighbours(options.busy))
-            for _ in range(options.rounds):
-                for name, make in makers.items():
-                    rates[name].append(frames_per_second(make, task, options.seconds))
+        for _ in range(options.rounds):
+            for name, make in makers.items():
+                rates[name].append(frames_per_second(make, task, options.seconds))
         ours = rates["unilab APPOCollector"]
         for name, turns in rates.items():
             ratio = statistics.median(a / b for a, b in zip(ours, turns, strict=True))

@@ -20,13 +20,12 @@ stops and the policy as it is plays 8 episodes without exploration.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +37,8 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl._utils import logger as torchrl_logger
 
 from tests.benchmarks import stock_sac
-from tests.benchmarks.bench_offpolicy_update import make_ways
+from tests.benchmarks.bench_off_policy_update import make_ways
+from tests.benchmarks.beside import neighbours
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.limits import available_cores
@@ -185,18 +185,6 @@ def rates(rounds: int, seconds: float) -> None:
     for (algorithm, way), value in sorted(medians.items()):
         of_plain = value / medians[algorithm, "plain PyTorch, no collecting"]
         print(f"| {algorithm} | {way} | {value:.0f} | {of_plain:.2f}x | {value / stock:.2f}x |")
-
-
-@contextlib.contextmanager
-def neighbours(count: int) -> Iterator[None]:
-    """So many processes that never wait."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
 
 
 def beside(counts: Sequence[int], rounds: int, seconds: float) -> None:

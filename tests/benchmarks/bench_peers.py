@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 
 from tests.benchmarks import stock_ppo
-from tests.benchmarks.bench_off_policy import neighbours
 from tests.benchmarks.bench_race import arrival, cell
+from tests.benchmarks.beside import neighbours
 from tests.benchmarks.learn import RESULTS, append_record, machine, thin
 from tests.benchmarks.peer_homes import SCRIPTS, python_of
 
@@ -43,7 +43,7 @@ STEPS = {
 """Returns that runs are timed to."""
 
 OURS = ("unilab appo", "unilab sac", "unilab td3")
-STOCK = "TorchRL ppo"
+STOCK, STOCK_SAC = "TorchRL ppo", "TorchRL sac, AsyncBatchedCollector"
 PEERS: dict[str, tuple[str, ...]] = {
     "rl_games ppo, EnvPool": ("rl_games", "rl_games_ppo.py"),
     "SB3 ppo": ("baselines", "stable_baselines.py", "stable_baselines3", "ppo"),
@@ -53,7 +53,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "SBX td3": ("baselines", "stable_baselines.py", "sbx", "td3"),
 }
 """Peers' environments, scripts and first arguments."""
-ALL = (*OURS, STOCK, *PEERS)
+ALL = (*OURS, STOCK, STOCK_SAC, *PEERS)
 
 
 def command_of(
@@ -74,6 +74,8 @@ def command_of(
     if peer == STOCK:
         race = [sys.executable, "-m", "tests.benchmarks.bench_race", "--one", "stock PPO"]
         return [*race, task, str(seed), str(seconds), "inf"]
+    if peer == STOCK_SAC:
+        return [sys.executable, "-m", "tests.benchmarks.stock_sac", task, str(seed), str(seconds)]
     home, script, *first = PEERS[peer]
     run = [task, str(seed), str(seconds), str(frames)]
     return [python_of(home), str(SCRIPTS / script), *first, *run]
@@ -81,7 +83,7 @@ def command_of(
 
 def read(peer: str, output: str, directory: Path, wall: float) -> dict[str, Any]:
     """Return frames, seconds, updates and curve of a run; seconds count from the cold shell."""
-    if peer in PEERS:
+    if peer in (*PEERS, STOCK_SAC):
         record: dict[str, Any] = json.loads(output.splitlines()[-1])
         return record
     if peer == STOCK:

@@ -22,7 +22,7 @@ from torchrl_unilab.envs import make_task
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.modules import make_actor, make_critic
 
-HALF_LOG_TAU = 0.9189385332046727  # 0.5 * log(2 pi)
+HALF_LOG_2PI = 0.9189385332046727  # 0.5 * log(2 pi)
 
 Batches = Mapping[str, torch.Tensor]
 
@@ -125,7 +125,7 @@ class PlainLearner:
     def log_prob(self, action: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
         """Log probability of actions under the current standard deviation."""
         noise = (action - loc) / self.log_std.exp()
-        return (-0.5 * noise.square() - self.log_std - HALF_LOG_TAU).sum(-1)
+        return (-0.5 * noise.square() - self.log_std - HALF_LOG_2PI).sum(-1)
 
     def update(self, batch: Batches) -> torch.Tensor:
         """Take one step on a minibatch; return its losses and statistics, [6]."""
@@ -140,7 +140,7 @@ class PlainLearner:
         objective = -torch.min(ratio * advantage, clipped * advantage).mean()
         value = self.critic(x).squeeze(-1)
         critic_loss = 0.5 * (value - batch["value_target"]).square().mean()
-        entropy = (0.5 + HALF_LOG_TAU + self.log_std).sum()
+        entropy = (0.5 + HALF_LOG_2PI + self.log_std).sum()
         (objective + critic_loss - config.entropy_coeff * entropy).backward()
         nn.utils.clip_grad_norm_(self.parameters, config.max_grad_norm)
         self.optimizer.step()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from torchrl_unilab.modules.critics import relu_mlp
 
-HALF_LOG_TAU = 0.9189385332046727  # 0.5 * log(2 pi)
+HALF_LOG_2PI = 0.9189385332046727  # 0.5 * log(2 pi)
 LOG_STD_CENTER, LOG_STD_REACH = -1.5, 3.5  # log std within [-5, 2]
 
 Batch = Mapping[str, torch.Tensor]
@@ -100,7 +100,7 @@ class PlainSAC(_PlainOffPolicy):
         log_std = LOG_STD_CENTER + LOG_STD_REACH * raw.tanh()
         noise = torch.randn_like(loc)
         u = torch.addcmul(loc, log_std.exp(), noise)
-        log_p = -0.5 * noise.square() - log_std - HALF_LOG_TAU
+        log_p = -0.5 * noise.square() - log_std - HALF_LOG_2PI
         log_p = log_p - 2.0 * (math.log(2.0) - u - F.softplus(-2.0 * u))
         return u.tanh(), log_p.sum(-1)
 

@@ -2,30 +2,44 @@
 
 `tests.benchmarks.bench_off_policy` runs it. One `Collector` steps one gymnasium environment in the
 learner's process, as TorchRL's own SAC example does; one update of 256 rows for each frame,
-networks of two layers of 256.
+networks of two layers of 256. For `tests.benchmarks.bench_peers` an `AsyncBatchedCollector` steps
+four environments, each in a process of its own, beside the learner:
+
+``STARTED=0 python -m tests.benchmarks.stock_sac TASK SEED SECONDS``, where the clock starts then.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import mujoco
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
-from torchrl.collectors import Collector
+from torchrl.collectors import AsyncBatchedCollector, BaseCollector, Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import DoubleToFloat, GymEnv, TransformedEnv
+from torchrl.envs import DoubleToFloat, GymEnv, RewardSum, TransformedEnv
 from torchrl.envs.utils import ExplorationType
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import SACLoss, SoftUpdate
 
+from torchrl_unilab.limits import available_cores
+
 FRAMES, BATCH, RANDOM = 1000, 256, 4000
+WORKERS = 4
 
 
 def make_env(task: str) -> TransformedEnv:
-    """Make an environment of a task that observes float32."""
+    """Make an environment of a task that observes float32 and sums its rewards."""
     handler = mujoco.get_mju_user_warning()
     mujoco.set_mju_user_warning(lambda message: None)
     try:
@@ -33,7 +47,30 @@ def make_env(task: str) -> TransformedEnv:
     finally:
         mujoco.set_mju_user_warning(handler)
     env.append_transform(DoubleToFloat(in_keys=["observation"]))
+    env.append_transform(RewardSum())
     return env
+
+
+def make_collector(
+    task: str, env: TransformedEnv, actor: ProbabilisticActor, *, asynchronous: bool
+) -> BaseCollector:
+    """Collect in this process, or by `WORKERS` others."""
+    settings: dict[str, Any] = {"frames_per_batch": FRAMES, "total_frames": -1}
+    if asynchronous:
+        return AsyncBatchedCollector(
+            [partial(make_env, task)] * WORKERS,
+            policy=actor,
+            env_backend="multiprocessing",
+            env_exchange="shm",
+            **settings,
+        )
+    return Collector(
+        env,
+        actor,
+        init_random_frames=RANDOM,
+        auto_register_policy_transforms=False,
+        **settings,
+    )
 
 
 class Learner:
@@ -91,6 +128,8 @@ def train(
     threads: int,
     stop: Callable[[ProbabilisticActor, int, int], bool],
     clock: Callable[[], float],
+    asynchronous: bool = False,
+    record: Callable[[TensorDictBase], object] = len,
 ) -> float:
     """Train with SAC until it is told to stop.
 
@@ -100,6 +139,8 @@ def train(
         threads: Torch's threads.
         stop: Asked after each batch of frames and each update, with the frames and updates so far.
         clock: Seconds of training.
+        asynchronous: Collect in other processes, by the policy from the first frame on.
+        record: Given each batch of frames.
 
     Returns:
         Updates per second of all time after the random frames.
@@ -111,18 +152,12 @@ def train(
         env = make_env(task)
         env.set_seed(seed)
         learner = Learner(env)
-        collector = Collector(
-            env,
-            learner.actor,
-            frames_per_batch=FRAMES,
-            total_frames=-1,
-            init_random_frames=RANDOM,
-            auto_register_policy_transforms=False,
-        )
+        collector = make_collector(task, env, learner.actor, asynchronous=asynchronous)
         torch.set_num_threads(threads)
         try:
             for data in collector:
                 frames += data.numel()
+                record(data)
                 learner.buffer.extend(data.reshape(-1))
                 over = stop(learner.actor, frames, updates)
                 if frames >= RANDOM:
@@ -133,9 +168,40 @@ def train(
                         over = stop(learner.actor, frames, updates)
                         if over:
                             break
-                    collector.update_policy_weights_()
+                    collector.update_policy_weights_(learner.actor)
                 if over:
                     break
         finally:
             collector.shutdown()
     return updates / (clock() - began) if began is not None else 0.0
+
+
+def main() -> None:
+    """Print the record of a run with an asynchronous collector."""
+    task, seed, limit = sys.argv[1:]
+    started, finished = float(os.environ["STARTED"]), deque[float](maxlen=64)
+    curve: list[tuple[float, int, float]] = []
+    frames = updates = 0
+
+    def clock() -> float:
+        return time.monotonic() - started
+
+    def record(data: TensorDictBase) -> None:
+        finished.extend(data["next", "episode_reward"][data["next", "done"]].tolist())
+        if finished:
+            curve.append((clock(), frames + data.numel(), sum(finished) / len(finished)))
+
+    def stop(actor: ProbabilisticActor, frames_now: int, updates_now: int) -> bool:
+        nonlocal frames, updates
+        frames, updates = frames_now, updates_now
+        return clock() >= float(limit)
+
+    threads = available_cores()
+    settings: dict[str, Any] = {"asynchronous": True, "record": record}
+    train(task, seed=int(seed), threads=threads, stop=stop, clock=clock, **settings)
+    counts = {"frames": frames, "seconds": clock(), "optim_steps": updates}
+    print(json.dumps({**counts, "curve": curve}))
+
+
+if __name__ == "__main__":
+    main()

@@ -38,6 +38,16 @@ def test_an_unknown_option_is_refused_and_the_known_ones_are_listed(name: str, o
         make_task(name, **{option: 1.0})
 
 
+def test_a_misspelt_option_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"Did you mean frame_skip"):
+        make_task("Hopper-v5", frame_skips=2)
+
+
+def test_an_unknown_option_of_a_task_by_module_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"QuadrupedWalk' with \['speed'\], .* argument 'speed'"):
+        make_task("torchrl_unilab.envs.robots.quadruped:QuadrupedWalk", speed=1.0)
+
+
 def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_robot_of_a_test.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)

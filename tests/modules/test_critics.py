@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
 from torchrl.objectives import SACLoss, SoftUpdate
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import (
     ObservationNormalizer,
     make_actor,
@@ -74,3 +78,9 @@ def test_the_critics_of_a_loss_normalise_by_the_actors_statistics_of_the_moment(
             values.append(loss.qvalue_network(td)["state_action_value"])
         normalizer.update(torch.randn(50, 3) * 4 + 2)
     assert not torch.equal(*values)
+
+
+@pytest.mark.parametrize("make", [make_critic, partial(make_q_value, action_size=1)])
+def test_a_width_of_zero_is_refused(make):
+    with pytest.raises(ConfigError, match=r"widths \[.*0, 1\] \(expected positive ones\)"):
+        make(3, hidden=(0,))

@@ -8,7 +8,7 @@ from torchrl.modules import IndependentNormal
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_actor
-from torchrl_unilab.modules.gaussian import HALF_LOG_TAU, DiagonalNormal, GaussianActor
+from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, DiagonalNormal, GaussianActor
 
 
 def test_the_actor_gives_action_and_log_probability_and_its_mean_without_exploration():
@@ -61,7 +61,7 @@ def test_the_log_probability_is_of_the_action_alone_whatever_the_noise_follows()
         for _ in range(3):
             batch = actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))
     noise = (batch["action"] - batch["loc"]) / batch["scale"]
-    expected = (-0.5 * noise.square() - batch["scale"].log() - HALF_LOG_TAU).sum(-1)
+    expected = (-0.5 * noise.square() - batch["scale"].log() - HALF_LOG_2PI).sum(-1)
     torch.testing.assert_close(batch["action_log_prob"], expected)
 
 

@@ -232,11 +232,22 @@ def test_the_learning_rate_stays_within_its_bounds(lr, kl):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [{"gamma": 1.1}, {"tau": -0.1}, {"lambda_": 2.0}, {"target_update_freq": 0}]
+    ("name", "value"),
+    [
+        ("gamma", 1.1),
+        ("tau", -0.1),
+        ("lambda_", 2.0),
+        ("target_update_freq", 0),
+        ("clip_epsilon", -0.1),
+        ("value_clip", -1.0),
+        ("critic_coeff", -1.0),
+        ("rho_bar", -1.0),
+        ("c_bar", -2.0),
+    ],
 )
-def test_coefficients_out_of_range_are_refused(kwargs):
-    with pytest.raises(ConfigError):
-        _loss(**kwargs)
+def test_coefficients_out_of_range_are_refused(name, value):
+    with pytest.raises(ConfigError, match=name):
+        _loss(**{name: value})
 
 
 def test_it_reads_and_writes_the_keys_it_declares():

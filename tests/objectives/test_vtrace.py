@@ -12,6 +12,7 @@ from torchrl.objectives.value.functional import (
     vtrace_advantage_estimate,
 )
 
+from torchrl_unilab.errors import LayoutShapeError
 from torchrl_unilab.objectives import timeout_bootstrap, vtrace
 
 # Seven steps of ten operations each on numbers below 100: 70 * 100 * 2**-53 < 1e-12.
@@ -119,10 +120,12 @@ def test_on_policy_it_is_generalised_advantage_estimation(seed, gamma, lambda_):
     torch.testing.assert_close(targets, expected_targets.squeeze(-1), **ROUNDING)
 
 
-def test_tensors_of_another_shape_are_refused_by_name():
-    x = _inputs(0, 0.0)
-    with pytest.raises(ValueError, match=r"r_t has shape \(3, 7, 1\) \(expected \(3, 7\)\)"):
-        vtrace(**{**x, "r_t": x["r_t"].unsqueeze(-1)}, gamma=0.9)
+@pytest.mark.parametrize("name", ["v_tm1", "v_t", "r_t", "done_t", "terminated_t"])
+def test_tensors_of_another_shape_are_refused_by_name(name):
+    inputs = _inputs(0, 1.0)
+    inputs[name] = inputs[name][:, :1]
+    with pytest.raises(LayoutShapeError, match=rf"{name} has shape \(3, 1\) \(expected \(3, 7\)\)"):
+        vtrace(**inputs, gamma=0.9)
 
 
 def test_what_is_not_finite_after_a_terminal_state_reaches_no_target():

@@ -492,3 +492,8 @@ def test_a_stop_that_is_interrupted_leaves_no_worker(monkeypatch):
     group.stop()
     assert group.pids == []
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_no_threads_at_all_fail_with_what_torch_says_of_them():
+    with pytest.raises(WorkerError, match=r"(?s)server 0, process \d+, failed:.*positive"):
+        WorkerGroup(_serve, [(0,)], name="server", num_threads=0)

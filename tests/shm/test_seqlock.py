@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.processes import DEADLINE, receive, spawned
+from tests.support.processes import DEADLINE, receive, shared_mappings, spawned
 from tests.support.tearing import (
     count_torn,
     lapped_copy,
@@ -219,6 +219,17 @@ def test_a_closed_cell_refuses_every_use(use):
     with pytest.raises(SegmentClosedError):
         use(cell)
 
+    assert cell.closed
+
+
+def test_a_closed_cell_holds_no_shared_memory():
+    before = shared_mappings()
+    cell = SnapshotCell(_filled(0))
+    assert shared_mappings() == before + 1
+
+    cell.close()
+
+    assert shared_mappings() == before
     assert cell.closed
 
 

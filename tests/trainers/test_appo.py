@@ -346,6 +346,12 @@ def test_rollouts_that_aged_beyond_the_bound_are_not_learnt_from(behind, stale):
     assert trainer.collected_frames == 4 * FRAMES
 
 
+def test_a_bound_of_the_lag_needs_the_scheme_that_counts_it():
+    config = APPOConfig(max_policy_lag=2)
+    with pytest.raises(ConfigError, match=r"max_policy_lag: 2 without a scheme"):
+        APPOTrainer(collector=Mock(), loss_module=Mock(), total_frames=1, config=config)
+
+
 def test_torchrls_own_collector_will_do():
     loss = _loss(APPOConfig(**QUICK), ObservationNormalizer(4))
     collector = Collector(

@@ -172,3 +172,10 @@ def test_as_many_episodes_are_played_as_asked_for_however_many_environments(poli
     env.close()
     assert returns.shape == (episodes,)
     assert (returns > 0).all()
+
+
+def test_no_episodes_at_all_are_refused(policy):
+    env = make_env()
+    with pytest.raises(ConfigError, match=r"episodes: 0 \(expected at least 1\)"):
+        evaluate(env, policy, episodes=0)
+    env.close()

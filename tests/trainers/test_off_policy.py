@@ -110,6 +110,12 @@ def _trainer(
     )
 
 
+def test_another_collector_without_a_storage_is_refused():
+    config = OffPolicyConfig(**QUICK)
+    with pytest.raises(ConfigError, match=r"storage: none, with Mock \(expected one"):
+        OffPolicyTrainer(collector=Mock(), loss_module=Mock(), total_frames=1, config=config)
+
+
 @BOTH
 def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainers(algorithm):
     torch.manual_seed(0)

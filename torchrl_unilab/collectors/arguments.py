@@ -118,7 +118,7 @@ def steps_of(frames_per_batch: int, num_envs: int, share: int) -> int:
 def the_policy(
     policy: TensorDictModuleBase | None, factory: Callable[[], TensorDictModuleBase] | None
 ) -> TensorDictModuleBase:
-    """Return the policy that is given, or made; a ConfigError unless it is one of them."""
+    """Return the policy, given or made by its factory; a ConfigError unless it is one of them."""
     if policy is not None and factory is None:
         return policy
     if policy is None and factory is not None:

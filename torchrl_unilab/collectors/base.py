@@ -156,7 +156,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Args:
             frames_per_batch: Frames of a batch.
             share: Workers that collect a batch together.
-            explore: Makes of the policy what acts in a worker.
+            explore: Wraps the policy for acting in a worker.
         """
         env = self._factories[0]()
         try:

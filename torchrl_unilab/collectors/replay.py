@@ -81,7 +81,7 @@ class ReplayCollector(WorkerCollector):
         frames_per_batch: Rows of a tick, of all workers together; a multiple of the
             environments of all of them.
         init_random_frames: Frames at first, of all workers together, with random actions.
-        explore: Makes of the policy what acts in a worker, such as a policy with noise;
+        explore: Wraps the policy for acting in a worker, such as with exploration noise;
             what it adds is not published, and keeps its state. Picklable.
         replay: Settings of the `PackedReplayStorage`.
         **workers: Further arguments of `WorkerCollector`. Of a worker that is replaced, rows

@@ -19,6 +19,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.worker import RolloutWorker
+from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.trace import TraceSettings, span
@@ -52,7 +53,7 @@ class Sink(Protocol):
         Args:
             rollouts: Collects.
             publish: Publishes the worker's metrics.
-            timeout: Seconds to wait for room.
+            timeout: Seconds to wait for room; as long as the storage waits if None.
         """
         ...
 
@@ -134,7 +135,10 @@ class WorkerService:
             return
         before, self.ticks = self.ticks, tick
         try:
-            self.sink.collect(self.rollouts, self.publish, None)
+            if not self.sink.collect(self.rollouts, self.publish, None):
+                raise WaitTimeoutError(
+                    f"tick {tick}: no slot was freed in time (expected one). Release leases."
+                )
         except BaseException:
             self.ticks = before
             raise
@@ -227,18 +231,29 @@ def build_service(
     return WorkerService(rollouts, sink, metrics, worker)
 
 
-def run_worker(link: Link, setup: WorkerSetup, *shared: Any) -> None:
+def run_worker(
+    link: Link,
+    setup: WorkerSetup,
+    scheme: UniLabShmScheme,
+    sink: Sink,
+    metrics: SharedMetrics,
+    worker: int,
+    workers: int,
+) -> None:
     """A worker process: serve the collector; while it runs ahead, collect between requests.
 
     Args:
         link: To the collector.
         setup: What to step and how.
-        *shared: Further arguments of `build_service`; the number of the worker is the fourth.
+        scheme: As `build_service` has it, and so are the others.
+        sink: Stores rollouts.
+        metrics: Of all workers.
+        worker: The number of this one.
+        workers: How many there are.
     """
     with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
-        trace.join(setup.trace, f"collector {shared[3]}")
-    service = build_service(setup, *shared)
-    sink = service.sink
+        trace.join(setup.trace, f"collector {worker}")
+    service = build_service(setup, scheme, sink, metrics, worker, workers)
     link.ready()
     try:
         while True:

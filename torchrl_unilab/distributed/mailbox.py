@@ -55,7 +55,7 @@ class Letter:
     """A version of the weights.
 
     Attributes:
-        version: Below 0 where the mailbox has none, as it was started again.
+        version: -1 from a mailbox that was started again and has no weights.
         snapshot: The reference to them, in a list, as it is not to be resolved early; or nothing.
     """
 
@@ -115,7 +115,7 @@ class Mailbox:
 
 
 def load_ray() -> Any:
-    """Return Ray, which is imported where it is used alone.
+    """Import Ray on first use, and return it.
 
     Raises:
         ConfigError: It is not installed.

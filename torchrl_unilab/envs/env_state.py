@@ -136,7 +136,7 @@ class EnvState:
         return limits
 
     def expect_terms(self, dtype: type) -> Sequence[str]:
-        """Have the reward's terms at hand, of 0, before the first step; return their names."""
+        """Make `reward_terms` zero before the first step; return their names."""
         physics, task = self.physics, self.task
         action: NDArray[Any] = np.zeros((len(self), physics.num_controls), dtype=dtype)
         terms = task.outcome(physics.fields, task.before(physics.fields), action, self.dt).terms

@@ -88,7 +88,7 @@ def make_task(name: str, **options: Any) -> MujocoTask:
     if unknown:
         raise ConfigError(
             f"make_task: {name} has no option {', '.join(unknown)} (expected some of "
-            f"{', '.join(sorted(settable))}). Correct the names."
+            f"{', '.join(sorted(settable))}).{nearest(unknown[0], settable)} Correct the names."
         )
     return replace(task, **options)
 
@@ -102,9 +102,17 @@ def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> Mujoco
             "that can be imported, and of a task in it). Correct the name, or put the module's "
             "directory on PYTHONPATH."
         ) from error
-    if isinstance(found, MujocoTask):
-        return replace(found, **options)
-    task = found(**options) if callable(found) else found
+    try:
+        if isinstance(found, MujocoTask):
+            return replace(found, **options)
+        task = found(**options) if callable(found) else found
+    except TypeError as error:
+        if not options:
+            raise
+        raise ConfigError(
+            f"make_task: '{module}:{attribute}' with {sorted(options)}, {error} (expected options "
+            "that it takes). Correct the names."
+        ) from error
     if not isinstance(task, MujocoTask):
         raise ConfigError(
             f"make_task: '{module}:{attribute}' gives {type(task).__name__} (expected a MujocoTask "

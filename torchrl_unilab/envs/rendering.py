@@ -189,7 +189,7 @@ class Pixels:
         self._outdated = np.ones(nsim, dtype=bool)
 
     def outdate(self, rows: NDArray[np.intp] | slice) -> None:
-        """Take the states of these simulations as changed."""
+        """Mark the pictures of these simulations as outdated."""
         self._outdated[rows] = True
 
     def current(self) -> Pictures:

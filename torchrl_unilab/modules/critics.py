@@ -21,6 +21,14 @@ from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNorm
 __all__ = ["QValue", "StateValue", "make_critic", "make_q_value", "relu_mlp", "tanh_mlp"]
 
 
+def _check_widths(sizes: Sequence[int]) -> None:
+    if min(sizes) < 1:
+        raise ConfigError(
+            f"network: widths {list(sizes)} (expected positive ones). Leave `hidden` empty for a "
+            "linear network."
+        )
+
+
 def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
     """Return linear layers with tanh between them, with orthogonal weights and zero biases.
 
@@ -28,11 +36,15 @@ def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
         sizes: Widths from input to output, at least two.
         last_gain: Scale of the output layer's weights.
 
+    Raises:
+        ConfigError: A width is not positive.
+
     Examples:
         >>> from torchrl_unilab.modules.critics import tanh_mlp
         >>> [type(layer).__name__ for layer in tanh_mlp([3, 8, 1], last_gain=1.0)]
         ['Linear', 'Tanh', 'Linear']
     """
+    _check_widths(sizes)
     layers: list[nn.Module] = []
     for n_in, n_out in itertools.pairwise(sizes):
         linear = nn.Linear(n_in, n_out)
@@ -58,11 +70,7 @@ def relu_mlp(sizes: Sequence[int], *, layer_norm: bool = False) -> nn.Sequential
         >>> [type(layer).__name__ for layer in relu_mlp([3, 8, 1])]
         ['Linear', 'ReLU', 'Linear']
     """
-    if min(sizes) < 1:
-        raise ConfigError(
-            f"network: widths {list(sizes)} (expected positive ones). Leave `hidden` empty for a "
-            "linear network."
-        )
+    _check_widths(sizes)
     layers: list[nn.Module] = []
     for n_in, n_out in itertools.pairwise(sizes[:-1]):
         layers.append(nn.Linear(n_in, n_out))

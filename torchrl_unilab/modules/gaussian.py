@@ -29,7 +29,7 @@ __all__ = [
     "make_actor",
 ]
 
-HALF_LOG_TAU = 0.5 * math.log(2.0 * math.pi)
+HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 _POINTS = (ExplorationType.DETERMINISTIC, ExplorationType.MEAN, ExplorationType.MODE)
 
 
@@ -152,7 +152,7 @@ class GaussianActor(DirectActor):
 
     def _act(self, tensordict: TensorDictBase, explore: bool) -> TensorDictBase:
         loc, log_std = tensordict.get("loc"), self.module[0].log_std
-        volume = log_std.sum() + HALF_LOG_TAU * log_std.shape[0]
+        volume = log_std.sum() + HALF_LOG_2PI * log_std.shape[0]
         if explore:
             noise = self._draw(loc)
             tensordict.set("action", torch.addcmul(loc, noise, tensordict.get("scale")))

@@ -134,10 +134,16 @@ class APPOLoss(LossModule):
         tau: float = 1.0,
         target_update_freq: int | None = 64,
     ) -> None:
-        _check_range("clip_epsilon", clip_epsilon, 0.0, float("inf"))
-        _check_range("gamma", gamma, 0.0, 1.0)
-        _check_range("lambda_", lambda_, 0.0, 1.0)
-        _check_range("tau", tau, 0.0, 1.0)
+        for name, value in (("gamma", gamma), ("lambda_", lambda_), ("tau", tau)):
+            _check_range(name, value, 0.0, 1.0)
+        for name, value in (
+            ("clip_epsilon", clip_epsilon),
+            ("value_clip", value_clip or 0.0),
+            ("critic_coeff", critic_coeff),
+            ("rho_bar", rho_bar),
+            ("c_bar", c_bar),
+        ):
+            _check_range(name, value, 0.0, float("inf"))
         if target_update_freq is not None and target_update_freq < 1:
             raise ConfigError(
                 f"target_update_freq: {target_update_freq} (expected at least 1). "

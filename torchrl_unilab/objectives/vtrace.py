@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from torchrl_unilab.errors import LayoutShapeError
+
 __all__ = ["timeout_bootstrap", "vtrace"]
 
 
@@ -73,6 +75,9 @@ def vtrace(
     Returns:
         Value targets [B, T] and advantages [B, T], neither with a gradient.
 
+    Raises:
+        LayoutShapeError: A tensor has another shape than `log_rho`.
+
     Examples:
         >>> import torch
         >>> from torchrl_unilab.objectives import vtrace
@@ -83,9 +88,10 @@ def vtrace(
         3.0
     """
     shape = log_rho.shape
-    for name, tensor in (("v_tm1", v_tm1), ("v_t", v_t), ("r_t", r_t), ("done_t", done_t)):
+    others = {"v_tm1": v_tm1, "v_t": v_t, "r_t": r_t}
+    for name, tensor in {**others, "done_t": done_t, "terminated_t": terminated_t}.items():
         if tensor.shape != shape:
-            raise ValueError(
+            raise LayoutShapeError(
                 f"vtrace: {name} has shape {tuple(tensor.shape)} (expected {tuple(shape)}). "
                 "Give all tensors as [batch, time]."
             )

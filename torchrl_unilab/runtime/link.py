@@ -33,7 +33,7 @@ __all__ = ["Channel", "Link", "Shipment", "serve"]
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
 _RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
 _READ_BYTES = 1 << 16  # larger ones take longer to allocate than to read
-_NO_PARENT = "link: the parent has ended (expected it to run on). Start it again."
+_NO_PARENT = "link: the parent has ended (expected it to keep running). Start it again."
 
 
 class Channel:
@@ -246,9 +246,9 @@ def serve(
     """Run ``target(link, *args)`` in a worker; relay what it raises."""
     # Ctrl-C reaches the whole terminal; the parent decides what becomes of its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(num_threads)
     link = Link(connection)
     try:
+        torch.set_num_threads(num_threads)
         target(link, *args)
     except PeerGoneError:
         pass  # the parent's work has ended, and so has the worker's

@@ -241,7 +241,8 @@ class Ranks:
         named = [f"rank {rank} {reason}" for rank, reason in reasons.items() if reason]
         return PeerGoneError(
             f"rank {self.rank} of {self.size}: {'; '.join(named) or error}\n(expected all to come "
-            "to each step). Mend the cause and start again, with --resume if there is a checkpoint."
+            "to each step). Remove the cause, and start again, with --resume if there is a "
+            "checkpoint."
         )
 
     def _reason(self, rank: int) -> str | None:

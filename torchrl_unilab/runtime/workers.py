@@ -36,8 +36,8 @@ STOP_SECONDS = 2.0
 FAILED_START_SECONDS = 0.2  # workers that are still starting do not listen
 LOOK_SECONDS = 0.5  # from one look for stopped workers to the next
 _HINTS = {
-    "SIGKILL": "The system may have been out of memory.",
-    "SIGBUS": "Shared memory may have been full.",
+    "SIGKILL": "See whether the system was out of memory, by `dmesg`.",
+    "SIGBUS": "See whether shared memory was full, by `torchrl-unilab budget`.",
     "SIGSEGV": "Native code crashed: look at the physics, the model or an extension.",
     "SIGABRT": "Native code gave up: look at its message above.",
 }
@@ -265,7 +265,7 @@ class WorkerGroup:
             wait([worker.process.sentinel for worker in stopped], CONTINUE_SECONDS)
         for worker in stopped:
             if worker.stopped:
-                raise self._error(worker, "was stopped by a signal, as SIGSTOP or SIGTSTP.")
+                raise self._error(worker, "was stopped by a signal, as SIGSTOP or SIGTSTP")
 
     def _receive(
         self, worker: WorkerProcess, timeout: float | None, watched: Sequence[WorkerProcess]
@@ -316,14 +316,16 @@ class WorkerGroup:
         if code is not None and code < 0:
             known = -code in {*signal.Signals}  # of real-time signals, only the first and last
             name = signal.Signals(-code).name if known else f"signal {-code}"
-            raise self._error(worker, f"was ended by {name}. {_HINTS.get(name, '')}".rstrip())
-        when = "." if worker.ready else f" before it was ready. {_start_hint()}"
-        raise self._error(worker, f"ended by itself with exit code {code}{when}")
+            raise self._error(worker, f"was ended by {name}", _HINTS.get(name, ""))
+        when = "" if worker.ready else " before it was ready"
+        hint = "" if worker.ready else _start_hint()
+        raise self._error(worker, f"ended by itself with exit code {code}{when}", hint)
 
-    def _error(self, worker: WorkerProcess, text: str) -> WorkerError:
+    def _error(self, worker: WorkerProcess, text: str, remedy: str = "") -> WorkerError:
+        text, end = text.rstrip(), "\n" if "\n" in text else " "  # after a traceback
         self._failed = WorkerError(
-            f"{worker.name}, process {worker.process.pid}, {text}\n(expected it to run on). "
-            "Mend the cause and start again."
+            f"{worker.name}, process {worker.process.pid}, {text}{end}(expected it to keep "
+            f"running). {remedy or 'Remove the cause, and start again.'}"
         )
         self._failed.worker = worker.index
         return self._failed

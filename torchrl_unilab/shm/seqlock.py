@@ -202,11 +202,11 @@ class SnapshotCell:
         count = _CELL_WORDS + slots + _READER_WORDS * readers
         words = shared_words(segment.buffer, count)
         self._words: memoryview | _ClosedWords = words[:_CELL_WORDS]
-        self._sequence = words[_CELL_WORDS : _CELL_WORDS + slots]
+        self._sequence: memoryview | _ClosedWords = words[_CELL_WORDS : _CELL_WORDS + slots]
         self._reports: memoryview | _ClosedWords = words[_CELL_WORDS + slots :]
         payloads = segment.buffer[words_nbytes(count) :]
-        self._payloads = payloads.reshape(slots, layout.nbytes)
-        self._views = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
+        self._payloads: Any = payloads.reshape(slots, layout.nbytes)
+        self._views: Any = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
         self._registration = RangeLock(segment)
         self._writer_pid = 0  # this process, once it publishes
         self.publishes = 0
@@ -329,7 +329,9 @@ class SnapshotCell:
                 return
             if self._writer_pid == os.getpid():  # another process may write from now on
                 self._words[_WRITER] = 0
-            self._words = self._reports = _ClosedWords()
+            # All that holds the mapping, which would outlive the cell's end.
+            self._words = self._sequence = self._reports = _ClosedWords()
+            self._payloads = self._views = _ClosedWords()
             self._segment.close()
 
     def __enter__(self) -> SnapshotCell:

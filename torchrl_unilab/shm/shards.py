@@ -101,7 +101,7 @@ class Shards:
         self.segment, self.widths, self.timeout = segment, tuple(widths), timeout
         self.shards, self.shard_rows = shards, shard_rows
         self.detach: Callable[[Parts, torch.Tensor], object] = lambda parts, positions: None
-        """Called before rows are written in place, with these and their positions."""
+        """Hook: called with (parts, positions) before rows are rewritten in place."""
         self._words = shared_words(segment.buffer, _FIRST + shards * SHARD_WORDS)
         firsts = range(_FIRST, len(self._words), SHARD_WORDS)
         self.words = [self._words[first : first + SHARD_WORDS] for first in firsts]
@@ -195,7 +195,7 @@ class Shards:
 
     @property
     def rewritten(self) -> int:
-        """A number that changes whenever rows do that had been written."""
+        """A number that changes whenever a row that was already written changes."""
         return sum(self.load(VERSION))
 
     @property
@@ -213,7 +213,7 @@ class Shards:
         return ids.remainder(self.shards * self.shard_rows)
 
     def bounds(self, words: tuple[int, ...], rows: torch.Tensor) -> int | torch.Tensor:
-        """Return the id to compare with each of n rows, of the number that its shard has.
+        """Return a bound of each of n rows as an id, given one for each shard.
 
         Args:
             words: A number for each shard.

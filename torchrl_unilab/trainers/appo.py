@@ -19,9 +19,9 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.trainers.base import RankTrainer
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
-from torchrl_unilab.trainers.progress import RankTrainer
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
@@ -101,6 +101,11 @@ class APPOTrainer(RankTrainer):
             raise ConfigError(
                 f"final_log_std: {config.final_log_std} with {type(actor).__name__} (expected "
                 "an actor that make_actor made, which learns its deviation). Leave it out."
+            )
+        if config.max_policy_lag is not None and scheme is None:
+            raise ConfigError(
+                f"max_policy_lag: {config.max_policy_lag} without a scheme (expected the "
+                "collector's, which counts versions). Pass scheme=, or leave max_policy_lag out."
             )
         self.config, self.ranks = config, ranks
         self.stale = 0

@@ -49,6 +49,9 @@ def evaluate(
     Returns:
         The returns, float64, [episodes].
 
+    Raises:
+        ConfigError: `episodes` is below 1.
+
     Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
         >>> from torchrl_unilab.modules import make_actor
@@ -67,6 +70,8 @@ def _play(
     """Return returns and lengths of episodes, float64 [2, episodes]."""
     envs = env.batch_size.numel()
     count = envs if episodes is None else episodes
+    if count < 1:
+        raise ConfigError(f"episodes: {count} (expected at least 1). Leave it out for {envs}.")
     rounds = [_play_round(env, policy, max_steps) for _ in range(-(-count // envs))]
     return torch.cat(rounds, 1)[:, :count]
 
@@ -74,7 +79,7 @@ def _play(
 @torch.no_grad()
 def _play_round(env: EnvBase, policy: TensorDictModuleBase, max_steps: int) -> torch.Tensor:
     """Return returns and lengths of each environment's next episode, float64 [2, N]."""
-    returns = torch.zeros(env.batch_size.numel(), dtype=torch.float64)
+    returns = torch.zeros(env.batch_size.numel(), dtype=torch.float64, device=env.device)
     lengths = torch.zeros_like(returns)
     running = torch.ones_like(returns, dtype=torch.bool)
     with set_exploration_type(ExplorationType.DETERMINISTIC):
@@ -87,7 +92,7 @@ def _play_round(env: EnvBase, policy: TensorDictModuleBase, max_steps: int) -> t
             running &= ~after["done"].reshape(-1)
             if not running.any():
                 break
-    return torch.stack([returns, lengths])
+    return torch.stack([returns, lengths]).cpu()
 
 
 class Evaluation(NamedTuple):

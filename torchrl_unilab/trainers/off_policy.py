@@ -20,9 +20,9 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.trainers.base import RankTrainer
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
-from torchrl_unilab.trainers.progress import RankTrainer
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
@@ -185,6 +185,11 @@ class OffPolicyTrainer(RankTrainer):
         self.config, self.ranks = config, ranks
         self.normalizers = dict(normalizers or {})
         self._keys: Sequence[Any] = [] if storage is None else [*storage[:].keys(True, True)]
+        if storage is None and not isinstance(collector, ReplayCollector):
+            raise ConfigError(
+                f"storage: none, with {type(collector).__name__} (expected one to write its "
+                "rollouts to). Pass a PackedReplayStorage, or collect by ReplayCollector."
+            )
         self.storage = collector.storage if storage is None else storage
         threshold = config.min_frames
         if threshold > self.storage.max_size:

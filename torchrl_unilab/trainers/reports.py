@@ -288,6 +288,7 @@ class EpisodeReturns(LearningCurve):
         }
 
     def _add(self, batch: TensorDictBase) -> None:
+        batch = batch.select(("collector", "traj_ids"), ("next", "reward"), ("next", "done")).cpu()
         ids, index = torch.unique(batch["collector", "traj_ids"], return_inverse=True)
         index = index.reshape(-1)
         rewards = batch["next", "reward"].reshape(-1).double()

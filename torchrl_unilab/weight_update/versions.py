@@ -87,8 +87,9 @@ class WorkerVersions:
     def wait_applied(
         self,
         version: int | None = None,
-        worker_ids: int | Sequence[int] | None = None,
         timeout: float = 10.0,
+        *,
+        worker_ids: int | Sequence[int] | None = None,
     ) -> None:
         """Wait until workers act with what was published to them up to `version`, or newer.
 

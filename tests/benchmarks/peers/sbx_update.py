@@ -1,4 +1,4 @@
-"""Updates of SBX, one for each line that it reads, for `tests.benchmarks.bench_offpolicy_update`.
+"""Updates of SBX, one for each line that it reads, for `tests.benchmarks.bench_off_policy_update`.
 
 ``python sbx_update.py ALGORITHM OBSERVATION ACTION BATCH`` in an environment that has SBX. The
 policy learns in every update, as in all contenders. One thread computes.

@@ -20,11 +20,13 @@ from torchrl.data.replay_buffers import (
 )
 from torchrl.envs.transforms import RewardScaling
 
+from tests.support.processes import shared_mappings
 from tests.support.transitions import flags, same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import (
     ConfigError,
     ContentionError,
+    LayoutDtypeError,
     LayoutError,
     LayoutKeyError,
     LayoutShapeError,
@@ -490,6 +492,19 @@ def test_after_close_what_was_sampled_stays_and_all_else_is_a_python_error(use):
     assert "closed" in repr(storage)
 
 
+def test_a_closed_replay_holds_no_shared_memory():
+    before = shared_mappings()
+    storage = PackedReplayStorage(10, example=transitions(1)[0])
+    storage.append(transitions(3))
+    storage.sample(2)
+    assert shared_mappings() == before + 1
+
+    storage.close()
+
+    assert shared_mappings() == before
+    assert "closed" in repr(storage)
+
+
 def test_rows_that_cannot_be_copied_leave_nothing_behind():
     def rows(first: int, end: int) -> TensorDict:
         return TensorDict({"x": torch.arange(first, end)}, [end - first])
@@ -511,6 +526,19 @@ def test_rows_first_seen_in_inference_mode_are_written_in_any():
         storage.append(stamped(torch.arange(4, 6)))
         storage.add(stamped(torch.arange(6, 8)))
         assert storage[:]["count"][:, 0].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_final_observations_of_another_dtype_are_refused(rows):
+    with PackedReplayStorage(16, example=transitions(1)[0]) as storage:
+        finals = transitions(rows)["observation"].double()
+        with pytest.raises(LayoutDtypeError, match=r"float64 \(expected torch.float32\)"):
+            storage.add(
+                transitions(3),
+                terminal_mask=torch.tensor([True, False, False]),
+                terminal_next_obs=finals,
+            )
+        assert storage.size == 0
 
 
 def test_final_observations_of_some_keys_alone_are_refused():

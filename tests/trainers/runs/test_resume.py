@@ -296,6 +296,15 @@ def test_a_run_that_was_to_go_on_for_longer_does_so_without_being_told_again(run
     assert resume_run(run_dir, **QUIET)["frames"] == 2 * FRAMES
 
 
+def test_a_resumed_run_logs_and_evaluates_as_before(run_dir):
+    file = run_dir / "config.yaml"
+    file.write_text(file.read_text().replace("logger: csv,tensorboard\n", "logger: csv\n"))
+    resume_run(run_dir, frames=2 * FRAMES, progress_bar=False)
+    after = read_config(file)
+    assert (after["logger"], after["eval_episodes"]) == ("csv", 1)
+    assert len(list((run_dir / "tensorboard").glob("events.*"))) == 1
+
+
 def test_a_checkpoint_in_the_directory_of_another_run_is_refused(run_dir):
     file = run_dir / "config.yaml"
     file.write_text(as_yaml({**read_config(file), "seed": 7, "hidden": [9]}))

@@ -207,6 +207,10 @@ class RowAppender:
             )
         field = self._form.schema.fields[index]
         all_rows, masked_rows = (*mask.shape, *field.shape), (int(mask.sum()), *field.shape)
+        if leaf.dtype is not field.dtype:
+            raise LayoutDtypeError(
+                f"final observations {name!r}: {leaf.dtype} (expected {field.dtype}). Cast them."
+            )
         if leaf.shape == all_rows:
             return leaf
         if leaf.shape != masked_rows:
@@ -215,7 +219,7 @@ class RowAppender:
                 f"{masked_rows} for the masked rows). Check the mask."
             )
         unmasked = torch.zeros(all_rows, dtype=field.dtype)
-        unmasked[mask] = leaf.to(field.dtype)
+        unmasked[mask] = leaf
         return unmasked
 
 

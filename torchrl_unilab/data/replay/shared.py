@@ -270,7 +270,7 @@ class SharedReplay(SharedStorage):
             self.rows.clear()
 
     def load_rows(self, rows: TensorDictBase) -> None:
-        """Let rows [n], such as those of a stock checkpoint, be all there is, from position 0.
+        """Replace all content by rows [n], such as those of a stock checkpoint.
 
         Raises:
             CheckpointError: They are more than fit.
@@ -348,7 +348,7 @@ class SharedReplay(SharedStorage):
         """
         if count < 1:
             raise ConfigError(f"rows to sample: {count} (expected at least 1). Ask for some.")
-        rows, batches = self.rows, self._batches
+        rows, batches, gatherer = self.rows, self._batches, self._gatherer
         window = rows.readable()
         whole = snapshot.window if snapshot is not None and snapshot.window else window
         if whole.size < 1:
@@ -371,5 +371,5 @@ class SharedReplay(SharedStorage):
             left = now if snapshot is None else whole.above(now.floors)
             return rows.draw(number, left, source)
 
-        rows.read(whole, rows.draw(count, whole, source), self._gatherer.into(memory), redraw)
+        rows.read(whole, rows.draw(count, whole, source), gatherer.into(memory), redraw)
         return batches.tensordict(memory, index=True) if out is None else out

@@ -193,7 +193,7 @@ class PackedReplayStorage(SharedReplay):
             self._appender.rewrite(positions.remainder(length), data)
 
     def _set_back_writers(self, positions: torch.Tensor) -> None:
-        """Have stock writers write next where rows were refused: they move on before they write."""
+        """Undo the move of stock writers' cursors, which advance before they write."""
         head = self.ptr % self.max_size
         after = (int(positions[-1]) + 1) % self.max_size
         for buffer in self._attached_entities:
@@ -241,28 +241,29 @@ class PackedReplayStorage(SharedReplay):
             RuntimeError: Nothing is known of the rows yet.
             WaitTimeoutError: A row was not complete in time; names the writer.
         """
-        rows = self.rows
+        rows, views = self.rows, self._views
+        batches, gatherer = self._batches, self._gatherer
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
         length = len(self)
         if isinstance(index, slice) and (index.step or 1) < 0:
             index = range(*index.indices(length))  # no view counts down
         if index is None or index is ... or isinstance(index, (str, tuple, slice)):
-            views = self._views if length == self.max_size else self._views[:length]
+            views = views if length == self.max_size else views[:length]
             return views.copy() if index == slice(None) else views[index]
         if is_single(index):
             at = int(index)
             check_range(at, at, length, "row", "written")
-            return self._views[at % length]
+            return views[at % length]
         positions = flat_positions(index, length)
         if len(positions):
             low = int(positions.min())
             if low < 0:
                 check_range(low, low, length, "row", "written")
                 positions = positions.where(positions >= 0, positions + length)
-        memory = self._batches.batch(len(positions))
-        rows.read_at(positions, self._gatherer.into(memory))
-        batch = self._batches.tensordict(memory, index=False)
+        memory = batches.batch(len(positions))
+        rows.read_at(positions, gatherer.into(memory))
+        batch = batches.tensordict(memory, index=False)
         shape = batch_shape(index)
         return batch if shape is None else batch.view(*shape, *batch.batch_size[1:])
 
@@ -276,7 +277,7 @@ class PackedReplayStorage(SharedReplay):
             Copies of the rows [n], the oldest of a shard first, without those that have been
             overwritten; and how far each shard has been read, also over checkpoints.
         """
-        rows, batches = self.rows, self._batches
+        rows, batches, gatherer = self.rows, self._batches, self._gatherer
         bases, origins, window = rows.lineage()
         if not window.size:  # none can be read now
             return batches.tensordict(batches.batch(0), index=False), tuple(counted)
@@ -288,7 +289,7 @@ class PackedReplayStorage(SharedReplay):
             for shard, (floor, head) in enumerate(zip(*window, strict=True))
         ]
         memory = batches.batch(window.size)
-        rows.read_at(torch.cat(positions), self._gatherer.into(memory))
+        rows.read_at(torch.cat(positions), gatherer.into(memory))
         return batches.tensordict(memory, index=False), read
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
@@ -353,9 +354,11 @@ class PackedReplayStorage(SharedReplay):
         return super()._shared_state()
 
     def _leave(self) -> None:
-        if self._rows is not None:
-            self._rows.close()
-        self._rows = None
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            rows.close()
+            # They hold the mapping, which would outlive the storage's end.
+            del self._views, self._batches, self._gatherer, self._appender
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"size={self.size}"

@@ -135,7 +135,7 @@ class _Delay(Transform):
             self._fill(key, rows, value)
 
     def _fill(self, key: NestedKey, rows: torch.Tensor | None, value: torch.Tensor) -> None:
-        """Let it be as if `_before` of a value had always gone in, in some rows; all if None."""
+        """Fill the history of some rows, all if None, with `_before` of a value."""
         filled = self._before(value).expand(self._range[1] + 1, *value.shape)
         known = self._history.get(key)
         if rows is not None and known is not None:

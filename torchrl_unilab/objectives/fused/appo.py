@@ -11,7 +11,7 @@ from torch import nn
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.critics import StateValue
-from torchrl_unilab.modules.gaussian import HALF_LOG_TAU, GaussianActor, GaussianParameters
+from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, GaussianActor, GaussianParameters
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
 from torchrl_unilab.objectives.fused.adam import FlatAdam
@@ -137,7 +137,7 @@ class FusedAPPOUpdate:
         actions = len(head.log_std)
         inputs = [head.net[0].in_features, 0 if self._one_input else critic.net[0].in_features]
         self._rows = [*inputs, 2 * actions, actions, 2, *[1] * 5]
-        self._entropy = actions * (0.5 + HALF_LOG_TAU)  # at a standard deviation of one
+        self._entropy = actions * (0.5 + HALF_LOG_2PI)  # at a standard deviation of one
         # Of what a step averages; the entropy needs no average and replaces its entry.
         factors = [-1.0, 0.5 * loss.critic_coeff, 0.0, -1.0, 1.0, 1.0]
         self._factors = self._adam.flat.new_tensor(factors)
@@ -172,7 +172,7 @@ class FusedAPPOUpdate:
         low, high = advantage * (1.0 - loss.clip_epsilon), advantage * (1.0 + loss.clip_epsilon)
         scalars = (
             # log(min(b/t, 1) / b), and what is constant of log p
-            (log_b - log_t).clamp(max=0.0) - log_b - action.shape[-1] * HALF_LOG_TAU,
+            (log_b - log_t).clamp(max=0.0) - log_b - action.shape[-1] * HALF_LOG_2PI,
             # what is constant of the negative KL divergence
             scale.log().sum(-1) + 0.5 * action.shape[-1],
             advantage,

@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch.nn import functional as F
 from torchrl.objectives import LossModule, SACLoss
 
-from torchrl_unilab.modules.gaussian import HALF_LOG_TAU
+from torchrl_unilab.modules.gaussian import HALF_LOG_2PI
 from torchrl_unilab.modules.squashed import (
     SquashedGaussianActor,
     SquashedGaussianParameters,
@@ -127,7 +127,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         self._log_std = low, (high - low) / 2
         # What is constant of the log probability.
         self._volume = self._reach.log().sum() + len(self._reach) * (
-            HALF_LOG_TAU + 2.0 * math.log(2.0)
+            HALF_LOG_2PI + 2.0 * math.log(2.0)
         )
 
     @property

@@ -52,7 +52,7 @@ from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
-from torchrl_unilab.trainers.progress import RankTrainer
+from torchrl_unilab.trainers.base import RankTrainer
 
 __all__ = [
     "RunCheckpoints",
@@ -336,7 +336,7 @@ def _refused_by_disk(error: OSError | RuntimeError) -> str:
 
 
 def _sync(directory: Path) -> None:
-    """Have a directory with all that it holds reach the disk."""
+    """Sync a directory and everything below it to the disk."""
     for path in directory.rglob("*"):
         _sync_entry(path)
     _sync_entry(directory)

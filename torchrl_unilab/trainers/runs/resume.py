@@ -19,6 +19,9 @@ from torchrl_unilab.trainers.runs.train import Run
 
 __all__ = ["resume_run"]
 
+_TAKEN_OVER = ("logger", "eval_episodes", "eval_interval", "video_interval", "trace")
+"""What a run does as before, unless it is told otherwise."""
+
 
 def resume_run(
     run_dir: str | os.PathLike[str],
@@ -45,7 +48,8 @@ def resume_run(
             the run was to collect.
         create_env: As it was given to the run.
         announce: Is called with lines for a person.
-        **options: As for `train_appo`; checkpoints are kept as they were by default.
+        **options: As for `train_appo`. Loggers, evaluations, videos, trace, and how checkpoints
+            are kept are as they were by default; what ended the run is not taken over.
 
     Returns:
         The summary; ``resumed`` has the frames at which the run was resumed.
@@ -86,12 +90,14 @@ def resume_run(
             f"cannot resume {run_dir}: {found} ranks for a run of {ranks} (expected as many). "
             f"Start it with torchrun --nproc-per-node {ranks}."
         )
+    before = {name: said[name] for name in _TAKEN_OVER if name in said}
+    before |= {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
     given = {name: value for name, value in options.items() if value is not None}
     run = RunConfig(
         saved.run["env"],
         max(saved.total_frames, said.get("frames", 0)) if frames is None else frames,
         saved.run["seed"],
-        **{"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep, **given},
+        **(before | given),
     )
     summary = path / SUMMARY
     summed_up = json.loads(summary.read_text())["frames"] if summary.is_file() else 0

@@ -64,8 +64,8 @@ def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
     """
     if settings.get(OWN_ENVIRONMENT):
         raise ConfigError(
-            f"{refusal}: its environment was made by create_env (expected that here, too). "
-            "Give it, in Python."
+            f"{refusal}: its environment was made by create_env (expected a task of "
+            "MujocoBatchEnv). Give create_env to resume_run or evaluate_run, in Python."
         )
     try:
         return make_task(settings["env"])

@@ -1,6 +1,6 @@
 """One minibatch update of SAC and of TD3 beside the same mathematics in plain PyTorch.
 
-``python -m tests.benchmarks.bench_offpolicy_update [--blocks 15] [--compile] [--sbx]``
+``python -m tests.benchmarks.bench_off_policy_update [--blocks 15] [--compile] [--sbx]``
 
 All update an actor and two critics of 2x256 units on 256 transitions of HalfCheetah's sizes,
 with Adam and target networks, the policy in every step. They take turns in blocks. Plain

@@ -1,0 +1,89 @@
+"""`RankTrainer`: what both trainers do in step with the other ranks, and how they log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.trainers import Trainer
+
+from torchrl_unilab.errors import ConfigError, DivergedError
+from torchrl_unilab.modules import ObservationNormalizer
+from torchrl_unilab.runtime.ranks import Ranks
+
+__all__ = ["RankTrainer"]
+
+_NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
+"""Stages of TorchRL's own step, which it does not call either where another takes its place."""
+
+
+class RankTrainer(Trainer):
+    """A trainer that counts observations, and stops, in step with those of the other ranks.
+
+    Attributes:
+        ranks: The processes that learn together.
+        normalizers: Observation key to the normaliser in the networks that learns from it.
+    """
+
+    ranks: Ranks
+    normalizers: Mapping[str, ObservationNormalizer]
+
+    def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
+        """Register a hook; see TorchRL.
+
+        Raises:
+            ConfigError: It is of a stage that an update of ours does not have.
+        """
+        if dest in _NEVER_CALLED:
+            raise ConfigError(
+                f"hook stage {dest!r}: {type(self).__name__} takes its own steps (expected another "
+                "stage, such as 'process_optim_batch' or 'post_optim'). Put what it does into the "
+                "loss, or use TorchRL's Trainer."
+            )
+        super().register_op(dest, op, **kwargs)
+
+    def _report_update(self, logged: Mapping[str, float]) -> None:
+        """Call the hooks that come after an update's steps, and log its means.
+
+        Raises:
+            DivergedError: A loss is not finite: what was learnt has not been published. Of several
+                ranks, `Ranks.agree` names the one.
+        """
+        bad = [n for n, mean in logged.items() if n.startswith("loss") and not math.isfinite(mean)]
+        if bad and self.ranks.size == 1:
+            raise DivergedError(
+                f"update after {self.collected_frames} frames: {bad[0]} is {logged[bad[0]]} "
+                "(expected finite losses). Lower the learning rates, or look at rewards and "
+                "observations; checkpoints are of before."
+            )
+        if self._post_optim_complete_log_ops:
+            losses = TensorDict({name: torch.tensor(mean) for name, mean in logged.items()})
+            for hook, kwargs in self._post_optim_complete_log_ops:
+                self._log(**(hook(self._optim_count, losses, **kwargs) or {}))
+        if self.auto_log_optim_steps:
+            self._log(optim_steps=self._optim_count, **logged)
+
+    def _count_observations(self, data: TensorDictBase) -> None:
+        """Update the normalisers with the new observations of all ranks, each once."""
+        own = {key: one.moments(data.get(key)) for key, one in self.normalizers.items()}
+        if not own:
+            return
+        sizes = [len(moments) for moments in own.values()]
+        for gathered in self.ranks.gather(torch.cat([*own.values()])):
+            for normalizer, moments in zip(
+                self.normalizers.values(), gathered.split(sizes), strict=True
+            ):
+                normalizer.merge(moments)
+
+    def _post_steps_log_hook(self, batch: TensorDictBase | None) -> None:
+        super()._post_steps_log_hook(batch)  # TorchRL looks next whether to stop
+        if self.ranks.agree(self._stop_training) and not self._stop_training:
+            self.request_stop("another rank stops")
+
+    def save_trainer(self, force_save: bool = False) -> None:
+        """Save a checkpoint if one is due, on rank 0."""
+        if self.ranks.rank == 0:
+            super().save_trainer(force_save)
