@@ -9,9 +9,7 @@ from torchrl_unilab.configs import (
     RunConfig,
 )
 from torchrl_unilab.configs.algorithms import run_settings, split_settings
-from torchrl_unilab.configs.appo import MAX_POOL
 from torchrl_unilab.configs.file import as_yaml, read_config
-from torchrl_unilab.data.rollouts.pool import MAX_ROLLOUTS
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS
 
@@ -56,7 +54,3 @@ def test_an_unknown_setting_names_the_nearest():
 
 def test_each_algorithm_has_settings_and_parts():
     assert SETTINGS.keys() == ALGORITHMS.keys()
-
-
-def test_the_pool_of_the_settings_is_the_pool_that_there_is():
-    assert MAX_POOL == MAX_ROLLOUTS

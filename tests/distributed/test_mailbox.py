@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from torchrl_unilab.distributed import UniLabRayScheme
-from torchrl_unilab.distributed.mailbox import NOTHING, Letter, Mailbox, load_ray
+from torchrl_unilab.distributed.mailbox import Letter, Mailbox, load_ray
 from torchrl_unilab.errors import ConfigError
 
 AWHILE = 30.0  # never waited for where a claim holds
@@ -42,17 +42,6 @@ def test_a_post_wakes_all_nodes_that_wait():
         await asyncio.sleep(0)  # they have begun to wait
         await mailbox.post(Letter(1, []))
         assert await asyncio.gather(*waiting) == [Letter(1, [])] * 3
-
-    asyncio.run(scenario())
-
-
-def test_a_mailbox_without_a_version_asks_a_node_that_has_one():
-    async def scenario() -> None:
-        mailbox = Mailbox()
-        assert await mailbox.poll(3, AWHILE, 0, {0: 3}) == NOTHING
-        assert await mailbox.poll(-1, 0.001, None, {}) is None  # this node waits for its first
-        await mailbox.post(Letter(3, []))
-        assert await mailbox.poll(3, 0.001, 0, {0: 3}) is None
 
     asyncio.run(scenario())
 

@@ -114,15 +114,11 @@ def test_a_mailbox_that_is_lost_has_the_next_version(learner, node):
     assert node.scheme.version > FIRST
 
 
-def test_a_mailbox_that_is_lost_gets_the_newest_version_back_from_a_node(learner, node):
+def test_a_mailbox_that_is_lost_gets_the_newest_version_back(learner):
     import ray
 
     scheme, _ = learner
-    scheme.connect()
     scheme.send()
-    rollouts = iter(node)
-    while versions(rollouts) == [FIRST]:
-        pass
     ray.kill(scheme._mailbox, no_restart=False)
     deadline = time.monotonic() + 60.0
     letter = None
@@ -147,7 +143,7 @@ def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(l
         os.kill(pid, signal.SIGCONT)
     rollouts, deadline = iter(node), time.monotonic() + 60.0
     while versions(rollouts) != [scheme.version] and time.monotonic() < deadline:
-        scheme.lag  # noqa: B018  # a look at the mailbox posts what was skipped
+        pass
     assert node.scheme.version == scheme.version
     assert ray.is_initialized()
 

@@ -102,6 +102,12 @@ def test_workers_act_with_the_networks_that_are_learnt():
         trainer.collector.shutdown()
 
 
+def test_workers_take_over_weights_as_the_settings_say():
+    trainer = _trainer("appo", [*APPO, *INLINE, "settings.pull=rollout"])
+    trainer.collector.shutdown()
+    assert trainer.collector.scheme.pull_at == "rollout"
+
+
 def test_a_collector_s_node_overrides_the_settings():
     trainer = _trainer("sac", [*OFF_POLICY, *INLINE, "collector.capacity=128"])
     trainer.collector.shutdown()
@@ -166,12 +172,26 @@ def test_without_a_recipe_their_names_are_said(monkeypatch, tmp_path):
         ("settings.epochs=0", r"error: epochs: 0 \(expected an integer of at least 1\)"),
         ("settings.epochs=five", r"error: .*settings\.epochs=five: .*'five'.* Integer"),
         ("total_frames=1e4", r"error: .*'10000\.0'.* Integer.* Correct the value\.$"),
-        ("env.num_envs=0", r"error: MujocoBatchEnv: num_envs is 0"),
+        (
+            "env.num_envs=3",
+            r"error: env.num_envs: 3 with settings.num_envs 4 \(.* Set settings\.num",
+        ),
+        (
+            "total_frames=1",
+            r"error: total_frames: 1 \(expected at least 64, which the first update",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(override, message, monkeypatch):
     monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "appo", *APPO, override])
     with pytest.raises(SystemExit, match=message):
+        main()
+
+
+def test_too_few_frames_for_an_update_are_refused(monkeypatch):
+    few = [*OFF_POLICY, "total_frames=1"]
+    monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "sac", *few])
+    with pytest.raises(SystemExit, match=r"error: total_frames: 1 \(expected at least 16, which"):
         main()
 
 

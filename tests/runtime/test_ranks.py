@@ -3,12 +3,15 @@ from __future__ import annotations
 import math
 import os
 import signal
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from tests.support.processes import receive
+from tests.support.processes import DEADLINE, receive
 from tests.support.worlds import world
 from torchrl_unilab.errors import ConfigError, DivergedError, PeerGoneError, WaitTimeoutError
 from torchrl_unilab.runtime import Ranks
@@ -162,6 +165,75 @@ def test_ranks_that_never_come_are_not_waited_for_without_end():
         (error,) = ranks.results()
     assert isinstance(error, WaitTimeoutError)
     assert "rank 0 of 2: cannot join the others" in str(error)
+
+
+def starts(store: HashStore, ranks: Sequence[int]) -> list[str]:
+    """What two ranks, which come in this order, call the start at which they meet."""
+    with ThreadPoolExecutor(2) as threads:
+        found = {rank: threads.submit(Ranks(rank, 2)._meet, store) for rank in ranks}
+        return [found[rank].result(DEADLINE) for rank in range(2)]
+
+
+def test_ranks_that_start_again_meet_whatever_earlier_starts_have_left():
+    store, names = HashStore(), []
+    for order in ((0, 1), (1, 0), (0, 1)):
+        first, second = starts(store, order)
+        assert first == second
+        names.append(first)
+    assert len({*names}) == 3
+
+
+def test_a_rank_does_not_meet_what_died_before_it():
+    store = HashStore()
+    dead = Ranks(1, 2, timeout=0.01)
+    with pytest.raises(RuntimeError, match="not all have come"):
+        dead._meet(store)
+    first, second = starts(store, (0, 1))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "backend", "chosen"),
+    [
+        ("cuda", 2, "cpu:gloo,cuda:nccl", [1]),
+        ("cuda", 1, "gloo", [0]),
+        ("cuda:1", 2, "gloo", []),  # one for all ranks, which NCCL does not take
+        ("cpu", 2, "gloo", []),
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own_or_they_share_by_gloo(
+    monkeypatch, device, gpus, backend, chosen
+):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    assert Ranks(1, 2, device=device)._choose_backend() == backend
+    assert found == chosen
+
+
+def wait_in_vain(pipe: Any) -> str:
+    """Rank 0 waits for rank 1, which comes to no step."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with Ranks.of_torchrun(timeout=120.0) as ranks:
+            pipe.send(os.getpid())
+            if ranks.rank:
+                pipe.poll(None)
+            ranks.agree(False)
+    except KeyboardInterrupt:
+        assert signal.getsignal(signal.SIGTERM) is before
+        return "interrupted"
+    return "not interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_rank_that_waits_for_another_can_be_interrupted(number):
+    with world(wait_in_vain) as ranks:
+        pid, _ = (receive(pipe) for pipe in ranks.pipes)
+        os.kill(pid, number)
+        assert receive(ranks.pipes[0]) == "interrupted"
 
 
 def test_alone_each_verb_leaves_all_as_it_is(monkeypatch):

@@ -16,10 +16,10 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
+    "STOCK",
     "CreateEnv",
     "WorkerSettings",
     "check_modes",
-    "check_stock",
     "env_factories",
     "policy_scheme",
     "steps_of",
@@ -49,35 +49,19 @@ class WorkerSettings(TypedDict, total=False):
     policy_factory: Callable[[], TensorDictModuleBase] | None
 
 
-# What TorchRL's collectors hand to those that they make on other machines, and what of it is met.
-_STOCK: Mapping[str, tuple[Any, ...]] = {
-    "max_frames_per_traj": (None, 0, -1),
-    "init_random_frames": (None, 0, -1),
-    "reset_at_each_iter": (False,),
-    "split_trajs": (None, False),
-    "device": (None, torch.device("cpu"), "cpu"),
-    "storing_device": (None, torch.device("cpu"), "cpu"),
-    "env_device": (None, torch.device("cpu"), "cpu"),
-    "trust_policy": (None, False, True),
-    "no_cuda_sync": (None, False, True),
+_LEAVE_OUT = "Leave it out: these collectors do without"
+STOCK: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "max_frames_per_traj": ((None, 0, -1), _LEAVE_OUT),
+    "init_random_frames": ((None, 0, -1), _LEAVE_OUT),
+    "reset_at_each_iter": ((False,), _LEAVE_OUT),
+    "split_trajs": ((None, False), _LEAVE_OUT),
+    "device": ((None, "cpu"), _LEAVE_OUT),
+    "storing_device": ((None, "cpu"), _LEAVE_OUT),
+    "env_device": ((None, "cpu"), _LEAVE_OUT),
+    "trust_policy": ((None, False, True), ""),
+    "no_cuda_sync": ((None, False, True), ""),
 }
-
-
-def check_stock(name: str, stock: Mapping[str, Any]) -> None:
-    """Refuse arguments of TorchRL's collectors that ask for something.
-
-    Raises:
-        TypeError: No collector has the argument.
-        ConfigError: These collectors do not do what it asks for.
-    """
-    for argument, value in stock.items():
-        if argument not in _STOCK:
-            raise TypeError(f"{name}() got an unexpected keyword argument {argument!r}")
-        if value not in _STOCK[argument]:
-            raise ConfigError(
-                f"{argument}: {value!r} (expected {_STOCK[argument][0]}: {name} does without). "
-                "Leave it out."
-            )
+"""What TorchRL's collectors hand to those that they make on other machines, and what is met."""
 
 
 def check_modes(

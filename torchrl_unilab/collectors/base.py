@@ -24,10 +24,10 @@ from torchrl.weight_update import WeightSyncScheme
 from typing_extensions import Self
 
 from torchrl_unilab.collectors.arguments import (
+    STOCK,
     CreateEnv,
     WorkerSettings,
     check_modes,
-    check_stock,
     env_factories,
     policy_scheme,
     steps_of,
@@ -45,6 +45,7 @@ from torchrl_unilab.collectors.service import (
 )
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, on_host, reward_terms
+from torchrl_unilab.data.stock import check_stock_arguments
 from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
@@ -117,7 +118,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         policy_factory: Callable[[], TensorDictModuleBase] | None = None,
         **stock: Any,
     ) -> None:
-        check_stock(type(self).__name__, stock)
+        check_stock_arguments(type(self).__name__, stock, STOCK)
         self._factories = env_factories(create_env_fn, num_collectors)
         workers = len(self._factories)
         check_modes(workers, inline, lockstep, restart_workers, worker_idx)

@@ -26,6 +26,7 @@ from torchrl_unilab.errors import ConfigError
 __all__ = ["APPO_TASKS", "APPOConfig"]
 
 MAX_POOL = 8
+"""Rollouts that the pool holds at most."""
 Pool = Annotated[int, Field(ge=1, le=MAX_POOL, description=f"an integer within [1, {MAX_POOL}]")]
 Correlation = Annotated[
     float, Field(ge=0, le=0.999, description="a finite number within [0, 0.999]")

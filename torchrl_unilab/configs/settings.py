@@ -62,9 +62,7 @@ Text = Annotated[str, Field(min_length=1, description="a text")]
 Widths = Annotated[
     tuple[Count, ...], Strict(False), Field(description="a tuple of integers of at least 1")
 ]
-Device = Annotated[
-    str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$", description="cpu, mps, cuda or cuda:N")
-]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 LoggerNames = Annotated[
     str,
     AfterValidator(_logger_names),

@@ -17,6 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_unilab.errors import CheckpointError, ConfigError
 
 __all__ = [
+    "STORAGE",
     "check_stock_arguments",
     "is_stock_dump",
     "rows_of_dump",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-_HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
+STORAGE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "device": ((None, "cpu"), "Move what is sampled with a transform, or a replay pipeline"),
     "ndim": ((1,), "Flatten what you extend by"),
     "compilable": ((False,), "Leave it out: the storage is shared between processes"),
@@ -35,27 +36,30 @@ _HONOURED: dict[str, tuple[tuple[Any, ...], str]] = {
     "existsok": ((False, True), ""),
     "auto_cleanup": ((None, True), "Leave it out: the kernel frees shared memory"),
 }
+"""What rows in shared host memory honour of the arguments of TorchRL's storages."""
 
 
-def check_stock_arguments(storage: str, given: Mapping[str, Any]) -> None:
-    """Refuse arguments that rows in shared host memory cannot honour.
+def check_stock_arguments(
+    owner: str, given: Mapping[str, Any], honoured: Mapping[str, tuple[tuple[Any, ...], str]]
+) -> None:
+    """Refuse arguments of TorchRL's that cannot be honoured.
 
     Args:
-        storage: Name of the storage's class.
+        owner: Name of the class.
         given: Arguments by name.
+        honoured: Argument to the values that are, and what to do about others.
 
     Raises:
         ConfigError: A value cannot be honoured.
         TypeError: An argument is unknown.
     """
     for name, value in given.items():
-        if name not in _HONOURED:
-            raise TypeError(f"{storage}() got an unexpected keyword argument {name!r}")
-        values, remedy = _HONOURED[name]
+        if name not in honoured:
+            raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
+        values, remedy = honoured[name]
         if (str(value) if isinstance(value, torch.device) else value) not in values:
             raise ConfigError(
-                f"{storage} {name}: {value!r} (expected {' or '.join(map(repr, values))}). "
-                f"{remedy}."
+                f"{owner} {name}: {value!r} (expected {' or '.join(map(repr, values))}). {remedy}."
             )
 
 

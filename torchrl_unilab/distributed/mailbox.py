@@ -1,6 +1,7 @@
 """The mailbox of a Ray cluster: it has the newest weights, and what the nodes report.
 
-The learner posts and does not wait. Each node has one call under way, which returns when there is a
+The learner posts and does not wait; it posts the newest version again now and then, as a mailbox
+that was started again has none. Each node has one call under way, which returns when there is a
 newer version, or after a while; so the mailbox, an actor beside the learner, holds no list of
 nodes, and a node that is stopped, lost or new needs no care. Weights themselves are in Ray's object
 store: a machine fetches each version once, however many of its nodes take it.
@@ -20,11 +21,10 @@ from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.shm import BlockLayout
 
 __all__ = [
-    "NOTHING",
     "Letter",
     "Mailbox",
     "Reports",
-    "Snapshot",
+    "StoredWeights",
     "find",
     "load_ray",
     "open_mailbox",
@@ -38,7 +38,7 @@ Reports = dict[int, dict[int, int | None]]
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StoredWeights:
     """Weights as the object store has them.
 
     Attributes:
@@ -55,15 +55,12 @@ class Letter:
     """A version of the weights.
 
     Attributes:
-        version: -1 from a mailbox that was started again and has no weights.
-        snapshot: The reference to them, in a list, as it is not to be resolved early; or nothing.
+        version: Its number.
+        weights: The reference to them, in a list, so that Ray does not resolve it in a call.
     """
 
     version: int
-    snapshot: list[Any]
-
-
-NOTHING = Letter(-1, [])
+    weights: list[Any]
 
 
 class Mailbox:
@@ -86,9 +83,6 @@ class Mailbox:
     ) -> Letter | None:
         """Return a version beyond `after`, or None if there is none within `seconds`.
 
-        A mailbox that has been started again answers a node that has a version at once, by
-        `NOTHING`: the node posts what it has.
-
         Args:
             after: The version that the node has.
             seconds: How long to wait.
@@ -97,8 +91,6 @@ class Mailbox:
         """
         if node is not None:
             self._reports[node] = applied
-        if self._letter is None and after >= 0:
-            return NOTHING
         async with self._posted:
             try:
                 await asyncio.wait_for(self._posted.wait_for(lambda: self._newer(after)), seconds)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torchrl.collectors import Collector
 
-from torchrl_unilab.distributed.mailbox import NOTHING, Letter, Snapshot, find, load_ray
+from torchrl_unilab.distributed.mailbox import Letter, StoredWeights, find, load_ray
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -51,7 +51,6 @@ class NodeScheme(UniLabShmScheme):
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
         self._actor: Any = None
-        self._last = NOTHING
 
     def _initial_weights(self, **source: Any) -> InitialWeights:
         """Return the newest weights of the mailbox, for workers of the collector's policy.
@@ -71,19 +70,19 @@ class NodeScheme(UniLabShmScheme):
                 "weights of a node's workers: separate ones (expected one set, as the learner "
                 "sends one). Give the collectors one policy."
             )
-        letter, snapshot = self._first(time.monotonic() + FIRST_SECONDS)
-        self._last = letter
+        letter, snapshot = self._first()
         for weights in initial.of_workers.values():
             snapshot.layout.select(named_tensors(weights))
         self.first_version = letter.version
         named = dict(zip(snapshot.layout.keys, _views(snapshot), strict=True))
         return dataclasses.replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
 
-    def _first(self, deadline: float) -> tuple[Letter, Snapshot]:
+    def _first(self) -> tuple[Letter, StoredWeights]:
         """Return the newest version, once there is one; the mailbox may be being started."""
         errors = load_ray().exceptions
         self._actor = find(self._mailbox, FIRST_SECONDS)
         cause: Exception | None = None
+        deadline = time.monotonic() + FIRST_SECONDS
         while time.monotonic() < deadline:
             try:
                 letter = self._poll(after=-1, seconds=POLL_SECONDS)
@@ -94,7 +93,7 @@ class NodeScheme(UniLabShmScheme):
                 time.sleep(BEHIND_SECONDS)
         raise WaitTimeoutError(
             f"mailbox {self._mailbox!r}: no weights within {FIRST_SECONDS:g} s (expected the "
-            "learner's). See whether the learner is alive, and publish again."
+            "learner's). See whether the learner is alive."
         ) from cause
 
     def send(self, *_: Any, **__: Any) -> None:
@@ -127,16 +126,12 @@ class NodeScheme(UniLabShmScheme):
             seconds = BEHIND_SECONDS if behind else POLL_SECONDS
             try:
                 letter = self._poll(transport.version, seconds, node, applied)
-                if letter == NOTHING:
-                    load_ray().get(self._actor.post.remote(self._last), timeout=_GRACE_SECONDS)
-                    continue
                 snapshot = None if letter is None else _fetch(letter)
             except errors.RayError:  # of the mailbox, or of the learner's machine
                 self._ended.wait(POLL_SECONDS)
                 continue
             if letter is not None and snapshot is not None and not self._ended.is_set():
                 transport.publish(snapshot.layout.keys, _views(snapshot), version=letter.version)
-                self._last = letter
 
     def _poll(
         self,
@@ -164,24 +159,19 @@ class NodeScheme(UniLabShmScheme):
         super().shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {
-            "_thread": None,
-            "_ended": None,
-            "_actor": None,
-            "_last": NOTHING,
-        }
+        return super().__getstate__() | {"_thread": None, "_ended": None, "_actor": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._ended = threading.Event()
 
 
-def _fetch(letter: Letter) -> Snapshot:
+def _fetch(letter: Letter) -> StoredWeights:
     """Return a version from the object store."""
-    snapshot: Snapshot = load_ray().get(letter.snapshot[0], timeout=_FETCH_SECONDS)
+    snapshot: StoredWeights = load_ray().get(letter.weights[0], timeout=_FETCH_SECONDS)
     return snapshot
 
 
-def _views(snapshot: Snapshot) -> list[torch.Tensor]:
+def _views(snapshot: StoredWeights) -> list[torch.Tensor]:
     """Return a copy of the tensors, in order: the store's memory is read-only."""
     return snapshot.layout.views(torch.from_numpy(snapshot.block.copy()))

@@ -6,6 +6,8 @@ from there (`torchrl_unilab.distributed.node`) and publish it to their workers b
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,7 +18,13 @@ from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from torchrl_unilab.distributed.mailbox import Letter, Reports, Snapshot, load_ray, open_mailbox
+from torchrl_unilab.distributed.mailbox import (
+    Letter,
+    Reports,
+    StoredWeights,
+    load_ray,
+    open_mailbox,
+)
 from torchrl_unilab.distributed.node import POLL_SECONDS, NodeScheme
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
@@ -53,8 +61,8 @@ class UniLabRayScheme(WeightSyncScheme):
 
     Attributes:
         version: The newest published version; `first_version` is the initial weights.
-        skipped: Versions that were not posted, as the mailbox did not answer for long; the
-            newest of them is posted with the next look at what nodes report.
+        skipped: Versions that were not posted at once, as the mailbox did not answer for long.
+            The newest is posted when it does.
 
     Raises:
         ConfigError: Ray is not installed, or `first_version` is below 0.
@@ -80,7 +88,9 @@ class UniLabRayScheme(WeightSyncScheme):
         self.version = first_version
         self.skipped = 0
         self._policy = policy
-        self._unposted: Letter | None = None
+        self._letter: Letter | None = None
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
         self._last_reports: Reports = {}
         self._name = f"unilab-mailbox-{uuid.uuid4().hex}"
         self._mailbox: Any = None
@@ -127,7 +137,9 @@ class UniLabRayScheme(WeightSyncScheme):
         self._layout = BlockLayout.of(tensors)
         self._optional = ModuleWeights(model).optional
         self._mailbox = open_mailbox(self._name)
-        self._post(tensors)
+        self._post(tensors, self.version)
+        self._thread = threading.Thread(target=self._post_again, name="mailbox", daemon=True)
+        self._thread.start()
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any | None = None
@@ -168,25 +180,30 @@ class UniLabRayScheme(WeightSyncScheme):
             if absent := self._optional - tensors.keys():  # RayCollector leaves out extra state
                 own = named_tensors(self.model)
                 tensors |= {key: own[key] for key in absent}
-            self._post(tensors, 1)
+            self._post(tensors, self.version + 1)
 
-    def _post(self, tensors: dict[str, torch.Tensor], further: int = 0) -> None:
-        """Post tensors under a version that is so much further."""
+    def _post(self, tensors: dict[str, torch.Tensor], version: int) -> None:
+        """Post tensors as a version."""
         ray, layout = load_ray(), self._layout
         assert layout is not None, "the mailbox was opened with it"
         ordered = layout.select(tensors)
         block = torch.empty(layout.nbytes, dtype=torch.uint8)
         with torch.no_grad():
             torch._foreach_copy_(layout.views(block), ordered)
-        stored = ray.put(Snapshot(layout, block.numpy()))
-        self.version += further  # counts before it is posted: a version is never used twice
-        letter = Letter(self.version, [stored])
-        self._unposted = None
+        stored = ray.put(StoredWeights(layout, block.numpy()))
+        self.version = version  # counts before it is posted: a version is never used twice
+        self._letter = Letter(version, [stored])
         try:
-            self._mailbox.post.remote(letter)
+            self._mailbox.post.remote(self._letter)
         except ray.exceptions.PendingCallsLimitExceeded:
             self.skipped += 1
-            self._unposted = letter
+
+    def _post_again(self) -> None:
+        """Post the newest version now and then, until the end: a restarted mailbox has none."""
+        ray, mailbox = load_ray(), self._mailbox
+        while not self._ended.wait(POLL_SECONDS) and ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError):  # it is stopped, or being restarted
+                mailbox.post.remote(self._letter)
 
     # What the nodes report
 
@@ -242,9 +259,6 @@ class UniLabRayScheme(WeightSyncScheme):
             raise RuntimeError("Must be initialized on sender before its nodes report")
         ray = load_ray()
         try:
-            if (letter := self._unposted) is not None:
-                self._mailbox.post.remote(letter)
-                self._unposted = None
             reports: Reports = ray.get(self._mailbox.reports.remote(), timeout=_ANSWER_SECONDS)
         except ray.exceptions.RayError:  # it is stopped, or being started again
             return self._last_reports
@@ -267,13 +281,17 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_mailbox": None, "_policy": None, "_unposted": None}
+        own = ("_mailbox", "_policy", "_letter", "_thread", "_ended")
+        return state | dict.fromkeys(own)
 
     def shutdown(self) -> None:
         """End the mailbox. Idempotent; a copy on a node ends nothing."""
         mailbox = self.__dict__.get("_mailbox")
         if mailbox is not None:
             self._mailbox = None
+            self._ended.set()
+            if self._thread is not None:
+                self._thread.join()
             ray = load_ray()
             if ray.is_initialized():
                 ray.kill(mailbox)

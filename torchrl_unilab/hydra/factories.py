@@ -20,7 +20,7 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.runs.budget import Config, run_threads
+from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
 from torchrl_unilab.trainers.runs.train import child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -142,6 +142,7 @@ def _make_trainer(
     create_env = _sized(overrides.pop("create_env_fn", None) or create_env_fn, config)
     schemes = overrides.pop("weight_sync_schemes", {})
     scheme = schemes.get("policy", UniLabShmScheme(pull=config.pull))
+    check_frames(total_frames, config, name="total_frames")
     network_seed, acting_seed = child_seeds(seed, 2)
     torch.set_num_threads(run_threads(config).learner_threads)
     torch.manual_seed(network_seed)
@@ -220,6 +221,11 @@ def _sized(create_env: Any, config: Config) -> Any:
             "num_threads": run_threads(config).physics_threads,
         }
         given = {k: v for k, v in create_env.keywords.items() if k in from_settings}
+        if given.get("num_envs") not in (None, config.num_envs):
+            raise ConfigError(
+                f"env.num_envs: {given['num_envs']} with settings.num_envs {config.num_envs} "
+                "(expected null, or the same). Set settings.num_envs."
+            )
         missing = {k: v for k, v in from_settings.items() if given.get(k) is None}
         return partial(create_env, **missing, stagger=config.stagger)
     return create_env

@@ -1,8 +1,9 @@
 """Ranks: processes that learn in step, one learner each, as ``torchrun`` starts them.
 
-Their invariant: after each step all ranks have the same parameters, bit for bit. So whatever these
-follow from is averaged, gathered or agreed upon, by all ranks in one order. In a world of one, the
-default, each verb returns at once. `Run` joins; trainers and updates call the verbs.
+Their invariant: after each step all ranks have the same parameters, bit for bit on processors of
+one kind. So whatever these follow from is averaged, gathered or agreed upon, by all ranks in one
+order. In a world of one, the default, each verb returns at once. `Run` joins; trainers and updates
+call the verbs.
 
 A rank that fails says why before it leaves, in the store that the launcher keeps; so do those
 that fail because of it. The first reason is the one that all name.
@@ -10,11 +11,14 @@ that fail because of it. The first reason is the one that all name.
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import json
 import os
+import signal
 import socket
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -33,15 +37,16 @@ __all__ = ["ALONE", "Ranks"]
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
 _LOOK_SECONDS = 0.05
 _NOT_TO_BLAME = ""
-_GROUPS = itertools.count()  # that this process has joined
+_LONGEST_PAUSE_SECONDS = 0.01  # between two looks whether the others have come
 
 
 class Ranks:
     """This process among those that learn together, and what they do in step.
 
-    Entering joins the others and leaving tells them why. All ranks call the same verbs in the
-    same order. If one does not come, because it was killed or stopped, or has failed, the others
-    raise within `timeout` seconds, and name it.
+    Entering joins the others and leaving tells them why; in between SIGTERM, by which a launcher
+    ends ranks, raises KeyboardInterrupt unless something else handles it. All ranks call the same
+    verbs in the same order. If one does not come, because it was killed or stopped, or has failed,
+    the others raise within `timeout` seconds, and name it.
 
     Args:
         rank: This one's number; rank 0 alone writes, logs and evaluates.
@@ -65,6 +70,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self.device, self.timeout = device, timeout
         self._store: Any = None
+        self._handler: Any = None  # of SIGTERM, before
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
         # NaN for ranks whose gradients were not finite, in the first step where one was not.
         self._spoilt = torch.zeros(size)
@@ -85,10 +91,8 @@ class Ranks:
             )
         limit = timedelta(seconds=self.timeout)
         try:
-            found, _, _ = next(rendezvous("env://", timeout=limit))
-            # What earlier ranks have left there, of this process or before a restart, stays theirs.
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._store = PrefixStore(f"ranks/{attempt}/{next(_GROUPS)}", found)
+            launcher, _, _ = next(rendezvous("env://", timeout=limit))
+            self._store = PrefixStore(self._meet(launcher), launcher)
             self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
             dist.init_process_group(
                 self._choose_backend(),
@@ -97,19 +101,48 @@ class Ranks:
                 world_size=self.size,
                 timeout=limit,
             )
-            told = (self._store.get(f"process/{rank}").decode() for rank in range(self.size))
-            self._processes = [(host, int(pid)) for host, pid in map(str.split, told)]
+            found = (self._store.get(f"process/{rank}").decode() for rank in range(self.size))
+            self._processes = [(host, int(pid)) for host, pid in map(str.split, found)]
         except (RuntimeError, ValueError) as error:
             raise WaitTimeoutError(
                 f"rank {self.rank} of {self.size}: cannot join the others, {error} (expected all "
                 f"within {self.timeout:g} s). Look at what the others say."
             ) from error
+        if threading.current_thread() is threading.main_thread():
+            self._handler = signal.getsignal(signal.SIGTERM)
+            if self._handler is signal.SIG_DFL:  # by which the launcher ends ranks
+                signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
+
+    def _meet(self, store: Any) -> str:
+        """Return a name for this start, one on all ranks, that no other start has.
+
+        A launcher's store outlives restarts, and each machine's launcher counts its own: so no
+        count tells one start from the next. Each rank writes a token of its own, rank 0 all
+        tokens that it finds, and a list holds once every rank has found its own in it.
+        """
+        own, ranks = uuid.uuid4().hex, range(self.size)
+        tokens = [f"ranks/token/{rank}" for rank in ranks]
+        store.set(tokens[self.rank], own)
+        until = time.monotonic() + self.timeout
+        while time.monotonic() < until:
+            if self.rank == 0 and store.check(tokens):
+                store.set("ranks/tokens", b",".join(map(store.get, tokens)))
+            listed = store.get("ranks/tokens").decode() if store.check(["ranks/tokens"]) else ""
+            if own in listed:
+                start = f"ranks/{hashlib.sha256(listed.encode()).hexdigest()}"
+                store.set(f"{start}/found/{self.rank}", b"")
+                if store.check([f"{start}/found/{rank}" for rank in ranks]):
+                    return start
+            time.sleep(_LOOK_SECONDS)
+        raise RuntimeError("not all have come")
 
     def _choose_backend(self) -> str:
         if not self.device.startswith("cuda"):
             return "gloo"
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if self.device != "cuda":  # one that all ranks share
+            return "gloo"
         if gpus:  # `build_learner` refuses the device otherwise
             torch.cuda.set_device(local % gpus)
         # NCCL wants a GPU for each rank; decisions are exchanged by processors.
@@ -118,6 +151,8 @@ class Ranks:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.leave(error)
+        if self._handler is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def leave(self, why: BaseException | None = None) -> None:
         """Tell the others why this rank goes, and go. Idempotent.
@@ -150,7 +185,7 @@ class Ranks:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         # No look at it here: `agree` looks.
         flat[self.rank - self.size] = 0.0 * flat[: sum(sizes[: len(gradients)])].sum()
-        self._together(dist.all_reduce, flat)
+        self._together(flat, dist.all_reduce, flat)
         for tensor, part in zip(tensors, flat.div_(self.size).split(sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
         found = self._spoilt.to(spoilt)
@@ -165,10 +200,10 @@ class Ranks:
         """
         if self.size == 1:
             return [tensor]
-        told = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._together(dist.all_gather, told, tensor)
-        _check_finite(told, "observations")
-        return told
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._together(tensor, dist.all_gather, gathered, tensor)
+        _check_finite(gathered, "observations")
+        return gathered
 
     def broadcast_(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give tensors rank 0's values, in place.
@@ -177,7 +212,7 @@ class Ranks:
             PeerGoneError: A rank does not come; names it.
         """
         for tensor in tensors if self.size > 1 else ():
-            self._together(dist.broadcast, tensor.detach(), 0)
+            self._together(tensor, dist.broadcast, tensor.detach(), 0)
 
     def agree(self, wish: bool) -> bool:
         """Return whether a rank wishes it, the same on all ranks.
@@ -188,8 +223,9 @@ class Ranks:
         """
         if self.size == 1:
             return wish
+        wishes = self.gather(torch.tensor([wish]))  # by processors: before a look at the device
         _check_finite(self._spoilt, "gradients")
-        return any(map(bool, self.gather(torch.tensor([wish]))))
+        return any(map(bool, wishes))
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """Refuse settings that differ between ranks, on all ranks.
@@ -200,19 +236,26 @@ class Ranks:
         if self.size == 1:
             return
         self._store.set(f"settings/{self.rank}", json.dumps(settings, default=str))
-        self.agree(False)  # all have told theirs, or one has failed
-        told = [json.loads(self._store.get(f"settings/{rank}")) for rank in range(self.size)]
-        for name in sorted(set().union(*told)):
-            values = [one.get(name) for one in told]
+        self.agree(False)  # all have written theirs, or one has failed
+        found = [json.loads(self._store.get(f"settings/{rank}")) for rank in range(self.size)]
+        for name in dict.fromkeys(name for one in found for name in one):
+            values = [one.get(name) for one in found]
             if any(value != values[0] for value in values):
                 raise ConfigError(
                     f"{name}: {', '.join(map(repr, values))} on ranks 0 to {self.size - 1} "
-                    "(expected one value). Start all ranks by the same command."
+                    "(expected one value). Start all ranks by the same command, with one run "
+                    "directory."
                 )
 
-    def _together(self, verb: Callable[..., object], *arguments: Any) -> None:
+    def _together(self, tensor: torch.Tensor, verb: Callable[..., Any], *arguments: Any) -> None:
+        """Call a verb of ``torch.distributed`` on a tensor, and wait for the others."""
         try:
-            verb(*arguments)
+            work, pause = verb(*arguments, async_op=True), 0.0
+            # Waiting in C++ would hold up signals for as long as the others do not come.
+            while tensor.is_cpu and not work.is_completed():
+                time.sleep(pause)
+                pause = min(pause + 1e-5, _LONGEST_PAUSE_SECONDS)
+            work.wait()
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -257,8 +300,8 @@ class Ranks:
         return state and f"{state}, process {pid}"
 
 
-def _check_finite(told: Iterable[torch.Tensor], what: str) -> None:
-    wrong = [str(rank) for rank, one in enumerate(told) if not one.isfinite().all()]
+def _check_finite(gathered: Iterable[torch.Tensor], what: str) -> None:
+    wrong = [str(rank) for rank, one in enumerate(gathered) if not one.isfinite().all()]
     if wrong:
         raise DivergedError(
             f"learning: {what} of rank {' and '.join(wrong)} are not finite (expected numbers). "

@@ -49,11 +49,12 @@ class RankTrainer(Trainer):
         """Call the hooks that come after an update's steps, and log its means.
 
         Raises:
-            DivergedError: A loss is not finite: what was learnt has not been published. Of several
-                ranks, `Ranks.agree` names the one.
+            DivergedError: A loss is not finite: what was learnt has not been published.
         """
+        # Of several ranks all see the same: what they log has been averaged.
         bad = [n for n, mean in logged.items() if n.startswith("loss") and not math.isfinite(mean)]
-        if bad and self.ranks.size == 1:
+        if bad:
+            self.ranks.agree(False)  # names the rank whose gradients are not finite
             raise DivergedError(
                 f"update after {self.collected_frames} frames: {bad[0]} is {logged[bad[0]]} "
                 "(expected finite losses). Lower the learning rates, or look at rewards and "

@@ -209,7 +209,7 @@ class OffPolicyTrainer(RankTrainer):
         super().__init__(
             collector=collector,
             total_frames=total_frames,
-            frame_skip=1,
+            frame_skip=ranks.size,  # of batches that it yields; the replay counts by itself
             optim_steps_per_batch=config.updates_per_step,
             loss_module=loss_module,
             optimizer=None,

@@ -255,7 +255,7 @@ class UniLabShmTransport:
         if len(cells) > 1:
             for cell in cells:
                 cell.layout.check(tensors)
-        on_host = not tensors or tensors[0].device.type == "cpu"
+        on_host = all(tensor.is_cpu for tensor in tensors)
         if len(self.unique_cells) > 1:
             version = max(version, self.version + 1)
         for cell in cells:
@@ -280,10 +280,10 @@ class UniLabShmTransport:
         self, cell: SnapshotCell, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """Return tensors, in a cell's order, in one transfer if they are on an accelerator."""
-        if not tensors or tensors[0].device.type == "cpu":
+        device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
+        if device is None:
             return tensors
         cell.layout.check(tensors)
-        device = tensors[0].device
         key = (id(cell), device)
         if key not in self._packers:
             self._packers[key] = DevicePacker(cell.layout, device)

@@ -163,3 +163,10 @@ def test_a_state_is_not_changed_by_rollouts_that_come_later():
     other = RolloutPool(1)
     other.load_state_dict(state)
     assert (other.data["next", "reward"] < 200).all()
+
+
+def test_the_pool_is_on_its_own_device_whatever_the_rollouts_is():
+    pool = RolloutPool(2, "meta")
+    pool.add(_rollout(0).to("cpu"))
+    assert pool.data["observation"].is_meta
+    assert pool.data.device == torch.device("meta")

@@ -75,7 +75,7 @@ def test_all_of_the_learner_moves_to_its_device(config, two_gpus, monkeypatch):
     learner = build_learner(env, dataclasses.replace(config, device="cuda:1"))
     env.close()
     assert len(learner.normalizers) == 1
-    for module in (learner.loss, *learner.normalizers.values()):
+    for module in (learner.loss, learner.actor, *learner.normalizers.values()):
         assert any(one is module and device == torch.device("cuda:1") for one, device in moved)
 
 

@@ -14,9 +14,15 @@ from tensordict import TensorDictBase
 from tests.support.collecting import CountingEnv, HitEnv
 from tests.support.quick import APPO, OFF_POLICY
 from tests.support.worlds import world
+from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.configs import RunConfig
+from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, DivergedError, PeerGoneError, WorkerError
-from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, resume_run
+from torchrl_unilab.runtime import Ranks
+from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, OffPolicyTrainer, resume_run
+from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.train import Run
 
@@ -36,6 +42,13 @@ class SpoiltEnv(CountingEnv):
         return super()._step(tensordict).set("reward", torch.full((*self.batch_size, 1), torch.nan))
 
 
+class HugeEnv(CountingEnv):
+    """The critic's loss of its rewards is infinite, and its clipped gradients are not."""
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return super()._step(tensordict).set("reward", torch.full((*self.batch_size, 1), 1e25))
+
+
 def _run(algorithm: str, run_dir: Path, create_env: Any = None, **options: Any) -> dict[str, Any]:
     """Train; return what came of it, and how it differs between ranks."""
     options = {"frames": FRAMES, "progress_bar": False, "eval_episodes": 1, **options}
@@ -53,6 +66,31 @@ def _run(algorithm: str, run_dir: Path, create_env: Any = None, **options: Any) 
         "acting seed": run._acting_seed,
         "evaluated": summary["eval_return"] is not None,
     }
+
+
+def _from_rollouts() -> dict[str, int]:
+    """Learn off policy from rollouts; return the frames counted, and this rank's own."""
+    config = CONFIGS["sac"]
+    create_env = partial(MujocoBatchEnv, "InvertedPendulum-v5", 4, num_threads=1)
+    env = create_env()
+    learner = build_learner(env, config)
+    row = env.fake_tensordict()[0].select(*transition_keys(env))
+    env.close()
+    steps = {"frames_per_batch": 64, "inline": True, "seed": 0}
+    with Ranks.of_torchrun() as ranks, PackedReplayStorage(1024, example=row) as storage:
+        collector = APPOCollector(create_env, learner.actor, **steps)
+        trainer = OffPolicyTrainer(
+            collector=collector,
+            loss_module=learner.loss,
+            total_frames=512,
+            config=config,
+            storage=storage,
+            ranks=ranks,
+            progress_bar=False,
+        )
+        trainer.train()
+        trainer.close()
+        return {"frames": trainer.collected_frames, "own frames": collector._frames}
 
 
 def _bytes(state: dict[str, Any]) -> dict[str, bytes]:
@@ -83,6 +121,13 @@ def take_part(_: Any, directory: Path) -> dict[str, Any]:
     attempt("broken", _run, "appo", directory / f"broken-{rank}", broken, config=two)
     spoilt = (sound, partial(SpoiltEnv, (8,)))[rank]
     attempt("spoilt", _run, "appo", directory / f"spoilt-{rank}", spoilt)
+    huge = partial(HugeEnv, (8,))
+    attempt("huge", _run, "appo", directory / f"huge-{rank}", huge)
+    if rank:  # whose machine does not see rank 0's directory
+        attempt("unshared", _run, "appo", directory / "unseen", frames=2 * FRAMES)
+    else:
+        attempt("unshared", resume, directory / "appo-0")
+    attempt("rollouts", _from_rollouts)
     return results
 
 
@@ -167,3 +212,19 @@ def test_what_is_not_finite_on_one_rank_ends_all_and_names_it(results):
     for one in results:
         assert isinstance(one["spoilt"], DivergedError), one["spoilt"]
         assert "of rank 1 are not finite" in str(one["spoilt"])
+
+
+def test_a_loss_that_is_not_finite_ends_all_ranks(results):
+    for one in results:
+        assert isinstance(one["huge"], DivergedError), one["huge"]
+
+
+def test_ranks_that_see_different_directories_are_told_so(results):
+    for one in results:
+        assert isinstance(one["unshared"], ConfigError), one["unshared"]
+        assert "checkpoint in the run's directory, at frames: [1024], []" in str(one["unshared"])
+
+
+def test_frames_of_another_collectors_rollouts_are_counted_of_all_ranks(results):
+    for one in _of(results, "rollouts"):
+        assert one == {"frames": 512, "own frames": 256}

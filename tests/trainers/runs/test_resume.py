@@ -31,7 +31,12 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, _digests, run_checkpoint
+from torchrl_unilab.trainers.runs.checkpoint import (
+    DIGESTS,
+    RunCheckpoints,
+    _digests,
+    run_checkpoint,
+)
 from torchrl_unilab.trainers.runs.playback import play_run
 from torchrl_unilab.trainers.runs.train import Run
 
@@ -311,6 +316,20 @@ def test_a_checkpoint_in_the_directory_of_another_run_is_refused(run_dir):
     refused(run_dir, r"run with \{'seed': 0, 'hidden': \[8\]\}", frames=2 * FRAMES)
     file.write_text("{")
     refused(run_dir, "config.yaml: cannot be read", frames=2 * FRAMES)
+
+
+def test_a_run_on_a_gpu_is_evaluated_where_there_is_none(run_dir):
+    before = evaluate_run(run_dir, episodes=1)
+    saved = RunCheckpoints(run_dir / "checkpoint").newest().path
+    for file in saved.rglob("state.json"):
+        file.write_text(file.read_text().replace('"device":"cpu"', '"device":"cuda:0"'))
+    sealed = saved / DIGESTS
+    sealed.unlink()
+    sealed.write_text(json.dumps(_digests(saved)))
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace("device: cpu", "device: cuda"))
+    assert read_config(config)["collector_device"] == "cuda"
+    assert evaluate_run(run_dir, episodes=1) == before
 
 
 def test_a_checkpoint_of_other_sizes_is_refused(run_dir):

@@ -132,8 +132,8 @@ class RowAppender:
             if self._policy == "refuse" and wrong.any():
                 raise ConfigError(
                     f"cannot write rows: {self._form.schema.names[index]!r} of row "
-                    f"{int(wrong.nonzero()[0])} is not finite (expected finite values). Mend the "
-                    "environment, or use non_finite='count'."
+                    f"{int(wrong.nonzero()[0])} is not finite (expected finite values). Correct "
+                    "the environment, or use non_finite='count'."
                 )
             bad = wrong if bad is None else bad | wrong
         if bad is not None and bad.any():

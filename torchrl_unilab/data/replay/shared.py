@@ -19,7 +19,7 @@ from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGatherer
 from torchrl_unilab.data.schema import TensorSchema, key_path
 from torchrl_unilab.data.shared_storage import SharedStorage
-from torchrl_unilab.data.stock import check_stock_arguments
+from torchrl_unilab.data.stock import STORAGE, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
@@ -46,7 +46,7 @@ class SharedReplay(SharedStorage):
         timeout: float = 10.0,
         **stock: Any,
     ) -> None:
-        check_stock_arguments(type(self).__name__, stock)
+        check_stock_arguments(type(self).__name__, stock, STORAGE)
         for setting, count, least in (
             ("writers", writers, 1),
             ("max_size", max_size, writers),

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_unilab.configs.appo import MAX_POOL
 from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutShapeError
 from torchrl_unilab.shm.layout import dotted
 
-__all__ = ["MAX_ROLLOUTS", "RolloutPool"]
-
-MAX_ROLLOUTS = 8
+__all__ = ["RolloutPool"]
 
 
 class RolloutPool:
@@ -47,9 +46,9 @@ class RolloutPool:
     """
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
-        if not 1 <= size <= MAX_ROLLOUTS:
+        if not 1 <= size <= MAX_POOL:
             raise ConfigError(
-                f"rollout pool: {size} rollouts (expected 1 to {MAX_ROLLOUTS}). Use 1 to "
+                f"rollout pool: {size} rollouts (expected 1 to {MAX_POOL}). Use 1 to "
                 "learn from each rollout once."
             )
         self.size = size
@@ -83,6 +82,7 @@ class RolloutPool:
                 .apply(
                     lambda t: t.new_empty((steps, self.size, *t.shape[1:]), device=self.device),
                     batch_size=[steps, self.size, n],
+                    device=self.device,
                 )
             )
         column = self._memory[:, self.added % self.size]

@@ -48,6 +48,7 @@ __all__ = [
     "Config",
     "RunBudget",
     "RunSizes",
+    "check_frames",
     "memory_limits",
     "replay_items",
     "ring_items",
@@ -163,6 +164,16 @@ class RunBudget:
         refusal = self.refusal()
         if refusal is not None:
             raise ConfigError(f"{refusal}\n{self.memory.table()}")
+
+
+def check_frames(frames: int, config: Config, ranks: int = 1, name: str = "frames") -> None:
+    """Refuse fewer frames than the first update needs."""
+    least = config.min_frames * ranks
+    if frames < least:
+        raise ConfigError(
+            f"{name}: {frames} (expected at least {least}, which the first update needs). Ask for "
+            "more, or lower learning_starts or batch_size."
+        )
 
 
 def run_threads(config: Config) -> ThreadPlan:

@@ -332,6 +332,8 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
     # Critics refer to their normaliser without containing it.
     for module in (learner.loss, *learner.normalizers.values()):
         module.to(device)
+    # The buffers, of which the loss has copies; not the specs, as environments are on the CPU.
+    torch.nn.Module.to(learner.actor, device)
     return learner
 
 
@@ -343,7 +345,6 @@ def find_device(name: str, setting: str = "device") -> torch.device:
     """
     device = torch.device(name)
     known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    known += ["mps"] * torch.backends.mps.is_available()
     if (f"cuda:{device.index or 0}" if device.type == "cuda" else name) not in known:
         raise ConfigError(
             f"{setting}: {name!r} (expected one that torch {torch.__version__} finds here: "

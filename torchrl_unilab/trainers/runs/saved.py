@@ -144,8 +144,9 @@ def load_run(
         raise CheckpointError(f"cannot {purpose} {run_dir}: {error}") from error
     env = create_env()
     try:
-        actor = build_learner(env, dataclasses.replace(config, device="cpu")).actor
-        Checkpoint(policy=actor).load(saved.path)
+        here = dataclasses.replace(config, device="cpu", collector_device="cpu")
+        actor = build_learner(env, here).actor
+        Checkpoint(policy=actor).load(saved.path, map_location="cpu")
     except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
         env.close()
         raise CheckpointError(

@@ -26,13 +26,13 @@ from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunCon
 from torchrl_unilab.configs.algorithms import run_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError, UniLabError
+from torchrl_unilab.errors import UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, stop_when, tell_progress
-from torchrl_unilab.trainers.runs.budget import Config, run_threads
+from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
     RunCheckpoints,
@@ -161,12 +161,7 @@ class Run:
     ) -> None:
         self.ranks = ranks = Ranks.of_torchrun(device=config.device, timeout=options.rank_timeout)
         self.leads = ranks.rank == 0
-        least = config.min_frames * ranks.size
-        if options.frames < least:
-            raise ConfigError(
-                f"frames: {options.frames} (expected at least {least}, which the first update "
-                "needs). Ask for more, or lower learning_starts or batch_size."
-            )
+        check_frames(options.frames, config, ranks.size)
         self.options, self.config, self.saved = options, config, saved
         own = {OWN_ENVIRONMENT: True} if create_env else {}
         self.settings = run_settings(options, config) | own
@@ -219,7 +214,9 @@ class Run:
         with contextlib.closing(self._create_proxy()) as proxy:
             self.learner = build_learner(proxy, self.config)
             run_budget(proxy, self.learner, self.config).check()
-        self.ranks.check_same(self.settings | package_versions() | {"resumed": self.resumed})
+        # What all see of the run first: a directory that is not shared differs in that.
+        seen = {"checkpoint in the run's directory, at frames": self.resumed[-1:]}
+        self.ranks.check_same(seen | self.settings | package_versions())
         for module in (self.learner.loss, *self.learner.normalizers.values()):
             self.ranks.broadcast_([*module.parameters(), *module.buffers()])
 
