@@ -176,10 +176,6 @@ def test_without_a_recipe_their_names_are_said(monkeypatch, tmp_path):
             "env.num_envs=3",
             r"error: env.num_envs: 3 with settings.num_envs 4 \(.* Set settings\.num",
         ),
-        (
-            "total_frames=1",
-            r"error: total_frames: 1 \(expected at least 64, which the first update",
-        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(override, message, monkeypatch):
