@@ -156,9 +156,7 @@ class APPOTrainer(RankTrainer):
     def _learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Take a rollout in, and an update's steps on the pool; return what to log."""
         before = (self.collected_frames - batch.numel() * self.ranks.size) / self.total_frames
-        highest = self.config.highest_lr(before)
-        self.optimization_stepper.owner.max_lr = highest
-        self.optimization_stepper.lr.clamp_(max=highest)
+        self.optimization_stepper.limit_lr(self.config.highest_lr(before))
         self._take_in(batch)
         loss = self.loss_module
         # The environments first, as the loss has it.

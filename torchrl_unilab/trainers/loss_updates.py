@@ -72,6 +72,11 @@ class APPOStepper(OptimizationStepper):
         lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
         return lr
 
+    def limit_lr(self, highest: float) -> None:
+        """Keep the learning rate at `highest` or below from now on."""
+        self.owner.max_lr = highest
+        self.lr.clamp_(max=highest)
+
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
         """Take one step on a minibatch; return its losses, detached."""
         losses: TensorDictBase = self._losses(sub_batch)

@@ -407,9 +407,9 @@ def test_neither_gradient_sees_the_others_passes_whichever_is_done_first(algorit
         whole(*args)
         done.set()
 
-    def wait_for_the_other(gradient):  # between a forward pass and its backward pass
+    def wait_for_the_other(*args):  # between a forward pass and its backward pass
         assert done.wait(10)
-        backward(gradient)
+        backward(*args)
 
     setattr(update, first, take_all)
     network.backward = wait_for_the_other

@@ -11,7 +11,9 @@ import copy
 import itertools
 import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torchrl_unilab.objectives.fused.products import (
     OneDNNProducts,
     products_for,
 )
+from torchrl_unilab.objectives.fused.threads import at_once
 
 __all__ = [
     "Network",
@@ -191,8 +194,13 @@ class ReluNetwork:
         output = self._layers[-1][0]
         return self._products[-1].affine(x, output.weight, output.bias)
 
-    def backward(self, gradient: torch.Tensor) -> None:
-        """Write the parameters' gradients, given the outputs', [k, n, out]."""
+    def backward(self, gradient: torch.Tensor, thread: ThreadPoolExecutor | None = None) -> None:
+        """Write the parameters' gradients, given the outputs', [k, n, out].
+
+        Args:
+            gradient: Of the outputs.
+            thread: Could take a part of separate networks.
+        """
         for i in range(len(self._layers) - 1, -1, -1):
             linear = self._layers[i][0]
             self._products[i].by_weight(gradient, self._inputs[i], linear.weight_grad)
@@ -275,10 +283,10 @@ class ReluNetworks:
         """See `ReluNetwork.forward`."""
         return torch.cat([network.forward(x) for network in self._networks])
 
-    def backward(self, gradient: torch.Tensor) -> None:
-        """See `ReluNetwork.backward`."""
-        for network, own in zip(self._networks, gradient.split(1), strict=True):
-            network.backward(own)
+    def backward(self, gradient: torch.Tensor, thread: ThreadPoolExecutor | None = None) -> None:
+        """See `ReluNetwork.backward`; a thread takes the first network meanwhile."""
+        first, *others = map(partial, [n.backward for n in self._networks], gradient.split(1))
+        at_once(thread, lambda: [run() for run in others], first)
 
     def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
         """See `ReluNetwork.backward_to_input`."""

@@ -334,7 +334,7 @@ class FusedOffPolicyUpdate(abc.ABC):
     def _differentiate_critics(
         self, data: Transitions, noise: torch.Tensor, thread: ThreadPoolExecutor | None
     ) -> None:
-        """Write the critics' gradients and statistics; a thread takes the targets meanwhile."""
+        """Write the critics' gradients and statistics; a thread takes the targets, and then one."""
         forward = partial(self._critics.forward, data.state_action)
         values, next_value = at_once(thread, forward, partial(self._next_value, data, noise))
         values = values.squeeze(2)
@@ -347,7 +347,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         else:
             slope = error.clamp(-1.0, 1.0)
             loss = slope * (error - 0.5 * slope)  # e^2 / 2, and |e| - 1/2 beyond 1
-        self._critics.backward((slope * data.weight).unsqueeze(2))
+        self._critics.backward((slope * data.weight).unsqueeze(2), thread)
         self._observe(0, (loss.sum(0), values.mean(0), distance.mean(0)), data.weight)
 
     @abc.abstractmethod
