@@ -138,11 +138,9 @@ class Ranks:
         raise RuntimeError("not all have come")
 
     def _choose_backend(self) -> str:
-        if not self.device.startswith("cuda"):
+        if self.device != "cuda":  # "cuda:1" is one that all ranks share
             return "gloo"
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if self.device != "cuda":  # one that all ranks share
-            return "gloo"
         if gpus:  # `build_learner` refuses the device otherwise
             torch.cuda.set_device(local % gpus)
         # NCCL wants a GPU for each rank; decisions are exchanged by processors.
