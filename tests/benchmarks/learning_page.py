@@ -344,7 +344,7 @@ def page(groups: Sequence[Group], peers: Sequence[dict[str, Any]] = ()) -> str:
         overall_lines(groups) or "- none yet",
         "## Beside another library on the same frames",
         "Runs of `bench_peers` with the library's defaults, one environment, from a cold shell; "
-        "ours are those above.",
+        "ours are those above. Seconds are of one core; Ant's run was paused: the processor's.",
         peers_table(groups, peers) or "- none yet",
         "## Time to a return",
         "To the first point of the recorded curve (at most 60 points a run) at that return or "
