@@ -71,6 +71,7 @@ class Ranks:
         self.device, self.timeout = device, timeout
         self._store: Any = None
         self._handler: Any = None  # of SIGTERM, before
+        self._waits = False  # for the others, and if it was interrupted in that
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
         # NaN for ranks whose gradients were not finite, in the first step where one was not.
         self._spoilt = torch.zeros(size)
@@ -162,7 +163,7 @@ class Ranks:
             return
         self._tell("is done" if why is None else f"failed with {type(why).__name__}: {why}")
         self._store = None
-        if dist.is_initialized():
+        if dist.is_initialized() and not self._waits:  # else it would wait for the others
             dist.destroy_process_group()
 
     def mean_(self, gradients: Sequence[torch.Tensor], statistics: Sequence[torch.Tensor]) -> None:
@@ -248,13 +249,16 @@ class Ranks:
     def _together(self, tensor: torch.Tensor, verb: Callable[..., Any], *arguments: Any) -> None:
         """Call a verb of ``torch.distributed`` on a tensor, and wait for the others."""
         try:
+            self._waits = True
             work, pause = verb(*arguments, async_op=True), 0.0
             # Waiting in C++ would hold up signals for as long as the others do not come.
             while tensor.is_cpu and not work.is_completed():
                 time.sleep(pause)
                 pause = min(pause + 1e-5, _LONGEST_PAUSE_SECONDS)
             work.wait()
+            self._waits = False
         except RuntimeError as error:
+            self._waits = False
             raise self._lost(error) from error
 
     def _tell(self, words: str) -> None:
