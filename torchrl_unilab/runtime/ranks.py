@@ -156,6 +156,9 @@ class Ranks:
     def leave(self, why: BaseException | None = None) -> None:
         """Tell the others why this rank goes, and go. Idempotent.
 
+        A rank that was interrupted while it waited keeps its process group, whose end would wait
+        for the others, and can join no further one in this process.
+
         Args:
             why: What it fails with; None if it is done.
         """
