@@ -3,7 +3,9 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import torchrl_unilab
 from torchrl_unilab import errors
 
 LINE = re.compile(r"^([│├└─ ]*)(\w+Error)(?: +\((\w+)\))?", re.MULTILINE)
@@ -29,3 +31,13 @@ def test_the_docstring_shows_the_class_hierarchy():
 def test_all_names_each_error():
     classes = [name for name, value in vars(errors).items() if inspect.isclass(value)]
     assert errors.__all__ == sorted(classes)
+
+
+def test_the_package_raises_no_bare_value_or_runtime_error():
+    package = Path(torchrl_unilab.__file__).parent
+    bare = [
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if re.search(r"raise (Value|Runtime)Error\(", path.read_text())
+    ]
+    assert bare == ["configs/settings.py"]  # a validator, whose errors pydantic collects

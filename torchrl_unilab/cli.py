@@ -16,7 +16,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import typing
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, WorkerError) as error:
         print(f"error: {error}", file=sys.stderr)  # with the lines of a table, or a traceback
         return 2
-    except (UniLabError, ValueError, OSError) as error:
-        if not isinstance(error, (UniLabError, OSError)) and not _is_raised_here(error):
-            raise  # by a task of the user's own: the traceback says where
+    except (UniLabError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -67,12 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             child.terminate()
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _is_raised_here(error: Exception) -> bool:
-    """Whether this package found an error, and says what to do."""
-    *_, frame = traceback.walk_tb(error.__traceback__)
-    return Path(frame[0].f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _interrupt(*_: object) -> NoReturn:

@@ -13,6 +13,7 @@ UniLabError
 ├── WaitTimeoutError        (TimeoutError)    a bounded wait ended: see what it waited for
 ├── CheckpointError         (ValueError)      load another checkpoint
 ├── DivergedError           (ArithmeticError) lower the learning rates, look at rewards
+├── UsageError              (RuntimeError)    call it in another order, or in another process
 ├── PeerGoneError           (RuntimeError)    the other process has ended
 │   └── WorkerError                           read its traceback
 └── ConfigError             (ValueError)      change the setting
@@ -39,6 +40,7 @@ __all__ = [
     "SegmentError",
     "SegmentSpaceError",
     "UniLabError",
+    "UsageError",
     "WaitTimeoutError",
     "WorkerError",
 ]
@@ -94,6 +96,10 @@ class CheckpointError(UniLabError, ValueError):
 
 class DivergedError(UniLabError, ArithmeticError):
     """Training diverged: a loss, a gradient or a parameter is not finite."""
+
+
+class UsageError(UniLabError, RuntimeError):
+    """A call came in the wrong order, or from the wrong process; nothing was changed."""
 
 
 class PeerGoneError(UniLabError, RuntimeError):

@@ -189,21 +189,37 @@ def returns_table(groups: Sequence[Group]) -> str:
 
 
 def time_table(groups: Sequence[Group]) -> str:
-    """Return the table of seconds and frames to each task's stated returns."""
+    """Return the table of seconds and frames to each task's stated returns.
+
+    Runs of which no seed reached a return are left out, unless no others have reached it, either.
+    """
     rows = []
-    for group in groups:
-        for (name, level), kind in itertools.product(levels(group.task).items(), group.curves):
-            reached = group.reached(level, kind)
-            row = [group.task, f"{name}, {show(level)}", kind]
-            row += [group.algorithm, f"{group.frames:,}"]
-            for column in zip(*reached, strict=True):
-                row += [show(float(np.median(column))), show(max(column))]
-            count = sum(math.isfinite(seconds) for seconds, _ in reached)
-            rows.append([*row, f"{count} of {len(reached)}"])
+    tasks = itertools.groupby(groups, key=lambda group: group.task)
+    for task, of_task in tasks:
+        members = list(of_task)
+        for name, level in levels(task).items():
+            stated = [task, f"{name}, {show(level)}"]
+            reached = [
+                [*stated, *time_columns(group, level, kind)]
+                for group in members
+                for kind in group.curves
+                if any(math.isfinite(seconds) for seconds, _ in group.reached(level, kind))
+            ]
+            rows += reached or [[*stated, *["-"] * 3, *[NOT_REACHED] * 4, "none"]]
     heads = "task | to a return of | measured | algorithm | frames of the runs"
     return table(
         f"{heads} | seconds, median | worst | frames, median | worst | seeds that reached it", rows
     )
+
+
+def time_columns(group: Group, level: float, kind: str) -> list[str]:
+    """Return the columns of `time_table` for one group and one kind of curve."""
+    reached = group.reached(level, kind)
+    columns = [kind, group.algorithm, f"{group.frames:,}"]
+    for values in zip(*reached, strict=True):
+        columns += [show(float(np.median(values))), show(max(values))]
+    count = sum(math.isfinite(seconds) for seconds, _ in reached)
+    return [*columns, f"{count} of {len(reached)}"]
 
 
 def peers_table(groups: Sequence[Group], peers: Sequence[dict[str, Any]]) -> str:

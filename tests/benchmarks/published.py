@@ -5,6 +5,7 @@ How they were measured differs: `SOURCES` says it. A source is left out where it
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 
 SOURCES: Mapping[str, str] = {
@@ -70,8 +71,10 @@ def best_published(task: str, family: str) -> float | None:
 
 
 def levels(task: str) -> dict[str, float]:
-    """Return the returns that runs on a task are timed to, by name."""
-    published = {family: best_published(task, family) for family in ("ppo", "sac")}
-    named = {f"best published {f.upper()}": level for f, level in published.items()}
-    named["stated"] = STATED.get(task)
+    """Return the returns that runs on a task are timed to, by name, the lowest first."""
+    sac = sorted(PUBLISHED.get(task, {}).get("sac", {}).values())
+    named = {"best published PPO": best_published(task, "ppo")}
+    if len(sac) > 1:
+        named["median published SAC"] = statistics.median(sac)
+    named |= {"best published SAC": sac[-1] if sac else None, "stated": STATED.get(task)}
     return {name: level for name, level in named.items() if level is not None}

@@ -87,16 +87,29 @@ def test_a_return_is_reached_at_the_first_point_at_or_above_it():
     assert page.first_reached(curve, 9.5) == (math.inf, math.inf)
 
 
-def test_each_task_is_timed_to_the_best_published_returns_of_ppo_and_of_sac():
-    assert levels("Hopper-v5") == {"best published PPO": 2609, "best published SAC": 3542}
+def test_each_task_is_timed_to_the_published_returns_of_ppo_and_of_sac():
+    assert levels("Hopper-v5") == {
+        "best published PPO": 2609,
+        "median published SAC": 2326,
+        "best published SAC": 3542,
+    }
+    assert levels("Reacher-v5") == {"best published SAC": -2.6}
     assert levels("Pusher-v5") == {}
 
 
 def test_median_and_worst_are_over_all_seeds_and_say_where_a_return_is_not_reached():
     runs = [_run(0, [2609.0, 3600.0]), _run(1, [0.0, 2700.0]), _run(2, [0.0, 2.0, 2800.0])]
-    ppo, sac = page.time_table([page.Group(runs)]).splitlines()[2:]
+    ppo, _, sac = page.time_table([page.Group(runs)]).splitlines()[2:]
     assert ppo.endswith("| 20.0 | 30.0 | 2,000 | 3,000 | 3 of 3 |")
     assert sac.endswith(f"| {' | '.join(['not reached'] * 4)} | 1 of 3 |")
+
+
+def test_runs_that_never_reached_a_return_stand_in_the_table_only_if_none_did():
+    short = page.Group([_run(0, [0.0, 2700.0], frames_asked=300_000)])
+    long = page.Group([_run(0, [0.0, 100.0])])
+    rows = page.time_table([short, long]).splitlines()[2:]
+    assert [row.split(" | ")[4] for row in rows] == ["300,000", "300,000", "-"]
+    assert rows[-1].endswith("| not reached | not reached | not reached | not reached | none |")
 
 
 def test_returns_without_noise_are_timed_where_every_run_has_evaluations():

@@ -221,7 +221,7 @@ class RolloutWorker:
         its episodes, bit for bit; other environments start new ones.
 
         Raises:
-            ValueError: The state is of another environment.
+            ConfigError: The state is of another environment.
         """
         if self._simulation is not None and state["simulation"] is not None:
             self._simulation.restore(state["simulation"])

@@ -26,7 +26,7 @@ from torchrl_unilab.distributed.mailbox import (
     open_mailbox,
 )
 from torchrl_unilab.distributed.node import POLL_SECONDS, NodeScheme
-from torchrl_unilab.errors import ConfigError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
@@ -170,11 +170,11 @@ class UniLabRayScheme(WeightSyncScheme):
             worker_ids: Accepted, as `RayCollector` gives it: all nodes get them.
 
         Raises:
-            RuntimeError: Not initialised on the sender, or shut down.
+            UsageError: Not initialised on the sender, or shut down.
             LayoutError: Keys, shapes or dtypes differ from the policy's; nothing was posted.
         """
         if not self._initialized_on_sender or self._mailbox is None:
-            raise RuntimeError("Must be initialized on sender before sending weights")
+            raise UsageError("Must be initialized on sender before sending weights")
         with span("publish"):
             tensors = named_tensors(self.model if weights is None else weights)
             if absent := self._optional - tensors.keys():  # RayCollector leaves out extra state
@@ -256,7 +256,7 @@ class UniLabRayScheme(WeightSyncScheme):
     def _reports(self) -> Reports:
         """Return what nodes reported, or reported last where the mailbox does not answer."""
         if self._mailbox is None:
-            raise RuntimeError("Must be initialized on sender before its nodes report")
+            raise UsageError("Must be initialized on sender before its nodes report")
         ray = load_ray()
         try:
             reports: Reports = ray.get(self._mailbox.reports.remote(), timeout=_ANSWER_SECONDS)

@@ -87,8 +87,8 @@ class MujocoBatchEnv(EnvBase):
             ``observation`` and ``reset`` (whose observations count as observations).
 
     Raises:
-        ValueError: if an argument is out of range or names no task, and ConfigError,
-            which is one, for pictures that cannot be drawn.
+        ConfigError: if an argument is out of range or names no task, or pictures cannot be
+            drawn.
 
     Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -202,7 +202,7 @@ class MujocoBatchEnv(EnvBase):
         """Return copies of ``qpos`` ``(n, nq)`` and ``qvel`` ``(n, nv)``, float64.
 
         Raises:
-            RuntimeError: if the environment is closed.
+            UsageError: if the environment is closed.
         """
         fields = self._state.physics.fields
         return fields["qpos"].copy(), fields["qvel"].copy()
@@ -221,8 +221,8 @@ class MujocoBatchEnv(EnvBase):
             What ``reset`` would return: the observation and flags of all rows.
 
         Raises:
-            RuntimeError: if the environment is closed.
-            ValueError: if an argument has the wrong shape, is not finite, or names
+            UsageError: if the environment is closed.
+            ConfigError: if an argument has the wrong shape, is not finite, or names
                 no simulation. Nothing has changed then.
 
         Examples:
@@ -243,7 +243,7 @@ class MujocoBatchEnv(EnvBase):
         All of it is copies: arrays, numbers, and dicts and lists of them.
 
         Raises:
-            RuntimeError: if the environment is closed.
+            UsageError: if the environment is closed.
 
         Examples:
             >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -259,8 +259,8 @@ class MujocoBatchEnv(EnvBase):
         """Continue from what `snapshot` returned, here or in an environment like this one.
 
         Raises:
-            RuntimeError: if the environment is closed.
-            ValueError: if it is of another task or number of simulations. Nothing has changed then.
+            UsageError: if the environment is closed.
+            ConfigError: if it is of another task or number of simulations; nothing has changed.
         """
         self._state.load_state_dict(snapshot)
         self._mark()
@@ -278,8 +278,8 @@ class MujocoBatchEnv(EnvBase):
             ``(k, render_height, render_width, 3)`` uint8, in the order of ``ids``.
 
         Raises:
-            RuntimeError: if the environment is closed.
-            ValueError: if ids names no simulation.
+            UsageError: if the environment is closed.
+            ConfigError: if ids names no simulation.
             ConfigError: if OpenGL cannot draw here; names what is missing.
         """
         self._state.physics  # noqa: B018 - an error where the environment is closed

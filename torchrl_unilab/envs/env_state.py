@@ -19,7 +19,7 @@ from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
 
@@ -51,7 +51,7 @@ class EnvState:
         phase_seconds: seconds so far by phase.
 
     Raises:
-        ValueError: if a number is not positive.
+        ConfigError: if a number is not positive.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class EnvState:
         """The simulations.
 
         Raises:
-            RuntimeError: if the environment is closed, or its threads are another process's.
+            UsageError: if the environment is closed, or its threads are another process's.
         """
         if self._physics is None:
-            raise RuntimeError(
+            raise UsageError(
                 "MujocoBatchEnv: the environment is closed (expected an open one). "
                 "Create a new one."
             )
         if self._process not in (None, os.getpid()):
-            raise RuntimeError(
+            raise UsageError(
                 f"MujocoBatchEnv: made in process {self._process}, whose threads are not in its "
                 f"fork {os.getpid()} (expected one of this process). Create a new one here."
             )
@@ -122,7 +122,7 @@ class EnvState:
         """Return the least and the greatest controls, ``(2, nu)``.
 
         Raises:
-            ValueError: if an actuator has no control range.
+            ConfigError: if an actuator has no control range.
         """
         model = self.physics.batch.model
         unlimited = np.flatnonzero(model.actuator_ctrllimited == 0)
@@ -155,7 +155,7 @@ class EnvState:
             Rewards, ``(n,)``, 0 in the others.
 
         Raises:
-            ValueError: if the action has the wrong shape or is not finite, and nothing has
+            ConfigError: if the action has the wrong shape or is not finite, and nothing has
                 changed then; or if the task's rewards are.
         """
         task, physics = self.task, self.physics
@@ -207,7 +207,7 @@ class EnvState:
         """Start new episodes from given states; return the simulations, sorted.
 
         Raises:
-            ValueError: if an argument has the wrong shape, is not finite, or names
+            ConfigError: if an argument has the wrong shape, is not finite, or names
                 no simulation. Nothing has changed then.
         """
         rows = simulations_of("set_state: ids", ids, len(self))
@@ -249,7 +249,7 @@ class EnvState:
         """Continue from what `state_dict` returned, here or in a state like this one.
 
         Raises:
-            ValueError: if it is of another task or number. Nothing has changed then.
+            ConfigError: if it is of another task or number. Nothing has changed then.
         """
         self.physics.load_state_dict(state)
         self.episodes.load_state_dict(state["episodes"])
@@ -332,7 +332,7 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
     """Return the simulations that `ids` names, distinct; all for None.
 
     Raises:
-        ValueError: they are not integers from 0 to n - 1, or not distinct.
+        ConfigError: they are not integers from 0 to n - 1, or not distinct.
     """
     rows = np.arange(n) if ids is None else np.asarray(ids)
     if (

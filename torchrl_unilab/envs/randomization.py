@@ -198,7 +198,7 @@ class ModelRandomizer:
         """Give the models the numbers that `state_dict` returned.
 
         Raises:
-            ValueError: if they are of another randomisation. Nothing has changed then.
+            ConfigError: if they are of another randomisation. Nothing has changed then.
         """
         found = [numbers.shape for numbers in state_dict["numbers"]]
         expected = [numbers.shape for numbers in self._numbers]

@@ -63,8 +63,8 @@ class Simulations:
         start: the model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
 
     Raises:
-        ValueError: if the task reads what there is not, and ConfigError, which is one, if what
-            is to be randomised is not in the model.
+        ConfigError: if the task reads what there is not, or what is to be randomised is not in
+            the model.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Simulations:
         """Continue from what `state_dict` returned, here or in simulations like these.
 
         Raises:
-            ValueError: if they are of another task or number. Nothing has changed then.
+            ConfigError: if they are of another task or number. Nothing has changed then.
         """
         found, expected = _shapes(state), _shapes(self.state_dict())
         if found != expected:

@@ -29,7 +29,7 @@ def check_observations(task: str, groups: Mapping[str, Sequence[Any]], nsim: int
     """Refuse observations of a task, by key, whose parts are not ``(nsim, width)`` each.
 
     Raises:
-        ValueError: Names the part's shape.
+        ConfigError: Names the part's shape.
     """
     for key, parts in groups.items():
         for shape in map(np.shape, parts):

@@ -104,7 +104,7 @@ class Ranks:
             )
             found = (self._store.get(f"process/{rank}").decode() for rank in range(self.size))
             self._processes = [(host, int(pid)) for host, pid in map(str.split, found)]
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TimeoutError) as error:
             raise WaitTimeoutError(
                 f"rank {self.rank} of {self.size}: cannot join the others, {error} (expected all "
                 f"within {self.timeout:g} s). Look at what the others say."
@@ -136,7 +136,7 @@ class Ranks:
                 if store.check([f"{start}/found/{rank}" for rank in ranks]):
                     return start
             time.sleep(_LOOK_SECONDS)
-        raise RuntimeError("not all have come")
+        raise TimeoutError("not all have come")
 
     def _choose_backend(self) -> str:
         if self.device != "cuda":  # "cuda:1" is one that all ranks share

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 
 __all__ = [
     "MAX_EVENTS",
@@ -118,7 +118,7 @@ class Tracer:
 
         Raises:
             ConfigError: `path` is a directory.
-            RuntimeError: This process records already.
+            UsageError: This process records already.
         """
         path = Path(path)
         if path.is_dir():
@@ -139,7 +139,7 @@ class Tracer:
 
         Raises:
             FileNotFoundError: The trace has been stopped.
-            RuntimeError: This process records already.
+            UsageError: This process records already.
         """
         if settings is not None:
             self._check_off()
@@ -179,7 +179,7 @@ class Tracer:
 
     def _check_off(self) -> None:
         if self._part is not None:
-            raise RuntimeError(
+            raise UsageError(
                 "cannot start a trace: this process records one (expected none). Stop it first."
             )
 

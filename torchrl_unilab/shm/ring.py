@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from torchrl_unilab.errors import ConfigError, PeerGoneError, SegmentError
+from torchrl_unilab.errors import ConfigError, PeerGoneError, SegmentError, UsageError
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.ring_memory import (
@@ -176,7 +176,7 @@ class RolloutRing(RingWriter):
         Raises:
             PeerGoneError: No rollout came, and a writer has died, whose process it names; or all
                 writers have resigned and there is no `timeout`.
-            RuntimeError: Another process is the reader.
+            UsageError: Another process is the reader.
             SegmentError: The slot was written without a claim.
         """
         self._check_reader()
@@ -193,7 +193,7 @@ class RolloutRing(RingWriter):
         """Own all committed rollouts; return the leases of this process, as `leases` does.
 
         Raises:
-            RuntimeError: Another process is the reader.
+            UsageError: Another process is the reader.
             SegmentError: A slot was written without a claim.
         """
         self._check_reader()
@@ -212,7 +212,7 @@ class RolloutRing(RingWriter):
     def _take_reader(self) -> None:
         reader, me = self._header[READER], this_process()
         if reader not in (0, me):
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot read the ring: process {process_id(reader)} is its reader (expected "
                 "this one). Read in one process."
             )
@@ -278,14 +278,14 @@ class RolloutRing(RingWriter):
             read: Whether the rollout counts as read, or as skipped.
 
         Raises:
-            RuntimeError: It is not leased.
+            UsageError: It is not leased.
             SegmentError: The slot was written while it was leased.
         """
         self._check_open()
         self._settle()
         token = pack_token(lease.generation, lease.slot)
         if token not in self._held:
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot release slot {lease.slot}: this process holds no lease on it (expected "
                 "one from acquire). Release each lease exactly once."
             )
@@ -317,7 +317,7 @@ class RolloutRing(RingWriter):
 
         Raises:
             ConfigError: There is no such writer.
-            RuntimeError: The writer is alive, or another process is the reader.
+            UsageError: The writer is alive, or another process is the reader.
         """
         self._check_reader()
         if not 0 <= writer < self.writers:
@@ -325,7 +325,7 @@ class RolloutRing(RingWriter):
         first = writer * WRITER_WORDS
         process = self._words[first + PROCESS]
         if process_is_alive(process):
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot recover ring writer {writer}: process {process_id(process)} is alive "
                 "(expected it dead). End it first."
             )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from torchrl_unilab.errors import ConfigError, PeerGoneError
+from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.ring_memory import (
     CLOSED,
@@ -46,7 +46,7 @@ class RingWriter(RingMemory):
             ConfigError: There is no such writer, or another process is it. The writer of a dead
                 process is free again after `recover`.
             WaitTimeoutError: Another process has been registering for seconds.
-            RuntimeError: A slot is claimed.
+            UsageError: A slot is claimed.
         """
         self._check_open()
         choice = range(self.writers) if writer is None else range(writer, writer + 1)
@@ -56,7 +56,7 @@ class RingWriter(RingMemory):
                 "Make the ring for more writers."
             )
         if self._hand:
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot become writer {writer}: a slot is claimed (expected none). "
                 "Commit or abandon it first."
             )
@@ -155,12 +155,12 @@ class RingWriter(RingMemory):
         """Hand the claimed slot to the reader; return how many this writer has committed.
 
         Raises:
-            RuntimeError: No slot is claimed.
+            UsageError: No slot is claimed.
         """
         self._check_open()
         slot = self._claimed
         if slot is None or not self._hand:
-            raise RuntimeError("ring commit: no slot is claimed (expected one). Call claim first.")
+            raise UsageError("ring commit: no slot is claimed (expected one). Call claim first.")
         generation, count = time.monotonic_ns(), self._counts[0] + 1
         self._generations[slot] = generation
         self._hand[0] = pack_token(generation, slot)

@@ -79,7 +79,7 @@ def initial_weights(
 
     Raises:
         ConfigError: The workers may be on other machines.
-        ValueError: Arguments are missing, or exclude one another.
+        ConfigError: Arguments are missing, or exclude one another.
         TypeError: The model is no module.
     """
     if remote_collectors is not None:
@@ -97,19 +97,19 @@ def initial_weights(
         return InitialWeights(_checked_params_map(params_map), per_worker, casts=True)
     if context is not None:
         if model_id is None:
-            raise ValueError("model_id must be provided if context is provided")
+            raise ConfigError("model_id must be provided if context is provided")
         workers = _num_workers(context)
         others["num_workers"] = None if num_workers == workers else num_workers
         _refuse(others, "context")
         return _from_context(context, model_id, workers, per_worker)
     if (model is None) == (weights is None):
-        raise ValueError(_NEEDED)
+        raise ConfigError(_NEEDED)
     given = None if model is None else checked_module(model, "model")
     source: Any = given if weights is None else weights
     if devices is not None:
         return InitialWeights(_for_each(source, len(devices), per_worker), per_worker, model=given)
     if device_map_fn is None or num_workers is None:
-        raise ValueError(_NEEDED)
+        raise ConfigError(_NEEDED)
     whole = TensorDict.from_module(source) if weights is None else weights
     mapped = {i: device_map_fn(i, whole.data) for i in range(num_workers)}
     return InitialWeights(mapped, per_worker, casts=True, model=given)
@@ -159,7 +159,7 @@ def checked_module(model: Any, model_id: str) -> nn.Module:
 def _refuse(given: Mapping[str, Any], reason: str) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ValueError(f"{name} cannot be provided if {reason} is provided")
+            raise ConfigError(f"{name} cannot be provided if {reason} is provided")
 
 
 def _checked_params_map(params_map: Any) -> Mapping[int, Weights]:
@@ -168,7 +168,7 @@ def _checked_params_map(params_map: Any) -> Mapping[int, Weights]:
         or not all(isinstance(k, int) for k in params_map)
         or not all(isinstance(v, TensorDictBase) for v in params_map.values())
     ):
-        raise ValueError("params_map must be a dict[int, TensorDictBase]")
+        raise ConfigError("params_map must be a dict[int, TensorDictBase]")
     return params_map
 
 

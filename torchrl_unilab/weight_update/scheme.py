@@ -18,7 +18,7 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.utils import _resolve_model
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
@@ -175,16 +175,16 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 weights share what is published, as with the stock scheme.
 
         Raises:
-            RuntimeError: Not initialised and connected on the sender, or shut down.
-            ValueError: Unknown worker, per-worker weights for shared ones, or no model.
+            UsageError: Not initialised and connected on the sender, or shut down.
+            ConfigError: Unknown worker, per-worker weights for shared ones, or no model.
             LayoutError: Keys, shapes or dtypes differ from the initial weights; nothing was
                 published.
             SegmentError: Another living process publishes for this scheme.
         """
         if not self._initialized_on_sender:
-            raise RuntimeError("Must be initialized on sender before sending weights")
+            raise UsageError("Must be initialized on sender before sending weights")
         if not self.synchronized_on_sender:
-            raise RuntimeError("Must be synchronized on sender before sending weights")
+            raise UsageError("Must be synchronized on sender before sending weights")
         transport = self._transport or self._require_transport()
         with span("publish"):
             own = weights is None
@@ -225,7 +225,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             if model is None:  # the collector has a factory, and maybe a policy beside
                 model = find_model(context, self._model_id)
         if model is None:
-            raise ValueError(
+            raise ConfigError(
                 "cannot publish weights: none given and the sender holds no model "
                 "(expected one of them). Pass the weights, or a policy to the collector."
             )
@@ -238,7 +238,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         worker_ids: int | Sequence[int] | None,
     ) -> None:
         if not self.per_worker_weights:
-            raise ValueError(
+            raise ConfigError(
                 f"cannot publish weights per worker: given for workers {sorted(weights)} "
                 "(expected one set, as the workers share it). Use per_worker_weights=True."
             )
@@ -260,7 +260,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     ) -> None:
         if context is not None:
             if model_id is None:
-                raise ValueError("model_id is required when context is provided")
+                raise ConfigError("model_id is required when context is provided")
             if isinstance(context, GivesModels):
                 model = context.get_model(model_id)
             elif model is None:
@@ -280,7 +280,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         """Give the model private tensors and the newest weights."""
         worker_idx = self.worker_idx if worker_idx is None else worker_idx
         if worker_idx is None:
-            raise RuntimeError(
+            raise UsageError(
                 "cannot connect the receiver: no worker_idx (expected one at init_on_receiver "
                 "or connect). Pass it."
             )
@@ -351,9 +351,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             The applied weights, or None if there was nothing new.
         """
         if not self._initialized_on_receiver:
-            raise RuntimeError("Must be initialized on receiver before receiving weights")
+            raise UsageError("Must be initialized on receiver before receiving weights")
         if not self.synchronized_on_receiver:
-            raise RuntimeError("Must be synchronized on receiver before receiving weights")
+            raise UsageError("Must be synchronized on receiver before receiving weights")
         deadline = time.monotonic() + (timeout or 0.0)
         while not self.pull():
             if time.monotonic() >= deadline:

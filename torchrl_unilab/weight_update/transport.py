@@ -37,13 +37,13 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
     """Return the tensors of a module, TensorDict or (nested) state dict by dotted key.
 
     Raises:
-        ValueError: `weights` is something else.
+        ConfigError: `weights` is something else.
         LayoutKeyError: Two entries have the same dotted key.
     """
     if isinstance(weights, nn.Module):
         return ModuleWeights(weights).named()
     if not isinstance(weights, (dict, TensorDictBase)):
-        raise ValueError(
+        raise ConfigError(
             f"cannot publish weights: {type(weights).__name__} (expected a module, a "
             "TensorDict or a state dict). Convert it first."
         )
@@ -70,7 +70,7 @@ def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
         elif isinstance(value, (dict, TensorDictBase)):
             leaves += _leaves(value, name)
         else:
-            raise ValueError(
+            raise ConfigError(
                 f"cannot publish weights: {name!r} is a {type(value).__name__} (expected a "
                 "tensor). Leave it out, or make it a tensor."
             )
@@ -215,7 +215,7 @@ class UniLabShmTransport:
         """Publish `weights` to the cells of `worker_ids` (all if not given).
 
         Raises:
-            ValueError: A worker is not registered.
+            ConfigError: A worker is not registered.
             LayoutError: Keys, shapes or dtypes differ; nothing was written anywhere.
         """
         self.send_each(dict.fromkeys(self.select(worker_ids), weights))
@@ -244,7 +244,7 @@ class UniLabShmTransport:
             version: The least that the new version may be; above the newest in any case.
 
         Raises:
-            ValueError: A worker is not registered.
+            ConfigError: A worker is not registered.
             LayoutError: Keys, shapes or dtypes differ; nothing was written anywhere.
         """
         cells = self.unique_cells if worker_ids is None else self.select(worker_ids)
@@ -317,12 +317,12 @@ class UniLabShmTransport:
         """Return the cell of a worker.
 
         Raises:
-            ValueError: The worker is not registered.
+            ConfigError: The worker is not registered.
         """
         try:
             return self.cells[worker]
         except KeyError:
-            raise ValueError(
+            raise ConfigError(
                 f"Worker {worker} not registered (expected one of {sorted(self.cells)}). "
                 "Check worker_ids."
             ) from None

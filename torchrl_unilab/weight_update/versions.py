@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from torchrl_unilab.errors import WaitTimeoutError
+from torchrl_unilab.errors import UsageError, WaitTimeoutError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive
 from torchrl_unilab.weight_update.transport import UniLabShmTransport
 
@@ -38,7 +38,7 @@ class WorkerVersions:
 
     def _require_transport(self) -> UniLabShmTransport:
         if self._transport is None:
-            raise RuntimeError(
+            raise UsageError(
                 "cannot use the scheme: it was shut down or never initialised (expected "
                 "init_on_sender). Build a new scheme."
             )

@@ -27,7 +27,7 @@ from tensordict import TensorDictBase
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 
 __all__ = ["SLOTS", "DoubleBufferReplayPipeline", "ReplayTickMetadata"]
@@ -203,7 +203,7 @@ class DoubleBufferReplayPipeline:
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            RuntimeError: Another tick has not been sampled.
+            UsageError: Another tick has not been sampled.
             SegmentClosedError: The pipeline is closed.
             Exception: Packing in the learner's thread failed.
         """
@@ -211,7 +211,7 @@ class DoubleBufferReplayPipeline:
         if tick_id in (self._tick, self._hot):
             return False
         if self._tick is not None:
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot prepare tick {tick_id}: tick {self._tick} has not been consumed "
                 f"(expected it to be). Call sample_large_batch({self._tick}, ...) first."
             )
@@ -259,7 +259,7 @@ class DoubleBufferReplayPipeline:
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            RuntimeError: Another tick has not been sampled.
+            UsageError: Another tick has not been sampled.
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: What packing it failed with.
         """
@@ -280,7 +280,7 @@ class DoubleBufferReplayPipeline:
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            RuntimeError: Another tick has not been sampled, or is being learnt.
+            UsageError: Another tick has not been sampled, or is being learnt.
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: What packing it failed with.
         """
@@ -293,7 +293,7 @@ class DoubleBufferReplayPipeline:
         else:
             self._check(tick_id, sample_count)
         if self._hot != tick_id:
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot sample tick {tick_id}: tick {self._hot} is being learnt (expected it to "
                 "be over). Call after_tick() first."
             )

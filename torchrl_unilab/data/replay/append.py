@@ -16,7 +16,13 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl_unilab.data.replay.form import DONE, REWARD, SIGNALS, TERMINATED, TRUNCATED, RowForm
 from torchrl_unilab.data.replay.trajectories import TrajectoryMarker
 from torchrl_unilab.data.schema import leaves
-from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import (
+    ConfigError,
+    LayoutDtypeError,
+    LayoutKeyError,
+    LayoutShapeError,
+    UsageError,
+)
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.rows import SharedRows
 
@@ -150,7 +156,7 @@ class RowAppender:
 
             def prepare(shard: int, head: int, piece: slice = piece) -> None:
                 if at is not None and not piece.start and head % rows.shard_rows != at:
-                    raise RuntimeError(
+                    raise UsageError(
                         f"cannot append rows at position {at}: the next one is "
                         f"{head % rows.shard_rows} (expected that). Another writer came in "
                         "between: use PackedReplayWriter."

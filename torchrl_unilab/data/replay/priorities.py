@@ -17,7 +17,7 @@ from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
 from torchrl_unilab.data.replay.reduction_tree import ReductionTree
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 
 __all__ = ["PackedPrioritizedSampler"]
 
@@ -147,12 +147,12 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             storage: What they are of; unused.
 
         Raises:
-            ValueError: A priority is below 0, or not finite; none was set.
+            ConfigError: A priority is below 0, or not finite; none was set.
         """
         priority = torch.as_tensor(priority)
         bad = priority[~((priority >= 0) & priority.isfinite())]
         if len(bad):
-            raise ValueError(
+            raise ConfigError(
                 f"cannot set priorities: {bad[0].item()} is one (expected finite numbers of at "
                 "least 0). Check the loss that they come from."
             )
@@ -164,11 +164,11 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """Return positions, int64 [n], and their ``priority_weight`` [n].
 
         Raises:
-            RuntimeError: The storage is empty.
+            UsageError: The storage is empty.
         """
         count = len(storage)
         if not count:
-            raise RuntimeError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
+            raise UsageError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
         own, self._own = self._own, []
         if isinstance(storage, PackedReplayStorage):
             self._mark_new(storage, own)

@@ -20,7 +20,7 @@ from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGa
 from torchrl_unilab.data.schema import TensorSchema, key_path
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import STORAGE, check_stock_arguments
-from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError
+from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
@@ -134,12 +134,12 @@ class SharedReplay(SharedStorage):
         """The rows in shared memory.
 
         Raises:
-            RuntimeError: Nothing is known of them yet.
+            UsageError: Nothing is known of them yet.
             SegmentClosedError: The storage is closed.
         """
         if self._rows is None:
             self._check_open()
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot use replay storage: 0 of {self.max_size} rows written (expected some, or "
                 "an example). Write first, or make it from an example."
             )
@@ -186,7 +186,7 @@ class SharedReplay(SharedStorage):
 
         Raises:
             ConfigError: There is no such shard, or another living process writes to it.
-            RuntimeError: Nothing is known of the rows yet.
+            UsageError: Nothing is known of the rows yet.
         """
         self._check_writer(writer)
         self.rows.claim(writer)
@@ -236,12 +236,12 @@ class SharedReplay(SharedStorage):
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             ConfigError: As for `add`.
-            RuntimeError: There is no row, or the next position is not `at`.
+            UsageError: There is no row, or the next position is not `at`.
         """
         rows = as_rows(rows)
         count = rows.batch_size[0] if rows.batch_size else 0
         if not count:
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot append rows: batch size {list(rows.batch_size)} (expected at least one "
                 "row). Check where they come from."
             )
@@ -341,7 +341,7 @@ class SharedReplay(SharedStorage):
             TensorDict [count] with the rows' positions as ``"index"``; `out` if given.
 
         Raises:
-            RuntimeError: There are no rows.
+            UsageError: There are no rows.
             ContentionError: None of the snapshot's rows is left.
             WaitTimeoutError: A writer did not finish in time; names it.
             ConfigError: `count` is not positive, or `out` was not made for as many rows.
@@ -352,7 +352,7 @@ class SharedReplay(SharedStorage):
         window = rows.readable()
         whole = snapshot.window if snapshot is not None and snapshot.window else window
         if whole.size < 1:
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot sample {count} rows: 0 of {self.ptr} can be sampled (expected at least "
                 "1, of those written). Write first, or take a new snapshot."
             )

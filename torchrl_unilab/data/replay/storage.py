@@ -25,7 +25,7 @@ from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
 from torchrl_unilab.data.replay.shared import SharedReplay
 from torchrl_unilab.data.stock import rows_of_state_dict
-from torchrl_unilab.errors import ConfigError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -147,7 +147,7 @@ class PackedReplayStorage(SharedReplay):
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             IndexError: There is no such position.
-            RuntimeError: Positions before these have not been written.
+            UsageError: Positions before these have not been written.
             ConfigError: New rows have a position, but the storage has several shards.
         """
         data, single, shape = as_rows(data), is_single(cursor), batch_shape(cursor)
@@ -216,7 +216,7 @@ class PackedReplayStorage(SharedReplay):
                 f"position of 0 to {self.max_size - 1}). Check the index."
             )
         if not _is_run(ordered, length, self.max_size):
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot write row {int(ordered[-1])}: {length} are written (expected rows one "
                 "after the other). Write through one writer, or use PackedReplayWriter."
             )
@@ -238,7 +238,7 @@ class PackedReplayStorage(SharedReplay):
         Raises:
             IndexError: There is no such row.
             KeyError: There is no such key.
-            RuntimeError: Nothing is known of the rows yet.
+            UsageError: Nothing is known of the rows yet.
             WaitTimeoutError: A row was not complete in time; names the writer.
         """
         rows, views = self.rows, self._views
@@ -346,7 +346,7 @@ class PackedReplayStorage(SharedReplay):
 
     def _shared_state(self) -> dict[str, Any]:
         if not self.initialized:
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot share {type(self).__name__}: 0 of {self.max_size} rows written (expected "
                 "its keys, shapes and dtypes to be known). Make it from an example or a spec, or "
                 "write a row first."

@@ -16,7 +16,7 @@ import torch
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
 from torchrl_unilab.data.stock import is_stock_dump
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 
 __all__ = ["RolloutRingCheckpointer", "check_state"]
 
@@ -44,14 +44,14 @@ def check_state(storage: SharedRollouts, state: Mapping[str, Any]) -> None:
     """Refuse a state that a storage cannot load.
 
     Raises:
-        RuntimeError: The storage has unread rollouts, or leases.
+        UsageError: The storage has unread rollouts, or leases.
         ConfigError: The state is of another storage, of more rollouts than slots, or of another
             number of writers.
     """
     if "of" not in state:
         raise _foreign(f"state dict of {sorted(state)}")
     if len(storage) or storage.leases:
-        raise RuntimeError(
+        raise UsageError(
             f"cannot load rollouts: {len(storage)} are unread and {len(storage.leases)} leased "
             "(expected none). Empty the buffer, or load into a new one."
         )

@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
+from torchrl_unilab.errors import UsageError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import Lease, Overflow, RolloutRing, check_ring
@@ -100,12 +101,12 @@ class SharedRollouts(SharedStorage):
         """The ring itself.
 
         Raises:
-            RuntimeError: The schema is not known yet.
+            UsageError: The schema is not known yet.
             SegmentClosedError: The storage is closed.
         """
         if self._ring is None or self._closed:
             self._check_open()
-            raise RuntimeError(
+            raise UsageError(
                 "cannot use rollout storage: its schema is not known (expected an example, or a "
                 "rollout written). Build it with example=, or write first."
             )
@@ -152,7 +153,7 @@ class SharedRollouts(SharedStorage):
         Raises:
             ConfigError: There is no such writer, or another process is it. The writer of a dead
                 process is free again after `recover`.
-            RuntimeError: A slot is claimed, or the schema is not known yet.
+            UsageError: A slot is claimed, or the schema is not known yet.
         """
         self._check_writer(writer)
         self.ring.become_writer(writer)
@@ -169,7 +170,7 @@ class SharedRollouts(SharedStorage):
 
         Raises:
             PeerGoneError: No slot is free, and the reader has closed the storage or died.
-            RuntimeError: The schema is not known yet.
+            UsageError: The schema is not known yet.
         """
         slot = self._claim(timeout)
         return None if slot is None else self._rollout(slot)
@@ -187,7 +188,7 @@ class SharedRollouts(SharedStorage):
         """Hand the claimed slot to the reader; return how many this writer has committed.
 
         Raises:
-            RuntimeError: No slot is claimed.
+            UsageError: No slot is claimed.
         """
         with span("commit"):
             return self.ring.commit()
@@ -213,7 +214,7 @@ class SharedRollouts(SharedStorage):
 
         Raises:
             PeerGoneError: There is none and a writer has died; names its process.
-            RuntimeError: The schema is not known yet.
+            UsageError: The schema is not known yet.
         """
         return bool(self._unread()) or self.ring.acquire(timeout) is not None
 
@@ -257,7 +258,7 @@ class SharedRollouts(SharedStorage):
         """Give a slot back to its writer.
 
         Raises:
-            RuntimeError: It is not held.
+            UsageError: It is not held.
             SegmentError: The slot was written while it was held.
         """
         self.ring.release(lease._lease)
@@ -272,7 +273,7 @@ class SharedRollouts(SharedStorage):
 
         Raises:
             ConfigError: There is no such writer.
-            RuntimeError: The writer is alive, or another process reads.
+            UsageError: The writer is alive, or another process reads.
         """
         self._check_writer(writer)
         return self.ring.recover(writer)

@@ -25,7 +25,7 @@ from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, che
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.rollouts.source import RolloutSource
 from torchrl_unilab.data.schema import TensorSchema
-from torchrl_unilab.errors import ConfigError, LayoutShapeError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError, WaitTimeoutError
 from torchrl_unilab.shm.ring import COUNTERS, Lease
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class RolloutRingStorage(SharedRollouts):
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             WaitTimeoutError: No slot was free in time.
-            RuntimeError: There is no rollout in `data`.
+            UsageError: There is no rollout in `data`.
         """
         self._check_open()
         rollouts = data if isinstance(data, list) else [data]
@@ -129,7 +129,7 @@ class RolloutRingStorage(SharedRollouts):
         if isinstance(data, TensorDictBase) and data.ndim - 1 == ndim:
             rollouts = list(data.unbind(0))
         if not rollouts:
-            raise RuntimeError(
+            raise UsageError(
                 "cannot extend rollout storage: no rollout in the data (expected at least one). "
                 "Check where the data comes from."
             )
@@ -162,10 +162,10 @@ class RolloutRingStorage(SharedRollouts):
         """Commit what `write_all` takes; `cursor` has no effect.
 
         Raises:
-            RuntimeError: A rollout is replaced, as in ``storage[i] = rollout``.
+            UsageError: A rollout is replaced, as in ``storage[i] = rollout``.
         """
         if not set_cursor:
-            raise RuntimeError(
+            raise UsageError(
                 f"cannot replace rollout {cursor!r}: rollouts are read once (expected an "
                 "extend). Write it as a new one."
             )
@@ -223,7 +223,7 @@ class RolloutRingStorage(SharedRollouts):
 
         Raises:
             IndexError: There is no such rollout.
-            RuntimeError: The schema is not known yet.
+            UsageError: The schema is not known yet.
             ConfigError: A buffer samples by another sampler than a `RolloutSampler`.
         """
         drawn = self._drawn is not None and index is self._drawn
@@ -310,7 +310,7 @@ class RolloutRingStorage(SharedRollouts):
         Do so before other processes write. Nothing is changed on error.
 
         Raises:
-            RuntimeError: There are unread rollouts, or leases.
+            UsageError: There are unread rollouts, or leases.
             LayoutError: The rollouts have other keys, shapes or dtypes.
             ConfigError: There are more of them than slots, another number of writers, or it
                 is a state of another storage.
@@ -347,7 +347,7 @@ class RolloutRingStorage(SharedRollouts):
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._closed and self._ring is None:
-            raise RuntimeError(
+            raise UsageError(
                 "cannot share rollout storage: its schema is not known (expected before it goes "
                 "to another process). Build it with example=, from_spec, or write once first."
             )

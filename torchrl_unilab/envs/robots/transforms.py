@@ -18,7 +18,7 @@ from tensordict.utils import NestedKey
 from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs.transforms import ObservationTransform, Transform
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 
 __all__ = ["ActionDelay", "ObservationDelay", "ObservationNoise"]
 
@@ -167,7 +167,7 @@ class _Delay(Transform):
 
     def _batch_size(self) -> torch.Size:
         if self.parent is None:
-            raise RuntimeError(
+            raise UsageError(
                 f"{type(self).__name__}: it has no environment (expected a TransformedEnv). "
                 "Append it to one; it does not work on replay buffers."
             )

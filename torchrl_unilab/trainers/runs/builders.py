@@ -375,7 +375,7 @@ def plan_run(env: str, config: Config) -> RunBudget:
         config: The run's settings.
 
     Raises:
-        ValueError: Unknown task (lists what exists).
+        ConfigError: Unknown task (lists what exists).
 
     Examples:
         >>> from torchrl_unilab.trainers import APPOConfig, plan_run

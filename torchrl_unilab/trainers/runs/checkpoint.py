@@ -130,7 +130,7 @@ class RunCheckpoints(CheckpointRotation):
         interval: Frames between checkpoints; None for one at the end only.
 
     Raises:
-        ValueError: `keep` is less than 1.
+        ConfigError: `keep` is less than 1.
 
     Examples:
         >>> from torchrl_unilab.trainers import RunCheckpoints

@@ -58,7 +58,7 @@ def resume_run(
         CheckpointError: There is no whole checkpoint.
         ConfigError: It is of another run than the directory
             or `settings` say, or nothing is left to collect. The directory is as it was.
-        ValueError: Unknown task (lists what exists).
+        ConfigError: Unknown task (lists what exists).
 
     Examples:
         >>> from torchrl_unilab.trainers import resume_run, train_appo

@@ -119,7 +119,7 @@ def load_run(
     Raises:
         CheckpointError: There is no run with a whole checkpoint in `run_dir`; names an older one
             that is whole, if there is one.
-        ValueError: The environment refuses the options.
+        ConfigError: The environment refuses the options.
     """
     path = Path(run_dir)
     if not (path / CONFIG_FILE).is_file() or not (path / CHECKPOINT).exists():

@@ -91,7 +91,7 @@ def train_appo(
     Raises:
         ConfigError: The run directory is not empty, a setting cannot work, or memory is too small.
         DivergedError: What is learnt is no longer finite; checkpoints are of before.
-        ValueError: Unknown task (lists what exists).
+        ConfigError: Unknown task (lists what exists).
 
     Examples:
         >>> from torchrl_unilab.trainers import train_appo
@@ -145,7 +145,7 @@ class Run:
 
     Raises:
         ConfigError: The run cannot work, whatever its environment.
-        ValueError: Unknown task (lists what exists).
+        ConfigError: Unknown task (lists what exists).
     """
 
     def __init__(
