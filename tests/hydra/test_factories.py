@@ -14,7 +14,11 @@ from hydra.utils import instantiate
 from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
 
-from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.data import (
+    PackedPrioritizedSampler,
+    PackedReplayStorage,
+    PackedSliceSampler,
+)
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra.__main__ import main
 from torchrl_unilab.hydra.factories import (
@@ -149,6 +153,15 @@ def test_torchrl_s_sac_trains_with_our_scheme_storage_and_environment():
     assert type(trainer.collector._weight_sync_schemes["policy"]) is UniLabShmScheme
     assert type(trainer.replay_buffer._storage) is PackedReplayStorage
     assert 256 <= len(trainer.replay_buffer) <= 512
+
+
+def test_a_replay_of_stock_nodes_takes_our_samplers_by_name():
+    slices = ["sampler@s=packed_slice", "s.slice_len=4", "s.traj_key=episode"]
+    priorities = ["sampler@p=packed_prioritized", "p.max_capacity=8", "p.alpha=0.6", "p.beta=0.4"]
+    with initialize_config_module("torchrl_unilab.hydra.recipes", version_base="1.3"):
+        config = compose(overrides=[f"+{override}" for override in (*slices, *priorities)])
+    assert type(instantiate(config.s)) is PackedSliceSampler
+    assert type(instantiate(config.p)) is PackedPrioritizedSampler
 
 
 def test_a_configuration_that_is_not_there_is_refused_without_a_traceback(monkeypatch):

@@ -97,6 +97,49 @@ class PackedReplayWriterNode:
 
 
 @dataclass
+class PackedPrioritizedSamplerNode:
+    """`PackedPrioritizedSampler`."""
+
+    max_capacity: int = MISSING
+    alpha: float = MISSING
+    beta: float = MISSING
+    eps: float = 1e-8
+    dtype: Any = field(
+        default_factory=lambda: {"_target_": "hydra.utils.get_object", "path": "torch.float32"}
+    )
+    reduction: str = "max"
+    max_priority_within_buffer: bool = False
+    device: Any = None
+    _target_: str = "torchrl_unilab.data.PackedPrioritizedSampler"
+    _partial_: bool = False
+
+
+@dataclass
+class PackedSliceSamplerNode:
+    """`PackedSliceSampler`."""
+
+    num_slices: int | None = None
+    slice_len: int | None = None
+    end_key: Any = None
+    end_keys: Any = None
+    traj_key: Any = None
+    step_key: Any = "step_count"
+    fragmented: bool = False
+    ends: Any = None
+    trajectories: Any = None
+    cache_values: bool = False
+    truncated_key: Any = ("next", "truncated")
+    init_key: Any = "is_init"
+    strict_length: bool = True
+    pad_output: bool = False
+    compile: Any = False
+    span: Any = False
+    use_gpu: Any = False
+    _target_: str = "torchrl_unilab.data.PackedSliceSampler"
+    _partial_: bool = False
+
+
+@dataclass
 class RolloutRingStorageNode:
     """`RolloutRingStorage`."""
 
@@ -313,6 +356,8 @@ NODES: Mapping[tuple[str, str], type] = {
     ("weight_sync_scheme", "unilab_shm"): UniLabShmSchemeNode,
     ("storage", "packed_replay"): PackedReplayStorageNode,
     ("writer", "packed_replay"): PackedReplayWriterNode,
+    ("sampler", "packed_prioritized"): PackedPrioritizedSamplerNode,
+    ("sampler", "packed_slice"): PackedSliceSamplerNode,
     ("storage", "rollout_ring"): RolloutRingStorageNode,
     ("writer", "rollout_ring"): RolloutRingWriterNode,
     ("sampler", "rollout_ring"): RolloutRingSamplerNode,
