@@ -58,7 +58,8 @@ class APPOLoss(LossModule):
         value   = 0.5 * max((V - v)^2, (V_old + clip(V - V_old, -eps_v, eps_v) - v)^2)
 
     `estimate` computes ``v`` and ``A`` by V-trace with ``rho = t / b`` once per pool of
-    rollouts; `forward` gives the losses of a minibatch of it.
+    rollouts; `forward` gives the losses of a minibatch of it. Runs do not take the defaults of
+    here: `APPOConfig` leaves values free (``value_clip``) and updates the target once per rollout.
 
     Args:
         actor_network: Probabilistic actor that returns its log probability.
