@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ from torchrl_unilab.cli import _show, main
 from torchrl_unilab.configs import known
 from torchrl_unilab.configs.known import Known
 from torchrl_unilab.envs.registry import EXAMPLES, TASKS
+from torchrl_unilab.trainers import APPOTrainer
 
 
 def _listed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -163,3 +166,74 @@ def test_a_run_ends_with_a_table_of_what_came_of_it(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for part in ("Hopper-v5", "1,234.6", "none", "5,000", "2.0", "2,500", "50%", "25%, 75%"):
         assert part in shown
+
+
+def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", f"import os, signal, sys\nfrom torchrl_unilab import cli\n{code}"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+HANGS_UP = """
+cli._tasks = lambda _: os.kill(os.getpid(), signal.SIGHUP) or 0
+sys.exit(cli.main(["tasks"]))
+"""
+
+
+def test_a_closed_terminal_interrupts_in_silence():
+    done = _run(HANGS_UP)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_run_under_nohup_outlives_the_terminal():
+    assert _run(f"signal.signal(signal.SIGHUP, signal.SIG_IGN){HANGS_UP}").returncode == 0
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-m", "torchrl_unilab", "tasks"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
+
+
+def test_a_misspelt_task_is_refused_by_print_config_and_not_said_to_have_settings(capsys):
+    command = ["train", "appo", "--env", "Hoper-v5"]
+    assert main([*command, "--frames", "5", "--print-config"]) == 2
+    assert "Did you mean Hopper-v5?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Hoper-v5 has no settings of its own: these are the general defaults." in text
+
+
+def test_the_command_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = ["train", "appo", "--env", "InvertedPendulum-v5", "--frames", "99999999"]
+    monkeypatch.setattr(APPOTrainer, "_learn", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    assert main([*run, "--run-dir", "a run"]) == 130
+    assert "train appo --run-dir 'a run' --resume" in capsys.readouterr().err
+
+
+def test_the_config_of_a_run_with_an_environment_of_its_own_is_refused(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text("algo: appo\nown_environment: true\n")
+    assert main(["train", "appo", "--config", str(file)]) == 2
+    assert "the run was given create_env" in capsys.readouterr().err
+
+
+def test_a_setting_whose_name_is_a_number_is_unknown(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text("algo: appo\n1: 3\n")
+    assert main(["train", "appo", "--config", str(file)]) == 2
+    assert "1: unknown" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_no_number_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "x")
+    command = ["train", "appo", "--env", "Hopper-v5", "--frames", "5"]
+    assert main([*command, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "RANK is 'x' (expected an integer" in capsys.readouterr().err

@@ -4,12 +4,15 @@ import re
 import runpy
 from pathlib import Path
 
+from torchrl_unilab.trainers import APPOConfig, train_appo
+
 README = Path(__file__).parents[1] / "README.md"
+FENCED = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
 
 def test_the_script_in_the_readme_runs(tmp_path, capsys):
     script = tmp_path / "script.py"
-    script.write_text(re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0])
+    script.write_text(FENCED.findall(README.read_text())[0])
     runpy.run_path(str(script), run_name="__main__")
     # The last version is pulled by no rollout.
     assert capsys.readouterr().out.strip() == "10 {0: 9, 1: 9}"
@@ -19,3 +22,14 @@ def test_every_make_target_in_the_readme_exists():
     makefile = (README.parent / "Makefile").read_text()
     for target in set(re.findall(r"`?make ([a-z-]+)", README.read_text())):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_a_trained_policy_acts_in_the_loop_of_the_page_to_start_with(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = APPOConfig.for_task("HalfCheetah-v5", num_envs=4)
+    train_appo("HalfCheetah-v5", frames=64, run_dir="runs/cheetah", config=small, eval_episodes=1)
+    page = (README.parent / "tutorials" / "getting-started.md").read_text()
+    (loop,) = [code for code in FENCED.findall(page) if "load_policy" in code]
+    capsys.readouterr()
+    exec(compile(loop, "getting-started", "exec"), {})
+    assert float(capsys.readouterr().out) < 100

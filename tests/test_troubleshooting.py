@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -137,6 +138,14 @@ def _find_a_backend() -> None:
         rendering.find_backend.__wrapped__("")
 
 
+def _import_with_a_backend_that_is_none() -> None:
+    command = [sys.executable, "-m", "torchrl_unilab", "tasks"]
+    environment = os.environ | {"MUJOCO_GL": "none_of_them"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    raise RuntimeError(done.stderr)
+
+
 def _prioritise_without_the_extension() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchrl.data.replay_buffers.samplers.prioritized.SumSegmentTreeFp32", None)
@@ -151,6 +160,7 @@ CAUSES: dict[str, Callable[[], object]] = {
     "run directory": _train_into_a_full_directory,
     "cannot create": _allocate,
     "rendering": _find_a_backend,
+    "mujoco cannot": _import_with_a_backend_that_is_none,
     "SumSegmentTreeFp32": _prioritise_without_the_extension,
     "cannot publish": _publish_without_a_model,
     "shape of": _publish_another_shape,

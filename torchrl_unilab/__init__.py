@@ -30,6 +30,7 @@ __all__ = [
     "UniLabShmScheme",
     "UniLabShmTransport",
     "evaluate_run",
+    "load_policy",
     "make_task",
     "play_run",
     "resume_run",

@@ -1,7 +1,6 @@
 """The command line: ``torchrl-unilab train``, ``tasks``, ``budget``, ``eval`` and ``play``.
 
-Flags and help texts of settings come from the dataclass fields in `configs`; argparse reads them,
-as tyro's errors are boxes of four to nine lines. What imports torch is imported by the command
+Flags of settings come from `configs.flags`. What imports torch is imported by the command
 that needs it: help and wrong arguments are answered at once, and spawned workers import this
 module, too.
 """
@@ -13,12 +12,12 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import time
-import typing
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -28,14 +27,13 @@ import torchrl_unilab
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml, read_config
-from torchrl_unilab.configs.settings import Settings, nearest
+from torchrl_unilab.configs.flags import add_settings, given
+from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, UniLabError, WorkerError
 
 __all__ = ["main"]
 
 _OF_THE_PARSER = ("run", "parser")
-_NONE = object()
-"""A flag's value that stands for None, which is what a flag has that is not given."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,13 +48,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The collectors that TorchRL builds on import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which nohup ignores
+        signal.signal(signal.SIGHUP, _hang_up)
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()
+        return code
     except (ConfigError, WorkerError) as error:
         print(f"error: {error}", file=sys.stderr)  # with the lines of a table, or a traceback
         return 2
+    except BrokenPipeError:  # `| head` has seen enough
+        _leave_terminal()
+        return 141
     except (UniLabError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except (AttributeError, ImportError, RuntimeError) as error:
+        if "MUJOCO_GL" not in os.environ or "mujoco" in sys.modules:
+            raise
+        print(
+            f"error: mujoco cannot be imported with MUJOCO_GL={os.environ['MUJOCO_GL']}, {error} "
+            "(expected a backend that is installed). Unset it: `play` finds a backend.",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         # Before or after the training itself, which ends with a checkpoint by its own means.
@@ -68,6 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+def _hang_up(*_: object) -> NoReturn:
+    _leave_terminal()
+    raise KeyboardInterrupt
+
+
+def _leave_terminal() -> None:
+    """Write to nowhere from now on: the terminal, or the reader of a pipe, is gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,6 +140,8 @@ def _add_algorithms(
         group = parser.add_argument_group(
             f"settings of {name}",
             f"The defaults are those of {task}."
+            if task in algorithm.tasks
+            else f"{task} has no settings of its own: these are the general defaults."
             if task
             else "A task may have other defaults than these: --env TASK --help shows them.",
         )
@@ -121,56 +149,7 @@ def _add_algorithms(
         others = [
             f.name for f in dataclasses.fields(defaults) if f.metadata["of"] not in (None, name)
         ]
-        _add_settings(group, type(defaults), vars(defaults), skip=["algorithm", *others])
-
-
-def _add_settings(
-    group: argparse._ActionsContainer,
-    kind: type[Settings],
-    defaults: Mapping[str, Any],
-    skip: Collection[str] = (),
-) -> None:
-    """Add a flag per setting; what is not given is None."""
-    types, kinds = typing.get_type_hints(kind), kind.kinds()
-    for field in dataclasses.fields(kind):
-        if field.name in skip:
-            continue
-        arguments = _argument(types[field.name])
-        default = defaults[field.name]
-        text = f"{field.metadata['help']}; {kinds[field.name]}"
-        if default is not dataclasses.MISSING:
-            text += f" (default: {default})"
-        flag = "--" + field.name.rstrip("_").replace("_", "-")
-        group.add_argument(flag, dest=field.name, default=None, help=text, **arguments)
-
-
-def _argument(kind: Any) -> dict[str, Any]:
-    """How argparse reads a value of a type."""
-    if kind is bool:
-        return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(kind) is typing.Literal:
-        return {"choices": typing.get_args(kind)}
-    if typing.get_origin(kind) is tuple:
-        return {"type": int, "nargs": "+", "metavar": "INT"}
-    if isinstance(kind, type):
-        return {"type": kind, "metavar": kind.__name__.upper()}
-    scalar = typing.get_args(kind)[0]
-
-    def read(text: str) -> Any:
-        return _NONE if text.lower() == "none" else scalar(text)
-
-    read.__name__ = scalar.__name__  # argparse names it in errors
-    return {"type": read, "metavar": scalar.__name__.upper()}
-
-
-def _given(options: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
-    """The settings of a kind that were given."""
-    values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
-    given = {name: value for name, value in values.items() if value is not None}
-    return {
-        name: None if value is _NONE else tuple(value) if isinstance(value, list) else value
-        for name, value in given.items()
-    }
+        add_settings(group, type(defaults), vars(defaults), skip=["algorithm", *others])
 
 
 def _add_training(train: argparse.ArgumentParser) -> None:
@@ -185,7 +164,7 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     add("--config", metavar="FILE", help="repeat a run from its config.yaml; flags take precedence")
     add("--print-config", action="store_true", help="print the config.yaml of the run, and end")
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
-    _add_settings(train, RunConfig, defaults, skip=["progress_bar"])
+    add_settings(train, RunConfig, defaults, skip=["progress_bar"])
     add(
         "--no-progress",
         dest="progress_bar",
@@ -200,18 +179,24 @@ def _train(options: argparse.Namespace) -> int:
     if options.resume and options.run_dir is None:
         raise ConfigError("train: --resume without --run-dir (expected the run). Give it.")
     if options.resume and not _may_start(options):
+        if options.print_config:
+            raise ConfigError(
+                "train: --print-config of a run to resume (expected one to start). It is in "
+                f"{options.run_dir}/{CONFIG_FILE}."
+            )
+        run, settings = _asked(options)
         _start_fork_server()
         from torchrl_unilab.trainers.runs.resume import resume_run
 
-        algorithm = SETTINGS[options.algorithm]
-        settings = _given(options, type(algorithm.for_task("")))
-        run = _given(options, RunConfig)
         known: dict[str, Any] = {"algo": options.algorithm, **settings}
         known |= {name: run.pop(name) for name in ("env", "seed") if name in run}
         summary = resume_run(options.run_dir, settings=known, announce=print, **run)
     else:
         plan, config = _planned(options)
         if options.print_config:
+            from torchrl_unilab.envs.registry import make_task
+
+            make_task(plan.env)  # or refuse it
             print(as_yaml(run_settings(plan, config)), end="")
             return 0
         _start_fork_server()
@@ -229,7 +214,8 @@ def _train(options: argparse.Namespace) -> int:
     print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs{traced}")
     if not summary["interrupted"]:
         return 0
-    again = f"torchrl-unilab train {options.algorithm} --run-dir {options.run_dir} --resume"
+    directory = shlex.quote(options.run_dir)
+    again = f"torchrl-unilab train {options.algorithm} --run-dir {directory} --resume"
     print(f"interrupted after {summary['frames']:,} frames; to go on: {again}", file=sys.stderr)
     return 130
 
@@ -272,23 +258,29 @@ def _show(summary: Mapping[str, Any]) -> None:
         style="bold",
     )
     table.title = summary["env"]
+    table.caption = "deterministic: the policy at the end, without exploration; busy: at work"
     Console().print(table)
 
 
+def _asked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what flags ask for, on top of ``--config``: of the run, and settings."""
+    kind = type(SETTINGS[options.algorithm].for_task(""))
+    run, settings = given(options, RunConfig), given(options, kind)
+    if options.config is None:
+        return run, settings
+    saved_run, saved = split_settings(read_config(Path(options.config)), options.algorithm)
+    return {**saved_run, **run}, {**saved, **settings}
+
+
 def _planned(options: argparse.Namespace) -> tuple[RunConfig, Any]:
-    """Return the run and the settings that flags ask for, on top of ``--config``."""
-    algorithm = SETTINGS[options.algorithm]
-    kind = type(algorithm.for_task(""))
-    run, settings = _given(options, RunConfig), _given(options, kind)
-    if options.config is not None:
-        saved_run, saved = split_settings(read_config(Path(options.config)), options.algorithm)
-        run, settings = {**saved_run, **run}, {**saved, **settings}
+    """Return the run and the settings to start with."""
+    run, settings = _asked(options)
     if not {"env", "frames"} <= run.keys():
         raise ConfigError(
             f"train: --env {options.env}, --frames {options.frames} (expected both). Give them, "
             "or --config to repeat a run, or --resume to continue one."
         )
-    return RunConfig(**run), algorithm.for_task(run["env"], **settings)
+    return RunConfig(**run), SETTINGS[options.algorithm].for_task(run["env"], **settings)
 
 
 def _number(value: float | None) -> str:
@@ -325,7 +317,7 @@ def _budget(options: argparse.Namespace) -> int:
     from torchrl_unilab.trainers.runs.builders import plan_run
 
     algorithm = SETTINGS[options.algorithm]
-    settings = _given(options, type(algorithm.for_task("")))
+    settings = given(options, type(algorithm.for_task("")))
     budget = plan_run(options.env, algorithm.for_task(options.env, **settings))
     print(json.dumps(budget.as_dict()) if options.json else budget)
     refusal = budget.refusal()

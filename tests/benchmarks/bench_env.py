@@ -15,7 +15,7 @@ both end in the same states is checked. *unclocked* is the same without MuJoCo's
 its steps, which ours switches off. *restarting* is our `step_and_maybe_reset`, which starts
 the next episodes, beside *EnvPool*, which does the same inside its `step`. *ParallelEnv* and
 *AsyncEnvPool* (by shared memory) are TorchRL's, *AsyncVectorEnv* Gymnasium's, of so many
-workers with one environment each, whatever the number of simulations.
+workers with one environment each, whatever the number of simulations, by turns of 20 steps.
 EnvPool is a dependency of this benchmark alone: ``pip install '.[peers]'``.
 """
 
@@ -44,6 +44,7 @@ from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 
 ACTIONS = 50
+PEER_STEPS = 20  # of a turn
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class Way:
         restart: Called before a round of turns, untimed.
         step: Takes the so-manieth step of a round.
         clocked: Whether MuJoCo times its steps meanwhile, as it does unless told.
+        steps: Steps of a turn, where it is not that of the others.
     """
 
     restart: Callable[[], object]
     step: Callable[[int], object]
     clocked: bool = True
+    steps: int | None = None
 
 
 class Physics:
@@ -172,7 +175,9 @@ def gym_workers(name: str, workers: int) -> Iterator[dict[str, Way]]:
         vector = AsyncVectorEnv([partial(gymnasium.make, name)] * workers)
         stack.callback(vector.close)
         actions = [vector.action_space.sample() for _ in range(ACTIONS)]
-        ways["AsyncVectorEnv"] = Way(vector.reset, lambda i: vector.step(actions[i % ACTIONS]))
+        ways["AsyncVectorEnv"] = Way(
+            vector.reset, lambda i: vector.step(actions[i % ACTIONS]), steps=PEER_STEPS
+        )
         yield ways
 
 
@@ -190,7 +195,7 @@ def torchrl_way(env: EnvBase) -> Way:
         root["action"] = actions[i % ACTIONS]
         _, root = env.step_and_maybe_reset(root)
 
-    return Way(restart, step)
+    return Way(restart, step, steps=PEER_STEPS)
 
 
 def race(
@@ -214,9 +219,9 @@ def race(
             names = [*names[1:], names[0]]
             for name in names:
                 set_clock(ways[name].clocked)
-                step = ways[name].step
+                step, count = ways[name].step, ways[name].steps or turn
                 start = time.perf_counter()
-                for i in range(first, first + turn):
+                for i in range(first, first + count):
                     step(i)
                 if number:
                     seconds[name].append(time.perf_counter() - start)
@@ -243,7 +248,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=["HalfCheetah-v5", "Humanoid-v5"])
     parser.add_argument("--envs", nargs="+", type=int, default=[64, 1024])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--steps", type=int, default=6400, help="of all, in a round")
+    parser.add_argument("--steps", type=int, default=40, help="of each simulation, in a round")
     parser.add_argument("--turn", type=int, default=1280, help="steps of all, in a turn")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, default=8, help="of ParallelEnv and its like")
@@ -257,17 +262,21 @@ def main() -> None:
         "| of it |\n"
         "|---|" + "---:|" * 15
     )
-    for name in args.tasks:
-        with gym_workers(name, args.workers) as gym_ways:
+    for task in args.tasks:
+        with gym_workers(task, args.workers) as gym_ways:
             for envs in args.envs:
                 for threads in args.threads:
                     turn = max(1, args.turn // envs)
-                    turns = max(1, args.steps // (envs * turn))
-                    stepping = Stepping(name, envs, threads, turn * turns)
+                    turns = max(1, args.steps // turn)
+                    stepping = Stepping(task, envs, threads, turn * turns)
                     ways = stepping.ways() | gym_ways
                     seconds = race(ways, args.rounds, turns, turn, stepping.check)
                     stepping.close()
-                    speeds = {way: envs * turn / median(taken) for way, taken in seconds.items()}
+                    speeds = {
+                        name: (args.workers * way.steps if way.steps else envs * turn)
+                        / median(seconds[name])
+                        for name, way in ways.items()
+                    }
                     cells = [
                         f"{speeds['mujoco.batch']:,.0f}",
                         f"{speeds['step']:,.0f}",
@@ -278,9 +287,9 @@ def main() -> None:
                         f"**{ratio(seconds, 'restarting', 'EnvPool'):.2f}**",
                     ]
                     for way in gym_ways:
-                        speed = speeds[way] * args.workers / envs
-                        cells += [f"{speed:,.0f}", f"**{speeds['restarting'] / speed:.1f}**"]
-                    print(f"| {name} | {envs} | {threads} | {' | '.join(cells)} |", flush=True)
+                        times = speeds["restarting"] / speeds[way]
+                        cells += [f"{speeds[way]:,.0f}", f"**{times:.1f}**"]
+                    print(f"| {task} | {envs} | {threads} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def real(publishes: int) -> None:
                 finally:
                     collector.shutdown(shutdown_ray=False)
                 size = sum(p.numel() * p.element_size() for p in collector.policy.parameters())
-                tail = statistics.quantiles(milliseconds, n=100)[98]
+                tail = statistics.quantiles(milliseconds, n=100, method="inclusive")[98]
                 print(
                     f"| {megabytes} | {actors} x {workers} | {name} "
                     f"| {statistics.median(milliseconds):.1f} | {tail:.1f} | {wire / size:.1f} |",

@@ -37,8 +37,9 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl._utils import logger as torchrl_logger
 
 from tests.benchmarks import stock_sac
-from tests.benchmarks.bench_off_policy_update import make_ways
+from tests.benchmarks.bench_off_policy_update import ACTION, OBSERVATION, plain_update
 from tests.benchmarks.beside import neighbours
+from tests.support.off_policy import make_transitions
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.limits import available_cores
@@ -158,7 +159,8 @@ def run_plain(step: Callable[[], object], seconds: float) -> float:
 
 def rates(rounds: int, seconds: float) -> None:
     """Print updates per second of all."""
-    plain = {name: make_ways(name, 256, compiled=False)["plain PyTorch"] for name in ("SAC", "TD3")}
+    batch = make_transitions(256, OBSERVATION, ACTION)
+    plain = {name: plain_update(name, batch) for name in ("SAC", "TD3")}
     settings = {
         "at the task's settings": {},
         "one update per frame": ONE_PER_FRAME,
@@ -170,8 +172,9 @@ def rates(rounds: int, seconds: float) -> None:
 
     for turn in range(rounds):
         note("SAC", "stock TorchRL", run_stock(turn, Marks([], seconds)))
-        for algorithm, step in plain.items():
-            note(algorithm, "plain PyTorch, no collecting", run_plain(step, seconds / 3))
+        for algorithm, (learner, tensors) in plain.items():
+            rate = run_plain(partial(learner.update, tensors), seconds / 3)
+            note(algorithm, "plain PyTorch, no collecting", rate)
             for name, overrides in settings.items():
                 config = OffPolicyConfig.for_task(
                     TASK, "sac" if algorithm == "SAC" else "td3", **overrides

@@ -156,11 +156,8 @@ def sbx_step(algorithm: str, batch: int) -> Iterator[Callable[[], object]]:
         process.wait()
 
 
-def make_ways(
-    algorithm: str, size: int, storage: PackedReplayStorage, *, compiled: bool
-) -> dict[str, Callable[[], object]]:
-    """The ways to take one step, by name."""
-    batch = make_transitions(size, OBSERVATION, ACTION)
+def plain_update(algorithm: str, batch: TensorDict) -> tuple[PlainSAC | PlainTD3, dict[str, Any]]:
+    """The same mathematics in plain PyTorch, and a batch as it takes it."""
     tensors = {
         "observation": batch["observation"],
         "action": batch["action"],
@@ -168,7 +165,15 @@ def make_ways(
         "reward": batch["next", "reward"].squeeze(1),
         "terminated": batch["next", "terminated"].squeeze(1),
     }
-    plain = {"SAC": PlainSAC, "TD3": PlainTD3}[algorithm](OBSERVATION, ACTION)
+    return {"SAC": PlainSAC, "TD3": PlainTD3}[algorithm](OBSERVATION, ACTION), tensors
+
+
+def make_ways(
+    algorithm: str, size: int, storage: PackedReplayStorage, *, compiled: bool
+) -> dict[str, Callable[[], object]]:
+    """The ways to take one step, by name."""
+    batch = make_transitions(size, OBSERVATION, ACTION)
+    plain, tensors = plain_update(algorithm, batch)
     ways: dict[str, Callable[[], object]] = {
         "plain PyTorch": lambda: plain.update(tensors),
         "products alone": products(algorithm, size),

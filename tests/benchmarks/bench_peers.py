@@ -3,10 +3,11 @@
 ``python -m tests.benchmarks.bench_peers [--tasks Hopper-v5] [--seeds 0] [--seconds 100]
 [--frames 300000]``
 
-Each run is a process of its own and begins at a cold shell: imports, compilers and workers count.
-Runs take turns. Peers have their own published settings and live in environments of their own below
-``.venv-peers``, which the first run makes. Records are written as JSON lines; the table has each
-run, and the seconds to returns that others publish after a million frames.
+Each run is a process of its own and begins at a cold shell: imports, compilers and workers count
+(TorchRL's PPO has its seconds after that). Runs take turns. Peers have their own published settings
+and live in environments of their own below ``.venv-peers``, which the first run makes. Records are
+written as JSON lines; the table has each run, and the seconds to returns that others publish after
+a million frames.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import psutil
 
 from tests.benchmarks import stock_ppo
 from tests.benchmarks.bench_race import arrival, cell
-from tests.benchmarks.beside import neighbours
 from tests.benchmarks.learn import RESULTS, append_record, machine, thin
 from tests.benchmarks.peer_homes import SCRIPTS, python_of
 
@@ -54,6 +54,14 @@ PEERS: dict[str, tuple[str, ...]] = {
 }
 """Peers' environments, scripts and first arguments."""
 ALL = (*OURS, STOCK, STOCK_SAC, *PEERS)
+TRAIN = """
+import os, sys, time
+import torchrl_unilab.trainers
+from torchrl_unilab.cli import main
+left = float(sys.argv[1]) - time.monotonic() + float(os.environ["STARTED"])
+sys.exit(main(["train", *sys.argv[2:], "--max-seconds", str(left)]))
+"""
+"""``torchrl-unilab train``, whose imports count among its seconds."""
 
 
 def command_of(
@@ -65,12 +73,11 @@ def command_of(
             "--env": task,
             "--seed": seed,
             "--frames": frames,
-            "--max-seconds": seconds,
             "--eval-episodes": 1,
             "--run-dir": directory / "run",
         }
         words = [str(word) for option in options.items() for word in option]
-        return [sys.executable, "-m", "torchrl_unilab", "train", peer.split()[1], *words]
+        return [sys.executable, "-c", TRAIN, str(seconds), peer.split()[1], *words]
     if peer == STOCK:
         race = [sys.executable, "-m", "tests.benchmarks.bench_race", "--one", "stock PPO"]
         return [*race, task, str(seed), str(seconds), "inf"]
@@ -142,16 +149,16 @@ def run(peer: str, task: str, seed: int, seconds: float, frames: int) -> dict[st
             command,
             env=os.environ | {"STARTED": str(started)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
         usage = Usage(process.pid)
         usage.start()
-        output, _ = process.communicate()
+        output, said = process.communicate()
         wall = time.monotonic() - started
         usage.stop()
         if process.returncode:
-            raise RuntimeError(f"{peer} on {task}, seed {seed}:\n{output[-2000:]}")
+            raise RuntimeError(f"{peer} on {task}, seed {seed}:\n{output}\n{said[-2000:]}")
         record = read(peer, output, Path(name), wall)
     return {
         "peer": peer,
@@ -186,29 +193,28 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=list(ALL), choices=ALL)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=100.0)
-    parser.add_argument("--frames", type=int, default=FRAMES)
-    parser.add_argument("--busy", type=int, default=0, help="programs that never wait, beside")
+    parser.add_argument("--frames", type=int, default=FRAMES, help="at most; not of TorchRL's")
     parser.add_argument("--out", type=Path, default=RESULTS / "peers" / "peers.jsonl")
     options = parser.parse_args()
+    busy = int(os.environ.get("BUSY", "0"))  # programs beside, by `tests.benchmarks.beside`
     for peer in options.peers:
         if peer in PEERS:
             python_of(PEERS[peer][0])
     for task in options.tasks:
         steps = "".join(f" s to {step:g} |" for step in STEPS[task])
-        print(f"\n**{task}**, {options.seconds:g} s each, {options.busy} busy programs beside\n")
+        print(f"\n**{task}**, {options.seconds:g} s each, {busy} busy programs beside\n")
         print(f"| | seed | return |{steps} frames/s | updates/s | cores | MB |")
         print("|---|---:|---:|" + "---:|" * (len(STEPS[task]) + 4), flush=True)
         for seed in options.seeds:
-            with neighbours(options.busy):
-                for peer in options.peers:
-                    try:
-                        record = run(peer, task, seed, options.seconds, options.frames)
-                    except RuntimeError as error:  # the others still run
-                        print(error, file=sys.stderr)
-                        continue
-                    record["busy"] = options.busy
-                    append_record(options.out, record)
-                    print(line(record), flush=True)
+            for peer in options.peers:
+                try:
+                    record = run(peer, task, seed, options.seconds, options.frames)
+                except RuntimeError as error:  # the others still run
+                    print(error, file=sys.stderr)
+                    continue
+                record["busy"] = busy
+                append_record(options.out, record)
+                print(line(record), flush=True)
 
 
 if __name__ == "__main__":

@@ -186,8 +186,8 @@ def main() -> None:
     seeds = range(options.seeds)
     plot(options.plot, {task: race(task, seeds) for task in options.tasks})
     print(f"\nwrote {options.plot}")
-    if not options.no_stock:
-        race_stock("HalfCheetah-v5", range(1), options.stock_seconds)
+    for task in [] if options.no_stock else options.tasks:
+        race_stock(task, range(1), options.stock_seconds)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ All storages hold 262,144 rows with random content, and are full. A contender's 
 in blocks of so many calls; blocks of all contenders take turns, in an order that changes from
 round to round, and the median over the rounds is printed. One thread.
 
-**Sample.** Uniform, with replacement, other rows in each call. *stock* is a `ReplayBuffer`
-over `LazyTensorStorage` with a `RandomSampler`, *memmap* over `LazyMemmapStorage`; *packed* is
-the same buffer over `PackedReplayStorage`, *native* its own `sample`, *reused* the same into
-one batch (`out`). *gather* is the limit: `torch.index_select` of as many rows from one float32
-tensor of the row's size, at positions drawn beforehand. With ``--peers`` the buffers of
-Stable-Baselines3 and of cpprb, from `.venv-peers`, sample as many rows. *Slices* are of 16 rows,
-found by the ends of episodes after 16 more were written; *known* is *packed* by
-`PackedSliceSampler`. *Sequences* are `Sequence` units of 16 rows from positions that
+**Sample.** Uniform, with replacement, other rows in each call. *stock* is a `ReplayBuffer` over
+`LazyTensorStorage` with a `RandomSampler`, *memmap* over `LazyMemmapStorage`; *packed* is the same
+buffer over `PackedReplayStorage`, *native* its own `sample`, *reused* the same into one batch
+(`out`). *gather* is the limit: `torch.index_select` of as many rows from one float32 tensor of the
+row's size, at positions drawn beforehand. With ``--peers`` the buffers of Stable-Baselines3 and of
+cpprb, from `.venv-peers`, sample as many rows. *Slices* are of 16 rows, found by the ends of
+episodes after 16 more were written; *known* is *packed* by `PackedSliceSampler`; episodes end every
+1,000 or every 20 rows. *Sequences* are `Sequence` units of 16 rows from positions that
 `RandomSampler` draws. *Hindsight* is `HERReplayBuffer`, by the strategy ``future``; goals are
 actions here. *By priority* 16 rows are written, so many sampled, and their priorities set; *packed*
 is by `PackedPrioritizedSampler`. TorchRL's needs its extension: without it there is no such table.
@@ -69,6 +69,7 @@ CAPACITY = 262_144
 BLOCK = 1024
 BLOCKS = 64
 SIZES = {"172 B": (17, 6), "912 B": (102, 21)}
+EVERY = {"done": 1000, "terminated": 20}  # rows of an episode, by its end key
 EXTENSION = prioritized.SumSegmentTreeFp32 is not None  # of TorchRL, which its samplers need
 SAMPLES = (256, 2048, 8192, 32_768)
 
@@ -76,13 +77,19 @@ Call = Callable[[], object]
 
 
 def make_blocks(observations: int, actions: int) -> list[TensorDict]:
-    """Steps of 1024 environments that go on from each to the next, and in a circle."""
+    """Steps of 1024 environments that go on from each to the next, and in a circle.
+
+    By ``done`` an episode ends every 1,000 rows, by ``terminated`` one every 20.
+    """
     seen = torch.rand(BLOCKS + 1, BLOCK, observations)
     seen[-1] = seen[0]
 
-    def flags() -> dict[str, torch.Tensor]:
-        names = ("done", "terminated", "truncated")
-        return {name: torch.zeros(BLOCK, 1, dtype=torch.bool) for name in names}
+    def flags(first: int | None = None) -> dict[str, torch.Tensor]:
+        none = {name: torch.zeros(BLOCK, 1, dtype=torch.bool) for name in (*EVERY, "truncated")}
+        if first is None:
+            return none
+        rows = torch.arange(first + 1, first + BLOCK + 1).unsqueeze(1)
+        return none | {name: rows % every == 0 for name, every in EVERY.items()}
 
     return [
         TensorDict(
@@ -93,7 +100,7 @@ def make_blocks(observations: int, actions: int) -> list[TensorDict]:
                 "next": {
                     "observation": seen[i + 1].clone(),
                     "reward": torch.rand(BLOCK, 1),
-                    **flags(),
+                    **flags(i * BLOCK),
                 },
             },
             [BLOCK],
@@ -186,7 +193,7 @@ class Contenders:
             **{name: partial(sample, count) for name, sample in self.peers.items()},
         }
 
-    def slicing(self, count: int) -> dict[str, Call]:
+    def slicing(self, count: int, end: str) -> dict[str, Call]:
         """A call that writes 16 rows and samples slices of 16 by their trajectory, by contender."""
         samplers = {"stock": SliceSampler, "packed": SliceSampler, "known": PackedSliceSampler}
         rows = self.blocks[0][:16]
@@ -195,7 +202,7 @@ class Contenders:
             storage = "stock" if name == "stock" else "packed"
             buffer = ReplayBuffer(
                 storage=self.storages[storage],
-                sampler=sampler(slice_len=16, end_key=("next", "done"), strict_length=False),
+                sampler=sampler(slice_len=16, end_key=("next", end), strict_length=False),
                 batch_size=count,
             )
             return lambda: (self.buffers[storage].extend(rows), buffer.sample())
@@ -324,7 +331,14 @@ def main() -> None:
             contenders = Contenders(size, stack, peers=options.peers)
             for title, cases, limit in (
                 ("Sample", {f"{n:,}": contenders.sampling(n) for n in SAMPLES}, "gather"),
-                ("Slices", {"256": contenders.slicing(256)}, "stock"),
+                (
+                    "Slices",
+                    {
+                        f"256, of {every:,}": contenders.slicing(256, end)
+                        for end, every in EVERY.items()
+                    },
+                    "stock",
+                ),
                 ("Sequences", {f"{n:,}": contenders.sequences(n) for n in SAMPLES[:2]}, "stock"),
                 ("Hindsight", {f"{n:,}": contenders.hindsight(n) for n in SAMPLES[:2]}, "stock"),
                 (

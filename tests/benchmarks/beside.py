@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,9 @@ __all__ = ["neighbours"]
 
 @contextlib.contextmanager
 def neighbours(count: int) -> Iterator[None]:
-    """So many processes that never wait."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """So many processes that never wait; they end with this one, however it ends."""
+    program = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    busy = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(count)]
     try:
         yield
     finally:
@@ -30,6 +32,7 @@ def main() -> int:
     count, name, *arguments = sys.argv[1:]
     print(f"{count} busy programs beside\n", flush=True)
     module = f"tests.benchmarks.bench_{name.replace('-', '_')}"
+    os.environ["BUSY"] = count  # for those who record it
     with neighbours(int(count)):
         return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode
 

@@ -37,12 +37,10 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.configs import SETTINGS
-from torchrl_unilab.configs.settings import Settings
 from torchrl_unilab.envs.registry import TASKS
 from torchrl_unilab.errors import ConfigError, UniLabError
 from torchrl_unilab.limits import available_cores
-from torchrl_unilab.trainers import train_appo, train_off_policy
-from torchrl_unilab.trainers.runs.saved import load_run
+from torchrl_unilab.trainers import load_policy, train_appo, train_off_policy
 
 RESULTS = Path(__file__).parent / "results"
 GYMNASIUM_EPISODES = 10
@@ -50,8 +48,8 @@ CURVE_POINTS = 60
 FLAGS = {"true": True, "false": False}
 
 
-def parse_settings(kind: type[Settings], assignments: Sequence[str]) -> dict[str, Any]:
-    """Return settings given as ``name=value``, each read by the type of its field.
+def parse_settings(kind: type[Any], assignments: Sequence[str]) -> dict[str, Any]:
+    """Return fields of a dataclass given as ``name=value``, each read by its type.
 
     Widths are ``256,256``, flags ``true`` or ``false``; ``none`` where a field may be None.
 
@@ -109,9 +107,17 @@ def thin(curve: Sequence[Sequence[float]], points: int = CURVE_POINTS) -> list[l
 def timed(
     evaluations: Sequence[Sequence[float]], curve: Sequence[Sequence[float]]
 ) -> list[list[float]]:
-    """Return evaluations as points of a curve: at the seconds at which they were asked for."""
+    """Return evaluations as points of a curve: at the seconds at which training had their frames.
+
+    Between points of the curve the seconds are interpolated; before the first one from zero.
+    """
+    points = np.array([(0.0, 0.0), *((seconds, frames) for seconds, frames, _ in curve)])
     return [
-        [round(next(s for s, at, _ in curve if at >= frames), 2), int(frames), round(mean, 2)]
+        [
+            round(float(np.interp(frames, points[:, 1], points[:, 0])), 2),
+            int(frames),
+            round(mean, 2),
+        ]
         for frames, _, mean, _ in evaluations
     ]
 
@@ -186,9 +192,7 @@ def learn(
         raise KeyboardInterrupt
     in_gymnasium = None
     if task in TASKS:  # these have Gymnasium's names
-        trained = load_run(run_dir, "evaluate", num_envs=1, num_threads=1)
-        trained.env.close()
-        in_gymnasium = gymnasium_returns(trained.actor, task, GYMNASIUM_EPISODES, seed)
+        in_gymnasium = gymnasium_returns(load_policy(run_dir), task, GYMNASIUM_EPISODES, seed)
     settings = dataclasses.asdict(config)
     defaults = dataclasses.asdict(SETTINGS[algorithm].for_task(""))
     return {

@@ -34,6 +34,7 @@ NOT_REACHED = "not reached"
 COLORS = {"appo": "tab:blue", "sac": "tab:orange", "td3": "tab:green"}
 LINES = {"training": "solid", "without noise": "dotted"}
 MILLION = 1_000_000
+FEWEST = 5  # seeds of an interval: of three it would cover 74 % in place of 95
 Point = Sequence[float]
 
 
@@ -44,6 +45,8 @@ BEFORE: dict[str, dict[str, Any]] = {
     "td3": {"matmul_dtype": "float32", "anneal": 0.0} | _ON_CPU,
 }
 """What runs did before a setting came, for records that do not have it."""
+ANNEAL = {True: 1.0, False: 0.0}
+"""What APPO's ``anneal`` was, a flag, before it became a share of the run."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,11 @@ class Group:
     @property
     def published(self) -> float | None:
         return best_published(self.task, FAMILY[self.algorithm])
+
+    @property
+    def processor(self) -> str:
+        """Whose processors the runs had."""
+        return ", ".join(sorted({run["machine"]["cpu"].split()[0] for run in self.runs}))
 
     @cached_property
     def training(self) -> Scores:
@@ -122,7 +130,9 @@ def load_groups(directory: Path) -> list[Group]:
     runs = read_records(directory)
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
-        run["settings"] = BEFORE[run["algorithm"]] | run["settings"]
+        run["settings"] = settings = BEFORE[run["algorithm"]] | run["settings"]
+        if "anneal" in settings:
+            settings["anneal"] = ANNEAL.get(settings["anneal"], settings["anneal"])
         groups.setdefault((run["task"], run["algorithm"], run["frames_asked"]), []).append(run)
     for name, members in groups.items():
         check(name, members)
@@ -170,7 +180,9 @@ def summarised(scores: Scores, at_least: float | None) -> str:
     text = show(mean) if at_least is None or mean < at_least else f"**{show(mean)}**"
     if len(scores) < 2:
         return text
-    low, high = bootstrap_interval([scores])
+    low, high = (
+        bootstrap_interval([scores]) if len(scores) >= FEWEST else (min(scores), max(scores))
+    )
     return f"{text} [{show(low)}, {show(high)}]"
 
 
@@ -181,8 +193,9 @@ def returns_table(groups: Sequence[Group]) -> str:
         sources = PUBLISHED.get(group.task, {}).get(FAMILY[group.algorithm], {})
         row = [group.task, group.algorithm, f"{group.frames:,}"]
         row.append(", ".join(str(run["seed"]) for run in group.runs))
+        beside = group.published if group.frames <= MILLION else None
         for scores in (group.training, group.without_noise):
-            row += [", ".join(map(show, scores)), summarised(scores, group.published)]
+            row += [", ".join(map(show, scores)), summarised(scores, beside)]
         rows.append([*row, ", ".join(f"{name} {show(mean)}" for name, mean in sources.items())])
     heads = "task | algorithm | frames | seeds | training return | interquartile mean"
     return table(f"{heads} | without noise | interquartile mean | published, 1,000,000", rows)
@@ -205,8 +218,8 @@ def time_table(groups: Sequence[Group]) -> str:
                 for kind in group.curves
                 if any(math.isfinite(seconds) for seconds, _ in group.reached(level, kind))
             ]
-            rows += reached or [[*stated, *["-"] * 3, *[NOT_REACHED] * 4, "none"]]
-    heads = "task | to a return of | measured | algorithm | frames of the runs"
+            rows += reached or [[*stated, *["-"] * 4, *[NOT_REACHED] * 4, "none"]]
+    heads = "task | to a return of | measured | algorithm | frames of the runs | processor"
     return table(
         f"{heads} | seconds, median | worst | frames, median | worst | seeds that reached it", rows
     )
@@ -215,7 +228,7 @@ def time_table(groups: Sequence[Group]) -> str:
 def time_columns(group: Group, level: float, kind: str) -> list[str]:
     """Return the columns of `time_table` for one group and one kind of curve."""
     reached = group.reached(level, kind)
-    columns = [kind, group.algorithm, f"{group.frames:,}"]
+    columns = [kind, group.algorithm, f"{group.frames:,}", group.processor]
     for values in zip(*reached, strict=True):
         columns += [show(float(np.median(values))), show(max(values))]
     count = sum(math.isfinite(seconds) for seconds, _ in reached)
@@ -232,17 +245,15 @@ def peers_table(groups: Sequence[Group], peers: Sequence[dict[str, Any]]) -> str
     rows = []
     for peer, group in itertools.product(peers, groups):
         kind = (peer["task"], peer["peer"].split()[-1], peer["frames"])
-        if kind != (group.task, group.algorithm, group.frames):
+        if kind != (group.task, group.algorithm, group.frames) or "gymnasium_returns" not in peer:
             continue
-        seconds = show(float(np.median([run["seconds"] for run in group.runs])))
         row = [*kind[:2], f"{group.frames:,}", peer["peer"].split()[0], str(peer["seed"])]
         row += [show(peer["curve"][-1][2]), show(float(np.mean(peer["gymnasium_returns"])))]
-        row += [show(peer["seconds"]), summarised(group.training, None)]
-        rows.append([*row, summarised(group.without_noise, None), seconds])
+        rows.append([*row, *(summarised(s, None) for s in (group.training, group.without_noise))])
     if not rows:
         return ""
-    heads = "task | algorithm | frames | peer | seed | training return | without noise | seconds"
-    return table(f"{heads} | ours: training return | without noise | seconds, median", rows)
+    heads = "task | algorithm | frames | peer | seed | training return | without noise"
+    return table(f"{heads} | ours: training return | without noise", rows)
 
 
 def overall_lines(groups: Sequence[Group]) -> str:
@@ -256,9 +267,10 @@ def overall_lines(groups: Sequence[Group]) -> str:
             and (group.published or 0) > 0
         ]
         if shares:
-            mean = float(interquartile_mean(np.concatenate(shares)))
-            low, high = bootstrap_interval(shares)
-            lines.append(f"- {algorithm}, {len(shares)} tasks: {mean:.2f} [{low:.2f}, {high:.2f}]")
+            line = f"{interquartile_mean(np.concatenate(shares)):.2f}"
+            if min(map(len, shares)) >= FEWEST:
+                line += " [{:.2f}, {:.2f}]".format(*bootstrap_interval(shares))
+            lines.append(f"- {algorithm}, {len(shares)} tasks: {line}")
     return "\n".join(lines)
 
 
@@ -350,7 +362,8 @@ def page(groups: Sequence[Group], peers: Sequence[dict[str, Any]] = ()) -> str:
         "episodes in Gymnasium's own environment (of 16 in ours where Gymnasium has no such task). "
         "After each seed's: the interquartile mean with its 95 % interval over 20,000 bootstrap "
         "resamples ([Agarwal et al. 2021](https://arxiv.org/abs/2108.13264)), in bold where it is "
-        "at least the best published return of the same kind of algorithm.",
+        "at least the best published return of the same kind of algorithm, after as many frames "
+        "at most. Of fewer than five seeds the interval is their range.",
         returns_table(groups),
         "Published numbers, as each source measures: "
         + "; ".join(f"{name}: {text}" for name, text in SOURCES.items())
@@ -359,14 +372,16 @@ def page(groups: Sequence[Group], peers: Sequence[dict[str, Any]] = ()) -> str:
         "1,000,000 frames, over all seeds of all tasks (interquartile mean, resampled per task):",
         overall_lines(groups) or "- none yet",
         "## Beside another library on the same frames",
-        "Runs of `bench_peers` with the library's defaults, one environment, from a cold shell; "
-        "ours are those above. Seconds are of one core; Ant's run was paused: the processor's.",
+        "Runs of `bench_peers` with the library's defaults and one environment; ours are those "
+        "above. `tutorials/benchmarks.md` compares both in the same seconds.",
         peers_table(groups, peers) or "- none yet",
         "## Time to a return",
         "To the first point of the recorded curve (at most 60 points a run) at that return or "
         "above; the clock starts with training. *Training*: the mean of the last 64 episodes, with "
         "noise, which lags behind the policy. *Without noise*: the mean of 16 episodes of the "
-        "policy of that moment, played beside the training, as Tianshou measures.",
+        "policy of that moment, played beside the training, as Tianshou measures. Most runs of SAC "
+        "and TD3 of 300,000 frames shared their two cores with another run, and some others with "
+        "tests: alone they take less.",
         time_table(groups),
         "## Commands",
         "```\n" + "\n".join(map(command, groups)) + "\n```",

@@ -21,8 +21,7 @@ from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.envs import make_task
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.modules import make_actor, make_critic
-
-HALF_LOG_2PI = 0.9189385332046727  # 0.5 * log(2 pi)
+from torchrl_unilab.modules.gaussian import HALF_LOG_2PI
 
 Batches = Mapping[str, torch.Tensor]
 
@@ -35,9 +34,12 @@ class PlainEnv:
         num_envs: Simulations.
         num_threads: Physics threads.
         seed: Seeds the initial states.
+        stagger: Whether the first episodes end at random steps.
     """
 
-    def __init__(self, name: str, num_envs: int, num_threads: int, seed: int) -> None:
+    def __init__(
+        self, name: str, num_envs: int, num_threads: int, seed: int, *, stagger: bool = False
+    ) -> None:
         self.task = task = make_task(name)
         model = task.load_model()
         stop_physics_clock()  # as our environments do
@@ -50,6 +52,8 @@ class PlainEnv:
         self.rng = np.random.default_rng(seed)
         self.elapsed = np.zeros(num_envs, dtype=np.int64)
         self.reset(np.arange(num_envs))
+        if stagger:  # as our environments do: the first episodes end at random steps
+            self.elapsed[:] = self.rng.integers(task.max_episode_steps, size=num_envs)
 
     @property
     def observation(self) -> torch.Tensor:
@@ -170,7 +174,7 @@ def train(
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     n, steps = config.num_envs, config.num_steps
-    env = PlainEnv(task, n, physics_threads, seed)
+    env = PlainEnv(task, n, physics_threads, seed, stagger=config.stagger)
     size, actions = env.observation.shape[1], env.ctrl.shape[1]
     learner = PlainLearner(size, actions, config)
     column = (steps, n)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchrl_unilab.modules.critics import relu_mlp
+from torchrl_unilab.modules.gaussian import HALF_LOG_2PI
 
-HALF_LOG_2PI = 0.9189385332046727  # 0.5 * log(2 pi)
 LOG_STD_CENTER, LOG_STD_REACH = -1.5, 3.5  # log std within [-5, 2]
 
 Batch = Mapping[str, torch.Tensor]

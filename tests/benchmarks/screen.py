@@ -13,7 +13,6 @@ side. Choose settings by it, and measure them with the program.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
 import json
 import math
@@ -28,6 +27,7 @@ import torch
 from tensordict import TensorDictBase
 
 from tests.benchmarks.batched_appo import BatchedLearner, Extras, Member, Policies
+from tests.benchmarks.learn import parse_settings
 from torchrl_unilab.collectors.metrics import EpisodeLog
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.trainers import APPOConfig
@@ -168,20 +168,13 @@ def _rounded(values: torch.Tensor) -> list[float]:
     return [round(value, 3) for value in values.tolist()]
 
 
-def parse(variant: str) -> dict[str, Any]:
-    """Return the settings of a variant such as ``lr=3e-4 stagger hidden=(32,32)``."""
-    settings = {}
-    for word in variant.split():
-        name, _, value = word.partition("=")
-        settings[name] = ast.literal_eval(value) if value else True
-    return settings
-
-
 def make_member(task: str, variant: str, seed: int) -> Member:
     """Return a variant's run of a seed."""
-    settings = parse(variant)
     names = {field.name for field in dataclasses.fields(Extras)}
-    extras = Extras(**{name: settings.pop(name) for name in names & settings.keys()})
+    words = variant.split()
+    own = [word for word in words if word.partition("=")[0] in names]
+    settings = parse_settings(APPOConfig, [word for word in words if word not in own])
+    extras = Extras(**parse_settings(Extras, own))
     return Member(seed, APPOConfig.for_task(task, **settings), extras)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import tempfile
@@ -74,14 +75,13 @@ def segments(pids: Sequence[int]) -> dict[tuple[int, int], int]:
     found = {}
     for pid in pids:
         directory = f"/proc/{pid}/fd"
-        for name in os.listdir(directory):
-            try:
-                path = f"{directory}/{name}"
-                if "unilab" in os.readlink(path):
-                    status = os.stat(path)
-                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
-            except FileNotFoundError:  # closed meanwhile
-                continue
+        with contextlib.suppress(FileNotFoundError):  # the process has ended meanwhile
+            for name in os.listdir(directory):
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    path = f"{directory}/{name}"
+                    if "unilab" in os.readlink(path):
+                        status = os.stat(path)
+                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return found
 
 

@@ -72,10 +72,16 @@ def test_a_short_curve_is_kept(points):
     assert len(learn.thin([(0.0, index, 0.0) for index in range(points)])) == points
 
 
-def test_an_evaluation_counts_from_the_moment_at_which_it_was_asked_for():
+def test_an_evaluation_counts_from_the_moment_at_which_training_had_its_frames():
     curve = [(1.0, 100, 0.0), (2.5, 200, 0.0), (4.0, 300, 0.0)]
     evaluations = [(150, 7, 20.0, 99.0), (300, 9, 30.0, 99.0)]
-    assert learn.timed(evaluations, curve) == [[2.5, 150, 20.0], [4.0, 300, 30.0]]
+    assert learn.timed(evaluations, curve) == [[1.75, 150, 20.0], [4.0, 300, 30.0]]
+
+
+def test_evaluations_before_and_after_all_points_of_a_curve_are_kept():
+    evaluations = [(50, 7, 20.0, 99.0), (400, 9, 30.0, 99.0)]
+    assert learn.timed(evaluations, [(1.0, 100, 0.0)]) == [[0.5, 50, 20.0], [1.0, 400, 30.0]]
+    assert learn.timed(evaluations, [])[1] == [0.0, 400, 30.0]
 
 
 # Returns in Gymnasium's own environment

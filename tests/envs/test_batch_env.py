@@ -8,6 +8,7 @@ import pickle
 import sys
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ from torchrl.envs.utils import check_env_specs
 
 from tests.support.playing import act, assert_same, go, play, step
 from torchrl_unilab.envs import TASKS, MujocoBatchEnv, Randomize
+from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
+from torchrl_unilab.errors import ConfigError
 
 make = partial(MujocoBatchEnv, "Hopper-v5", 3, seed=0)
 
@@ -453,6 +456,36 @@ def test_threads_default_to_the_cpus_of_the_process_less_the_learners(
 def test_numbers_below_one_are_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"{name} is {value} \(expected at least 1\)"):
         MujocoBatchEnv("Hopper-v5", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_envs": 1.5}, r"num_envs is 1.5 \(expected an integer"),
+        ({"num_envs": "4"}, r"num_envs is '4' \(expected an integer"),
+        ({"max_episode_steps": 2.5}, r"max_episode_steps is 2.5 \(expected an integer"),
+        ({"task": replace(TASKS["Hopper-v5"], frame_skip=1.5)}, "frame_skip is 1.5"),
+        ({"task": QuadrupedWalk(command_steps=0)}, r"command_steps is 0 \(expected at least 1\)"),
+        ({"task": QuadrupedWalk}, r"task is <class .*\(expected a MujocoTask.* Make one"),
+        ({"seed": -1}, r"seed is -1 \(expected at least 0\)"),
+    ],
+)
+def test_what_is_no_number_or_no_task_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MujocoBatchEnv(**{"task": "Hopper-v5", "num_envs": 2, **options})
+
+
+def test_a_seed_below_zero_is_refused_and_changes_nothing() -> None:
+    env, other = make(), make()
+    with pytest.raises(ConfigError, match="seed is -3"):
+        env.set_seed(-3)
+    assert_same(env.reset(), other.reset())
+
+
+def test_a_robot_without_actuators_is_refused() -> None:
+    xml = "<mujoco><worldbody><body><freejoint/><geom size='1'/></body></worldbody></mujoco>"
+    with pytest.raises(ConfigError, match="no actuators"):
+        MujocoBatchEnv(QuadrupedWalk(model=xml, reads=(), randomization=()), 2)
 
 
 def test_other_dtypes_are_refused() -> None:

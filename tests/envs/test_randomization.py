@@ -367,3 +367,15 @@ def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(
 def test_a_malformed_spec_is_refused(settings: dict) -> None:
     with pytest.raises(ConfigError, match=r"^Randomize body_mass: .*\(expected"):
         Randomize(**{"fields": "body_mass", "low": 0.5, "high": 1.5, **settings})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"low": None}, r"range is None to 1.0 \(expected finite numbers"),
+        ({"objects": "torso"}, r"objects is 'torso' \(expected a tuple of names\). Give"),
+    ],
+)
+def test_what_is_no_number_and_no_tuple_of_names_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Randomize(**{"fields": "body_mass", "low": 0.5, "high": 1.0, **options})

@@ -70,8 +70,8 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
             "torchrl_unilab.envs.robots.quadruped:Walk",
             "no task '.*:Walk', module .* has no attribute",
         ),
-        (":Task", "no task ':Task', Empty module name"),
-        (".robots:Task", "no task '.robots:Task', .* relative import"),
+        (":Task", "no task ':Task', which is no name"),
+        (".robots:Task", "no task '.robots:Task', which is no name"),
         ("os:path", "'os:path' gives module .expected a MujocoTask or what makes one"),
         ("os:sep", "'os:sep' gives str .expected"),
     ],
@@ -79,3 +79,16 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_unknown_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_task(name)
+
+
+@pytest.mark.parametrize("line", ["import no_such_package", "raise ValueError('my bug')"])
+def test_an_error_within_a_module_of_ones_own_is_raised_as_it_is(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_bug_of_a_test.py").write_text(f"{line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        (ModuleNotFoundError, ValueError), match=r"no_such_package|my bug"
+    ) as caught:
+        make_task("own_bug_of_a_test:Task")
+    assert not isinstance(caught.value, ConfigError)

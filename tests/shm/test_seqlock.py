@@ -188,11 +188,16 @@ def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
 
 
 def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
-    with SnapshotCell(_filled(0), slots=2) as cell:
+    with SnapshotCell(_filled(0), slots=2, readers=1) as cell:
         cell._words[seqlock._ANNOUNCED] = 3 * 2 + 1  # version 3 in slot 1, which holds none
+
+        cell.become_reader(0)
 
         with pytest.raises(ContentionError, match="6 tries, last at version 3"):
             cell.read(Snapshot(cell.layout), retries=5)
+
+        cell.report_applied(0, 0)
+        assert cell.reader(0).overtaken == 6
 
 
 @pytest.mark.parametrize("slots", [1, 0, -1])

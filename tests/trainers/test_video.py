@@ -52,6 +52,7 @@ def test_a_video_that_is_not_finished_leaves_what_was_there(tmp_path):
         ("nowhere/out.mp4", (64, 48), "cannot be written in"),
         ("out.mp4", (63, 48), "63 x 48 pixels .expected even numbers"),
         ("out.mp4", (64, 0), "64 x 0 pixels"),
+        ("out.mp4", (100_000, 64), "100000 x 64 pixels"),
     ],
 )
 def test_what_cannot_be_a_video_is_refused(tmp_path, name, size, message):

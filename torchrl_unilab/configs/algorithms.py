@@ -18,11 +18,16 @@ from torchrl_unilab.configs.settings import Settings, nearest
 from torchrl_unilab.errors import ConfigError
 
 __all__ = [
+    "OWN_ENVIRONMENT",
     "SETTINGS",
     "AlgorithmSettings",
     "run_settings",
     "split_settings",
 ]
+
+
+OWN_ENVIRONMENT = "own_environment"
+"""What ``config.yaml`` and checkpoints of runs with ``create_env`` have beside their settings."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,11 @@ def split_settings(
         raise ConfigError(
             f"algo: {values.get('algo')!r} (expected {algorithm!r}). Train by that algorithm, or "
             "take another file."
+        )
+    if OWN_ENVIRONMENT in values:
+        raise ConfigError(
+            f"{OWN_ENVIRONMENT}: the run was given create_env (expected a task by name). Repeat it "
+            "in Python, or leave this line out for a task."
         )
     run, config = _names(RunConfig), _names(type(SETTINGS[algorithm].for_task("")))
     for name in values:

@@ -44,7 +44,7 @@ def read_config(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
     else:
         if isinstance(values, dict):
-            return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            return {str(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         reason = f"it holds {type(values).__name__}"
     raise ConfigError(
         f"{path}: cannot be read, {reason} (expected the settings of a run by name). Restore it, "

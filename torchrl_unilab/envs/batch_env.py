@@ -22,7 +22,7 @@ from torchrl_unilab.envs.env_state import EnvState, simulations_of
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
-from torchrl_unilab.envs.task import Array, MujocoTask, check_observations
+from torchrl_unilab.envs.task import Array, MujocoTask, check_observations, check_task
 from torchrl_unilab.errors import ConfigError
 
 _FLAGS = ("done", "terminated", "truncated")
@@ -132,7 +132,7 @@ class MujocoBatchEnv(EnvBase):
         render_ids: ArrayLike | None = None,
     ) -> None:
         """Compile the model and allocate the simulations."""
-        task = make_task(task) if isinstance(task, str) else task
+        task = make_task(task) if isinstance(task, str) else check_task(task)
         if dtype not in _NUMPY_DTYPE:
             raise ConfigError(
                 f"MujocoBatchEnv: dtype is {dtype} (expected torch.float32 or "

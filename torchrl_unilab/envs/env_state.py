@@ -70,6 +70,7 @@ class EnvState:
         _check_positive("num_threads", num_threads)
         _check_positive("frame_skip", task.frame_skip)
         _check_positive("max_episode_steps", limit)
+        _check_positive("command_steps", 1 if task.command_steps is None else task.command_steps)
         self.task = task
         self._physics: Simulations | None = Simulations(task, num_envs, num_threads, randomization)
         self.randomizer = self._physics.randomizer
@@ -111,7 +112,15 @@ class EnvState:
         self._physics = None
 
     def seed(self, seed: int | None) -> None:
-        """Seed simulation ``i`` with ``seed + i``; all from the operating system for None."""
+        """Seed simulation ``i`` with ``seed + i``; all from the operating system for None.
+
+        Raises:
+            ConfigError: if the seed is below 0; nothing has changed.
+        """
+        if seed is not None and seed < 0:
+            raise ConfigError(
+                f"MujocoBatchEnv: the seed is {seed} (expected at least 0). Give another one."
+            )
         self._rngs = [
             np.random.default_rng(None if seed is None else seed + i) for i in range(len(self))
         ]
@@ -122,9 +131,14 @@ class EnvState:
         """Return the least and the greatest controls, ``(2, nu)``.
 
         Raises:
-            ConfigError: if an actuator has no control range.
+            ConfigError: if there is no actuator, or one has no control range.
         """
         model = self.physics.batch.model
+        if not model.nu:
+            raise ConfigError(
+                f"MujocoBatchEnv: {self.task.name} has no actuators (expected at least one, which "
+                "the actions move). Add them to the model."
+            )
         unlimited = np.flatnonzero(model.actuator_ctrllimited == 0)
         if len(unlimited):
             names = [model.actuator(int(i)).name for i in unlimited]
@@ -348,6 +362,10 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
 
 
 def _check_positive(name: str, value: int) -> None:
+    if not isinstance(value, (int, np.integer)):
+        raise ConfigError(
+            f"MujocoBatchEnv: {name} is {value!r} (expected an integer). Give one of at least 1."
+        )
     if value < 1:
         raise ConfigError(
             f"MujocoBatchEnv: {name} is {value} (expected at least 1). Give a positive {name}."

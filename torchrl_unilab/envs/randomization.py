@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any, Literal, NamedTuple
 
 import mujoco
@@ -85,7 +86,13 @@ class Randomize:
 
     def __post_init__(self) -> None:
         """Refuse what no number can be drawn from."""
-        if not (np.isfinite((self.low, self.high)).all() and self.low <= self.high):
+        if isinstance(self.objects, str):
+            raise ConfigError(
+                f"Randomize {self.fields}: objects is {self.objects!r} (expected a tuple of "
+                f"names). Give ({self.objects!r},)."
+            )
+        numbers = all(isinstance(bound, Real) for bound in (self.low, self.high))
+        if not (numbers and np.isfinite((self.low, self.high)).all() and self.low <= self.high):
             raise ConfigError(
                 f"Randomize {self.fields}: the range is {self.low} to {self.high} (expected "
                 "finite numbers, low first). Correct it."

@@ -148,6 +148,11 @@ class BatchRenderer:
             gl_context.GLContext = lambda width, height: context
             try:
                 renderer = mujoco.Renderer(model, self.height, self.width)
+            except mujoco.FatalError as error:
+                raise ConfigError(
+                    f"rendering: {self.width} x {self.height} pixels, {error} (expected a size "
+                    "that OpenGL has memory for). Lower it."
+                ) from error
             finally:
                 gl_context.GLContext = chosen
         return context, renderer, mujoco.MjData(model)

@@ -38,7 +38,8 @@ class _Fields(dict[str, NDArray[Any]]):
     """What a task may read, by name."""
 
     def __missing__(self, name: str) -> NDArray[Any]:
-        raise KeyError(f"field {name!r}: not read (expected one of {[*self]}). Add it to `reads`.")
+        remedy = "Give the task `commands`" if name == "command" else "Add it to `reads`"
+        raise KeyError(f"field {name!r}: not read (expected one of {[*self]}). {remedy}.")
 
 
 class Simulations:

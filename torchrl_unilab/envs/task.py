@@ -161,8 +161,9 @@ class MujocoTask(ABC):
         path = self.model_path()
         if not path.is_file():
             raise FileNotFoundError(
-                f"model of {self.name}: no file {path} (expected an MJCF or URDF file). "
-                "Correct model, or give the file's text or an MjSpec."
+                f"model of {self.name}: no file {path.absolute()} (expected an MJCF or URDF "
+                "file). Correct model, which a Path(__file__).parent makes independent of the "
+                "working directory, or give the file's text or an MjSpec."
             )
         return mujoco.MjSpec.from_file(str(path))
 
@@ -246,3 +247,17 @@ def _logged_warnings() -> Iterator[None]:
         mujoco.set_mju_user_warning(handler)
     for warning in caught:
         torchrl_logger.debug("mujoco: %s", warning.message)
+
+
+def check_task(task: object) -> MujocoTask:
+    """Return a task; refuse what is none.
+
+    Raises:
+        ConfigError: Names what it is.
+    """
+    if isinstance(task, MujocoTask):
+        return task
+    raise ConfigError(
+        f"MujocoBatchEnv: the task is {task!r} (expected a MujocoTask, or the name of one). "
+        "Make one of the class, or correct it."
+    )

@@ -79,7 +79,7 @@ class Ranks:
     @classmethod
     def of_torchrun(cls, *, device: str = "cpu", timeout: float = 300.0) -> Self:
         """Return the ranks that this process was started among: one, without a launcher."""
-        rank, size = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+        rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
         return cls(rank, size, device=device, timeout=timeout)
 
     def __enter__(self) -> Self:
@@ -141,7 +141,7 @@ class Ranks:
     def _choose_backend(self) -> str:
         if self.device != "cuda":  # "cuda:1" is one that all ranks share
             return "gloo"
-        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        local, gpus = _number("LOCAL_RANK", 0), torch.cuda.device_count()
         if gpus:  # `build_learner` refuses the device otherwise
             torch.cuda.set_device(local % gpus)
         # NCCL wants a GPU for each rank; decisions are exchanged by processors.
@@ -303,6 +303,16 @@ class Ranks:
         except RuntimeError:
             return state
         return state and f"{state}, process {pid}"
+
+
+def _number(name: str, default: int) -> int:
+    """Return what a launcher has set an environment variable to."""
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        raise ConfigError(
+            f"ranks: {name} is {os.environ[name]!r} (expected an integer, from torchrun). Unset it."
+        ) from None
 
 
 def _check_finite(gathered: Iterable[torch.Tensor], what: str) -> None:

@@ -17,7 +17,7 @@ from torchrl_unilab.trainers.runs.builders import build_learner, plan_run
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.playback import play_run
 from torchrl_unilab.trainers.runs.resume import resume_run
-from torchrl_unilab.trainers.runs.saved import evaluate_run
+from torchrl_unilab.trainers.runs.saved import evaluate_run, load_policy
 from torchrl_unilab.trainers.runs.train import train_appo, train_off_policy
 from torchrl_unilab.trainers.video import Mp4Logger
 
@@ -38,6 +38,7 @@ __all__ = [
     "compute_train_start_threshold",
     "evaluate",
     "evaluate_run",
+    "load_policy",
     "plan_run",
     "play_run",
     "replay_buffer_ready_for_learning",

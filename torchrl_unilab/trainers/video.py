@@ -9,16 +9,18 @@ import importlib
 import itertools
 import math
 import os
+import sys
 from collections.abc import Generator, Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from tensordict.nn import TensorDictModuleBase
 from torchrl.record.loggers.csv import CSVLogger
+from tqdm import tqdm
 
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.envs.rendering import find_backend
@@ -27,6 +29,7 @@ from torchrl_unilab.errors import ConfigError
 __all__ = ["Film", "Mp4Logger", "check_filming", "check_video", "film_episodes", "write_video"]
 
 _MOST_FPS = 60
+_MOST_PIXELS = 8192  # of a side
 
 
 class Mp4Logger(CSVLogger):
@@ -114,10 +117,10 @@ def check_video(path: str | os.PathLike[str], width: int, height: int) -> None:
             f"video {path}: cannot be written in {path.parent} (expected a directory that may "
             "be written to). Make it, or choose another."
         )
-    if width < 2 or height < 2 or width % 2 or height % 2:
+    if not all(2 <= side <= _MOST_PIXELS and side % 2 == 0 for side in (width, height)):
         raise ConfigError(
-            f"video {path}: {width} x {height} pixels (expected even numbers, which H.264 "
-            "needs). Use for example 640 x 480."
+            f"video {path}: {width} x {height} pixels (expected even numbers up to {_MOST_PIXELS}, "
+            "which H.264 needs). Use for example 640 x 480."
         )
 
 
@@ -199,6 +202,8 @@ def film_episodes(
     actor: TensorDictModuleBase,
     path: str | os.PathLike[str],
     episodes: int = 1,
+    *,
+    progress_bar: bool = False,
 ) -> Film:
     """Film episodes of an environment with one simulation, at the speed of the simulated time.
 
@@ -215,16 +220,18 @@ def film_episodes(
 
     def pictures() -> Generator[NDArray[np.uint8], None, None]:
         for _ in range(episodes):
-            total, steps = yield from _film_episode(env, actor, every)
+            total, steps = yield from _film_episode(env, actor, every, bar)
             returns.append(total)
             lengths.append(steps)
 
-    frames = write_video(path, pictures(), fps)
+    seconds = 0.1 if sys.stderr.isatty() else 10.0
+    with tqdm(desc="filming", unit="step", mininterval=seconds, disable=not progress_bar) as bar:
+        frames = write_video(path, pictures(), fps)
     return Film(returns, lengths, frames, float(fps))
 
 
 def _film_episode(
-    env: MujocoBatchEnv, actor: TensorDictModuleBase, every: int
+    env: MujocoBatchEnv, actor: TensorDictModuleBase, every: int, bar: tqdm[NoReturn]
 ) -> Generator[NDArray[np.uint8], None, tuple[float, int]]:
     """Yield an episode's pictures; return its return and its number of steps."""
     current = env.reset()
@@ -237,6 +244,7 @@ def _film_episode(
         total += after["reward"].item()
         done = after["done"].item()
         steps += 1
+        bar.update()
         current = env.step_mdp(stepped)
     yield env.render()[0]
     return total, steps

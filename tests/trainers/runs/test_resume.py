@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from tensordict import save as save_tensordict
+from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from tests.support.checkpoints import contents, differences, plant_code, tree
 from tests.support.processes import live_children
@@ -27,6 +28,7 @@ from torchrl_unilab.trainers import (
     OffPolicyConfig,
     PublishWeights,
     evaluate_run,
+    load_policy,
     resume_run,
     train_appo,
     train_off_policy,
@@ -361,6 +363,57 @@ def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(
     assert main(["train", "sac", *resume, *more, "--checkpoint-interval", "32"]) == 0
     assert f"{FRAMES + 64} frames" in capsys.readouterr().out
     assert RunCheckpoints(run_dir / "checkpoint").newest().interval == 32
+
+
+def test_a_file_of_settings_counts_for_a_resumed_run_as_flags_do(run_dir, tmp_path, capsys):
+    resume = ["train", "sac", "--resume", "--run-dir", str(run_dir), "--no-progress"]
+    file, said = tmp_path / "other.yaml", read_config(run_dir / "config.yaml")
+    file.write_text(as_yaml({**said, "gamma": 0.5}))
+    assert main([*resume, "--config", str(file)]) == 2
+    assert "{'gamma': 0.99}" in capsys.readouterr().err
+    file.write_text(as_yaml({**said, "frames": FRAMES + 32}))
+    assert main([*resume, "--config", str(file)]) == 0
+    assert read_config(run_dir / "config.yaml")["frames"] == FRAMES + 32
+
+
+def test_a_run_to_resume_is_not_trained_in_place_of_printing_it(run_dir, capsys):
+    resume = ["train", "sac", "--resume", "--run-dir", str(run_dir), "--frames", str(2 * FRAMES)]
+    before = tree(run_dir)
+    assert main([*resume, "--print-config"]) == 2
+    assert f"It is in {run_dir}/config.yaml" in capsys.readouterr().err
+    assert tree(run_dir) == before
+
+
+def test_none_switches_off_what_a_run_did_before(run_dir):
+    file = run_dir / "config.yaml"
+    file.write_text(file.read_text().replace("eval_interval: null\n", "eval_interval: 64\n"))
+    assert read_config(file)["eval_interval"] == 64
+    resume_run(run_dir, frames=FRAMES + 32, eval_interval=None, **QUIET)
+    assert read_config(file)["eval_interval"] is None
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"frames": null}'])
+def test_a_damaged_summary_does_not_keep_a_run_from_being_resumed(run_dir, text):
+    (run_dir / "summary.json").write_text(text)
+    assert resume_run(run_dir, frames=FRAMES + 32, **QUIET)["frames"] == FRAMES + 32
+
+
+def test_a_damaged_config_is_named_once(run_dir):
+    (run_dir / "config.yaml").write_text("")
+    with pytest.raises(
+        ConfigError, match=r"config.yaml: cannot be read, it holds NoneType"
+    ) as caught:
+        evaluate_run(run_dir, episodes=1)
+    assert str(caught.value).count("expected") == 1
+
+
+def test_a_policy_is_loaded_without_its_environment(run_dir):
+    policy = load_policy(run_dir)
+    seen = TensorDict(observation=torch.zeros(3, 4))
+    with set_exploration_type(ExplorationType.DETERMINISTIC):
+        one, other = (policy(seen.copy())["action"] for _ in range(2))
+    assert one.shape == (3, 1)
+    assert torch.equal(one, other)
 
 
 def test_a_run_that_was_killed_after_its_last_checkpoint_is_ended_by_resuming_it(run_dir):

@@ -108,6 +108,12 @@ class RowAppender:
     def _stage(self, rows: TensorDictBase) -> _Stage:
         """Copy rows [n] to private memory, checked."""
         count = rows.batch_size[0]
+        if "index" in self._form.index and rows.get("index", None) is None:
+            raise LayoutKeyError(
+                "cannot append rows: without 'index', which the first rows had from a "
+                "TensorDictReplayBuffer (expected all rows by it). Extend the buffer, or make the "
+                "storage from an example, whose keys it keeps to."
+            )
         chosen = self._form.schema.select(rows, (count,), ignore=(("index",),))
         if self._policy != "pass":
             self._check_finite(chosen, count)

@@ -99,7 +99,7 @@ class PackedSliceSampler(SliceSampler):
         else:
             first = known.seen
             ends = _numbered(column, first, head)
-        numbers = known.numbers[known.numbers >= floor]
+        numbers = known.numbers[int(torch.searchsorted(known.numbers, floor)) :]
         numbers = torch.cat([numbers, ends.nonzero().squeeze(1).add_(first)])
         self._known = _Ends(source, head, numbers)
         return _boundaries(numbers, floor, head, storage.max_size)
@@ -135,10 +135,13 @@ def _boundaries(numbers: torch.Tensor, floor: int, head: int, capacity: int) -> 
     Returns:
         First and last positions, each [n, 1], and lengths [n], by ascending last positions.
     """
-    stops = torch.cat([numbers[numbers < head - 1], numbers.new_tensor([head - 1])])
-    starts = torch.cat([numbers.new_tensor([floor]), stops[:-1] + 1])
-    lengths = stops - starts + 1
-    last = stops % capacity
-    turn = -int(last.argmin())
-    first, last, lengths = (each.roll(turn) for each in (starts % capacity, last, lengths))
+    tail = numbers.new_tensor([head - 1])
+    stops = numbers if torch.equal(numbers[-1:], tail) else torch.cat([numbers, tail])
+    lengths = stops.diff(prepend=numbers.new_tensor([floor - 1]))
+    wrapped = floor - floor % capacity + capacity  # the number at position 0, if it is there
+    turn = int(torch.searchsorted(stops, wrapped))
+    last = torch.cat([stops[turn:] - wrapped, stops[:turn] - (wrapped - capacity)])
+    lengths = torch.cat([lengths[turn:], lengths[:turn]])
+    first = last - lengths + 1
+    first[:1] %= capacity  # no other begins at the end of the storage
     return first.unsqueeze(1), last.unsqueeze(1), lengths

@@ -28,6 +28,7 @@ def play_run(
     height: int = 480,
     camera: str | int | None = None,
     deterministic: bool = True,
+    progress_bar: bool = True,
 ) -> dict[str, Any]:
     """Film the checkpoint of a run on its task, one episode after the other.
 
@@ -45,6 +46,7 @@ def play_run(
         height: In pixels, even.
         camera: As in `torchrl_unilab.envs.rendering.BatchRenderer`.
         deterministic: Act without exploration.
+        progress_bar: Show one on standard error.
 
     Returns:
         ``env``, ``episodes``, their ``returns`` and ``lengths`` (steps), the mean,
@@ -81,7 +83,7 @@ def play_run(
         set_exploration_type(kind),
     ):
         torch.manual_seed(seed)
-        film = film_episodes(run.env, run.actor, video, episodes)
+        film = film_episodes(run.env, run.actor, video, episodes, progress_bar=progress_bar)
     return {
         "env": run.settings["env"],
         "episodes": episodes,

@@ -92,16 +92,14 @@ def resume_run(
         )
     before = {name: said[name] for name in _TAKEN_OVER if name in said}
     before |= {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
-    given = {name: value for name, value in options.items() if value is not None}
     run = RunConfig(
         saved.run["env"],
         max(saved.total_frames, said.get("frames", 0)) if frames is None else frames,
         saved.run["seed"],
-        **(before | given),
+        **(before | options),
     )
-    summary = path / SUMMARY
-    summed_up = json.loads(summary.read_text())["frames"] if summary.is_file() else 0
     # Where that is less, the run was killed between its last checkpoint and its summary.
+    summed_up = _summed_up(path / SUMMARY)
     if run.frames < saved.frames or run.frames == saved.frames == summed_up:
         raise ConfigError(
             f"cannot resume {run_dir}: {saved.frames} of {run.frames} frames have been collected "
@@ -113,3 +111,11 @@ def resume_run(
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
     return resumed()
+
+
+def _summed_up(summary: Path) -> int:
+    """Return the frames of a run's summary; 0 if there is none, or none that can be read."""
+    try:
+        return int(json.loads(summary.read_text())["frames"])
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return 0

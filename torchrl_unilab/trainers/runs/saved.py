@@ -21,6 +21,7 @@ from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 
 from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.configs import SETTINGS
+from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
@@ -31,11 +32,11 @@ from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
 
 __all__ = [
     "CHECKPOINT",
-    "OWN_ENVIRONMENT",
     "SUMMARY",
     "TrainedPolicy",
     "check_newest",
     "evaluate_run",
+    "load_policy",
     "load_run",
     "saved_config",
     "task_of",
@@ -43,8 +44,6 @@ __all__ = [
 
 CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"
-OWN_ENVIRONMENT = "own_environment"
-"""What ``config.yaml`` and checkpoints of runs with `create_env` have beside their settings."""
 
 
 def saved_config(settings: Mapping[str, Any]) -> Any:
@@ -130,6 +129,8 @@ def load_run(
     try:
         settings = read_config(path / CONFIG_FILE)
         config = saved_config(settings)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"cannot {purpose} {run_dir}: {CONFIG_FILE} says {error!r} (expected the settings of a "
@@ -154,6 +155,38 @@ def load_run(
             f"that fits {CONFIG_FILE}). Restore both, or train again."
         ) from error
     return TrainedPolicy(settings, env, actor)
+
+
+def load_policy(
+    run_dir: str | os.PathLike[str], *, create_env: CreateEnv | None = None
+) -> TensorDictModuleBase:
+    """Load the policy of a run's checkpoint, to act by it anywhere.
+
+    Args:
+        run_dir: The run.
+        create_env: As it was given to the run.
+
+    Returns:
+        A module on the CPU that reads the run's observation, float32 [..., size], and writes
+        ``action``, float32 [..., size]. It explores unless
+        ``torchrl.envs.set_exploration_type(ExplorationType.DETERMINISTIC)`` is on.
+
+    Raises:
+        CheckpointError: There is no run with a checkpoint in `run_dir`.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.trainers import load_policy, train_appo
+        >>> run = train_appo("InvertedPendulum-v5", frames=1024, run_dir="run", progress_bar=False)
+        >>> policy = load_policy("run")
+        >>> policy(TensorDict(observation=torch.zeros(4)))["action"].shape
+        torch.Size([1])
+    """
+    size = {} if create_env else {"num_envs": 1, "num_threads": 1}
+    run = load_run(run_dir, "load", create_env, **size)
+    run.env.close()
+    return run.actor
 
 
 def evaluate_run(

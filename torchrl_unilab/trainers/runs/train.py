@@ -23,7 +23,7 @@ import torch
 from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.collectors.worker import on_host
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig
-from torchrl_unilab.configs.algorithms import run_settings
+from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import UniLabError
@@ -41,7 +41,7 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     run_checkpoint,
     save_learner,
 )
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, OWN_ENVIRONMENT, SUMMARY, check_newest
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, check_newest
 from torchrl_unilab.trainers.runs.summary import (
     RunLogger,
     check_loggers,

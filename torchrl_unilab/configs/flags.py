@@ -1,0 +1,68 @@
+"""Settings as flags of argparse, whose names, types and help texts are those of dataclass fields.
+
+Argparse reads them, as tyro's errors are boxes of four to nine lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torchrl_unilab.configs.settings import Settings
+
+__all__ = ["add_settings", "given"]
+
+_NONE = object()
+"""A flag's value that stands for None, which is what a flag has that is not given."""
+
+
+def add_settings(
+    group: argparse._ActionsContainer,
+    kind: type[Settings],
+    defaults: Mapping[str, Any],
+    skip: Collection[str] = (),
+) -> None:
+    """Add a flag per setting; what is not given is None."""
+    types, kinds = typing.get_type_hints(kind), kind.kinds()
+    for field in dataclasses.fields(kind):
+        if field.name in skip:
+            continue
+        arguments = _argument(types[field.name])
+        default = defaults[field.name]
+        text = f"{field.metadata['help']}; {kinds[field.name]}"
+        if default is not dataclasses.MISSING:
+            text += f" (default: {default})"
+        flag = "--" + field.name.rstrip("_").replace("_", "-")
+        group.add_argument(flag, dest=field.name, default=None, help=text, **arguments)
+
+
+def _argument(kind: Any) -> dict[str, Any]:
+    """How argparse reads a value of a type."""
+    if kind is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(kind) is typing.Literal:
+        return {"choices": typing.get_args(kind)}
+    if typing.get_origin(kind) is tuple:
+        return {"type": int, "nargs": "+", "metavar": "INT"}
+    if isinstance(kind, type):
+        return {"type": kind, "metavar": kind.__name__.upper()}
+    scalar = typing.get_args(kind)[0]
+
+    def read(text: str) -> Any:
+        return _NONE if text.lower() == "none" else scalar(text)
+
+    read.__name__ = scalar.__name__  # argparse names it in errors
+    return {"type": read, "metavar": scalar.__name__.upper()}
+
+
+def given(options: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
+    """Return the settings of a kind that were given."""
+    values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
+    return {
+        name: None if value is _NONE else tuple(value) if isinstance(value, list) else value
+        for name, value in values.items()
+        if value is not None
+    }
