@@ -85,6 +85,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def _hang_up(*_: object) -> NoReturn:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the shell says it again
     _leave_terminal()
     raise KeyboardInterrupt
 
@@ -234,10 +235,12 @@ def _start_fork_server() -> None:
     if multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("forkserver")
         multiprocessing.set_forkserver_preload(["torchrl_unilab.trainers", "torchrl_unilab.envs"])
-        # Ctrl-C goes to the server, too, which would print where its imports were.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # Ctrl-C, and the end of a terminal, go to the server, too, and to what it forks.
+        signals = (signal.SIGINT, signal.SIGHUP)
+        handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]
         forkserver.ensure_running()
-        signal.signal(signal.SIGINT, handler)
+        for each, handler in zip(signals, handlers, strict=True):
+            signal.signal(each, handler)
 
 
 def _show(summary: Mapping[str, Any]) -> None:

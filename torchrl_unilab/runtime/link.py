@@ -244,8 +244,9 @@ def serve(
     connection: Connection, target: Callable[..., None], args: tuple[Any, ...], num_threads: int
 ) -> None:
     """Run ``target(link, *args)`` in a worker; relay what it raises."""
-    # Ctrl-C reaches the whole terminal; the parent decides what becomes of its workers.
+    # Ctrl-C, and the end of a terminal, reach all in it; the parent decides about its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     link = Link(connection)
     try:
         torch.set_num_threads(num_threads)

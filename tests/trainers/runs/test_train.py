@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -14,7 +16,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import GymEnv, TransformedEnv
 
 from tests.support.collecting import flat_state_env
-from tests.support.processes import live_children
+from tests.support.processes import DEADLINE, live_children, wait_for
 from tests.support.quick import APPO
 from tests.support.traces import load_events, spans
 from torchrl_unilab.cli import main
@@ -414,6 +416,28 @@ def test_ctrl_c_ends_with_a_checkpoint_a_trace_and_exit_code_130(tmp_path, monke
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
     assert evaluate_run(tmp_path / "run", episodes=1)["episodes"] == 1
     assert not live_children()
+
+
+def test_the_end_of_a_terminal_leaves_a_checkpoint_of_what_was_learnt(tmp_path):
+    options = "--env InvertedPendulum-v5 --frames 100000000 --num-envs 8 --checkpoint-interval 1024"
+    command = [sys.executable, "-m", "torchrl_unilab", "train", "appo", *options.split()]
+    checkpoints = tmp_path / "run" / "checkpoint"
+    run = subprocess.Popen(
+        [*command, "--run-dir", str(tmp_path / "run"), "--eval-episodes", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: any(checkpoints.glob("frames-*")) or run.poll() is not None)
+        os.killpg(run.pid, signal.SIGHUP)  # to the workers, too, as from a terminal
+        run.communicate(timeout=DEADLINE)
+    finally:
+        run.kill()
+        run.communicate()
+    assert run.returncode == 130
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
+    assert evaluate_run(tmp_path / "run", episodes=1)["episodes"] == 1
 
 
 def test_runs_of_neighbouring_seeds_share_no_environment():
