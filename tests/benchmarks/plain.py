@@ -10,11 +10,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from operator import attrgetter
 
 import numpy as np
 import torch
-from mujoco import mjtStage
-from mujoco.batch import Batch
+from mujoco import MjModel, mjtStage
+from mujoco.batch import DATA_FIELDS, Batch
 from torch import nn
 
 from torchrl_unilab.configs.appo import APPOConfig
@@ -46,7 +47,10 @@ class PlainEnv:
         self.batch = Batch(model, num_envs, num_threads)
         self.batch.reset()
         self.ctrl = self.batch.bind("ctrl")
-        self.fields = {key: self.batch.bind(key) for key in ("qpos", "qvel", *task.reads)}
+        self.fields = {
+            key: self.batch.bind(key) if key in DATA_FIELDS else _constant(model, key, num_envs)
+            for key in ("qpos", "qvel", *task.reads)
+        }
         self.dt = float(model.opt.timestep * task.frame_skip)
         self.pose = self.fields["qpos"][0].copy()
         self.rng = np.random.default_rng(seed)
@@ -79,6 +83,12 @@ class PlainEnv:
         outcome = self.task.outcome(self.fields, before, action, self.dt)
         self.elapsed += 1
         return outcome.reward, outcome.terminated, self.elapsed >= self.task.max_episode_steps
+
+
+def _constant(model: MjModel, key: str, num_envs: int) -> np.ndarray:
+    """What all simulations have of their model, as a row of each."""
+    value = np.asarray(attrgetter(key)(model))
+    return np.broadcast_to(value, (num_envs, *value.shape))
 
 
 class PlainLearner:
