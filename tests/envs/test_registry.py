@@ -71,6 +71,7 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
             "no task '.*:Walk', module .* has no attribute",
         ),
         (":Task", "no task ':Task', which is no name"),
+        ("a{b}:Task", "no task 'a{b}:Task', which is no name"),
         (".robots:Task", "no task '.robots:Task', which is no name"),
         ("os:path", "'os:path' gives module .expected a MujocoTask or what makes one"),
         ("os:sep", "'os:sep' gives str .expected"),

@@ -68,9 +68,9 @@ KNOWN: tuple[Known, ...] = (
     Known("Walker2d-v5", "sac", 3863, 1100, 178_032, 3),
     Known("Walker2d-v5", "td3", 2517, 378, 300_000, 3),
 )
-"""Measured figures only. APPO's on Ant, HalfCheetah and Walker2d are of 1,500,000 to 2,000,000 frames, alone on two cores of an
-AMD EPYC. Two runs at a time shared two cores for Humanoid, InvertedDoublePendulum,
-Pusher, Reacher, Swimmer, SAC and two seeds of Walker2d: alone each takes less.
+"""Measured figures only. APPO's on Ant, HalfCheetah and Walker2d are of 1,500,000 to 2,000,000
+frames, alone on two cores of an AMD EPYC. Two runs at a time shared two cores for Humanoid,
+InvertedDoublePendulum, Pusher, Reacher, Swimmer, and SAC: alone each takes less.
 Humanoid, HumanoidStandup, TD3, and SAC on Ant and Hopper ran beside test suites or three other
 runs: alone they take far less."""
 

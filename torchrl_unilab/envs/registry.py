@@ -94,23 +94,25 @@ def make_task(name: str, **options: Any) -> MujocoTask:
 
 
 def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> MujocoTask:
-    refusal = (
-        f"make_task: no task '{module}:{attribute}', {{}} (expected the name of a module that can "
-        "be imported, and of a task in it). Correct the name, or put the module's directory on "
-        "PYTHONPATH."
-    )
+    def refusal(reason: object) -> ConfigError:
+        return ConfigError(
+            f"make_task: no task '{module}:{attribute}', {reason} (expected the name of a module "
+            "that can be imported, and of a task in it). Correct the name, or put the module's "
+            "directory on PYTHONPATH."
+        )
+
     if not all(name.isidentifier() for name in (*module.split("."), attribute)):
-        raise ConfigError(refusal.format("which is no name"))
+        raise refusal("which is no name")
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # by the module itself: the traceback says where
-        raise ConfigError(refusal.format(error)) from error
+        raise refusal(error) from error
     try:
         found = getattr(imported, attribute)
     except AttributeError as error:
-        raise ConfigError(refusal.format(error)) from error
+        raise refusal(error) from error
     try:
         if isinstance(found, MujocoTask):
             return replace(found, **options)
