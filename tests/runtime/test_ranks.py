@@ -186,7 +186,7 @@ def test_ranks_that_start_again_meet_whatever_earlier_starts_have_left():
 def test_a_rank_does_not_meet_what_died_before_it():
     store = HashStore()
     dead = Ranks(1, 2, timeout=0.01)
-    with pytest.raises(RuntimeError, match="not all have come"):
+    with pytest.raises(TimeoutError, match="not all have come"):
         dead._meet(store)
     first, second = starts(store, (0, 1))
     assert first == second

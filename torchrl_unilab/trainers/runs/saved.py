@@ -129,8 +129,8 @@ def load_run(
     try:
         settings = read_config(path / CONFIG_FILE)
         config = saved_config(settings)
-    except ConfigError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"cannot {purpose} {run_dir}: {error}") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"cannot {purpose} {run_dir}: {CONFIG_FILE} says {error!r} (expected the settings of a "
