@@ -36,6 +36,10 @@ class PlainEnv:
         num_threads: Physics threads.
         seed: Seeds the initial states.
         stagger: Whether the first episodes end at random steps.
+
+    Attributes:
+        cut: Which simulations are in such an episode, (num_envs,): if the limit ends it, its return
+            does not count.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class PlainEnv:
         self.rng = np.random.default_rng(seed)
         self.elapsed = np.zeros(num_envs, dtype=np.int64)
         self.reset(np.arange(num_envs))
-        if stagger:  # as our environments do: the first episodes end at random steps
+        self.cut = np.full(num_envs, stagger)
+        if stagger:  # as our environments do
             self.elapsed[:] = self.rng.integers(task.max_episode_steps, size=num_envs)
 
     @property
@@ -222,8 +227,9 @@ def train(
                 data["next_observation"][t] = observation
                 running += reward
                 if done.any():
-                    finished.extend(running[done])
+                    finished.extend(running[done & ~(env.cut & truncated & ~terminated)])
                     running[done] = 0.0
+                    env.cut[done] = False
                     env.reset(np.flatnonzero(done))
                     observation = env.observation
             frames += n * steps

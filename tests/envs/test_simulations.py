@@ -78,3 +78,11 @@ def test_a_placed_simulation_forgets_what_it_was() -> None:
     assert physics.fields["qvel"][1].tolist() == [0.3, 0.4]
     assert physics.batch.bind("act")[1] == physics.batch.bind("time")[1] == 0.0
     np.testing.assert_array_equal(physics.batch.state[[0, 2]], others)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("command", "Give the task `commands`"), ("xpos", "Add it to `reads`")]
+)
+def test_a_field_that_is_not_there_is_named_with_the_remedy(name: str, remedy: str) -> None:
+    with pytest.raises(KeyError, match=f"field '{name}'.*{remedy}"):
+        simulations().fields[name]

@@ -279,8 +279,7 @@ class MujocoBatchEnv(EnvBase):
 
         Raises:
             UsageError: if the environment is closed.
-            ConfigError: if ids names no simulation.
-            ConfigError: if OpenGL cannot draw here; names what is missing.
+            ConfigError: if ids names no simulation, or OpenGL cannot draw here.
         """
         self._state.physics  # noqa: B018 - an error where the environment is closed
         return self._renderer.render(simulations_of("render: ids", ids, len(self._state)))

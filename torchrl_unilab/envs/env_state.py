@@ -70,7 +70,8 @@ class EnvState:
         _check_positive("num_threads", num_threads)
         _check_positive("frame_skip", task.frame_skip)
         _check_positive("max_episode_steps", limit)
-        _check_positive("command_steps", 1 if task.command_steps is None else task.command_steps)
+        if task.command_steps is not None:
+            _check_positive("command_steps", task.command_steps)
         self.task = task
         self._physics: Simulations | None = Simulations(task, num_envs, num_threads, randomization)
         self.randomizer = self._physics.randomizer

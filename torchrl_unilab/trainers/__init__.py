@@ -14,7 +14,6 @@ from torchrl_unilab.trainers.off_policy import (
 from torchrl_unilab.trainers.prefetch import PrefetchReplay
 from torchrl_unilab.trainers.reports import EpisodeReturns, LogPolicyLag
 from torchrl_unilab.trainers.runs.builders import build_learner, plan_run
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.playback import play_run
 from torchrl_unilab.trainers.runs.resume import resume_run
 from torchrl_unilab.trainers.runs.saved import evaluate_run, load_policy
@@ -32,7 +31,6 @@ __all__ = [
     "OffPolicyTrainer",
     "PrefetchReplay",
     "PublishWeights",
-    "RunCheckpoints",
     "build_learner",
     "build_reward_comparison_metrics",
     "compute_train_start_threshold",

@@ -78,8 +78,8 @@ def initial_weights(
         remote_collectors: Refused: those of a `RayCollector`.
 
     Raises:
-        ConfigError: The workers may be on other machines.
-        ConfigError: Arguments are missing, or exclude one another.
+        ConfigError: The workers may be on other machines, or arguments are missing, or exclude
+            one another.
         TypeError: The model is no module.
     """
     if remote_collectors is not None:

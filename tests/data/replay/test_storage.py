@@ -561,3 +561,16 @@ def test_done_is_what_the_one_stored_flag_says(stored):
     with PackedReplayStorage(16) as storage:
         storage.add(rows)
         assert torch.equal(storage[:]["next", "done"], rows["next", stored])
+
+
+@pytest.mark.parametrize("writer", [None, PackedReplayWriter()])
+def test_rows_are_added_beside_a_buffer_unless_its_writer_numbers_them(writer):
+    rows = TensorDict(x=torch.arange(4.0), batch_size=[4])
+    with PackedReplayStorage(16) as storage:
+        TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=2).extend(rows)
+        if writer is None:
+            with pytest.raises(LayoutKeyError, match=r"without 'index'.*a PackedReplayWriter"):
+                storage.add(rows.select("x"))
+        else:
+            storage.add(rows.select("x"))
+        assert len(storage) == (4 if writer is None else 8)

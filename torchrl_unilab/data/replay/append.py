@@ -110,9 +110,9 @@ class RowAppender:
         count = rows.batch_size[0]
         if "index" in self._form.index and rows.get("index", None) is None:
             raise LayoutKeyError(
-                "cannot append rows: without 'index', which the first rows had from a "
-                "TensorDictReplayBuffer (expected all rows by it). Extend the buffer, or make the "
-                "storage from an example, whose keys it keeps to."
+                "cannot append rows: without 'index', which a TensorDictReplayBuffer gave the "
+                "first rows (expected all rows by it). Give the buffer a PackedReplayWriter, which "
+                "gives none."
             )
         chosen = self._form.schema.select(rows, (count,), ignore=(("index",),))
         if self._policy != "pass":

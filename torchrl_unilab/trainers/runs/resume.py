@@ -56,9 +56,8 @@ def resume_run(
 
     Raises:
         CheckpointError: There is no whole checkpoint.
-        ConfigError: It is of another run than the directory
-            or `settings` say, or nothing is left to collect. The directory is as it was.
-        ConfigError: Unknown task (lists what exists).
+        ConfigError: It is of another run than the directory or `settings` say, of an unknown task,
+            or nothing is left to collect. The directory is as it was.
 
     Examples:
         >>> from torchrl_unilab.trainers import resume_run, train_appo

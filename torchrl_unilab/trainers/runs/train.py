@@ -89,9 +89,9 @@ def train_appo(
         The summary, as written to ``summary.json``.
 
     Raises:
-        ConfigError: The run directory is not empty, a setting cannot work, or memory is too small.
+        ConfigError: The run directory is not empty, a setting cannot work, memory is too small, or
+            the task is unknown.
         DivergedError: What is learnt is no longer finite; checkpoints are of before.
-        ConfigError: Unknown task (lists what exists).
 
     Examples:
         >>> from torchrl_unilab.trainers import train_appo
@@ -144,8 +144,7 @@ class Run:
         again: Whether `run_dir` may be that of a run that ended before its first checkpoint.
 
     Raises:
-        ConfigError: The run cannot work, whatever its environment.
-        ConfigError: Unknown task (lists what exists).
+        ConfigError: The run cannot work, whatever its environment, or the task is unknown.
     """
 
     def __init__(
