@@ -22,7 +22,7 @@ from typing import Any
 
 import mujoco
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.collectors import AsyncBatchedCollector, BaseCollector, Collector
@@ -168,7 +168,7 @@ def train(
                         over = stop(learner.actor, frames, updates)
                         if over:
                             break
-                    collector.update_policy_weights_(learner.actor)
+                    collector.update_policy_weights_(TensorDict.from_module(learner.actor))
                 if over:
                     break
         finally:
