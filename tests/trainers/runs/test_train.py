@@ -28,13 +28,13 @@ from torchrl_unilab.trainers import (
     APPOConfig,
     APPOTrainer,
     OffPolicyConfig,
-    RunCheckpoints,
     evaluate_run,
     resume_run,
     train_appo,
     train_off_policy,
 )
 from torchrl_unilab.trainers.progress import tell_progress
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.saved import load_run
 from torchrl_unilab.trainers.runs.summary import run_dir_held
 from torchrl_unilab.trainers.runs.train import Run, child_seeds
