@@ -28,14 +28,14 @@ def test_a_line_is_told_every_so_many_seconds():
         (5, 500, math.nan),
         (11, 1000, math.nan),
         (15, 1500, 2.5),
-        (21, 2000, 2.5),
+        (21, 2000, 2.5),  # faster than in the first eleven seconds
     ]:
         trainer.returns = SimpleNamespace(seconds=float(seconds), mean=mean)
         trainer.collected_frames = frames
         trainer.look(None)
     assert told == [
         "1,000 of 4,000 frames, 91 frames/s, no episode has ended, 33 s left",
-        "2,000 of 4,000 frames, 95 frames/s, return 2.5, 21 s left",
+        "2,000 of 4,000 frames, 100 frames/s, return 2.5, 20 s left",
     ]
 
 

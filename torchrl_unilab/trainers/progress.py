@@ -44,25 +44,26 @@ def can_draw() -> bool:
 def tell_progress(trainer: Trainer, tell: Callable[[str], None], every: float = 10.0) -> None:
     """Say how far training is, line by line, where no progress bar can be drawn.
 
+    Rate and time left are those of the frames since the line before: a run that learns is slower
+    than its first frames, which act at random.
+
     Args:
         trainer: `APPOTrainer` or `OffPolicyTrainer`.
         tell: Takes a line.
         every: Seconds between lines.
     """
-    told = trainer.returns.seconds
+    told, told_frames = trainer.returns.seconds, trainer.collected_frames
 
     def look(batch: TensorDictBase | None) -> None:
-        nonlocal told
+        nonlocal told, told_frames
         mean, seconds = trainer.returns.mean, trainer.returns.seconds
         if seconds - told < every:
             return
-        told = seconds
         frames, total = trainer.collected_frames, trainer.total_frames
-        left = seconds * max(0, total - frames) / frames
+        rate = (frames - told_frames) / (seconds - told)
+        told, told_frames = seconds, frames
+        left = max(0, total - frames) / rate if rate else math.inf
         reached = "no episode has ended" if math.isnan(mean) else f"return {mean:.1f}"
-        tell(
-            f"{frames:,} of {total:,} frames, {frames / seconds:,.0f} frames/s, {reached}, "
-            f"{left:.0f} s left"
-        )
+        tell(f"{frames:,} of {total:,} frames, {rate:,.0f} frames/s, {reached}, {left:.0f} s left")
 
     trainer.register_op("pre_steps_log", look)

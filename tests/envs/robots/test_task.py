@@ -177,8 +177,11 @@ def test_a_task_may_have_no_commands() -> None:
     assert replace(Cart(), commands={}).command_size == 0
 
 
-@pytest.mark.parametrize("bounds", [(1.0, 0.0), (0.0, float("nan")), (float("-inf"), 0.0)])
-def test_a_range_out_of_order_is_refused(bounds: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    "bounds",
+    [(1.0, 0.0), (0.0, float("nan")), (float("-inf"), 0.0), 1.0, (1.0,), ("0", "1"), "01", None],
+)
+def test_a_range_that_is_not_two_finite_numbers_in_order_is_refused(bounds: Any) -> None:
     with pytest.raises(ConfigError, match=r"Cart: command 'speed' has the range .*\(expected"):
         Cart(commands={"speed": bounds})
 

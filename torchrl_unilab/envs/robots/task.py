@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import mujoco
@@ -126,7 +128,7 @@ class RobotTask(MujocoTask):
             by default ``ctrl``, which holds the action before.
 
     Raises:
-        ConfigError: if a command's range is not finite and in order.
+        ConfigError: if a command's range is not two finite numbers in order.
 
     Examples:
         >>> from dataclasses import dataclass, field
@@ -167,10 +169,11 @@ class RobotTask(MujocoTask):
         """Count the commands, and read what is remembered."""
         super().__post_init__()
         for name, bounds in self.commands.items():
-            low, high = bounds
-            if not (np.isfinite(bounds).all() and low <= high):
+            pair = isinstance(bounds, tuple | list) and len(bounds) == 2
+            numbers = pair and all(isinstance(bound, Real) for bound in bounds)
+            if not (numbers and -math.inf < bounds[0] <= bounds[1] < math.inf):
                 raise ConfigError(
-                    f"{self.name}: command {name!r} has the range {bounds} (expected finite "
+                    f"{self.name}: command {name!r} has the range {bounds!r} (expected two finite "
                     "numbers, low first). Correct commands."
                 )
         object.__setattr__(self, "command_size", len(self.commands))
