@@ -205,7 +205,6 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
         "minibatches": 16,
         "lambda_": 0.98,
         "desired_kl": 0.01,  # a gait that was found is lost again by larger steps
-        "log_std": -0.5,
         "final_log_std": -2.5,  # noise makes it fall
     },
     "Walker2d-v5": {"anneal": 0.0, "reward_scale": 0.03},
