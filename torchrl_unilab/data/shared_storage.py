@@ -214,7 +214,22 @@ class SharedStorage(TensorStorage):
 
 
 class SharedStorageWriter(Writer):
-    """A writer with nothing to save: the storage has it all."""
+    """A writer to storages of one kind, with nothing to save: the storage has it all."""
+
+    _kind: ClassVar[type[SharedStorage]]
+
+    def register_storage(self, storage: Storage) -> None:
+        """Write to `storage`.
+
+        Raises:
+            ConfigError: It is of another kind.
+        """
+        if not isinstance(storage, self._kind):
+            raise ConfigError(
+                f"storage of a {type(self).__name__}: {type(storage).__name__} (expected "
+                f"{self._kind.__name__}). Use TorchRL's own writer."
+            )
+        super().register_storage(storage)
 
     def dumps(self, path: str | Path) -> None:
         """Save nothing."""

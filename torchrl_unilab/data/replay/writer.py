@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
-from torchrl_unilab.errors import ConfigError
 
 __all__ = ["PackedReplayWriter"]
 
@@ -34,20 +32,8 @@ class PackedReplayWriter(SharedStorageWriter):
         >>> storage.close()
     """
 
+    _kind = PackedReplayStorage
     _storage: PackedReplayStorage
-
-    def register_storage(self, storage: Storage) -> None:
-        """Write to `storage`.
-
-        Raises:
-            ConfigError: It is not a `PackedReplayStorage`.
-        """
-        if not isinstance(storage, PackedReplayStorage):
-            raise ConfigError(
-                f"storage of a PackedReplayWriter: {type(storage).__name__} (expected "
-                "PackedReplayStorage). Use TorchRL's own writer."
-            )
-        super().register_storage(storage)
 
     def add(self, data: TensorDictBase) -> int:
         """Append one row []; return its position. Raises as `PackedReplayStorage.append`."""

@@ -42,20 +42,8 @@ class RolloutRingWriter(SharedStorageWriter):
         >>> storage.close()
     """
 
+    _kind = RolloutRingStorage
     _storage: RolloutRingStorage
-
-    def register_storage(self, storage: Storage) -> None:
-        """Write to `storage`.
-
-        Raises:
-            ConfigError: It is not a `RolloutRingStorage`.
-        """
-        if not isinstance(storage, RolloutRingStorage):
-            raise ConfigError(
-                f"storage of a RolloutRingWriter: {type(storage).__name__} (expected "
-                "RolloutRingStorage). Use TorchRL's own writer."
-            )
-        super().register_storage(storage)
 
     def add(self, data: TensorDictBase) -> int:
         """Commit one rollout; return its position. Raises as `RolloutRingStorage.write_all`."""
