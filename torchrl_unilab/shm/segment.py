@@ -144,7 +144,6 @@ class SharedSegment:
     def _open(self, descriptor: int, nbytes: int, name: str | None, owner_pid: int | None) -> None:
         self.nbytes = nbytes
         self.name = name
-        self._owner_pid = owner_pid
         self._descriptor = descriptor
         path = None if name is None or owner_pid is None else _path(name)
         # Also at the interpreter's end, before modules are taken down.

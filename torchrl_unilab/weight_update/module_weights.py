@@ -132,11 +132,11 @@ class ModuleWeights:
             if own:
                 submodule.set_extra_state(nest_extra_state(prefix, own))
 
-    def make_private(self, device: torch.device | str = "cpu") -> None:
+    def make_private(self) -> None:
         """Give each tensor that another process may hold memory of this process.
 
         It stays the same object, which a module may refer to elsewhere, too, with its contents.
-        Tensors on the meta device are replaced, by memory on `device`; kinds, flags and ties
+        Tensors on the meta device are replaced, by memory of the host; kinds, flags and ties
         between tensors stay.
         """
         replaced: dict[int, torch.Tensor] = {}
@@ -147,7 +147,7 @@ class ModuleWeights:
                     old.data = old.detach().clone()
                 continue
             if id(old) not in replaced:
-                data = torch.empty_like(old, device=device)
+                data = torch.empty_like(old, device="cpu")
                 if isinstance(old, nn.Parameter):
                     data = nn.Parameter(data, requires_grad=old.requires_grad)
                 replaced[id(old)] = data

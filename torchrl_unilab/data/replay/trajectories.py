@@ -72,12 +72,12 @@ class TrajectoryMarker:
         count = len(views[-1])
         if envs is None:
             envs = self._rows_per_step(views, shard, head)
-        before, inner = self._last_step(envs, shard, head), views
+        before = self._last_step(envs, shard, head)
         new = (torch.arange(head, head + count) << _STRIDE_BITS) | envs
         if before is not None:
             first = [view[:envs] for view in views]
             new[:envs] = torch.where(self._follows(before, first), before[-1], new[:envs])
-        ahead, behind = [view[:-envs] for view in inner], [view[envs:] for view in inner]
+        ahead, behind = [view[:-envs] for view in views], [view[envs:] for view in views]
         new[envs:].masked_fill_(self._follows(ahead, behind), 0)
         # Numbers grow, so the latest start of each environment is the largest so far.
         views[-1].copy_(new.view(-1, envs).cummax(0).values.view(-1))
