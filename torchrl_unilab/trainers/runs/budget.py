@@ -212,10 +212,8 @@ def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
     """What every run allocates, but for pipes, logs, and what the final evaluation takes."""
     workers = config.num_collectors
     published = SnapshotCell.nbytes(sizes.snapshot, readers=workers)
-    metrics, policies = (
-        SharedMetrics.nbytes(workers, sizes.metrics),
-        workers * sizes.snapshot.nbytes,
-    )
+    metrics = SharedMetrics.nbytes(workers, sizes.metrics)
+    policies = workers * sizes.snapshot.nbytes
     envs = workers * config.num_envs * ENVIRONMENT_BYTES
     return [
         MemoryItem("weight snapshots", "shared", published, ("hidden",)),

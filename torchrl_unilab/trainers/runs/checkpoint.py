@@ -133,8 +133,7 @@ class RunCheckpoints(CheckpointRotation):
         ConfigError: `keep` is less than 1.
 
     Examples:
-        >>> from torchrl_unilab.trainers import RunCheckpoints
-        >>> from torchrl_unilab.trainers.runs.checkpoint import run_checkpoint
+        >>> from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
         >>> import tempfile
         >>> import torch
         >>> checkpoints = RunCheckpoints(tempfile.mkdtemp(), keep=2)
