@@ -131,7 +131,6 @@ class MujocoBatchEnv(EnvBase):
         render_camera: Camera = None,
         render_ids: ArrayLike | None = None,
     ) -> None:
-        """Compile the model and allocate the simulations."""
         task = make_task(task) if isinstance(task, str) else check_task(task)
         if dtype not in _NUMPY_DTYPE:
             raise ConfigError(

@@ -72,7 +72,6 @@ class BatchRenderer:
     def __init__(
         self, batch: Batch, *, width: int = 320, height: int = 240, camera: Camera = None
     ) -> None:
-        """Check what is asked for."""
         for name, value in (("width", width), ("height", height)):
             if value < 1:
                 raise ConfigError(
@@ -186,7 +185,6 @@ class Pixels:
     """
 
     def __init__(self, renderer: BatchRenderer, nsim: int, ids: NDArray[np.intp]) -> None:
-        """Allocate the pictures."""
         self.shape = (nsim, renderer.height, renderer.width, 3)
         self._renderer = renderer
         self._pictures: Pictures = np.zeros(self.shape, dtype=np.uint8)

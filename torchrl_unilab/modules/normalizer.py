@@ -1,7 +1,7 @@
 """Running observation statistics, and the base of all networks that normalise by them.
 
 The statistics are buffers: they are published and saved with the policy, and change by
-`ObservationNormalizer.update` alone, which the trainers call once per new observation.
+`ObservationNormalizer.merge` alone, by which the trainers count each new observation once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ class ObservationNormalizer(nn.Module):
     """Scales observations to zero mean and unit variance by running statistics.
 
     The statistics are float64 buffers, so a published policy carries them and every
-    worker normalises as the learner does. They change through `update` alone, which the
-    learner calls once per rollout.
+    worker normalises as the learner does.
 
     Args:
         size: Length of the observation vector.

@@ -1,7 +1,7 @@
 """Hooks for TorchRL trainers that publish weights and measure who is busy.
 
 `APPOTrainer`, `OffPolicyTrainer` and `Run` register them; `PublishWeights` works in any TorchRL
-trainer, and has state for checkpoints. What is logged is in `reports`.
+trainer, and has state for checkpoints. What a run comes to is logged by `reports`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from torchrl.trainers.trainers import TrainerHookBase
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.errors import ConfigError
 
-__all__ = [
-    "BusyTime",
-    "CollectorTime",
-    "PublishWeights",
-]
+__all__ = ["BusyTime", "CollectorTime", "PublishWeights"]
 
 
 class PublishWeights(TrainerHookBase):

@@ -73,9 +73,7 @@ class ReductionTree:
         return float(self._over(torch.cat(parts)))
 
     def scan_lower_bound(self, mass: torch.Tensor) -> torch.Tensor:
-        """Return for each mass where the sum of values up to there exceeds it, int64 [n].
-
-        Of sums.
+        """Return for each mass where the tree's sum up to there exceeds it, int64 [n].
 
         Args:
             mass: At least 0, and below the sum of all, [n].
