@@ -23,7 +23,14 @@ __all__ = ["NODES", "register"]
 
 
 @dataclass
-class MujocoBatchEnvNode:
+class _Node:
+    """What is made at once or, as a partial, later."""
+
+    _partial_: bool = False
+
+
+@dataclass
+class MujocoBatchEnvNode(_Node):
     """`MujocoBatchEnv`."""
 
     task: str = MISSING
@@ -45,11 +52,10 @@ class MujocoBatchEnvNode:
     render_camera: Any = None
     render_ids: Any = None
     _target_: str = "torchrl_unilab.envs.MujocoBatchEnv"
-    _partial_: bool = False
 
 
 @dataclass
-class UniLabShmSchemeNode:
+class UniLabShmSchemeNode(_Node):
     """`UniLabShmScheme`."""
 
     strategy: str = "tensordict"
@@ -59,11 +65,10 @@ class UniLabShmSchemeNode:
     slots: int = 3
     first_version: int = 0
     _target_: str = "torchrl_unilab.weight_update.UniLabShmScheme"
-    _partial_: bool = False
 
 
 @dataclass
-class PackedReplayStorageNode:
+class PackedReplayStorageNode(_Node):
     """`PackedReplayStorage`, with the arguments of TorchRL's storages."""
 
     max_size: int = MISSING
@@ -84,20 +89,18 @@ class PackedReplayStorageNode:
     existsok: bool = False
     auto_cleanup: Any = None
     _target_: str = "torchrl_unilab.data.PackedReplayStorage"
-    _partial_: bool = False
 
 
 @dataclass
-class PackedReplayWriterNode:
+class PackedReplayWriterNode(_Node):
     """`PackedReplayWriter`."""
 
     compilable: bool = False
     _target_: str = "torchrl_unilab.data.PackedReplayWriter"
-    _partial_: bool = False
 
 
 @dataclass
-class PackedPrioritizedSamplerNode:
+class PackedPrioritizedSamplerNode(_Node):
     """`PackedPrioritizedSampler`."""
 
     max_capacity: int = MISSING
@@ -111,11 +114,10 @@ class PackedPrioritizedSamplerNode:
     max_priority_within_buffer: bool = False
     device: Any = None
     _target_: str = "torchrl_unilab.data.PackedPrioritizedSampler"
-    _partial_: bool = False
 
 
 @dataclass
-class PackedSliceSamplerNode:
+class PackedSliceSamplerNode(_Node):
     """`PackedSliceSampler`."""
 
     num_slices: int | None = None
@@ -136,11 +138,10 @@ class PackedSliceSamplerNode:
     span: Any = False
     use_gpu: Any = False
     _target_: str = "torchrl_unilab.data.PackedSliceSampler"
-    _partial_: bool = False
 
 
 @dataclass
-class RolloutRingStorageNode:
+class RolloutRingStorageNode(_Node):
     """`RolloutRingStorage`."""
 
     slots: int = 4
@@ -149,57 +150,51 @@ class RolloutRingStorageNode:
     overflow: str = "overwrite"
     timeout: float | None = 60.0
     _target_: str = "torchrl_unilab.data.RolloutRingStorage"
-    _partial_: bool = False
 
 
 @dataclass
-class RolloutRingWriterNode:
+class RolloutRingWriterNode(_Node):
     """`RolloutRingWriter`."""
 
     compilable: bool = False
     _target_: str = "torchrl_unilab.data.RolloutRingWriter"
-    _partial_: bool = False
 
 
 @dataclass
-class RolloutRingSamplerNode:
+class RolloutRingSamplerNode(_Node):
     """`RolloutRingSampler`."""
 
     take: str = "oldest"
     timeout: float = 0.0
     _target_: str = "torchrl_unilab.data.RolloutRingSampler"
-    _partial_: bool = False
 
 
 @dataclass
-class ActionDelayNode:
+class ActionDelayNode(_Node):
     """`ActionDelay`."""
 
     delay: Any = MISSING
     before: Any = 0.0
     in_keys_inv: Any = ("action",)
     _target_: str = "torchrl_unilab.envs.ActionDelay"
-    _partial_: bool = False
 
 
 @dataclass
-class ObservationDelayNode:
+class ObservationDelayNode(_Node):
     """`ObservationDelay`."""
 
     delay: Any = MISSING
     in_keys: Any = ("observation",)
     _target_: str = "torchrl_unilab.envs.ObservationDelay"
-    _partial_: bool = False
 
 
 @dataclass
-class ObservationNoiseNode:
+class ObservationNoiseNode(_Node):
     """`ObservationNoise`."""
 
     std: Any = MISSING
     in_keys: Any = ("observation",)
     _target_: str = "torchrl_unilab.envs.ObservationNoise"
-    _partial_: bool = False
 
 
 @dataclass
@@ -249,12 +244,11 @@ class ReplayCollectorNode(_WorkersNode):
 
 
 @dataclass
-class EpisodeReturnsNode:
+class EpisodeReturnsNode(_Node):
     """`EpisodeReturns`."""
 
     window: int = 64
     _target_: str = "torchrl_unilab.trainers.EpisodeReturns"
-    _partial_: bool = False
 
 
 @dataclass
