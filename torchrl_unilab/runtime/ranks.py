@@ -125,8 +125,8 @@ class Ranks:
         own, ranks = uuid.uuid4().hex, range(self.size)
         tokens = [f"ranks/token/{rank}" for rank in ranks]
         store.set(tokens[self.rank], own)
-        until = time.monotonic() + self.timeout
-        while time.monotonic() < until:
+        deadline = time.monotonic() + self.timeout
+        while time.monotonic() < deadline:
             if self.rank == 0 and store.check(tokens):
                 store.set("ranks/tokens", b",".join(map(store.get, tokens)))
             listed = store.get("ranks/tokens").decode() if store.check(["ranks/tokens"]) else ""
@@ -276,12 +276,12 @@ class Ranks:
         """Find out who broke a step off, and why."""
         self._tell(_NOT_TO_BLAME)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        until = time.monotonic() + LAST_WORDS_SECONDS
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
         while True:
             reasons = {rank: self._reason(rank) for rank in others}
             if any(reasons.values()) or None not in reasons.values():
                 break
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 late = f"did not come to a step within {self.timeout:g} s, or cannot be reached"
                 reasons = {r: late if why is None else why for r, why in reasons.items()}
                 break

@@ -53,9 +53,9 @@ class WorkerProcess:
         except psutil.NoSuchProcess:
             return False
 
-    def end(self, until: float) -> None:
-        """Wait for its end until a time of ``time.monotonic``; kill it then, or while stopped."""
-        while (left := until - time.monotonic()) > 0.0 and not self.stopped:
+    def end(self, deadline: float) -> None:
+        """Wait for its end until a deadline of ``time.monotonic``; then, or if stopped, kill it."""
+        while (left := deadline - time.monotonic()) > 0.0 and not self.stopped:
             if wait([self.process.sentinel], min(left, CONTINUE_SECONDS)):
                 break
         if self.process.is_alive():

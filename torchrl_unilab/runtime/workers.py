@@ -139,10 +139,10 @@ class WorkerGroup:
         worker = self._workers[index]
         worker.requests += 1  # first: no two requests have one number, whatever interrupts this
         worker.channel.post((worker.requests, request))
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         try:
             while not worker.channel.flush():
-                left = until - time.monotonic()
+                left = deadline - time.monotonic()
                 if left < 0.0:
                     raise self._late(worker, "request not taken", timeout)
                 worker.channel.wait(to_send=True, timeout=min(left, LOOK_SECONDS))
@@ -241,10 +241,10 @@ class WorkerGroup:
         Raises:
             WorkerError: A watched worker is stopped, or has ended and its children hold its pipes.
         """
-        until = float("inf") if timeout is None else time.monotonic() + timeout
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         sentinels = [worker.process.sentinel for worker in watched]
         while True:
-            left = max(0.0, until - time.monotonic())
+            left = max(0.0, deadline - time.monotonic())
             ready = wait([*objects, *sentinels], min(left, LOOK_SECONDS))
             if ready or left <= LOOK_SECONDS:
                 return ready
@@ -271,7 +271,7 @@ class WorkerGroup:
         self, worker: WorkerProcess, timeout: float | None, watched: Sequence[WorkerProcess]
     ) -> Any:
         """Return the answer to the newest request; that to request 0 comes when it is ready."""
-        until = float("inf") if timeout is None else time.monotonic() + timeout
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         channel = worker.channel
         while True:
             try:
@@ -287,7 +287,7 @@ class WorkerGroup:
                     worker.ready = True
                     return value  # and keep it: an interrupt may keep it from the caller
                 messages.popleft()
-            left = until - time.monotonic()
+            left = deadline - time.monotonic()
             if left < 0.0:
                 raise self._late(worker, "no answer", timeout or 0.0)
             ready = self._wait([channel.connection], None if timeout is None else left, watched)
@@ -340,12 +340,12 @@ class WorkerGroup:
             self._workers = []
             return
         with self._stopping:
-            until = time.monotonic() + timeout
+            deadline = time.monotonic() + timeout
             try:
                 for worker in self._workers:
                     worker.channel.close()  # which tells the worker
                 while self._workers:
-                    self._workers[0].end(until)
+                    self._workers[0].end(deadline)
                     self._workers.pop(0).process.close()
             except BaseException:  # as a second Ctrl-C: none may be left, and forgotten
                 for worker in self._workers:

@@ -92,13 +92,13 @@ def waits(pipes: Sequence[TokenPipe], timeout: float | None) -> Iterator[None]:
     Yields at least once, and at least every `LIFE_CHECK_SECONDS`: if there is no token then, it
     is time to look whether the other side lives.
     """
-    until = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else time.monotonic() + timeout
     poll = select.poll()
     for pipe in pipes:
         poll.register(pipe.ends[0], select.POLLIN)
     while True:
-        left = LIFE_CHECK_SECONDS if until is None else until - time.monotonic()
+        left = LIFE_CHECK_SECONDS if deadline is None else deadline - time.monotonic()
         poll.poll(max(0.0, min(left, LIFE_CHECK_SECONDS)) * 1e3)
         yield
-        if until is not None and time.monotonic() >= until:
+        if deadline is not None and time.monotonic() >= deadline:
             return

@@ -344,9 +344,9 @@ class DoubleBufferReplayPipeline:
         return ReplayTickMetadata(tick_id, snapshot.ptr, snapshot.size, seed, count, slot, copied)
 
     def _wait_for_rows(self, min_ptr: int) -> ReplaySnapshot:
-        until = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._timeout
         while (snapshot := self._source.snapshot()).ptr < min_ptr:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 raise WaitTimeoutError(
                     f"replay batch: {snapshot.ptr} rows written within {self._timeout:g} s "
                     f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."

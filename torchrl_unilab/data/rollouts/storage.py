@@ -194,10 +194,10 @@ class RolloutRingStorage(SharedRollouts):
                 f"cannot sample {count} rollouts: the ring has {self.max_size} slots (expected 1 "
                 f"to {self.max_size}). Use a smaller batch_size, or more slots."
             )
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         held = 0 if self._ring is None else len(self._hold(count))
         while held < count:
-            left = max(0.0, until - time.monotonic())
+            left = max(0.0, deadline - time.monotonic())
             if not left or self.ring.acquire(left) is None:
                 raise WaitTimeoutError(
                     f"cannot sample {count} rollouts: {len(self)} are unread (expected at least "
