@@ -1,7 +1,7 @@
 """The writer's side of a ring: register, claim, commit, abandon.
 
 The token of the claimed slot is in `_hand`. `_counts` holds what the counters are if the take
-succeeded, so a call after an interrupt stores the same numbers. `RolloutRing` is the caller.
+succeeded, so a call after an interrupt stores the same numbers. `RolloutRing` extends it.
 """
 
 from __future__ import annotations
