@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictModuleBase
+from torch import nn
+from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, TruncatedNormal
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.objectives.appo import kl_adapted_lr
+from torchrl_unilab.objectives.appo import _entropy, _kl_divergence, kl_adapted_lr
 
 OBS, ACT = 3, 2
 
@@ -263,3 +266,100 @@ def test_a_state_dict_carries_the_count_of_steps():
         loss.step_target()
     other.load_state_dict(loss.state_dict())
     assert other.steps == 5
+
+
+def test_time_is_the_last_dimension_whatever_comes_before():
+    loss = _loss()
+    rollout = _rollout(loss, batch=6)
+    expected = loss.estimate(rollout)
+    nested = loss.estimate(rollout.reshape(2, 3, 6))
+    alone = loss.estimate(rollout[2])
+    for key in ("value_target", "advantage", "target_log_prob"):
+        torch.testing.assert_close(nested[key].reshape(6, 6), expected[key])
+    torch.testing.assert_close(alone["value_target"], expected["value_target"][2])
+
+
+@pytest.mark.parametrize("distribution", [IndependentNormal, TanhNormal, TruncatedNormal])
+def test_a_distribution_without_a_closed_entropy_or_divergence_is_learnt_by_samples(distribution):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(OBS, 2 * ACT), NormalParamExtractor())
+    actor = ProbabilisticActor(
+        TensorDictModule(layers, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=distribution,
+        return_log_prob=True,
+    )
+    loss = APPOLoss(actor, make_critic(OBS), entropy_coeff=0.1)
+    batch = loss.estimate(_rollout(loss, 64, 32)).reshape(-1)
+    assert loss(batch)["kl"].item() == pytest.approx(0.0, abs=1e-6)  # the policies are the same
+    with torch.no_grad():
+        layers[0].bias.add_(0.5)
+    losses = loss(batch)
+    sum(losses[key] for key in ("loss_objective", "loss_critic", "loss_entropy")).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in actor.parameters())
+    assert losses["kl"] > 0.01
+
+
+class _Sampled(torch.distributions.Distribution):
+    """A normal distribution that knows neither its entropy nor its divergence from another."""
+
+    def __init__(self, normal: torch.distributions.Normal) -> None:
+        super().__init__(normal.batch_shape, validate_args=False)
+        self.normal = normal
+        self.log_prob, self.rsample = normal.log_prob, normal.rsample
+
+
+def test_estimates_of_entropy_and_divergence_are_near_the_formulas():
+    torch.manual_seed(0)
+    rows = torch.ones(200_000)
+    p = torch.distributions.Normal(0.0 * rows, rows)
+    q = torch.distributions.Normal(0.3 * rows, 1.2 * rows)
+    divergence = _kl_divergence(_Sampled(p), _Sampled(q))
+    assert divergence.min() >= 0.0
+    exact = torch.distributions.kl_divergence(p, q).mean()
+    torch.testing.assert_close(divergence.mean(), exact, rtol=0.05, atol=0.0)
+    entropy = _entropy(_Sampled(q)).mean()
+    torch.testing.assert_close(entropy, q.entropy().mean(), rtol=0.02, atol=0.0)
+
+
+class _Twofold(TensorDictModuleBase):
+    """A critic that writes another number before the state value."""
+
+    in_keys, out_keys = ["observation"], ["doubt", "state_value"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(OBS, 2)
+
+    def forward(self, tensordict: TensorDict) -> TensorDict:
+        doubt, value = self.layer(tensordict["observation"]).split(1, -1)
+        return tensordict.update({"doubt": doubt, "state_value": value})
+
+
+def test_the_value_is_what_the_critic_writes_by_that_name():
+    critic = _Twofold()
+    loss = APPOLoss(make_actor(OBS, ACT), critic)
+    rollout = _rollout(loss)
+    values = critic(rollout.select("observation"))["state_value"].squeeze(-1)
+    torch.testing.assert_close(loss.estimate(rollout)["state_value"], values)
+
+
+def test_what_a_batch_lacks_is_said_with_what_to_do():
+    loss = _loss()
+    rollout = _rollout(loss)
+    with pytest.raises(LayoutKeyError, match=r"no 'target_log_prob' .*Call `estimate`"):
+        loss(rollout.reshape(-1))
+    with pytest.raises(LayoutKeyError, match=r"no 'action_log_prob' .*Collect with a policy"):
+        loss.estimate(rollout.exclude("action_log_prob"))
+
+
+def test_the_target_follows_parameters_that_were_replaced():
+    loss = _loss()
+    loss.load_state_dict(_loss().state_dict(), assign=True)
+    with torch.no_grad():
+        for parameter in loss.actor_network.parameters():
+            parameter.add_(1.0)
+    loss.update_target()
+    current = dict(loss.actor_network.named_parameters())
+    for name, parameter in loss.target_actor_network.named_parameters():
+        torch.testing.assert_close(parameter, current[name].detach())

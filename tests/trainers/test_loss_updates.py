@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from torch import nn
 from torchrl.data import Bounded, Composite, Unbounded
-from torchrl.objectives import SACLoss
+from torchrl.modules import QValueActor
+from torchrl.objectives import DDPGLoss, DQNLoss, SACLoss
 
 from tests.support import reference
 from tests.support.off_policy import make_transitions
@@ -270,3 +272,32 @@ def test_truncated_rows_that_would_pass_for_terminated_are_refused():
 
     with pytest.raises(ConfigError, match=r"'next.truncated' without 'next.terminated'"):
         make_update(build_learner(_env(), config).loss, config).prepare(rows)
+
+
+def _discrete() -> tuple[DQNLoss, TensorDict]:
+    """A loss that writes ``loss`` alone, and rows for it."""
+    actor = QValueActor(nn.Linear(OBS, 2), in_keys=["observation"], action_space="one_hot")
+    rows = make_transitions(ROWS, OBS, ACT)
+    rows["action"] = nn.functional.one_hot(torch.arange(ROWS) % 2, 2)
+    return DQNLoss(actor, action_space="one_hot", delay_value=True), rows
+
+
+def test_a_loss_named_loss_alone_is_learnt_by():
+    loss, rows = _discrete()
+    before = [p.detach().clone() for p in loss.value_network_params.values(True, True)]
+    update = make_update(loss, OffPolicyConfig("sac"))
+
+    update.step(rows)
+
+    after = loss.value_network_params.values(True, True)
+    assert all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert update.statistics == ("loss",)
+
+
+def test_a_loss_that_gives_no_number_is_refused_with_what_it_gives():
+    networks = build_learner(_env(), OffPolicyConfig("td3", hidden=())).loss
+    loss = DDPGLoss(networks.actor_network, networks.qvalue_network, reduction="none")
+    loss.make_value_estimator(gamma=0.99)
+
+    with pytest.raises(ConfigError, match=r"DDPGLoss gives .*'loss_actor': .*reduction='mean'"):
+        make_update(loss, OffPolicyConfig("td3")).step(make_transitions(ROWS, OBS, ACT))

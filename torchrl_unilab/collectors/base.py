@@ -44,7 +44,7 @@ from torchrl_unilab.collectors.service import (
     run_worker,
 )
 from torchrl_unilab.collectors.team import WorkerTeam
-from torchrl_unilab.collectors.worker import Measure, on_host, reward_terms
+from torchrl_unilab.collectors.worker import Measure, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
 from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
@@ -204,7 +204,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             raise
         finally:
             if self._team is None or self._team.service is None:
-                env.close()
+                close_env(env)
 
     def _open_sink(self) -> Any:
         if self._sink is None:

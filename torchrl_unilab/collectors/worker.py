@@ -6,8 +6,9 @@ scheme. `WorkerService` drives it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -47,6 +48,21 @@ def _base(env: EnvBase) -> EnvBase:
     while isinstance(env, TransformedEnv):
         env = env.base_env
     return env
+
+
+def close_env(env: EnvBase) -> None:
+    """Close an environment if it is open: TorchRL's batches of them open with their first reset."""
+    if not env.is_closed:
+        env.close()
+
+
+@contextlib.contextmanager
+def closing_env(env: EnvBase) -> Iterator[EnvBase]:
+    """Close an environment in the end, by `close_env`."""
+    try:
+        yield env
+    finally:
+        close_env(env)
 
 
 def reward_terms(env: EnvBase) -> dict[str, float]:
@@ -323,5 +339,4 @@ class RolloutWorker:
 
     def close(self) -> None:
         """Close the environment. Idempotent."""
-        if not self.env.is_closed:
-            self.env.close()
+        close_env(self.env)

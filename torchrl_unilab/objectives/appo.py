@@ -13,9 +13,10 @@ from tensordict.nn import (
     TensorDictModuleBase,
 )
 from tensordict.utils import NestedKey
+from torch.distributions import Distribution, kl_divergence
 from torchrl.objectives import LossModule
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.objectives.vtrace import vtrace
 
 __all__ = ["APPOLoss", "kl_adapted_lr"]
@@ -167,8 +168,6 @@ class APPOLoss(LossModule):
         self.steps = 0  # a number, so that counting never waits for a device
         self._estimated_at: int | None = None  # of `steps`
         self._updated_at: int | None = 0  # the target policy, likewise
-        self._current = list(actor_network.parameters())
-        self._target = list(self.target_actor_network.parameters())
 
     @property
     def functional(self) -> bool:
@@ -224,26 +223,29 @@ class APPOLoss(LossModule):
         The target policy normalises observations by the statistics of now.
 
         Args:
-            rollouts: Batch [B, T], time last, with the true next observations under
+            rollouts: Batch [..., T], time last, with the true next observations under
                 ``next``.
 
         Returns:
             A shallow copy with the keys that `forward` reads beside the rollouts' own.
             Advantages have zero mean and unit variance over the batch.
+
+        Raises:
+            LayoutKeyError: The rollouts lack the behaviour policy's log probabilities.
         """
+        keys = self.tensor_keys
+        log_b = _needed(rollouts, keys.sample_log_prob, "Collect with a policy that returns it")
         self.sync_target_buffers()
         self._estimated_at = self.steps
-        keys = self.tensor_keys
         critic_in = self.critic_network.in_keys
-        value_key = self.critic_network.out_keys[0]
         # One call for the values on both sides of each step.
-        both = torch.stack([rollouts.select(*critic_in), rollouts.get("next").select(*critic_in)])
-        v_tm1, v_t = self.critic_network(both).get(value_key).squeeze(-1).unbind(0)
+        after = rollouts.get("next")
+        both = torch.stack([rollouts.select(*critic_in), after.select(*critic_in)])
+        v_tm1, v_t = self._value(both).unbind(0)
         policy = self.target_actor_network
         dist_params = _dist_params(policy, rollouts)
         target_log_prob = _build(policy, dist_params).log_prob(rollouts.get(keys.action))
-        log_rho = target_log_prob - rollouts.get(keys.sample_log_prob)
-        after = rollouts.get("next")
+        log_rho = target_log_prob - log_b
         value_target, advantage = vtrace(
             log_rho,
             v_tm1,
@@ -276,13 +278,17 @@ class APPOLoss(LossModule):
         Returns:
             Scalars ``loss_objective``, ``loss_critic``, ``loss_entropy`` with gradients,
             and ``kl`` (target to current policy), ``entropy``, ``clip_fraction``,
-            ``rho_clip_fraction`` without.
+            ``rho_clip_fraction`` without. What a distribution cannot tell of entropy and
+            divergence is estimated from samples.
+
+        Raises:
+            LayoutKeyError: `estimate` has not prepared the minibatch.
         """
         keys = self.tensor_keys
+        log_t = _needed(tensordict, keys.target_log_prob, "Call `estimate` with the rollouts first")
         dist = _build(self.actor_network, _dist_params(self.actor_network, tensordict))
         log_p = dist.log_prob(tensordict.get(keys.action))
         log_b = tensordict.get(keys.sample_log_prob)
-        log_t = tensordict.get(keys.target_log_prob)
         advantage = tensordict.get(keys.advantage)
         # min(b/t, 1) * p/b in logarithms; the minimum has no gradient as b and t have none.
         log_ratio = (log_b - log_t).clamp(max=0.0) + log_p - log_b
@@ -290,8 +296,7 @@ class APPOLoss(LossModule):
         clipped = ratio.clamp(1.0 - self.clip_epsilon, 1.0 + self.clip_epsilon)
         objective = torch.min(ratio * advantage, clipped * advantage)
 
-        value = self.critic_network(tensordict.select(*self.critic_network.in_keys))
-        value = value.get(self.critic_network.out_keys[0]).squeeze(-1)
+        value = self._value(tensordict.select(*self.critic_network.in_keys))
         target = tensordict.get(keys.value_target)
         error = (value - target).square()
         if self.value_clip is not None:
@@ -299,10 +304,10 @@ class APPOLoss(LossModule):
             near = old + (value - old).clamp(-self.value_clip, self.value_clip)
             error = torch.max(error, (near - target).square())
 
-        entropy = dist.entropy().mean()
+        entropy = _entropy(dist).mean()
         with torch.no_grad():
             target_dist = _build(self.target_actor_network, tensordict.get(keys.target))
-            kl = torch.distributions.kl_divergence(target_dist, dist).mean()
+            kl = _kl_divergence(target_dist, dist).mean()
             clip_fraction = (ratio != clipped).float().mean()
             rho_clip_fraction = ((log_t - log_b).exp() > self.rho_bar).float().mean()
         return TensorDict(
@@ -315,6 +320,13 @@ class APPOLoss(LossModule):
             rho_clip_fraction=rho_clip_fraction,
         )
 
+    def _value(self, observations: TensorDictBase) -> torch.Tensor:
+        """Return the critic's state values, [...]; it may write more than these."""
+        key, written = self.tensor_keys.state_value, self.critic_network.out_keys
+        values = self.critic_network(observations)
+        value: torch.Tensor = values.get(key if key in written else written[-1])
+        return value.squeeze(-1)
+
     def step_target(self) -> None:
         """Count an optimiser step; move the target policy every `target_update_freq`."""
         self.steps += 1
@@ -324,7 +336,8 @@ class APPOLoss(LossModule):
     @torch.no_grad()
     def update_target(self) -> None:
         """Move the target policy."""
-        torch._foreach_lerp_(self._target, self._current, self.tau)
+        current, target = self.actor_network.parameters(), self.target_actor_network.parameters()
+        torch._foreach_lerp_(list(target), list(current), self.tau)
         self.sync_target_buffers()
         self._updated_at = self.steps
 
@@ -351,13 +364,36 @@ def _dist_params(
     return policy.get_dist_params(selected).select(*policy.dist_params_keys)
 
 
-def _build(
-    policy: ProbabilisticTensorDictSequential, dist_params: TensorDictBase
-) -> torch.distributions.Distribution:
-    dist: torch.distributions.Distribution
+def _build(policy: ProbabilisticTensorDictSequential, dist_params: TensorDictBase) -> Distribution:
+    dist: Distribution
     head = policy.module[-1]
     if isinstance(head, ProbabilisticTensorDictModule):  # spares a search through all modules
         dist = head.get_dist(dist_params)
     else:
         dist = policy.build_dist_from_params(dist_params)
     return dist
+
+
+def _needed(tensordict: TensorDictBase, key: NestedKey, remedy: str) -> torch.Tensor:
+    value: torch.Tensor | None = tensordict.get(key, None)
+    if value is None:
+        raise LayoutKeyError(
+            f"APPOLoss: no {key!r} in {[*tensordict.keys()]} (expected it). {remedy}."
+        )
+    return value
+
+
+def _entropy(dist: Distribution) -> torch.Tensor:
+    try:
+        return dist.entropy()
+    except NotImplementedError:
+        return -dist.log_prob(dist.rsample())
+
+
+def _kl_divergence(p: Distribution, q: Distribution) -> torch.Tensor:
+    try:
+        return kl_divergence(p, q)
+    except NotImplementedError:  # an estimate that is never negative
+        sample = p.sample()
+        log_ratio = q.log_prob(sample) - p.log_prob(sample)
+        return log_ratio.exp() - 1.0 - log_ratio

@@ -61,19 +61,19 @@ def vtrace(
     bootstraps from its final observation and a terminated one from nothing.
 
     Args:
-        log_rho: Log ratio of target to behaviour policy, [B, T].
-        v_tm1: Value of the observation acted on, [B, T].
-        v_t: Value of the true next observation, [B, T].
-        r_t: Reward, [B, T].
-        done_t: Episode ended with this step, bool [B, T].
-        terminated_t: It ended in a terminal state, bool [B, T].
+        log_rho: Log ratio of target to behaviour policy, [..., T], time last.
+        v_tm1: Value of the observation acted on, [..., T].
+        v_t: Value of the true next observation, [..., T].
+        r_t: Reward, [..., T].
+        done_t: Episode ended with this step, bool [..., T].
+        terminated_t: It ended in a terminal state, bool [..., T].
         gamma: Discount.
         lambda_: Decay of the traces.
         rho_bar: Bound of the importance ratio in the temporal differences.
         c_bar: Bound of the importance ratio in the traces.
 
     Returns:
-        Value targets [B, T] and advantages [B, T], neither with a gradient.
+        Value targets [..., T] and advantages [..., T], neither with a gradient.
 
     Raises:
         LayoutShapeError: A tensor has another shape than `log_rho`.
@@ -93,7 +93,7 @@ def vtrace(
         if tensor.shape != shape:
             raise LayoutShapeError(
                 f"vtrace: {name} has shape {tuple(tensor.shape)} (expected {tuple(shape)}). "
-                "Give all tensors as [batch, time]."
+                "Give all tensors as [..., time]."
             )
     with torch.no_grad():
         rho = log_rho.exp()
@@ -103,14 +103,14 @@ def vtrace(
         discount_t = gamma * (~done_t).to(v_t.dtype)  # a bool alone would give the default dtype
         delta_t = clipped_rho * (r_t + discount_t * v_t - v_tm1)
         trace_t = discount_t * lambda_ * rho.clamp(max=c_bar)
-        correction = torch.zeros_like(delta_t[:, 0])
+        correction = torch.zeros_like(delta_t[..., 0])
         corrections = []
-        for delta, trace in zip(delta_t.unbind(1)[::-1], trace_t.unbind(1)[::-1], strict=True):
+        for delta, trace in zip(delta_t.unbind(-1)[::-1], trace_t.unbind(-1)[::-1], strict=True):
             correction = torch.addcmul(delta, trace, correction)
             corrections.append(correction)
-        target_tm1 = torch.stack(corrections[::-1], dim=1) + v_tm1
+        target_tm1 = torch.stack(corrections[::-1], dim=-1) + v_tm1
         # Past the end of the rollout only the next value is known.
-        target_t = torch.cat([target_tm1[:, 1:], v_t[:, -1:]], dim=1)
+        target_t = torch.cat([target_tm1[..., 1:], v_t[..., -1:]], dim=-1)
         if lambda_ < 1.0:
             target_t = lambda_ * target_t + (1.0 - lambda_) * v_t
         return target_tm1, clipped_rho * (r_t + discount_t * target_t - v_tm1)

@@ -19,7 +19,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors.base import CreateEnv
-from torchrl_unilab.collectors.worker import on_host
+from torchrl_unilab.collectors.worker import closing_env, on_host
 from torchrl_unilab.errors import ConfigError, PeerGoneError
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
@@ -245,7 +245,7 @@ def _run(
     """Evaluate on request, until the learner ends."""
     os.nice(_NICENESS)
     create_env, create_stage, policy = cloudpickle.loads(payload)
-    with contextlib.closing(create_env()) as env:
+    with closing_env(create_env()) as env:
         link.ready()
         with contextlib.suppress(PeerGoneError):
             while True:
@@ -263,7 +263,7 @@ def _run(
 def _film(create_env: CreateEnv, policy: TensorDictModuleBase, path: Path, seed: int) -> None:
     path.parent.mkdir(exist_ok=True)
     with (
-        contextlib.closing(create_env()) as env,
+        closing_env(create_env()) as env,
         set_exploration_type(ExplorationType.DETERMINISTIC),
     ):
         env.set_seed(seed)

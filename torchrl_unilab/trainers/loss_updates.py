@@ -145,10 +145,20 @@ class LossUpdate:
         return chunks
 
     def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
-        """Take one step; return the losses, named by `statistics`."""
+        """Take one step; return the losses, named by `statistics`.
+
+        Raises:
+            ConfigError: The loss module gives no scalar loss.
+        """
         losses = self._losses(minibatch)
         names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
-        parts = [losses.get(key) for key in names if key.startswith("loss_")]
+        parts = [losses.get(key) for key in names if key.startswith("loss")]
+        if not parts:
+            shapes = {key: tuple(loss.shape) for key, loss in losses.items()}
+            raise ConfigError(
+                f"{type(self.loss).__name__} gives {shapes} (expected at least one number whose "
+                "name begins with 'loss'). Give it reduction='mean'."
+            )
         torch.stack([part.reshape(()) for part in parts]).sum().backward()
         observed = torch.stack([losses.get(key).detach().reshape(()) for key in names])
         steps = [part for part in self.optimizers if update_policy or part == "critic"]

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torchrl.data import Composite, OneHot, TensorSpec, Unbounded
+from tensordict import TensorDict
+from torchrl.data import Bounded, Composite, OneHot, TensorSpec, Unbounded
+from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
 
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -15,6 +17,7 @@ from torchrl_unilab.trainers import (
     APPOConfig,
     OffPolicyConfig,
     evaluate_run,
+    load_policy,
     train_appo,
     train_off_policy,
 )
@@ -114,3 +117,32 @@ def test_actions_that_are_not_continuous_are_refused(config):
 def test_actions_without_bounds_are_refused_by_sac_and_td3(algorithm):
     with pytest.raises(ConfigError, match=r"(?s)action bounds: .* finite difference"):
         build_learner(_acting(Unbounded(3)), OffPolicyConfig(algorithm))
+
+
+@every_algorithm
+def test_observations_of_another_dtype_than_the_networks_are_refused(config):
+    env = _acting(Bounded(-1.0, 1.0, shape=(3,)))
+    env.observation_spec["observation"] = Unbounded(4, dtype=torch.float64)
+    with pytest.raises(ConfigError, match=r"'observation' is torch.float64 .*DoubleToFloat"):
+        build_learner(env, config)
+
+
+def _pendulums(env: str = "InvertedPendulum-v5") -> SerialEnv:
+    """Environments of a kind that is closed until it is first reset."""
+    return SerialEnv(2, lambda: TransformedEnv(GymEnv(env), DoubleToFloat()))
+
+
+@every_algorithm
+def test_a_batch_of_torchrls_environments_is_trained_loaded_and_evaluated(config, tmp_path: Path):
+    train = train_appo if isinstance(config, APPOConfig) else train_off_policy
+    options = {"frames": 64, "run_dir": tmp_path / "run", "progress_bar": False}
+    train("pendulums", create_env=_pendulums, config=config, **options)
+    policy = load_policy(tmp_path / "run", create_env=_pendulums)
+    assert policy(TensorDict(observation=torch.zeros(4)))["action"].shape == (1,)
+    assert evaluate_run(tmp_path / "run", episodes=2, create_env=_pendulums)["episodes"] == 2
+
+
+def test_what_is_wrong_with_a_batch_of_torchrls_environments_is_said(tmp_path: Path):
+    config = APPOConfig(hidden=(8,), num_envs=2, num_steps=16, minibatches=1, observation="eyes")
+    with pytest.raises(ConfigError, match=r"observation: 'eyes' \(expected a vector"):
+        train_appo("p", frames=64, run_dir=tmp_path / "r", create_env=_pendulums, config=config)

@@ -91,6 +91,11 @@ def _observation_sizes(env: EnvBase, config: APPOConfig | OffPolicyConfig) -> di
                 f"{name}: {key!r} (expected a vector that the environment observes, one of "
                 f"{sorted(vectors)}). Choose one of them."
             )
+        if spec[key].dtype != torch.get_default_dtype():
+            raise ConfigError(
+                f"{name}: {key!r} is {spec[key].dtype} (expected {torch.get_default_dtype()}, as "
+                "the networks are). Append torchrl.envs.DoubleToFloat to the environment."
+            )
     return {key: vectors[key] for key in (config.observation, config.critic_observation)}
 
 

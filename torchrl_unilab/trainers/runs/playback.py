@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs.saved import load_run
 from torchrl_unilab.trainers.video import check_video, film_episodes
@@ -78,7 +78,7 @@ def play_run(
     )
     kind = ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM
     with (
-        contextlib.closing(run.env),
+        closing_env(run.env),
         torch.random.fork_rng(devices=[]),
         set_exploration_type(kind),
     ):

@@ -6,7 +6,6 @@ commands `eval` and `play` start here; `resume_run` shares `saved_config`.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 
 from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.worker import close_env, closing_env
 from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
@@ -64,7 +64,7 @@ def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
     if settings.get(OWN_ENVIRONMENT):
         raise ConfigError(
             f"{refusal}: its environment was made by create_env (expected a task of "
-            "MujocoBatchEnv). Give create_env to resume_run or evaluate_run, in Python."
+            "MujocoBatchEnv). Give create_env, in Python."
         )
     try:
         return make_task(settings["env"])
@@ -149,7 +149,7 @@ def load_run(
         actor = build_learner(env, here).actor
         Checkpoint(policy=actor).load(saved.path, map_location="cpu")
     except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
-        env.close()
+        close_env(env)
         raise CheckpointError(
             f"cannot {purpose} {run_dir}: {saved.path.name} does not load, {error} (expected one "
             f"that fits {CONFIG_FILE}). Restore both, or train again."
@@ -185,7 +185,7 @@ def load_policy(
     """
     size = {} if create_env else {"num_envs": 1, "num_threads": 1}
     run = load_run(run_dir, "load", create_env, **size)
-    run.env.close()
+    close_env(run.env)
     return run.actor
 
 
@@ -221,7 +221,7 @@ def evaluate_run(
     size = {} if create_env else {"num_envs": episodes, "num_threads": available_cores()}
     run = load_run(run_dir, "evaluate", create_env, **size)
     run.env.set_seed(seed)
-    with contextlib.closing(run.env):
+    with closing_env(run.env):
         returns = evaluate(run.env, run.actor, episodes=episodes)
     return {
         "env": run.settings["env"],

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from torchrl_unilab.collectors.base import CreateEnv
-from torchrl_unilab.collectors.worker import on_host
+from torchrl_unilab.collectors.worker import closing_env, on_host
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
@@ -210,7 +210,7 @@ class Run:
             self.announce(self._without_own_settings())
         torch.set_num_threads(self.threads.learner_threads)
         torch.manual_seed(self._network_seed)
-        with contextlib.closing(self._create_proxy()) as proxy:
+        with closing_env(self._create_proxy()) as proxy:
             self.learner = build_learner(proxy, self.config)
             run_budget(proxy, self.learner, self.config).check()
         # What all see of the run first: a directory that is not shared differs in that.
@@ -377,7 +377,7 @@ class Run:
 
     def _evaluate(self) -> float:
         options, actor = self.options, on_host(self.learner.actor)
-        with contextlib.closing(self._evaluation_factory(self.threads.cores)()) as env:
+        with closing_env(self._evaluation_factory(self.threads.cores)()) as env:
             env.set_seed(options.seed)
             return float(evaluate(env, actor, episodes=options.eval_episodes).mean())
 
