@@ -10,6 +10,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torchrl.trainers import UTDRHook
 
 from tests.support.collecting import flat_state_env
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
@@ -288,6 +289,15 @@ def test_hooks_of_every_stage_are_called_with_a_tick_as_an_epoch(algorithm, fuse
     assert len(trainer._log_dict["seen_post_optim_log"]) == trainer.updates
     with pytest.raises(ConfigError, match=r"^hook stage 'post_loss': OffPolicyTrainer takes its"):
         trainer.register_op("post_loss", lambda batch: batch)
+
+
+def test_torchrls_hook_tells_the_updates_per_frame():
+    trainer = _trainer(20)
+    UTDRHook(trainer).register(trainer)
+    trainer.train()
+    before = trainer.updates - QUICK["updates_per_step"]  # the last tick's
+    ratio = before * QUICK["batch_size"] / trainer.collected_frames
+    assert trainer._log_dict["utd_ratio"][-1] == ratio
 
 
 def test_a_hook_on_minibatches_changes_what_is_learnt_from_and_looking_changes_nothing():

@@ -96,6 +96,7 @@ class ReplayCollector(WorkerCollector):
     Attributes:
         learners: Ranks that learn together, each from a collector of its own that is like this
             one. A trainer sets it, and counts the frames of all of them.
+        batch_size: Rows that each of them samples for an update. A trainer sets it.
 
     Examples:
         >>> from functools import partial
@@ -133,6 +134,7 @@ class ReplayCollector(WorkerCollector):
             )
         self.init_random_frames = init_random_frames
         self.learners = 1
+        self.batch_size: int | None = None
         self._replay = {"max_size": capacity, **(replay or {})}
         self._yielded = 0  # ticks
         self._launch(frames_per_batch, share=self.num_workers, explore=explore)
@@ -190,12 +192,18 @@ class ReplayCollector(WorkerCollector):
         return {"replay_size": self.storage.size, **super().status()}
 
     def getattr_rb(self, attr: str) -> Any:
-        """Return ``write_count``, the frames of all ticks and learners: trainers ask for it."""
-        if attr != "write_count":
-            raise AttributeError(
-                f"{attr!r} of the replay (expected 'write_count'). Ask `storage` itself."
-            )
-        return self._frames * self.learners
+        """Return what trainers ask of the replay, over all ticks and learners.
+
+        ``write_count`` is the frames; ``batch_size`` the rows of an update, None without a trainer.
+        """
+        match attr:
+            case "write_count":
+                return self._frames * self.learners
+            case "batch_size":
+                return self.batch_size and self.batch_size * self.learners
+        raise AttributeError(
+            f"{attr!r} of the replay (expected 'write_count' or 'batch_size'). Ask `storage`."
+        )
 
 
 def transition_keys(env: EnvBase) -> list[Any]:

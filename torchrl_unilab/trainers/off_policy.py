@@ -205,7 +205,7 @@ class OffPolicyTrainer(RankTrainer):
             )
         self.update = make_update(loss_module, config, ranks)
         if isinstance(collector, ReplayCollector):
-            collector.learners = ranks.size
+            collector.learners, collector.batch_size = ranks.size, config.batch_size
         super().__init__(
             collector=collector,
             total_frames=total_frames,
