@@ -8,6 +8,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from torchrl.envs import RewardScaling, TransformedEnv
 
 from tests.support.videos import read_video
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -179,3 +180,15 @@ def test_no_episodes_at_all_are_refused(policy):
     with pytest.raises(ConfigError, match=r"episodes: 0 \(expected at least 1\)"):
         evaluate(env, policy, episodes=0)
     env.close()
+
+
+def test_episodes_are_whole_where_the_environment_staggers_its_first():
+    lengths = []
+    for stagger in (False, True):
+        make = partial(MujocoBatchEnv, "HalfCheetah-v5", 8, num_threads=1, stagger=stagger)
+        env = TransformedEnv(make(max_episode_steps=20), RewardScaling(loc=1.0, scale=0.0))
+        cheetah = make_actor(17, 6)
+        env.set_seed(0)
+        lengths.append(evaluate(env, cheetah).round().tolist())  # each step earns 1
+        env.close()
+    assert lengths == [[20.0] * 8] * 2

@@ -43,7 +43,7 @@ Measure = Callable[[EnvBase], Mapping[str, float]]
 """Returns metrics of a worker's environment by name, always the same names."""
 
 
-def _base(env: EnvBase) -> EnvBase:
+def base_env(env: EnvBase) -> EnvBase:
     """Return the environment below all transforms."""
     while isinstance(env, TransformedEnv):
         env = env.base_env
@@ -76,7 +76,7 @@ def reward_terms(env: EnvBase) -> dict[str, float]:
         >>> sorted(reward_terms(env))
         ['reward_ctrl', 'reward_forward']
     """
-    base = _base(env)
+    base = base_env(env)
     terms = base.reward_terms if isinstance(base, MujocoBatchEnv) else {}
     return {f"reward_{name.removeprefix('reward_')}": float(v.mean()) for name, v in terms.items()}
 
@@ -185,7 +185,7 @@ class RolloutWorker:
         self.next_trajectory = first_trajectory + worker
         self._stride = workers
         self._carrier: TensorDictBase | None = None
-        base = _base(env)
+        base = base_env(env)
         self._staggers = isinstance(base, MujocoBatchEnv) and base.stagger
         self._to_stagger = self._staggers  # the episodes that start next
         self.log = EpisodeLog(self.num_envs)
@@ -239,6 +239,8 @@ class RolloutWorker:
         Raises:
             ConfigError: The state is of another environment.
         """
+        if state["env"] is not None:  # transforms such as CatFrames size their buffers in a step
+            self.env.rand_step(self.env.reset())
         if self._simulation is not None and state["simulation"] is not None:
             self._simulation.restore(state["simulation"])
         if state["env"] is not None:

@@ -19,7 +19,8 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors.base import CreateEnv
-from torchrl_unilab.collectors.worker import closing_env, on_host
+from torchrl_unilab.collectors.worker import base_env, closing_env, on_host
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, PeerGoneError
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
@@ -72,6 +73,9 @@ def _play(
     count = envs if episodes is None else episodes
     if count < 1:
         raise ConfigError(f"episodes: {count} (expected at least 1). Leave it out for {envs}.")
+    base = base_env(env)
+    if isinstance(base, MujocoBatchEnv) and base.stagger:
+        env.reset()  # after which episodes are whole
     rounds = [_play_round(env, policy, max_steps) for _ in range(-(-count // envs))]
     return torch.cat(rounds, 1)[:, :count]
 

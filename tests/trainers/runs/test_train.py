@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import signal
@@ -12,8 +13,9 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 from tensordict import TensorDictBase
-from torchrl.envs import GymEnv, TransformedEnv
+from torchrl.envs import CatFrames, GymEnv, TransformedEnv
 
 from tests.support.collecting import flat_state_env
 from tests.support.processes import DEADLINE, live_children, wait_for
@@ -472,3 +474,50 @@ def test_an_algorithm_in_place_of_an_option_is_told_where_it_goes(name, tmp_path
     expected = r"It is a setting: config=OffPolicyConfig.for_task\('Hopper-v5', algorithm='td3'\)"
     with pytest.raises(TypeError, match=expected):
         train_off_policy("Hopper-v5", frames=1024, run_dir=tmp_path, **{name: "td3"})
+
+
+def test_a_run_leaves_the_callers_generator_and_threads_as_they_were(tmp_path):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.manual_seed(123)
+        expected = torch.rand(3)
+        torch.manual_seed(123)
+        config = APPOConfig(**APPO)
+        options = {"run_dir": tmp_path / "run", "config": config, "progress_bar": False}
+        train_appo("InvertedPendulum-v5", frames=config.frames_per_rollout, **options)
+        assert torch.equal(torch.rand(3), expected)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _stacking_env() -> TransformedEnv:
+    """An environment whose transform has no buffer until it is stepped."""
+    env = MujocoBatchEnv("InvertedPendulum-v5", 2, num_threads=1)
+    return TransformedEnv(env, CatFrames(3, dim=-1, in_keys=["observation"]))
+
+
+def test_a_run_with_frames_that_are_stacked_is_resumed(tmp_path):
+    config = APPOConfig(num_envs=2, num_steps=16, minibatches=1, hidden=(8,))
+    options = {"run_dir": tmp_path / "run", "create_env": _stacking_env, "progress_bar": False}
+    train_appo("stacked", frames=64, config=config, **options)
+    del options["run_dir"]
+    assert resume_run(tmp_path / "run", frames=128, **options)["frames"] == 128
+
+
+def test_observations_that_are_not_finite_end_a_run_before_they_are_counted(tmp_path, monkeypatch):
+    count, calls = APPOTrainer._count_observations, iter(range(100))
+
+    def spoil(trainer: APPOTrainer, data: TensorDictBase) -> None:
+        if next(calls) == 4:
+            data = data.clone()
+            data["observation"][0] = math.nan
+        count(trainer, data)
+
+    monkeypatch.setattr(APPOTrainer, "_count_observations", spoil)
+    with pytest.raises(DivergedError, match=r"640 frames: not all of 'observation' are finite"):
+        _train(tmp_path, checkpoint_interval=64)
+    run = load_run(tmp_path, "evaluate", num_envs=1, num_threads=1)
+    run.env.close()
+    assert all(buffer.isfinite().all() for buffer in run.actor.buffers())

@@ -168,8 +168,8 @@ def load_policy(
 
     Returns:
         A module on the CPU that reads the run's observation, float32 [..., size], and writes
-        ``action``, float32 [..., size]. It explores unless
-        ``torchrl.envs.set_exploration_type(ExplorationType.DETERMINISTIC)`` is on.
+        ``action``, float32 [..., size]. It acts without noise; APPO's and SAC's explore where
+        ``torchrl.envs.set_exploration_type(ExplorationType.RANDOM)`` is on.
 
     Raises:
         CheckpointError: There is no run with a checkpoint in `run_dir`.

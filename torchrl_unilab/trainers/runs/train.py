@@ -194,7 +194,8 @@ class Run:
 
     def __call__(self) -> dict[str, Any]:
         """Take the steps; return the summary."""
-        with self.ranks, self._holding:
+        with self.ranks, self._holding, torch.random.fork_rng(devices=[]):
+            self._holding.callback(torch.set_num_threads, torch.get_num_threads())
             with contextlib.ExitStack() as closing:
                 self.prepare()
                 self.connect(closing)
