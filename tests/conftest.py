@@ -42,6 +42,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """Let children take the end of a terminal as usual, also where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_is_left_behind() -> Iterator[None]:
     """After all tests of a process: no child process and no segment of ours."""

@@ -183,6 +183,7 @@ sys.exit(cli.main(["tasks"]))
 """
 
 
+@pytest.mark.usefixtures("hangs_up")
 def test_a_closed_terminal_interrupts_in_silence():
     done = _run(HANGS_UP)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -72,11 +72,6 @@ class RankTrainer(Trainer):
         own = {key: one.moments(data.get(key)) for key, one in self.normalizers.items()}
         if not own:
             return
-        if bad := [key for key, moments in own.items() if not moments.isfinite().all()]:
-            raise DivergedError(
-                f"observations until {self.collected_frames} frames: not all of {bad[0]!r} are "
-                "finite (expected finite ones). Correct the environment or its transforms."
-            )
         sizes = [len(moments) for moments in own.values()]
         for gathered in self.ranks.gather(torch.cat([*own.values()])):
             for normalizer, moments in zip(

@@ -16,7 +16,7 @@ from torchrl_unilab.configs.off_policy import (
     compute_train_start_threshold,
 )
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
@@ -254,6 +254,11 @@ class OffPolicyTrainer(RankTrainer):
             self.storage.add(batch.select(*self._keys).reshape(-1, batch.shape[-1]))
         if self.normalizers:
             rows, self._counted = self.storage.read_since(self._counted)
+            if bad := [key for key in self.normalizers if not rows.get(key).isfinite().all()]:
+                raise DivergedError(
+                    f"observations until {self.collected_frames} frames: not all of {bad[0]!r} are "
+                    "finite (expected finite ones). Correct the environment or its transforms."
+                )
             self._count_observations(rows)
         self._ready = self._ready or not self.ranks.agree(self.storage.size < config.min_frames)
         if not self._ready:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +20,12 @@ from torchrl.envs import CatFrames, GymEnv, TransformedEnv
 
 from tests.support.collecting import flat_state_env
 from tests.support.processes import DEADLINE, live_children, wait_for
-from tests.support.quick import APPO
+from tests.support.quick import APPO, OFF_POLICY
 from tests.support.traces import load_events, spans
 from torchrl_unilab.cli import main
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import read_config
+from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.trainers import (
@@ -420,6 +422,7 @@ def test_ctrl_c_ends_with_a_checkpoint_a_trace_and_exit_code_130(tmp_path, monke
     assert not live_children()
 
 
+@pytest.mark.usefixtures("hangs_up")
 def test_the_end_of_a_terminal_leaves_a_checkpoint_of_what_was_learnt(tmp_path):
     options = "--env InvertedPendulum-v5 --frames 100000000 --num-envs 8 --checkpoint-interval 1024"
     command = [sys.executable, "-m", "torchrl_unilab", "train", "appo", *options.split()]
@@ -507,17 +510,19 @@ def test_a_run_with_frames_that_are_stacked_is_resumed(tmp_path):
 
 
 def test_observations_that_are_not_finite_end_a_run_before_they_are_counted(tmp_path, monkeypatch):
-    count, calls = APPOTrainer._count_observations, iter(range(100))
+    added = PackedReplayStorage.read_since
 
-    def spoil(trainer: APPOTrainer, data: TensorDictBase) -> None:
-        if next(calls) == 4:
-            data = data.clone()
-            data["observation"][0] = math.nan
-        count(trainer, data)
+    def spoil(storage: PackedReplayStorage, cursor: Any) -> tuple[TensorDictBase, Any]:
+        rows, after = added(storage, cursor)
+        if storage.size >= 24:
+            rows["observation"][0] = math.nan
+        return rows, after
 
-    monkeypatch.setattr(APPOTrainer, "_count_observations", spoil)
-    with pytest.raises(DivergedError, match=r"640 frames: not all of 'observation' are finite"):
-        _train(tmp_path, checkpoint_interval=64)
-    run = load_run(tmp_path, "evaluate", num_envs=1, num_threads=1)
+    monkeypatch.setattr(PackedReplayStorage, "read_since", spoil)
+    config = OffPolicyConfig(**OFF_POLICY)
+    options = {"config": config, "progress_bar": False, "checkpoint_interval": 4}
+    with pytest.raises(DivergedError, match=r"frames: not all of 'observation' are finite"):
+        train_off_policy("InvertedPendulum-v5", frames=160, run_dir=tmp_path / "run", **options)
+    run = load_run(tmp_path / "run", "evaluate", num_envs=1, num_threads=1)
     run.env.close()
     assert all(buffer.isfinite().all() for buffer in run.actor.buffers())
