@@ -183,12 +183,12 @@ def test_no_episodes_at_all_are_refused(policy):
 
 
 def test_episodes_are_whole_where_the_environment_staggers_its_first():
-    lengths = []
+    returns = []
     for stagger in (False, True):
         make = partial(MujocoBatchEnv, "HalfCheetah-v5", 8, num_threads=1, stagger=stagger)
         env = TransformedEnv(make(max_episode_steps=20), RewardScaling(loc=1.0, scale=0.0))
         cheetah = make_actor(17, 6)
         env.set_seed(0)
-        lengths.append(evaluate(env, cheetah).round().tolist())  # each step earns 1
+        returns.append(evaluate(env, cheetah).round().tolist())  # each step earns 1
         env.close()
-    assert lengths == [[20.0] * 8] * 2
+    assert returns == [[20.0] * 8] * 2

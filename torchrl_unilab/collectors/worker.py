@@ -241,10 +241,9 @@ class RolloutWorker:
         """
         if state["env"] is not None:  # transforms such as CatFrames size their buffers in a step
             self.env.rand_step(self.env.reset())
+            self.env.load_state_dict(state["env"])
         if self._simulation is not None and state["simulation"] is not None:
             self._simulation.restore(state["simulation"])
-        if state["env"] is not None:
-            self.env.load_state_dict(state["env"])
         torch.set_rng_state(state["random"])
         for module, snapshot in zip(self._modules, state["modules"], strict=True):
             module.restore(snapshot)
