@@ -21,6 +21,11 @@ from torchrl_unilab.weight_update import UniLabShmTransport
 make_env = partial(MujocoBatchEnv, "InvertedPendulum-v5", 3, num_threads=1, max_episode_steps=50)
 
 
+def _trainer() -> Mock:
+    """What is to collect 1000 frames."""
+    return Mock(total_frames=1000, _stop_training=False)
+
+
 def _collect(evaluation: BackgroundEvaluation, trainer: Mock, frames: int) -> None:
     """A batch has come; hooks look."""
     trainer.collected_frames = frames
@@ -49,7 +54,7 @@ def shared(policy: torch.nn.Module, transport: UniLabShmTransport) -> Iterator[A
 
 @pytest.fixture
 def evaluation(shared: BackgroundEvaluation) -> tuple[BackgroundEvaluation, Mock]:
-    trainer = Mock()
+    trainer = _trainer()
     shared.register(trainer)
     trainer.register_op.assert_called_once_with("post_steps", shared)
     shared.evaluations.clear()
@@ -112,6 +117,33 @@ def test_what_becomes_due_during_an_evaluation_is_left_out(evaluation):
     assert [one.frames for one in background.evaluations] == [100, 300]
 
 
+def test_a_restored_evaluation_goes_on_and_asks_again_for_what_had_not_ended(evaluation):
+    background, trainer = evaluation
+    trainer.register_module.assert_called_once_with("evaluation", background)
+    _collect(background, trainer, 150)
+    background.finish()
+    before = list(background.evaluations)
+    _collect(background, trainer, 210)  # runs while the checkpoint is written
+    state = background.state_dict()
+    background.finish()
+    background.load_state_dict(state)
+    assert background.evaluations == before
+    _collect(background, trainer, 230)
+    background.finish()
+    background.load_state_dict(background.state_dict())
+    _collect(background, trainer, 299)  # of the same interval
+    background.finish()
+    assert [one.frames for one in background.evaluations] == [150, 230]
+
+
+@pytest.mark.parametrize(("frames", "stopped"), [(1000, False), (500, True)], ids=["all", "early"])
+def test_the_last_batch_waits_for_the_evaluation(evaluation, frames, stopped):
+    background, trainer = evaluation
+    trainer._stop_training = stopped
+    _collect(background, trainer, frames)
+    assert [one.frames for one in background.evaluations] == [frames]
+
+
 def _endless_env() -> MujocoBatchEnv:
     """An environment in which no evaluation comes to its first step."""
     env = make_env()
@@ -127,7 +159,7 @@ def _endless_env() -> MujocoBatchEnv:
 def test_a_process_that_dies_fails_the_next_batch(policy, transport):
     background = BackgroundEvaluation(_endless_env, policy, transport, interval=100)
     try:
-        trainer = Mock()
+        trainer = _trainer()
         background.register(trainer)
         _collect(background, trainer, 100)
         (worker,) = background._process._workers
@@ -148,7 +180,7 @@ def test_an_interval_of_no_frames_is_refused_before_a_process_starts(policy, tra
 def test_an_evaluation_is_filmed_each_so_many_frames(policy, transport, tmp_path):
     stage = partial(MujocoBatchEnv, "InvertedPendulum-v5", 1, num_threads=1, max_episode_steps=3)
     videos = Videos(stage, tmp_path / "videos", interval=200)
-    trainer = Mock()
+    trainer = _trainer()
     evaluation = BackgroundEvaluation(make_env, policy, transport, interval=100, videos=videos)
     try:
         evaluation.register(trainer)

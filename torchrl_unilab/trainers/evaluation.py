@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -186,17 +186,30 @@ class BackgroundEvaluation:
         self.evaluations: list[Evaluation] = []
         self._trainer: Trainer | None = None
         self._running = False
-        self._begun = 0  # intervals in which a batch has come
+        self._begun = 0  # frames at which the newest interval began, seen or left out
         self._videos = videos
-        self._filmed = 0  # intervals of videos in which an evaluation has come
+        self._filmed = 0  # frames of the newest video
         stage = videos.create_env if videos else None
         payload = cloudpickle.dumps((create_env, stage, on_host(policy)))
         self._process = WorkerGroup(_run, [(payload, transport, episodes, seed)], name="evaluation")
 
     def register(self, trainer: Trainer) -> None:
-        """Look after each batch. There is no state for checkpoints."""
+        """Look after each batch. Checkpoints have the evaluations that ended before them."""
         self._trainer = trainer
         trainer.register_op("post_steps", self)
+        trainer.register_module("evaluation", self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been evaluated and filmed; what runs is asked for again."""
+        ended = self.evaluations[-1].frames if self.evaluations else 0
+        begun = ended if self._running else self._begun
+        evaluations = [list(one) for one in self.evaluations]
+        return {"evaluations": evaluations, "begun": begun, "filmed": min(self._filmed, begun)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after what has been evaluated."""
+        self.evaluations[:] = [Evaluation(*one) for one in state_dict["evaluations"]]
+        self._begun, self._filmed = state_dict["begun"], state_dict["filmed"]
 
     @property
     def pids(self) -> list[int]:
@@ -204,22 +217,31 @@ class BackgroundEvaluation:
         return self._process.pids
 
     def __call__(self) -> None:
-        """Log an evaluation that has ended; ask for the next if it is due."""
-        assert self._trainer is not None, "register comes first"
+        """Log an evaluation that has ended; ask for the next if it is due.
+
+        After the last batch it is waited for: the last checkpoint has it.
+        """
+        trainer = self._trainer
+        assert trainer is not None, "register comes first"
         if self._running and self._process.poll(0):
             self.finish()
-        frames = self._trainer.collected_frames
-        if frames // self.interval > self._begun:
-            self._begun = frames // self.interval
+        frames = trainer.collected_frames
+        if frames // self.interval > self._begun // self.interval:
+            self._begun = frames
             if not self._running:
                 self._process.send(0, frames, self._video(frames))
                 self._running = True
+        if frames >= trainer.total_frames or trainer._stop_training:
+            self.finish()
 
     def _video(self, frames: int) -> Path | None:
         """Where the evaluation is filmed to, if it is to be."""
-        if self._videos is None or frames // self._videos.interval <= self._filmed:
+        if self._videos is None:
             return None
-        self._filmed = frames // self._videos.interval
+        interval = self._videos.interval
+        if frames // interval <= self._filmed // interval:
+            return None
+        self._filmed = frames
         return self._videos.directory / f"frames-{frames:012d}.mp4"
 
     def finish(self) -> None:

@@ -187,6 +187,18 @@ def test_a_run_ahead_of_the_learner_goes_on_with_counters_curve_replay_and_logs(
     assert evaluate_run(run_dir, episodes=1)["mean"] == pytest.approx(after["eval_return"])
 
 
+def test_evaluations_begin_with_a_resume_that_asks_for_them_and_go_on_with_the_next(run_dir):
+    """The first checkpoint knows of none."""
+    quiet = {"progress_bar": False, "eval_episodes": 1}
+    once = resume_run(run_dir, frames=2 * FRAMES, eval_interval=INTERVAL, **quiet)["evaluations"]
+    twice = resume_run(run_dir, frames=3 * FRAMES, **quiet)["evaluations"]
+    assert twice[: len(once)] == once
+    assert FRAMES < once[0].frames
+    assert 2 * FRAMES < twice[-1].frames
+    logged = (run_dir / "logs" / "scalars" / "eval_return.csv").read_text().splitlines()
+    assert [int(line.split(",")[0]) for line in logged] == [one.frames for one in twice]
+
+
 def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path, monkeypatch):
     kill = at_the_kill(lambda hook: os.kill(hook.collector.pids[0], signal.SIGKILL))
     keeps_all = dataclasses.replace(RUNS["sac"][1], replay_buffer_n=FRAMES // 4)

@@ -380,7 +380,9 @@ def load_trainer(trainer: RankTrainer, saved: SavedRun) -> None:
         CheckpointError: The checkpoint does not fit.
     """
     own = {"rng", "trainer_module.pipeline"} if trainer.ranks.rank else set()
-    components = set(trainer.checkpoint.components) - own
+    parts = Checkpoint.manifest(saved.path)["components"].keys()
+    asked_for_since = {"trainer_module.evaluation"} - parts
+    components = set(trainer.checkpoint.components) - own - asked_for_since
     first = {"replay"} & components  # its writers refer to its rows
     try:
         if first:

@@ -304,8 +304,6 @@ class Run:
         try:
             if trainer.collected_frames < self.options.frames:  # else it was killed after its end
                 trainer.train()
-            if self.evaluation is not None:
-                self.evaluation.finish()
         except KeyboardInterrupt as interrupt:
             self.ranks.leave(interrupt)  # first: the others wait
             if self.leads:
