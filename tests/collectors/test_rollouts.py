@@ -611,6 +611,24 @@ def test_returns_are_sums_over_all_rewards_of_an_environment():
     assert mean_return(Agents) == pytest.approx(mean_return(CountingEnv))
 
 
+@pytest.mark.filterwarnings("ignore:Support of VecNormV2:UserWarning")
+def test_an_inline_collector_begins_with_an_environment_that_has_learnt_nothing():
+    def make() -> TransformedEnv:
+        return TransformedEnv(CountingEnv(), VecNorm(in_keys=["observation"], new_api=True))
+
+    def first(**mode: bool) -> torch.Tensor:
+        with _collector(make_policy(0.0), make, total_frames=FRAMES, **mode) as collector:
+            return next(iter(collector))["observation"].clone()
+
+    assert first(inline=True).equal(first(lockstep=True))
+
+
+def test_an_inline_collector_leaves_open_the_one_environment_that_its_function_has():
+    env = CountingEnv()
+    with _collector(make_policy(0.0), lambda: env, total_frames=FRAMES, inline=True) as collector:
+        assert len(list(collector)) == 1
+
+
 @pytest.mark.filterwarnings("ignore:This class is to be deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:VecNorm was.*initialized:UserWarning")
 def test_workers_share_what_an_environment_creator_shares():

@@ -159,7 +159,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             share: Workers that collect a batch together.
             explore: Wraps the policy for acting in a worker.
         """
-        env = self._factories[0]()
+        env, own = self._factories[0](), None
         try:
             self.num_envs = env.batch_size.numel()
             num_steps = steps_of(frames_per_batch, self.num_envs, share)
@@ -183,7 +183,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
             )
             workers: WorkerService | WorkerGroup
             if self._inline:
-                workers = build_service(setup, copy.copy(self.scheme), sink, metrics, env=env)
+                own = self._factories[0]()  # not stepped yet: it may learn from what it sees
+                workers = build_service(setup, copy.copy(self.scheme), sink, metrics, env=own)
             else:
                 shared, count = (setup, self.scheme, sink, metrics), self.num_workers
                 arguments = [(*shared, worker, count) for worker in range(count)]
@@ -191,11 +192,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
                     run_worker, arguments, name="collector", num_threads=self._num_threads
                 )
             self._team = WorkerTeam(
-                workers,
-                sink,
-                metrics,
-                timeout=self.timeout,
-                restart_workers=self.restart_workers,
+                workers, sink, metrics, timeout=self.timeout, restart_workers=self.restart_workers
             )
             self.scheme.connect()
             self.set_seed(self._first_seed)
@@ -203,7 +200,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             self.shutdown()
             raise
         finally:
-            if self._team is None or self._team.service is None:
+            if env is not own:  # a function may give the one that it has
                 close_env(env)
 
     def _open_sink(self) -> Any:

@@ -242,6 +242,35 @@ def test_any_torchrl_environment_serves(tmp_path):
     assert summary["frames"] >= 64
 
 
+def _four_pendulums() -> MujocoBatchEnv:
+    return MujocoBatchEnv("InvertedPendulum-v5", 4, num_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        (APPOConfig(num_envs=8, num_steps=6), "each takes 12 steps in place of 6 (num_steps)"),
+        (OffPolicyConfig(num_envs=8), "each takes 2 steps in place of 1 (env_steps_per_sync)"),
+        (APPOConfig(num_envs=4), None),
+    ],
+)
+def test_a_batch_of_another_size_than_num_envs_is_announced(tmp_path, config, line):
+    announced: list[str] = []
+    options = {"create_env": _four_pendulums, "announce": announced.append}
+    Run(RunConfig("p", 100_000), config, tmp_path / "run", **options).prepare()
+    found = [one.split(": ")[1] for one in announced if "create_env" in one]
+    assert found == ([f"{line}, for as many frames"] if line else [])
+
+
+def test_a_batch_that_num_envs_does_not_fill_is_refused_by_its_name(tmp_path):
+    config = OffPolicyConfig(num_envs=3)
+    with pytest.raises(ConfigError, match=r"num_envs: 3, where create_env makes 4 .*num_envs to 4"):
+        train_off_policy(
+            "p", frames=5000, run_dir=tmp_path / "run", config=config, create_env=_four_pendulums
+        )
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_on_another_environment_is_evaluated_and_resumed_with_what_makes_it(tmp_path):
     # A known name, which would be another task than was trained on.
     run = {"env": "InvertedPendulum-v5", "create_env": _pendulum, "frames": 64}

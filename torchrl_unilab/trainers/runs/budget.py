@@ -49,6 +49,7 @@ __all__ = [
     "RunBudget",
     "RunSizes",
     "check_frames",
+    "fit_environments",
     "memory_limits",
     "replay_items",
     "ring_items",
@@ -174,6 +175,37 @@ def check_frames(frames: int, config: Config, ranks: int = 1, name: str = "frame
             f"{name}: {frames} (expected at least {least}, which the first update needs). Ask for "
             "more, or lower learning_starts or batch_size."
         )
+
+
+def fit_environments(env: EnvBase, config: Config) -> str | None:
+    """Say how many steps a batch of another size than ``num_envs`` takes for as many frames.
+
+    Args:
+        env: What a caller's ``create_env`` made.
+        config: Settings of the run.
+
+    Returns:
+        A line for a person; None if the batch is as set.
+
+    Raises:
+        ConfigError: The steps are not whole.
+    """
+    made = env.batch_size.numel()
+    if made == config.num_envs:
+        return None
+    name = "num_steps" if isinstance(config, APPOConfig) else "env_steps_per_sync"
+    steps = getattr(config, name)
+    frames = config.num_envs * steps
+    if frames % made:
+        raise ConfigError(
+            f"num_envs: {config.num_envs}, where create_env makes {made} (expected as many, or a "
+            f"number of which {frames} frames, num_envs x {name}, are a multiple). Set num_envs to "
+            f"{made}."
+        )
+    return (
+        f"create_env makes {made} environments, not {config.num_envs} (num_envs): each takes "
+        f"{frames // made} steps in place of {steps} ({name}), for as many frames"
+    )
 
 
 def run_threads(config: Config) -> ThreadPlan:

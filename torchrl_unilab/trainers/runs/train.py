@@ -32,7 +32,7 @@ from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, stop_when, tell_progress
-from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
+from torchrl_unilab.trainers.runs.budget import Config, check_frames, fit_environments, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
     RunCheckpoints,
@@ -81,7 +81,8 @@ def train_appo(
         seed: Seeds networks, environments and sampling.
         config: Settings; the task's own if not given.
         create_env: Makes one collector's environment, of any TorchRL kind; picklable.
-            `MujocoBatchEnv` of the task if not given.
+            `MujocoBatchEnv` of the task if not given. Where it makes another number than
+            ``num_envs``, each takes more or fewer steps, for as many frames.
         announce: Is called with lines for a person.
         **options: Other fields of `RunConfig`, such as ``stop_at`` or ``eval_interval``.
 
@@ -212,6 +213,8 @@ class Run:
         torch.set_num_threads(self.threads.learner_threads)
         torch.manual_seed(self._network_seed)
         with closing_env(self._create_proxy()) as proxy:
+            if OWN_ENVIRONMENT in self.settings and (line := fit_environments(proxy, self.config)):
+                self.announce(line)
             self.learner = build_learner(proxy, self.config)
             run_budget(proxy, self.learner, self.config).check()
         # What all see of the run first: a directory that is not shared differs in that.
