@@ -40,7 +40,7 @@ Point = Sequence[float]
 
 _ON_CPU = {"device": "cpu", "collector_device": "cpu"}
 BEFORE: dict[str, dict[str, Any]] = {
-    "appo": {"noise_correlation": 0.0, "final_log_std": None} | _ON_CPU,
+    "appo": {"noise_correlation": 0.0, "final_log_std": None, "final_gamma": None} | _ON_CPU,
     "sac": {"matmul_dtype": "float32", "anneal": 0.0} | _ON_CPU,
     "td3": {"matmul_dtype": "float32", "anneal": 0.0} | _ON_CPU,
 }

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from torchrl_unilab.configs.appo import APPOConfig
+from torchrl_unilab.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,23 @@ def test_the_bound_of_the_deviation_falls_while_the_rate_does(anneal, progress, 
 
 def test_without_a_last_deviation_there_is_no_bound():
     assert APPOConfig().highest_log_std(0.5) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("progress", "horizon"), [(-0.1, 100), (0.0, 100), (0.5, 200), (1.0, 400), (1.1, 400)]
+)
+def test_the_horizon_of_the_discount_grows_by_one_factor_in_equal_shares_of_the_run(
+    progress, horizon
+):
+    config = APPOConfig(gamma=0.99, final_gamma=0.9975)
+    assert 1 / (1 - config.discount(progress)) == pytest.approx(horizon)
+
+
+def test_without_a_last_discount_it_stays():
+    assert APPOConfig(gamma=0.97).discount(0.7) == 0.97
+
+
+@pytest.mark.parametrize(("gamma", "last"), [(0.99, 1.0), (1.0, 0.99)])
+def test_an_infinite_horizon_grows_from_or_to_none(gamma, last):
+    with pytest.raises(ConfigError, match=r"final_gamma: .* \(expected both below 1"):
+        APPOConfig(gamma=gamma, final_gamma=last)

@@ -100,7 +100,7 @@ def test_no_number_is_a_flag_and_no_flag_a_number(config, field):
         _build(config, **{field.name: other})
 
 
-SHARES = ("gamma", "lambda_", "tau", "noise_correlation", "anneal")
+SHARES = ("gamma", "final_gamma", "lambda_", "tau", "noise_correlation", "anneal")
 POSITIVE = ("lr", "lr_actor", "lr_critic", "lr_alpha", "alpha", "desired_kl", "max_grad_norm")
 POSITIVE += ("reward_scale", "value_clip", "max_seconds", "rho_bar")
 NON_NEGATIVE = ("clip_epsilon", "critic_coeff", "c_bar", "target_noise")

@@ -141,6 +141,29 @@ def test_the_bound_of_the_deviation_falls_to_its_last_value(fused):
     assert highest == pytest.approx([-1.5, -2.0, -2.5, -3.0])
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_values_are_estimated_with_a_discount_that_rises(fused, monkeypatch):
+    trainer = _trainer(4, gamma=0.9, final_gamma=0.99, fused=fused)
+    discounts, estimate = [], APPOLoss.estimate
+
+    def recorded(loss: APPOLoss, rollouts: TensorDictBase) -> TensorDictBase:
+        discounts.append(loss.gamma)
+        return estimate(loss, rollouts)
+
+    monkeypatch.setattr(APPOLoss, "estimate", recorded)
+
+    trainer.train()
+
+    assert discounts == pytest.approx([1 - 0.1 ** (1 + i / 4) for i in range(4)])
+
+
+def test_without_a_last_discount_that_of_the_loss_stays():
+    trainer = _trainer(2, gamma=0.9)
+    trainer.loss_module.gamma = 0.8  # one's own
+    trainer.train()
+    assert trainer.loss_module.gamma == 0.8
+
+
 def test_without_a_last_value_the_deviation_has_no_bound():
     trainer = _trainer(4)
     trainer.train()

@@ -99,6 +99,11 @@ class APPOConfig(Settings):
         "correlation of an environment's exploration noise with its step before; 0: white noise",
     )
     gamma: Fraction = setting(0.99, "discount per step")
+    final_gamma: Fraction | None = setting(
+        None,
+        "discount after the last frame; the horizon, 1 / (1 - gamma), grows to its own by the same "
+        "factor in equal shares of the run; None: gamma stays",
+    )
     lambda_: Fraction = setting(0.95, "decay of V-trace's traces")
     rho_bar: Positive = setting(1.0, "V-trace's bound of the ratio in temporal differences")
     c_bar: NonNegative = setting(1.0, "V-trace's bound of the ratio in traces")
@@ -151,6 +156,11 @@ class APPOConfig(Settings):
                 f"frames of a rollout, num_envs {self.num_envs} x num_steps {self.num_steps}). "
                 "Lower it, or collect more at a time."
             )
+        if self.final_gamma is not None and 1.0 in (self.gamma, self.final_gamma):
+            raise ConfigError(
+                f"final_gamma: {self.final_gamma} with gamma {self.gamma} (expected both below 1: "
+                "no horizon grows to or from an infinite one). Use 0.998, or leave it out."
+            )
         if self.lockstep and self.slots is not None and self.slots < self.num_collectors:
             raise ConfigError(
                 f"slots: {self.slots} in lock-step (expected at least num_collectors, "
@@ -165,6 +175,18 @@ class APPOConfig(Settings):
     def highest_lr(self, progress: float) -> float:
         """Return the highest learning rate after a share `progress` of the run."""
         return self.lr * self._left(progress) if self.anneal else self.lr
+
+    def discount(self, progress: float) -> float:
+        """Return the discount after a share `progress` of the run.
+
+        A rising discount: François-Lavet et al. 2015, "How to Discount Deep Reinforcement
+        Learning: Towards New Dynamic Strategies", https://arxiv.org/abs/1512.02011. There it
+        rises by a rate of its own; here by the share of the run.
+        """
+        if self.final_gamma is None:
+            return self.gamma
+        done = min(1.0, max(0.0, progress))
+        return 1.0 - math.pow(1 - self.gamma, 1 - done) * math.pow(1 - self.final_gamma, done)
 
     def highest_log_std(self, progress: float) -> float:
         """Return the bound of the log standard deviation after a share `progress` of the run.

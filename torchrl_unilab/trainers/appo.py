@@ -159,6 +159,8 @@ class APPOTrainer(RankTrainer):
         self.optimization_stepper.limit_lr(self.config.highest_lr(before))
         self._take_in(batch)
         loss = self.loss_module
+        if self.config.final_gamma is not None:
+            loss.gamma = self.config.discount(before)
         # The environments first, as the loss has it.
         estimated = loss.estimate(self.pool.data.transpose(0, 1)).select(*loss.in_keys)
         pool = estimated.reshape(-1)
