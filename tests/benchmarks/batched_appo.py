@@ -163,6 +163,7 @@ class BatchedLearner:
         self._steps, self._rollouts = torch.zeros(()), 0
         self.max_lr = self._each(lambda m: m.config.lr)
         self.lr = self.max_lr.clone()
+        self.discounts = [member.config.gamma for member in members]
         self.value_mean = flat.new_zeros(len(flat), 1, 1)
         self.value_std = torch.ones_like(self.value_mean)
         # What each step reads, [S, 1].
@@ -261,7 +262,7 @@ class BatchedLearner:
                 after,
                 reward * config.reward_scale,
                 *flags,
-                gamma=config.gamma,
+                gamma=self.discounts[i],
                 lambda_=config.lambda_,
                 rho_bar=config.rho_bar,
                 c_bar=config.c_bar,

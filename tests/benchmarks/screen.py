@@ -138,6 +138,7 @@ class Screen:
         for update in range(updates):
             rollout = self.collect()
             learner.max_lr = torch.tensor([[c.highest_lr(update / updates)] for c in configs])
+            learner.discounts = [config.discount(update / updates) for config in configs]
             self.behaviour.copy_(learner.policies)  # which acts on while the learner learns
             statistics.append(learner.update(rollout))
             done = (update + 1) / updates

@@ -174,11 +174,13 @@ def test_staggered_first_episodes_do_not_count():
     trained.env.close()
 
 
-def test_noise_follows_and_its_deviation_is_bounded_as_each_member_says(monkeypatch):
+def test_noise_and_discount_are_what_each_member_says(monkeypatch):
     monkeypatch.setattr(Screen, "evaluate", lambda _: [])
     torch.set_default_dtype(torch.float32)
     plain = APPOConfig(num_envs=8, num_steps=200, epochs=1, minibatches=1)
-    other = dataclasses.replace(plain, noise_correlation=0.9, final_log_std=-2.0)
+    other = dataclasses.replace(
+        plain, noise_correlation=0.9, final_log_std=-2.0, gamma=0.9, final_gamma=0.99
+    )
     screened = Screen("Swimmer-v5", [Member(0, plain), Member(0, other)])
     drawn, log_prob = [], screened.behaviour.log_prob
 
@@ -187,13 +189,14 @@ def test_noise_follows_and_its_deviation_is_bounded_as_each_member_says(monkeypa
         return log_prob(noise)
 
     monkeypatch.setattr(screened.behaviour, "log_prob", recording)
-    screened.train(screened.config.frames_per_rollout)
+    screened.train(2 * screened.config.frames_per_rollout)
     noise = torch.stack(drawn)  # [T, S, size, n]
     followed = (noise[1:] * noise[:-1]).mean((0, 2, 3))
     torch.testing.assert_close(followed, torch.tensor([0.0, 0.9]), atol=0.1, rtol=0)
     highest = screened.learner.policies.log_std.amax(1)
     assert highest[0] > -0.1
     assert highest[1] == -2.0
+    assert screened.learner.discounts == pytest.approx([0.99, 1 - (0.1 * 0.01) ** 0.5])
     screened.env.close()
 
 
