@@ -20,7 +20,7 @@ from torchrl_unilab.modules import (
     make_sac_actor,
 )
 from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer, appo
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import CollectorReport, EpisodeReturns
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -139,6 +139,23 @@ def test_the_bound_of_the_deviation_falls_to_its_last_value(fused):
     trainer.train()
 
     assert highest == pytest.approx([-1.5, -2.0, -2.5, -3.0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"target_update_freq": 3}, {"pool": 2, "fused": False}])
+def test_the_fall_of_the_bound_is_no_divergence_that_slows_the_learning(settings):
+    trainer = _trainer(6, final_log_std=-13.0, **settings)  # by 2 each rollout
+    loss = trainer.loss_module
+    apart = []
+
+    def compare(*_: object) -> None:
+        target, current = loss.target_actor_network[0].log_std, loss.actor_network[0].log_std
+        apart.append((target - current).abs().max().item())
+
+    trainer.register_op("post_steps", compare)
+
+    trainer.train()
+
+    assert max(apart) < 0.1
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -357,14 +374,32 @@ def test_the_collectors_word_and_the_policy_lag_are_logged():
     assert 0.0 < trainer.busy_time.busy < 1.0
 
 
+def test_of_more_samples_than_torch_takes_a_quantile_of_some_are_taken(monkeypatch):
+    monkeypatch.setattr(appo, "_MOST_SORTED", FRAMES // 3)
+    quantile, counts = torch.Tensor.quantile, []
+
+    def recorded(samples: torch.Tensor, *arguments: float) -> torch.Tensor:
+        counts.append(len(samples))
+        return quantile(samples, *arguments)
+
+    monkeypatch.setattr(torch.Tensor, "quantile", recorded)
+    trainer = _trainer(2)
+
+    trainer.train()
+
+    assert counts == [FRAMES // 4] * 2
+
+
 @pytest.mark.parametrize(("behind", "stale"), [(0, 0), (2, 0), (3, 4)])
 def test_rollouts_that_aged_beyond_the_bound_are_not_learnt_from(behind, stale):
     trainer = _trainer(4, max_policy_lag=2)
     published = trainer.lag.scheme
+    before = published.version
     trainer.lag.scheme = Mock(applied_versions={})
     type(trainer.lag.scheme).version = PropertyMock(side_effect=lambda: published.version + behind)
     trainer.train()
     assert trainer.stale == stale
+    assert published.version - before == 4 - stale  # what was learnt, and nothing else
     assert (trainer._optim_count == 0) == (stale > 0)
     assert trainer.collected_frames == 4 * FRAMES
 

@@ -26,6 +26,16 @@ def test_weights_are_published_every_nth_batch():
     assert collector.update_policy_weights_.call_count == 3
 
 
+def test_a_batch_that_is_left_out_neither_counts_nor_is_published():
+    collector = Mock()
+    hook = PublishWeights(collector, every=2)
+    for left_out in (True, False, True, False):
+        if left_out:
+            hook.skip()
+        hook()
+    collector.update_policy_weights_.assert_called_once_with()
+
+
 def test_the_hook_that_is_replaced_names_where_the_trainer_keeps_each_model():
     collector, trainer = Mock(), Mock()
     trainer.loss_module.actor = "the actor"

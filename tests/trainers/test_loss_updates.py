@@ -265,6 +265,21 @@ def test_a_loss_without_target_networks_is_learnt_by():
     assert all(changed)
 
 
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_targets_begin_where_networks_are_that_were_loaded(algorithm, fused):
+    learner = build_learner(_env(), OffPolicyConfig(algorithm, hidden=(8,)))
+    _move_networks(learner)
+
+    make_update(learner.loss, OffPolicyConfig(algorithm, hidden=(8,), fused=fused))
+
+    state = learner.loss.state_dict()
+    targets = {name: value for name, value in state.items() if name.startswith("target_")}
+    assert len(targets) >= 4
+    for name, target in targets.items():
+        assert torch.equal(target, state[name.removeprefix("target_")]), name
+
+
 def test_truncated_rows_that_would_pass_for_terminated_are_refused():
     config = OffPolicyConfig("sac", hidden=(), fused=False)
     rows = make_transitions(ROWS, OBS, ACT)

@@ -62,9 +62,17 @@ class PublishWeights(TrainerHookBase):
         self._map: Mapping[str, str] | None = None
         self._trainer: Trainer | None = None
         self._counted = 0
+        self._skipped = False
+
+    def skip(self) -> None:
+        """Leave the batch out: nothing was learnt from it, and versions count what was."""
+        self._skipped = True
 
     def __call__(self) -> None:
         """Count a batch; publish if it is due."""
+        if self._skipped:
+            self._skipped = False
+            return
         self._counted += 1
         if self._counted % self.every:
             return

@@ -30,7 +30,9 @@ _LAG_SHARE = "share of the batches so far whose policy lag was {}"
 LOGGED_METRICS: dict[str, LoggedMetric] = {
     # Episodes and speed
     "return": LoggedMetric(
-        "mean undiscounted return of each worker's last 64 episodes", "reward", "CollectorReport"
+        "mean undiscounted return of the last 64 episodes, as many of each worker",
+        "reward",
+        "CollectorReport",
     ),
     "episode_length": LoggedMetric("mean length of these episodes", "steps", "CollectorReport"),
     "timeout_rate": LoggedMetric(
@@ -71,7 +73,8 @@ LOGGED_METRICS: dict[str, LoggedMetric] = {
     # Policy lag
     "policy_version": LoggedMetric("newest published version", "versions", "LogPolicyLag"),
     "policy_lag": LoggedMetric(
-        "published versions that the batch is behind, mean over its frames",
+        "published versions that the batch is behind, mean over its frames (APPO), or that the "
+        "worker furthest behind is (SAC, TD3)",
         "versions",
         "LogPolicyLag",
     ),
@@ -113,7 +116,8 @@ LOGGED_METRICS: dict[str, LoggedMetric] = {
         "share of the value targets' variance that the critic explains", "up to 1", "APPOTrainer"
     ),
     "lr": LoggedMetric("learning rate after the rollout's steps", "1", "APPOTrainer"),
-    # SAC and TD3, means over the updates of a tick; the policy's over its own updates
+    # SAC and TD3, means over the updates of a tick. Where an update leaves the policy out, the
+    # policy's are those of its last one.
     "loss_qvalue": LoggedMetric(
         "sum of both critics' value losses", "scaled return²", "OffPolicyTrainer"
     ),

@@ -177,7 +177,10 @@ class LossUpdate:
 def make_update(
     loss: LossModule, config: OffPolicyConfig, ranks: Ranks = ALONE
 ) -> FusedSACUpdate | FusedTD3Update | LossUpdate:
-    """Return what takes the updates: a fused one where the loss allows."""
+    """Return what takes the updates: a fused one where the loss allows.
+
+    Targets begin where their networks are, whatever was loaded into these: `SoftUpdate` sees to it.
+    """
     on_cpu = next(loss.parameters()).device.type == "cpu"
     options: dict[str, Any] = {
         "lr_actor": config.lr_actor,
@@ -188,8 +191,10 @@ def make_update(
         "policy_thread": on_cpu and (config.learner_threads or available_cores()) > 1,
     }
     if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
+        SoftUpdate(loss, tau=config.tau)
         return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **options)
     if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
+        SoftUpdate(loss, tau=config.tau)
         return FusedTD3Update(loss, **options)
     if isinstance(loss, TD3Loss):
         _check_actor_inputs(loss)
