@@ -69,9 +69,9 @@ KNOWN: tuple[Known, ...] = (
     Known("Walker2d-v5", "td3", 2517, 378, 300_000, 3),
 )
 """Measured figures only. APPO's on Ant, HalfCheetah and Walker2d are of 1,500,000 to 2,000,000
-frames, alone on two cores of an AMD EPYC, Hopper's of 2,000,000 on an Intel that was busy. Two runs at a time
-shared two cores for Humanoid, InvertedDoublePendulum, Pusher, Reacher, Swimmer, and SAC: alone
-each takes less.
+frames, alone on two cores of an AMD EPYC, Hopper's of 2,000,000 on an Intel that was busy. Two runs
+at a time shared two cores for Humanoid, InvertedDoublePendulum, Pusher, Reacher, Swimmer, and SAC:
+alone each takes less.
 Humanoid, HumanoidStandup, TD3, and SAC on Ant and Hopper ran beside test suites or three other
 runs: alone they take far less."""
 
