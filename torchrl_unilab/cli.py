@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGHUP, _hang_up)
     try:
         code = int(options.run(options))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by `>&-`
+            sys.stdout.flush()
         return code
     except (ConfigError, WorkerError) as error:
         print(f"error: {error}", file=sys.stderr)  # with the lines of a table, or a traceback
@@ -216,7 +217,11 @@ def _train(options: argparse.Namespace) -> int:
     if not summary["interrupted"]:
         return 0
     directory = shlex.quote(options.run_dir)
-    again = f"torchrl-unilab train {options.algorithm} --run-dir {directory} --resume"
+    ranks = summary["ranks"]
+    start = "torchrl-unilab"
+    if ranks > 1:
+        start = f"torchrun --nproc-per-node {ranks} -m torchrl_unilab"
+    again = f"{start} train {options.algorithm} --run-dir {directory} --resume"
     print(f"interrupted after {summary['frames']:,} frames; to go on: {again}", file=sys.stderr)
     return 130
 

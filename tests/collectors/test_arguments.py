@@ -9,7 +9,7 @@ import torch
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 FRAMES = 2 * 16
@@ -52,6 +52,13 @@ def test_what_ray_collectors_hand_on_changes_nothing():
 def test_a_stock_argument_that_asks_for_something_is_refused_by_name(argument, value):
     with pytest.raises(ConfigError, match=argument):
         collected(**{argument: value})
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_environments_of_another_size_than_the_first_workers_are_refused(sizes):
+    factories = [partial(CountingEnv, (size,)) for size in sizes]
+    with pytest.raises(WorkerError, match=rf"worker 1: batch size \({sizes[1]},\) \(expected"):
+        APPOCollector(factories, make_policy(), frames_per_batch=FRAMES)
 
 
 def test_an_argument_that_no_collector_has_is_a_type_error():

@@ -91,6 +91,16 @@ def test_the_value_loss_against_numbers_computed_by_hand(value_clip, value, old,
     assert loss(row)["loss_critic"].item() == pytest.approx(expected)
 
 
+def test_rewards_of_another_dtype_are_learnt_in_that_of_the_values():
+    loss = _loss()
+    rollout = _rollout(loss)
+    expected = loss.estimate(rollout)
+    rollout["next", "reward"] = rollout["next", "reward"].double()
+    found = loss.estimate(rollout)
+    for key in ("value_target", "advantage"):
+        assert torch.equal(found[key], expected[key])
+
+
 def test_all_losses_follow_a_reference_in_float64():
     settings = {"clip_epsilon": 0.1, "value_clip": 0.3, "entropy_coeff": 0.01, "rho_bar": 0.9}
     loss = _loss(critic_coeff=0.7, **settings)

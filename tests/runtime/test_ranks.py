@@ -236,6 +236,15 @@ def test_a_rank_that_waits_for_another_can_be_interrupted(number):
         assert receive(ranks.pipes[0]) == "interrupted"
 
 
+@pytest.mark.parametrize("rank", ["1", "-1"])
+def test_a_rank_that_no_world_has_is_refused(rank, monkeypatch):
+    """A job array may set RANK alone: each job would take itself for one that writes nothing."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(ConfigError, match=rf"RANK is {rank} \(expected 0 to 0, as WORLD_SIZE is 1"):
+        Ranks.of_torchrun()
+
+
 def test_alone_each_verb_leaves_all_as_it_is(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     gradient, statistics = torch.ones(2), torch.full((1,), math.nan)

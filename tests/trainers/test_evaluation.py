@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -193,6 +194,20 @@ def test_an_evaluation_is_filmed_each_so_many_frames(policy, transport, tmp_path
     assert names == ["frames-000000000200.mp4", "frames-000000000400.mp4"]
     frames, _ = read_video(videos.directory / names[0])
     assert len(frames) == 4  # three steps, and the first state
+
+
+def test_an_episode_that_nothing_ends_is_cut():
+    endless = partial(MujocoBatchEnv, "HalfCheetah-v5", 2, num_threads=1, max_episode_steps=10**6)
+    cheetah = make_actor(17, 6)
+    with contextlib.closing(UniLabShmTransport.from_state_dict(cheetah)) as published:
+        background = BackgroundEvaluation(endless, cheetah, published, interval=1, max_steps=7)
+        try:
+            background.register(_trainer())
+            _collect(background, background._trainer, 1)
+            background.finish()
+        finally:
+            background.close()
+    assert [one.mean_length for one in background.evaluations] == [7.0]
 
 
 @pytest.mark.parametrize("episodes", [1, 2, 5])

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from torchrl_unilab.trainers.progress import stop_when, tell_progress
+from torchrl_unilab.trainers.progress import can_draw, stop_when, tell_progress
 
 
 def _trainer() -> SimpleNamespace:
@@ -19,6 +20,12 @@ def _trainer() -> SimpleNamespace:
     trainer.request_stop = trainer.stopped.append
     trainer.register_op = lambda stage, hook: setattr(trainer, "look", hook)
     return trainer
+
+
+@pytest.mark.parametrize("stream", [None, SimpleNamespace(write=print)])
+def test_what_a_script_puts_in_place_of_standard_error_is_no_terminal(stream, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert not can_draw()
 
 
 def test_a_line_is_told_every_so_many_seconds():

@@ -170,12 +170,12 @@ class WorkerCollector(BaseCollector, abc.ABC):
             self.scheme.init_on_sender(model_id="policy", context=self)
             factories, creators = without_creators([] if self._inline else self._factories)
             payload = cloudpickle.dumps((factories, on_host(self.policy), explore, self._measure))
-            random_frames = -(-self.init_random_frames // self.num_workers)
             setup = WorkerSetup(
                 payload,
+                env.batch_size,
                 num_steps,
                 self.exploration_type,
-                random_frames,
+                -(-self.init_random_frames // self.num_workers),
                 self.policy_device[0],
                 trace.settings(),
                 first_trajectory=first_trajectory(self.worker_idx, self.scheme.first_version),

@@ -18,8 +18,8 @@ from torchrl.envs import EnvBase, EnvCreator
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
-from torchrl_unilab.collectors.worker import RolloutWorker
-from torchrl_unilab.errors import WaitTimeoutError
+from torchrl_unilab.collectors.worker import RolloutWorker, close_env
+from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.trace import TraceSettings, span
@@ -172,6 +172,7 @@ class WorkerSetup:
         payload: Pickled (environment factories, policy, what makes it explore or None, what
             measures the environment), by value, so that pickling moves none of the learner's
             tensors into shared memory.
+        batch_size: Of each worker's environment: the memory is cut for it.
         num_steps: Steps of each environment in a rollout.
         exploration_type: How the policy acts.
         random_frames: Frames of each worker at first with random actions.
@@ -182,6 +183,7 @@ class WorkerSetup:
     """
 
     payload: bytes
+    batch_size: torch.Size
     num_steps: int
     exploration_type: ExplorationType
     random_frames: int
@@ -210,13 +212,24 @@ def build_service(
         worker: Number of this worker.
         workers: How many there are.
         env: The environment; by default a new one.
+
+    Raises:
+        ConfigError: The environment is of another batch size than the first worker's.
     """
     factories, policy, explore, measure = cloudpickle.loads(setup.payload)
     policy.to(setup.device)
+    if env is None:
+        env = (setup.creators.get(worker) or factories[worker])()
+    if env.batch_size != setup.batch_size:
+        close_env(env)
+        raise ConfigError(
+            f"environment of worker {worker}: batch size {tuple(env.batch_size)} (expected "
+            f"{tuple(setup.batch_size)}, as worker 0 has). Make as many in each."
+        )
     scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
     scheme.connect(worker_idx=worker)
     rollouts = RolloutWorker(
-        (setup.creators.get(worker) or factories[worker])() if env is None else env,
+        env,
         policy if explore is None else explore(policy).to(setup.device),
         setup.num_steps,
         worker=worker,

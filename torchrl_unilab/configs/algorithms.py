@@ -23,6 +23,7 @@ __all__ = [
     "AlgorithmSettings",
     "run_settings",
     "split_settings",
+    "without_own_settings",
 ]
 
 
@@ -55,6 +56,19 @@ SETTINGS: Mapping[str, AlgorithmSettings] = {
     ),
 }
 """The settings of all algorithms, by name."""
+
+
+def without_own_settings(env: str, config: APPOConfig | OffPolicyConfig) -> str | None:
+    """Say which settings a task takes that has none of its own; None for one that has."""
+    if env in SETTINGS[config.algorithm].tasks:
+        return None
+    defaults = vars(SETTINGS[config.algorithm].for_task(""))
+    other = {name: value for name, value in vars(config).items() if value != defaults[name]}
+    given = ", ".join(f"{name} {value}" for name, value in other.items())
+    return (
+        f"{env} has no settings of its own for {config.algorithm}: the defaults are taken"
+        f"{f', except {given}' if given else ''}"
+    )
 
 
 def run_settings(run: RunConfig, config: APPOConfig | OffPolicyConfig) -> dict[str, Any]:

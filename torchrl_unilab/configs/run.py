@@ -60,6 +60,9 @@ class RunConfig(Settings):
     )
     logger: LoggerNames = setting("csv,tensorboard", "TorchRL's loggers that follow the run")
     eval_episodes: Count = setting(16, "episodes of the final evaluation")
+    eval_max_steps: Count = setting(
+        10_000, "steps after which an episode of an evaluation is cut, where none ends it"
+    )
     eval_interval: Count | None = setting(
         None,
         "frames between evaluations while it trains, in a process of their own; None: only at the "

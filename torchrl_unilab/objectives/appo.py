@@ -250,7 +250,7 @@ class APPOLoss(LossModule):
             log_rho,
             v_tm1,
             v_t,
-            after.get(keys.reward).squeeze(-1),
+            after.get(keys.reward).squeeze(-1).to(v_t),
             after.get(keys.done).squeeze(-1),
             after.get(keys.terminated).squeeze(-1),
             gamma=self.gamma,

@@ -78,8 +78,17 @@ class Ranks:
 
     @classmethod
     def of_torchrun(cls, *, device: str = "cpu", timeout: float = 300.0) -> Self:
-        """Return the ranks that this process was started among: one, without a launcher."""
+        """Return the ranks that this process was started among: one, without a launcher.
+
+        Raises:
+            ConfigError: What a launcher sets in the environment cannot be.
+        """
         rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        if not 0 <= rank < size:
+            raise ConfigError(
+                f"ranks: RANK is {rank} (expected 0 to {size - 1}, as WORLD_SIZE is {size}). Unset "
+                "it, or start with torchrun, which sets both."
+            )
         return cls(rank, size, device=device, timeout=timeout)
 
     def __enter__(self) -> Self:

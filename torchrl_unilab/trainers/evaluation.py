@@ -66,7 +66,7 @@ def evaluate(
 
 
 def _play(
-    env: EnvBase, policy: TensorDictModuleBase, episodes: int | None, max_steps: int = 100_000
+    env: EnvBase, policy: TensorDictModuleBase, episodes: int | None, max_steps: int
 ) -> torch.Tensor:
     """Return returns and lengths of episodes, float64 [2, episodes]."""
     envs = env.batch_size.numel()
@@ -141,6 +141,7 @@ class BackgroundEvaluation:
         transport: Where its weights are published.
         interval: Frames from one evaluation to the next.
         episodes: As for `evaluate`.
+        max_steps: As for `evaluate`.
         seed: Seeds the environment before each evaluation.
         videos: What is filmed: of such an evaluation, one more episode.
 
@@ -175,6 +176,7 @@ class BackgroundEvaluation:
         *,
         interval: int,
         episodes: int | None = None,
+        max_steps: int = 100_000,
         seed: int = 0,
         videos: Videos | None = None,
     ) -> None:
@@ -191,7 +193,8 @@ class BackgroundEvaluation:
         self._filmed = 0  # frames of the newest video
         stage = videos.create_env if videos else None
         payload = cloudpickle.dumps((create_env, stage, on_host(policy)))
-        self._process = WorkerGroup(_run, [(payload, transport, episodes, seed)], name="evaluation")
+        arguments = (payload, transport, episodes, max_steps, seed)
+        self._process = WorkerGroup(_run, [arguments], name="evaluation")
 
     def register(self, trainer: Trainer) -> None:
         """Look after each batch. Checkpoints have the evaluations that ended before them."""
@@ -266,7 +269,12 @@ class BackgroundEvaluation:
 
 
 def _run(
-    link: Link, payload: bytes, transport: UniLabShmTransport, episodes: int | None, seed: int
+    link: Link,
+    payload: bytes,
+    transport: UniLabShmTransport,
+    episodes: int | None,
+    max_steps: int,
+    seed: int,
 ) -> None:
     """Evaluate on request, until the learner ends."""
     os.nice(_NICENESS)
@@ -280,7 +288,7 @@ def _run(
                 frames, video = request
                 version = transport.read_weights_into(policy)
                 env.set_seed(seed)
-                returns, lengths = _play(env, policy, episodes)
+                returns, lengths = _play(env, policy, episodes, max_steps)
                 if video is not None:
                     _film(create_stage, policy, video, seed)
                 link.answer((frames, version, returns.mean().item(), lengths.mean().item()))

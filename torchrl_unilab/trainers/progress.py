@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 
-__all__ = ["can_draw", "stop_when", "tell_progress"]
+__all__ = ["can_draw", "on_terminal", "stop_when", "tell_progress"]
 
 
 def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None) -> None:
@@ -35,10 +35,15 @@ def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None
     trainer.register_op("pre_steps_log", look)
 
 
+def on_terminal() -> bool:
+    """Return whether standard error is a terminal: a script may have put anything there."""
+    return sys.stderr is not None and bool(getattr(sys.stderr, "isatty", bool)())
+
+
 def can_draw() -> bool:
     """Return whether a progress bar can be drawn: in a terminal, or in a notebook."""
     shell = sys.modules.get("IPython")
-    return sys.stderr.isatty() or (shell is not None and shell.get_ipython() is not None)
+    return on_terminal() or (shell is not None and shell.get_ipython() is not None)
 
 
 def tell_progress(trainer: Trainer, tell: Callable[[str], None], every: float = 10.0) -> None:

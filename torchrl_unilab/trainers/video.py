@@ -9,7 +9,6 @@ import importlib
 import itertools
 import math
 import os
-import sys
 from collections.abc import Generator, Iterable
 from fractions import Fraction
 from pathlib import Path
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.envs.rendering import find_backend
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.progress import on_terminal
 
 __all__ = ["Film", "Mp4Logger", "check_filming", "check_video", "film_episodes", "write_video"]
 
@@ -224,7 +224,7 @@ def film_episodes(
             returns.append(total)
             lengths.append(steps)
 
-    seconds = 0.1 if sys.stderr.isatty() else 10.0
+    seconds = 0.1 if on_terminal() else 10.0
     with tqdm(desc="filming", unit="step", mininterval=seconds, disable=not progress_bar) as bar:
         frames = write_video(path, pictures(), fps)
     return Film(returns, lengths, frames, float(fps))

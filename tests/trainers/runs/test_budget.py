@@ -137,6 +137,16 @@ def test_the_size_of_a_run_does_not_depend_on_how_many_environments_were_measure
     assert measured.memory.items == plan_run("Hopper-v5", config).memory.items
 
 
+def test_a_process_that_evaluates_counts():
+    config = APPOConfig(num_envs=6)
+    env = MujocoBatchEnv("Hopper-v5", num_envs=6, num_threads=1)
+    learner = build_learner(env, config)
+    alone, beside = (run_budget(env, learner, config, evaluates=yes) for yes in (False, True))
+    env.close()
+    more = set(beside.memory.items) - set(alone.memory.items)
+    assert [(item.name, item.nbytes) for item in more] == [("evaluation's process", 300 * MIB)]
+
+
 # Limits
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded, Composite, OneHot, TensorSpec, Unbounded
-from torchrl.envs import DoubleToFloat, GymEnv, SerialEnv, TransformedEnv
+from torchrl.envs import DoubleToFloat, GymEnv, RenameTransform, SerialEnv, TransformedEnv
 
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -125,6 +125,35 @@ def test_observations_of_another_dtype_than_the_networks_are_refused(config):
     env.observation_spec["observation"] = Unbounded(4, dtype=torch.float64)
     with pytest.raises(ConfigError, match=r"'observation' is torch.float64 .*DoubleToFloat"):
         build_learner(env, config)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [Bounded(-1.0, 1.0, (2, 3)), Bounded(-1.0, 1.0, ()), Bounded(-1, 1, (3,), dtype=torch.int)],
+)
+@every_algorithm
+def test_actions_that_are_no_vector_of_the_networks_dtype_are_refused(config, spec):
+    with pytest.raises(ConfigError, match=r"actions: torch\..* \(expected one vector of"):
+        build_learner(_acting(spec), config)
+
+
+@pytest.mark.parametrize("key", ["action", "reward"])
+@every_algorithm
+def test_keys_of_actions_and_rewards_that_no_run_knows_are_refused(config, key, tmp_path: Path):
+    def make() -> TransformedEnv:
+        renamed = {"in_keys": [key], "out_keys": ["other"]}
+        if key == "action":
+            renamed = {
+                "in_keys": [],
+                "out_keys": [],
+                "in_keys_inv": [key],
+                "out_keys_inv": ["other"],
+            }
+        return TransformedEnv(_pendulums(), RenameTransform(**renamed))
+
+    train = train_appo if isinstance(config, APPOConfig) else train_off_policy
+    with pytest.raises(ConfigError, match=rf"environment: its keys are .*'{key}'.*'other'"):
+        train("p", frames=5000, run_dir=tmp_path / "run", create_env=make, config=config)
 
 
 def _pendulums(env: str = "InvertedPendulum-v5") -> SerialEnv:

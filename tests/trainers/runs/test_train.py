@@ -262,6 +262,25 @@ def test_a_batch_of_another_size_than_num_envs_is_announced(tmp_path, config, li
     assert found == ([f"{line}, for as many frames"] if line else [])
 
 
+def test_a_run_directory_in_the_home_directory_is_found_whatever_directory_is_entered(
+    tmp_path, monkeypatch
+):
+    def wandering() -> MujocoBatchEnv:
+        os.chdir(tmp_path)
+        return _four_pendulums()
+
+    (tmp_path / "home").mkdir()
+    (tmp_path / "begin").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "begin")
+    _train("~/run", env="p", create_env=_four_pendulums, frames=64)
+    _train("run", env="p", create_env=wandering, frames=64)
+    assert resume_run("~/run", create_env=_four_pendulums, frames=1000, progress_bar=False)
+    for run in (tmp_path / "home" / "run", tmp_path / "begin" / "run"):
+        assert list((run / "checkpoint").glob("frames-*")), run
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "begin"}
+
+
 def test_a_batch_that_num_envs_does_not_fill_is_refused_by_its_name(tmp_path):
     config = OffPolicyConfig(num_envs=3)
     with pytest.raises(ConfigError, match=r"num_envs: 3, where create_env makes 4 .*num_envs to 4"):

@@ -45,11 +45,11 @@ from torchrl_unilab.shm.seqlock import SnapshotCell
 from torchrl_unilab.weight_update.transport import named_tensors
 
 __all__ = [
+    "EVALUATION_ITEMS",
     "Config",
     "RunBudget",
     "RunSizes",
     "check_frames",
-    "fit_environments",
     "memory_limits",
     "replay_items",
     "ring_items",
@@ -177,37 +177,6 @@ def check_frames(frames: int, config: Config, ranks: int = 1, name: str = "frame
         )
 
 
-def fit_environments(env: EnvBase, config: Config) -> str | None:
-    """Say how many steps a batch of another size than ``num_envs`` takes for as many frames.
-
-    Args:
-        env: What a caller's ``create_env`` made.
-        config: Settings of the run.
-
-    Returns:
-        A line for a person; None if the batch is as set.
-
-    Raises:
-        ConfigError: The steps are not whole.
-    """
-    made = env.batch_size.numel()
-    if made == config.num_envs:
-        return None
-    name = "num_steps" if isinstance(config, APPOConfig) else "env_steps_per_sync"
-    steps = getattr(config, name)
-    frames = config.num_envs * steps
-    if frames % made:
-        raise ConfigError(
-            f"num_envs: {config.num_envs}, where create_env makes {made} (expected as many, or a "
-            f"number of which {frames} frames, num_envs x {name}, are a multiple). Set num_envs to "
-            f"{made}."
-        )
-    return (
-        f"create_env makes {made} environments, not {config.num_envs} (num_envs): each takes "
-        f"{frames // made} steps in place of {steps} ({name}), for as many frames"
-    )
-
-
 def run_threads(config: Config) -> ThreadPlan:
     """Share this process's cores out among learner and collectors.
 
@@ -238,6 +207,10 @@ def memory_limits(device: torch.device) -> tuple[MemoryLimit, ...]:
 
 def _estimate(name: str, place: Place, nbytes: int, *settings: str) -> MemoryItem:
     return MemoryItem(name, place, nbytes, settings, estimate=True)
+
+
+EVALUATION_ITEMS = (_estimate("evaluation's process", "private", PROCESS_BYTES, "eval_interval"),)
+"""What a run takes that evaluates while it trains."""
 
 
 def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from tensordict.nn import TensorDictModuleBase, TensorDictSequential
-from torchrl.data.tensor_specs import ContinuousBox
 from torchrl.envs import EnvBase
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
@@ -37,12 +36,14 @@ from torchrl_unilab.runtime.budget import MemoryItem
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.off_policy import OffPolicyTrainer
 from torchrl_unilab.trainers.runs.budget import (
+    EVALUATION_ITEMS,
     Config,
     RunBudget,
     RunSizes,
     replay_items,
     ring_items,
 )
+from torchrl_unilab.trainers.runs.environment import action_space, observation_sizes
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 __all__ = [
@@ -76,48 +77,10 @@ class Learner:
     loss: LossModule
 
 
-def _observation_sizes(env: EnvBase, config: APPOConfig | OffPolicyConfig) -> dict[str, int]:
-    """Return the sizes of the vectors that the networks read, by key."""
-    spec, dims = env.observation_spec, len(env.batch_size) + 1
-    vectors = {
-        key: spec[key].shape[-1]
-        for key in spec.keys(True, True)
-        if isinstance(key, str) and len(spec[key].shape) == dims
-    }
-    for name in ("observation", "critic_observation"):
-        key = getattr(config, name)
-        if key not in vectors:
-            raise ConfigError(
-                f"{name}: {key!r} (expected a vector that the environment observes, one of "
-                f"{sorted(vectors)}). Choose one of them."
-            )
-        if spec[key].dtype != torch.get_default_dtype():
-            raise ConfigError(
-                f"{name}: {key!r} is {spec[key].dtype} (expected {torch.get_default_dtype()}, as "
-                "the networks are). Append torchrl.envs.DoubleToFloat to the environment."
-            )
-    return {key: vectors[key] for key in (config.observation, config.critic_observation)}
-
-
-def _action_space(env: EnvBase) -> ContinuousBox:
-    """Return the space of the environment's actions.
-
-    Raises:
-        ConfigError: It is not continuous.
-    """
-    space = env.action_spec.space
-    if not isinstance(space, ContinuousBox):
-        raise ConfigError(
-            f"actions: {type(env.action_spec).__name__} (expected continuous ones, of a Bounded "
-            "or Unbounded spec). Choose another environment."
-        )
-    return space
-
-
 def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
     """Return APPO's networks and loss."""
-    sizes = _observation_sizes(env, config)
-    _action_space(env)
+    sizes = observation_sizes(env, config)
+    action_space(env)
     normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items()}
     key, critic_key = config.observation, config.critic_observation
     actor = make_actor(
@@ -159,13 +122,13 @@ def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
     dimension of actions scaled to [-1, 1], and TD3's target noise is in halves of the action's
     range, whatever the bounds are: here they are converted.
     """
-    sizes = _observation_sizes(env, config)
+    sizes = observation_sizes(env, config)
     normalizers = (
         {key: ObservationNormalizer(size) for key, size in sizes.items()}
         if config.obs_normalization
         else {}
     )
-    space = _action_space(env)
+    space = action_space(env)
     low, high = (bound.reshape(-1, bound.shape[-1])[0] for bound in (space.low, space.high))
     reach = (high - low) / 2
     actions = env.action_spec.shape[-1]
@@ -358,16 +321,20 @@ def find_device(name: str, setting: str = "device") -> torch.device:
     return device
 
 
-def run_budget(env: EnvBase, learner: Learner, config: Config) -> RunBudget:
+def run_budget(
+    env: EnvBase, learner: Learner, config: Config, *, evaluates: bool = False
+) -> RunBudget:
     """Return what a run takes, and what is free.
 
     Args:
         env: One of the run's environments, of any batch size; it is reset and stepped once.
         learner: Its networks and loss.
         config: Its settings.
+        evaluates: Whether a process evaluates while it trains.
     """
     sizes = RunSizes.of(env, learner.actor, learner.loss)
-    return RunBudget.of(config, sizes, ALGORITHMS[config.algorithm].memory(config, sizes))
+    own = ALGORITHMS[config.algorithm].memory(config, sizes)
+    return RunBudget.of(config, sizes, [*own, *(EVALUATION_ITEMS if evaluates else ())])
 
 
 def plan_run(env: str, config: Config) -> RunBudget:

@@ -19,7 +19,14 @@ from torchrl_unilab.trainers.runs.train import Run
 
 __all__ = ["resume_run"]
 
-_TAKEN_OVER = ("logger", "eval_episodes", "eval_interval", "video_interval", "trace")
+_TAKEN_OVER = (
+    "logger",
+    "eval_episodes",
+    "eval_max_steps",
+    "eval_interval",
+    "video_interval",
+    "trace",
+)
 """What a run does as before, unless it is told otherwise."""
 
 
@@ -65,7 +72,7 @@ def resume_run(
         >>> resume_run("run", frames=2048, progress_bar=False)["frames"]
         2048
     """
-    path = Path(run_dir)
+    path = Path(run_dir).expanduser()
     saved = RunCheckpoints(path / CHECKPOINT).newest()
     file = path / CONFIG_FILE
     said = read_config(file) if file.is_file() else {}  # the checkpoint has all that is needed

@@ -22,8 +22,8 @@ import torch
 
 from torchrl_unilab.collectors.base import CreateEnv
 from torchrl_unilab.collectors.worker import closing_env, on_host
-from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig
-from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings
+from torchrl_unilab.configs import APPOConfig, OffPolicyConfig, RunConfig
+from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings, without_own_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import UniLabError
@@ -32,7 +32,7 @@ from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, stop_when, tell_progress
-from torchrl_unilab.trainers.runs.budget import Config, check_frames, fit_environments, run_threads
+from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
     RunCheckpoints,
@@ -41,6 +41,7 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     run_checkpoint,
     save_learner,
 )
+from torchrl_unilab.trainers.runs.environment import fit_environments
 from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, check_newest
 from torchrl_unilab.trainers.runs.summary import (
     RunLogger,
@@ -183,7 +184,8 @@ class Run:
                 num_threads=self.threads.physics_threads,
                 stagger=config.stagger,
             )
-        self.path, self._again = Path(run_dir), again
+        # Absolute, as an environment of one's own may change the directory.
+        self.path, self._again = Path(run_dir).expanduser().absolute(), again
         self.resumed = [*saved.resumed, saved.frames] if saved else []
         # Workers whose state was saved resume where they were; others do not begin as they did.
         root = (options.seed, saved.frames) if saved else options.seed
@@ -208,15 +210,16 @@ class Run:
         if self.leads and not (self.saved or self._again):
             check_run_dir(self.path)
         self.announce(str(self.threads))
-        if not self.saved and self.options.env not in SETTINGS[self.config.algorithm].tasks:
-            self.announce(self._without_own_settings())
+        if not self.saved and (line := without_own_settings(self.options.env, self.config)):
+            self.announce(line)
         torch.set_num_threads(self.threads.learner_threads)
         torch.manual_seed(self._network_seed)
         with closing_env(self._create_proxy()) as proxy:
             if OWN_ENVIRONMENT in self.settings and (line := fit_environments(proxy, self.config)):
                 self.announce(line)
             self.learner = build_learner(proxy, self.config)
-            run_budget(proxy, self.learner, self.config).check()
+            evaluates = self.options.eval_interval is not None
+            run_budget(proxy, self.learner, self.config, evaluates=evaluates).check()
         # What all see of the run first: a directory that is not shared differs in that.
         seen = {"checkpoint in the run's directory, at frames": self.resumed[-1:]}
         self.ranks.check_same(seen | self.settings | package_versions())
@@ -279,6 +282,7 @@ class Run:
                 scheme.create_transport(),
                 interval=options.eval_interval,
                 episodes=options.eval_episodes,
+                max_steps=options.eval_max_steps,
                 seed=options.seed,
                 videos=Videos(self._create_proxy, self.path / VIDEOS, filmed) if filmed else None,
             )
@@ -367,21 +371,12 @@ class Run:
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         return summary
 
-    def _without_own_settings(self) -> str:
-        """Say which settings a task takes that has none of its own."""
-        defaults = vars(SETTINGS[self.config.algorithm].for_task(""))
-        other = {k: v for k, v in vars(self.config).items() if v != defaults[k]}
-        given = ", ".join(f"{name} {value}" for name, value in other.items())
-        return (
-            f"{self.options.env} has no settings of its own for {self.config.algorithm}: the "
-            f"defaults are taken{f', except {given}' if given else ''}"
-        )
-
     def _evaluate(self) -> float:
         options, actor = self.options, on_host(self.learner.actor)
         with closing_env(self._evaluation_factory(self.threads.cores)()) as env:
             env.set_seed(options.seed)
-            return float(evaluate(env, actor, episodes=options.eval_episodes).mean())
+            episodes, max_steps = options.eval_episodes, options.eval_max_steps
+            return float(evaluate(env, actor, episodes=episodes, max_steps=max_steps).mean())
 
     def _evaluation_factory(self, threads: int) -> CreateEnv:
         """What makes the environment trained on; of ours, as many simulations as episodes."""

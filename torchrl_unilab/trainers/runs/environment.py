@@ -1,0 +1,97 @@
+"""What a run needs of its environment: what the networks read and write, and how many there are."""
+
+from __future__ import annotations
+
+import torch
+from torchrl.data.tensor_specs import ContinuousBox
+from torchrl.envs import EnvBase
+
+from torchrl_unilab.configs.appo import APPOConfig
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.runs.budget import Config
+
+__all__ = ["action_space", "fit_environments", "observation_sizes"]
+
+
+def observation_sizes(env: EnvBase, config: Config) -> dict[str, int]:
+    """Return the sizes of the vectors that the networks read, by key.
+
+    Raises:
+        ConfigError: The environment does not observe them, or in another dtype.
+    """
+    spec, dims = env.observation_spec, len(env.batch_size) + 1
+    vectors = {
+        key: spec[key].shape[-1]
+        for key in spec.keys(True, True)
+        if isinstance(key, str) and len(spec[key].shape) == dims
+    }
+    for name in ("observation", "critic_observation"):
+        key = getattr(config, name)
+        if key not in vectors:
+            raise ConfigError(
+                f"{name}: {key!r} (expected a vector that the environment observes, one of "
+                f"{sorted(vectors)}). Choose one of them."
+            )
+        if spec[key].dtype != torch.get_default_dtype():
+            raise ConfigError(
+                f"{name}: {key!r} is {spec[key].dtype} (expected {torch.get_default_dtype()}, as "
+                "the networks are). Append torchrl.envs.DoubleToFloat to the environment."
+            )
+    return {key: vectors[key] for key in (config.observation, config.critic_observation)}
+
+
+def action_space(env: EnvBase) -> ContinuousBox:
+    """Return the space of the environment's actions.
+
+    Raises:
+        ConfigError: They are not one continuous vector, or it is of another dtype.
+    """
+    spec, default = env.action_spec, torch.get_default_dtype()
+    if not isinstance(spec.space, ContinuousBox):
+        raise ConfigError(
+            f"actions: {type(spec).__name__} (expected continuous ones, of a Bounded or Unbounded "
+            "spec). Choose another environment."
+        )
+    if len(spec.shape) != len(env.batch_size) + 1 or spec.dtype != default:
+        raise ConfigError(
+            f"actions: {spec.dtype} {tuple(spec.shape)} of a batch {tuple(env.batch_size)} "
+            f"(expected one vector of {default} each). Append a transform that makes one."
+        )
+    return spec.space
+
+
+def fit_environments(env: EnvBase, config: Config) -> str | None:
+    """Say how many steps a batch of another size than ``num_envs`` takes for as many frames.
+
+    Args:
+        env: What a caller's ``create_env`` made.
+        config: Settings of the run.
+
+    Returns:
+        A line for a person; None if the batch is as set.
+
+    Raises:
+        ConfigError: The steps are not whole, or actions or rewards have other keys than a run's.
+    """
+    keys = {"action": env.action_keys, "reward": env.reward_keys}
+    if other := {name: found for name, found in keys.items() if found != [name]}:
+        raise ConfigError(
+            f"environment: its keys are {other} (expected {[*other]}, which runs write and read). "
+            "Append torchrl.envs.RenameTransform, or train by a trainer with your own loss."
+        )
+    made = env.batch_size.numel()
+    if made == config.num_envs:
+        return None
+    name = "num_steps" if isinstance(config, APPOConfig) else "env_steps_per_sync"
+    steps = getattr(config, name)
+    frames = config.num_envs * steps
+    if frames % made:
+        raise ConfigError(
+            f"num_envs: {config.num_envs}, where create_env makes {made} (expected as many, or a "
+            f"number of which {frames} frames, num_envs x {name}, are a multiple). Set num_envs to "
+            f"{made}."
+        )
+    return (
+        f"create_env makes {made} environments, not {config.num_envs} (num_envs): each takes "
+        f"{frames // made} steps in place of {steps} ({name}), for as many frames"
+    )
