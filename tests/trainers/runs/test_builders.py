@@ -132,7 +132,7 @@ def test_observations_of_another_dtype_than_the_networks_are_refused(config):
     [Bounded(-1.0, 1.0, (2, 3)), Bounded(-1.0, 1.0, ()), Bounded(-1, 1, (3,), dtype=torch.int)],
 )
 @every_algorithm
-def test_actions_that_are_no_vector_of_the_networks_dtype_are_refused(config, spec):
+def test_actions_that_are_no_vector_of_floats_are_refused(config, spec):
     with pytest.raises(ConfigError, match=r"actions: torch\..* \(expected one vector of"):
         build_learner(_acting(spec), config)
 

@@ -44,18 +44,18 @@ def action_space(env: EnvBase) -> ContinuousBox:
     """Return the space of the environment's actions.
 
     Raises:
-        ConfigError: They are not one continuous vector, or it is of another dtype.
+        ConfigError: They are not one continuous vector of floats.
     """
-    spec, default = env.action_spec, torch.get_default_dtype()
+    spec = env.action_spec
     if not isinstance(spec.space, ContinuousBox):
         raise ConfigError(
             f"actions: {type(spec).__name__} (expected continuous ones, of a Bounded or Unbounded "
             "spec). Choose another environment."
         )
-    if len(spec.shape) != len(env.batch_size) + 1 or spec.dtype != default:
+    if len(spec.shape) != len(env.batch_size) + 1 or not spec.dtype.is_floating_point:
         raise ConfigError(
             f"actions: {spec.dtype} {tuple(spec.shape)} of a batch {tuple(env.batch_size)} "
-            f"(expected one vector of {default} each). Append a transform that makes one."
+            "(expected one vector of floats each). Append a transform that makes one."
         )
     return spec.space
 

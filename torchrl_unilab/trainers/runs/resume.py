@@ -72,7 +72,7 @@ def resume_run(
         >>> resume_run("run", frames=2048, progress_bar=False)["frames"]
         2048
     """
-    path = Path(run_dir).expanduser()
+    path = Path(run_dir).expanduser().absolute()
     saved = RunCheckpoints(path / CHECKPOINT).newest()
     file = path / CONFIG_FILE
     said = read_config(file) if file.is_file() else {}  # the checkpoint has all that is needed

@@ -120,7 +120,7 @@ def load_run(
             that is whole, if there is one.
         ConfigError: The environment refuses the options.
     """
-    path = Path(run_dir).expanduser()
+    path = Path(run_dir).expanduser().absolute()
     if not (path / CONFIG_FILE).is_file() or not (path / CHECKPOINT).exists():
         raise ConfigError(
             f"cannot {purpose} {run_dir}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
