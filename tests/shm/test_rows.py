@@ -495,7 +495,7 @@ def test_a_killed_process_that_replaces_rows_leaves_all_of_them_or_none():
 @both_shapes
 def test_copies_of_a_window_are_its_rows_newest_first(shards, monkeypatch):
     with make_rows(8, shards) as rows:
-        monkeypatch.setattr(rows, "copied", 3)
+        monkeypatch.setattr(rows, "chunk_rows", 3)
         for shard in range(shards):
             [put(rows, 5, shard) for _ in range(3)]
 
@@ -510,10 +510,10 @@ def test_copies_of_a_window_are_its_rows_newest_first(shards, monkeypatch):
             assert found == [*range(7, 15)]
 
 
-@pytest.mark.parametrize(("width", "copied"), [(1, 1024), (1 << 20, 4), (1 << 23, 1)])
-def test_large_rows_are_copied_a_few_at_a_time(width, copied):
+@pytest.mark.parametrize(("width", "chunk"), [(1, 1024), (1 << 20, 4), (1 << 23, 1)])
+def test_large_rows_are_copied_a_few_at_a_time(width, chunk):
     with SharedSegment(SharedRows.nbytes([width], 1, 1)) as segment:
-        assert SharedRows(segment, [width], 1, 1, timeout=1.0).copied == copied
+        assert SharedRows(segment, [width], 1, 1, timeout=1.0).chunk_rows == chunk
 
 
 def test_a_replacement_that_fails_leaves_no_rows():

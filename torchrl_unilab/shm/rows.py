@@ -236,8 +236,8 @@ class SharedRows(Shards):
             for shard, (floor, head) in enumerate(zip(*window, strict=True)):
                 words = self.words[shard]
                 base = words[HEAD]
-                for first in range(floor, head, self.copied):
-                    parts = read(shard, first, min(self.copied, head - first))
+                for first in range(floor, head, self.chunk_rows):
+                    parts = read(shard, first, min(self.chunk_rows, head - first))
                     self.fill(shard, base + first, parts)
                 words[FLOOR] = base + floor
                 fence()  # after the last byte of the rows
@@ -375,11 +375,11 @@ class SharedRows(Shards):
         """
         floor, end = window.floors[shard], window.heads[shard]
         own = self.own[shard]
-        buffers = [torch.empty(self.copied, width, dtype=torch.int32) for width in self.widths]
+        buffers = [torch.empty(self.chunk_rows, width, dtype=torch.int32) for width in self.widths]
         deadline = time.monotonic() + self.timeout
         while end > floor:
             lap = (end - 1) // self.shard_rows * self.shard_rows
-            first = max(floor, lap, end - self.copied)
+            first = max(floor, lap, end - self.chunk_rows)
             versions = self.settled()
             for words, buffer in zip(own, buffers, strict=True):
                 buffer[: end - first].copy_(words[first - lap : end - lap])

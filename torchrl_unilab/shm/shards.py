@@ -36,7 +36,7 @@ WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT = range(8)  # words of 
 SHARD_WORDS = 8
 NOTES = 1024
 """Rows rewritten in place at a time: their places are noted while they are written."""
-_COPIED = 1 << 24
+_CHUNK_BYTES = 1 << 24
 """Bytes that are copied at a time, unless one row has more."""
 
 Parts = Sequence[torch.Tensor]
@@ -102,7 +102,7 @@ class Shards:
     ) -> None:
         self.segment, self.widths, self.timeout = segment, tuple(widths), timeout
         self.shards, self.shard_rows = shards, shard_rows
-        self.copied = max(1, min(NOTES, _COPIED // (sum(widths) * WORD)))
+        self.chunk_rows = max(1, min(NOTES, _CHUNK_BYTES // (sum(widths) * WORD)))
         """Rows that are copied at a time."""
         self.detach: Callable[[Parts, torch.Tensor], object] = lambda parts, positions: None
         """Hook: called with (parts, positions) before rows are rewritten in place."""

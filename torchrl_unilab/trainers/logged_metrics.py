@@ -30,7 +30,7 @@ _LAG_SHARE = "share of the batches so far whose policy lag was {}"
 LOGGED_METRICS: dict[str, LoggedMetric] = {
     # Episodes and speed
     "return": LoggedMetric(
-        "mean undiscounted return of the last 64 episodes, as many of each worker",
+        "mean undiscounted return of the last 64 episodes, of each worker an equal share",
         "reward",
         "CollectorReport",
     ),

@@ -234,6 +234,10 @@ def test_videos_that_cannot_be_made_are_refused_before_anything_starts(tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+def test_episodes_of_the_final_evaluation_are_cut_where_it_is_said(tmp_path):
+    assert _train(tmp_path / "run", frames=64, eval_max_steps=2)["eval_return"] == 2.0
+
+
 # Runs of other kinds
 
 

@@ -311,6 +311,8 @@ class Run:
         try:
             if trainer.collected_frames < self.options.frames:  # else it was killed after its end
                 trainer.train()
+            if self.evaluation is not None:
+                self.evaluation.finish()  # one that runs although another rank has stopped
         except KeyboardInterrupt as interrupt:
             self.ranks.leave(interrupt)  # first: the others wait
             if self.leads:
