@@ -101,6 +101,27 @@ def _assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("fused", [True, False])
+def test_the_target_begins_where_a_network_is_that_was_loaded(fused):
+    before = _trainer(fused=fused)
+    loss = before.loss_module
+    with torch.no_grad():
+        for parameter in loss.actor_network.parameters():
+            parameter.add_(0.3)
+
+    APPOTrainer(
+        collector=before.collector,
+        loss_module=loss,
+        total_frames=FRAMES,
+        config=before.config,
+        progress_bar=False,
+    )
+
+    before.collector.shutdown()
+    target = loss.target_actor_network.state_dict()
+    _assert_equal(loss.actor_network.state_dict(), target)
+
+
+@pytest.mark.parametrize("fused", [True, False])
 def test_one_step_per_rollout_leaves_the_learning_rate_alone(fused):
     trainer = _trainer(8, epochs=1, minibatches=1, fused=fused)
 

@@ -79,7 +79,9 @@ class RunConfig(Settings):
     checkpoint_interval: Count | None = setting(
         None, "frames between checkpoints; None: a quarter of all"
     )
-    keep_checkpoints: Count = setting(2, "checkpoints that are kept, the newest")
+    keep_checkpoints: Count = setting(
+        2, "checkpoints that are kept, the newest; of 1, a reader may find it replaced"
+    )
     rank_timeout: Positive = setting(
         300.0,
         "under torchrun, seconds within which all ranks come to each step: longer than a "

@@ -110,6 +110,8 @@ class APPOTrainer(RankTrainer):
         self.config, self.ranks = config, ranks
         self.stale = 0
         self.normalizers = dict(normalizers or {})
+        if loss_module.steps == 0:  # networks may have been loaded since the loss was made
+            loss_module.target_actor_network.load_state_dict(actor.state_dict())
         self._fused: FusedAPPOUpdate | None = None
         if config.fused and FusedAPPOUpdate.supports(loss_module):
             self._fused = FusedAPPOUpdate(

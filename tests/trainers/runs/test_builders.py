@@ -8,7 +8,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded, Composite, OneHot, TensorSpec, Unbounded
-from torchrl.envs import DoubleToFloat, GymEnv, RenameTransform, SerialEnv, TransformedEnv
+from torchrl.envs import (
+    DoubleToFloat,
+    DTypeCastTransform,
+    GymEnv,
+    RenameTransform,
+    SerialEnv,
+    TransformedEnv,
+)
 
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -120,11 +127,16 @@ def test_actions_without_bounds_are_refused_by_sac_and_td3(algorithm):
 
 
 @every_algorithm
-def test_observations_of_another_dtype_than_the_networks_are_refused(config):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_observations_of_another_dtype_are_refused_and_the_remedy_is_one(config, dtype):
     env = _acting(Bounded(-1.0, 1.0, shape=(3,)))
-    env.observation_spec["observation"] = Unbounded(4, dtype=torch.float64)
-    with pytest.raises(ConfigError, match=r"'observation' is torch.float64 .*DoubleToFloat"):
+    env.observation_spec["observation"] = Unbounded(4, dtype=dtype)
+    remedy = rf"DTypeCastTransform\({dtype}, torch\.float32, in_keys=\['observation'\]\)"
+    with pytest.raises(ConfigError, match=rf"'observation' is {dtype} .*{remedy}"):
         build_learner(env, config)
+    cast = DTypeCastTransform(dtype, torch.float32, in_keys=["observation"])
+    env.observation_spec = cast.transform_observation_spec(env.observation_spec)
+    build_learner(env, config)
 
 
 @pytest.mark.parametrize(

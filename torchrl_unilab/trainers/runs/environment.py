@@ -35,7 +35,8 @@ def observation_sizes(env: EnvBase, config: Config) -> dict[str, int]:
         if spec[key].dtype != torch.get_default_dtype():
             raise ConfigError(
                 f"{name}: {key!r} is {spec[key].dtype} (expected {torch.get_default_dtype()}, as "
-                "the networks are). Append torchrl.envs.DoubleToFloat to the environment."
+                f"the networks are). Append torchrl.envs.DTypeCastTransform({spec[key].dtype}, "
+                f"{torch.get_default_dtype()}, in_keys=[{key!r}]) to the environment."
             )
     return {key: vectors[key] for key in (config.observation, config.critic_observation)}
 
