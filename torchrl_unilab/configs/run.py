@@ -80,7 +80,7 @@ class RunConfig(Settings):
         None, "frames between checkpoints; None: a quarter of all"
     )
     keep_checkpoints: Count = setting(
-        2, "checkpoints that are kept, the newest; of 1, a reader may find it replaced"
+        2, "checkpoints that are kept, the newest; keep 2 to load one while the run goes on"
     )
     rank_timeout: Positive = setting(
         300.0,
