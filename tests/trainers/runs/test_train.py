@@ -159,6 +159,11 @@ def test_a_task_without_settings_of_its_own_is_announced(tmp_path, task, config,
 # One short run that has ended
 
 
+def _logged(run, key: str) -> list[tuple[int, float]]:
+    lines = (run.run_dir / "logs" / "scalars" / f"{key}.csv").read_text().splitlines()
+    return [(int(step), float(value)) for step, value in (line.split(",") for line in lines)]
+
+
 def test_the_summary_of_a_run_is_written(appo_run):
     written = json.loads((appo_run.run_dir / "summary.json").read_text())
     assert written == json.loads(json.dumps(appo_run.summary))
@@ -171,8 +176,15 @@ def test_a_run_is_evaluated_while_it_trains(appo_run):
     evaluations = appo_run.summary["evaluations"]
     assert 400 <= evaluations[0].frames < 800
     assert evaluations[0].mean_return >= 1
-    logged = (appo_run.run_dir / "logs" / "scalars" / "eval_return.csv").read_text()
-    assert len(logged.splitlines()) == len(evaluations)
+    assert _logged(appo_run, "eval_return")[:-1] == [
+        (one.frames, pytest.approx(one.mean_return)) for one in evaluations
+    ]
+
+
+def test_the_logs_end_with_what_the_summary_says(appo_run):
+    summary = appo_run.summary
+    for key, name in (("return", "final_return"), ("eval_return", "eval_return")):
+        assert _logged(appo_run, key)[-1] == (1024, pytest.approx(summary[name]))
 
 
 def test_the_curve_has_seconds_frames_and_return(appo_run):

@@ -192,7 +192,7 @@ class Run:
         self._network_seed = child_seeds(options.seed, 1)[0]
         self._acting_seed = child_seeds(root, 2 + ranks.rank)[-1]
         self._writing = False
-        self._holding = contextlib.ExitStack()  # of the run's directory
+        self._holding = contextlib.ExitStack()  # of the run's directory and logs
         self.evaluation: BackgroundEvaluation | None = None
 
     def __call__(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Run:
             with contextlib.ExitStack() as closing:
                 self.prepare()
                 self.connect(closing)
-                interrupted = self.train(closing)
+                interrupted = self.train()
             return self.summarise(interrupted)
 
     def prepare(self) -> None:
@@ -299,15 +299,11 @@ class Run:
         if saved:
             load_trainer(trainer, saved)
 
-    def train(self, closing: contextlib.ExitStack) -> bool:
-        """Train to the end, or until Ctrl-C; leave a checkpoint; return if it was Ctrl-C.
-
-        Args:
-            closing: Closes the logs.
-        """
+    def train(self) -> bool:
+        """Train to the end, or until Ctrl-C; leave a checkpoint; return if it was Ctrl-C."""
         trainer = self.trainer
         if self.leads:
-            trainer.logger = self._start_writing(closing)
+            trainer.logger = self._start_writing()
         try:
             if trainer.collected_frames < self.options.frames:  # else it was killed after its end
                 trainer.train()
@@ -326,14 +322,14 @@ class Run:
             raise
         return False
 
-    def _start_writing(self, closing: contextlib.ExitStack) -> RunLogger:
+    def _start_writing(self) -> RunLogger:
         """Make the run directory and the logs: what can be refused has been."""
         self._holding.enter_context(run_dir_held(self.path))
         check_newest(self.saved, self.path)
         self._writing = True
         write_whole(self.path / CONFIG_FILE, as_yaml(self.settings))
         resumed_at = self.saved.frames if self.saved else 0 if self._again else None
-        logger = run_logger(self.path, self.loggers, closing, resumed_at)
+        logger = run_logger(self.path, self.loggers, self._holding, resumed_at)
         if self.saved is None:
             logger.log_hparams(self.settings | package_versions())
         return logger
@@ -371,6 +367,9 @@ class Run:
         title = f"{options.env}, {summary['algo'].upper()}, seed {options.seed}"
         write_whole(self.path / SUMMARY, json.dumps(summary, allow_nan=False))
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
+        for name, logged in (("final_return", "return"), ("eval_return", "eval_return")):
+            if summary[name] is not None:  # the last batch may not have been one that is logged
+                trainer.logger.log_scalar(logged, summary[name], step=trainer.collected_frames)
         return summary
 
     def _evaluate(self) -> float:
