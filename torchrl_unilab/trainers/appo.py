@@ -43,7 +43,8 @@ class APPOTrainer(RankTrainer):
     Args:
         collector: Yields rollouts [num_envs, num_steps], and has a weight-sync scheme for
             the policy.
-        loss_module: The loss, which holds actor and critic.
+        loss_module: The loss, which holds actor and critic. Before its first step its target
+            becomes what the actor is now.
         total_frames: Frames to collect.
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.

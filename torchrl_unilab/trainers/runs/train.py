@@ -83,7 +83,8 @@ def train_appo(
         config: Settings; the task's own if not given.
         create_env: Makes one collector's environment, of any TorchRL kind; picklable.
             `MujocoBatchEnv` of the task if not given. Where it makes another number than
-            ``num_envs``, each takes more or fewer steps, for as many frames.
+            ``num_envs``, each takes more or fewer steps, for as many frames. Actions are drawn from
+            a Gaussian without bounds; one that does not clip them needs a `ClipTransform`.
         announce: Is called with lines for a person.
         **options: Other fields of `RunConfig`, such as ``stop_at`` or ``eval_interval``.
 
