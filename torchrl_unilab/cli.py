@@ -31,8 +31,6 @@ from torchrl_unilab.configs.flags import add_settings, given
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, UniLabError, WorkerError
 
-__all__ = ["main"]
-
 _OF_THE_PARSER = ("run", "parser")
 
 

@@ -13,14 +13,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = [
-    "available_cores",
-    "available_memory",
-    "cgroup_cores",
-    "cgroup_headroom",
-    "local_ranks",
-]
-
 
 def local_ranks() -> int:
     """Return how many ranks torchrun started on this machine, which they share; 1 without it."""

@@ -10,7 +10,7 @@ from hydra.utils import get_class
 from torchrl.trainers.algorithms.configs.trainers import OnPolicyTrainerConfig, SACTrainerConfig
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.base import WorkerSettings
+from torchrl_unilab.collectors.arguments import WorkerSettings
 from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.data.stock import STORAGE
 from torchrl_unilab.hydra.nodes import NODES

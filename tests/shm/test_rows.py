@@ -18,8 +18,9 @@ from torchrl_unilab.errors import ConfigError, ContentionError, WaitTimeoutError
 from torchrl_unilab.shm import lock as lock_module
 from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
-from torchrl_unilab.shm.rows import SharedRows, Window
+from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.shards import Window
 
 WIDTHS = (3, 1)
 WORDS = sum(WIDTHS)

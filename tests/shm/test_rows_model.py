@@ -17,9 +17,9 @@ import torch
 from tests.support.watching import WatchedWords
 from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
-from torchrl_unilab.shm.rows import Parts, SharedRows
+from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.shards import FLOOR, HEAD, VERSION
+from torchrl_unilab.shm.shards import FLOOR, HEAD, VERSION, Parts
 
 CAPACITY, WIDTHS = 2, (1, 1)
 WORDS = sum(WIDTHS)

@@ -43,8 +43,9 @@ from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.modules.squashed import SquashedGaussianActor
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.shm import SnapshotCell, seqlock
-from torchrl_unilab.shm.rows import Parts, SharedRows
+from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import named_directory
+from torchrl_unilab.shm.shards import Parts
 from torchrl_unilab.trainers import (
     APPOConfig,
     APPOTrainer,

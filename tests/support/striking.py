@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from tests.support.watching import WatchedWords
-from torchrl_unilab.shm.rows import Parts, SharedRows
+from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.shards import Parts
 
 
 def interrupt_each_line(

@@ -14,7 +14,7 @@ from torchrl.trainers import UTDRHook
 
 from tests.support.collecting import flat_state_env
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.data import PackedReplayStorage

@@ -15,18 +15,6 @@ from torchrl_unilab.collectors.worker import Measure
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = [
-    "STOCK",
-    "CreateEnv",
-    "WorkerSettings",
-    "check_modes",
-    "env_factories",
-    "policy_scheme",
-    "steps_of",
-    "the_policy",
-    "without_creators",
-]
-
 CreateEnv = Callable[[], EnvBase]
 
 

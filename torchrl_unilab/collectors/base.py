@@ -26,7 +26,6 @@ from typing_extensions import Self
 from torchrl_unilab.collectors.arguments import (
     STOCK,
     CreateEnv,
-    WorkerSettings,
     check_modes,
     env_factories,
     policy_scheme,
@@ -50,8 +49,6 @@ from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import WorkerGroup
-
-__all__ = ["CreateEnv", "Explore", "WorkerCollector", "WorkerSettings"]
 
 Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]
 

@@ -22,8 +22,6 @@ from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.seqlock import Snapshot
 
-__all__ = ["PHASES", "CollectorMetrics", "EpisodeLog", "PhaseClock", "SharedMetrics"]
-
 PHASES = ("physics", "policy", "write", "wait")
 """Where a worker's time goes: environment, policy, filling the slot, waiting for one."""
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["first_seed", "first_trajectory"]
-
 _PLACE, _BEGUN = 1 << 40, 1 << 20
 
 

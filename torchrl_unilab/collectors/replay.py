@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
-from torchrl_unilab.collectors.base import CreateEnv, Explore, WorkerCollector, WorkerSettings
+from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
+from torchrl_unilab.collectors.base import Explore, WorkerCollector
 from torchrl_unilab.collectors.worker import ADDED, RolloutWorker, example_rollout
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.data.schema import TensorSchema
@@ -23,8 +24,6 @@ from torchrl_unilab.runtime.trace import span
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["ReplayCollector", "ReplaySink", "transition_keys"]
 
 
 @dataclass

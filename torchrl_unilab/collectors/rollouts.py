@@ -16,19 +16,18 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 
-from torchrl_unilab.collectors.base import CreateEnv, WorkerCollector, WorkerSettings
+from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
+from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import POLICY_VERSION, RolloutWorker, example_rollout
 from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.data.rollouts.shared import RolloutLease
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm.ring import Overflow
+from torchrl_unilab.shm.ring_memory import Overflow
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["APPOCollector", "RingSink"]
 
 
 @dataclass

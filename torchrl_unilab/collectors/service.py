@@ -25,8 +25,6 @@ from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.trace import TraceSettings, span
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = ["Sink", "WorkerService", "WorkerSetup", "build_service", "run_worker"]
-
 _CLAIM_SECONDS = 0.1  # between two looks at the collector's requests
 
 

@@ -20,8 +20,6 @@ from torchrl_unilab.collectors.service import Sink, WorkerService
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime.workers import START_SECONDS, WorkerGroup
 
-__all__ = ["WorkerTeam"]
-
 
 class WorkerTeam:
     """Workers that store rollouts in one sink.

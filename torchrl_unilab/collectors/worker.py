@@ -23,18 +23,6 @@ from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = [
-    "ADDED",
-    "Measure",
-    "POLICY_VERSION",
-    "TRAJECTORIES",
-    "RolloutWorker",
-    "act_on",
-    "example_rollout",
-    "on_host",
-    "reward_terms",
-]
-
 POLICY_VERSION = ("next", "policy_version")
 TRAJECTORIES = ("collector", "traj_ids")
 _CPU = torch.device("cpu")

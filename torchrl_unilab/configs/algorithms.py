@@ -17,16 +17,6 @@ from torchrl_unilab.configs.run import RunConfig
 from torchrl_unilab.configs.settings import Settings, nearest
 from torchrl_unilab.errors import ConfigError
 
-__all__ = [
-    "OWN_ENVIRONMENT",
-    "SETTINGS",
-    "AlgorithmSettings",
-    "run_settings",
-    "split_settings",
-    "without_own_settings",
-]
-
-
 OWN_ENVIRONMENT = "own_environment"
 """What ``config.yaml`` and checkpoints of runs with ``create_env`` have beside their settings."""
 

@@ -23,8 +23,6 @@ from torchrl_unilab.configs.settings import (
 )
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["APPO_TASKS", "APPOConfig"]
-
 MAX_POOL = 8
 """Rollouts that the pool holds at most."""
 Pool = Annotated[int, Field(ge=1, le=MAX_POOL, description=f"an integer within [1, {MAX_POOL}]")]

@@ -15,8 +15,6 @@ import yaml
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["CONFIG_FILE", "as_yaml", "read_config"]
-
 CONFIG_FILE = "config.yaml"
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from torchrl_unilab.configs.settings import Settings
 
-__all__ = ["add_settings", "given"]
-
 _NONE = object()
 """A flag's value that stands for None, which is what a flag has that is not given."""
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["KNOWN", "Known", "known_of"]
-
 
 @dataclass(frozen=True)
 class Known:

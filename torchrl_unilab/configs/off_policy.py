@@ -21,13 +21,6 @@ from torchrl_unilab.configs.settings import (
 )
 from torchrl_unilab.errors import ConfigError
 
-__all__ = [
-    "OFF_POLICY_TASKS",
-    "Algorithm",
-    "OffPolicyConfig",
-    "compute_train_start_threshold",
-]
-
 Algorithm = Literal["sac", "td3"]
 MatmulDtype = Literal["auto", "float32", "bfloat16"]
 

@@ -23,8 +23,6 @@ from torchrl_unilab.configs.settings import (
 )
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["RunConfig"]
-
 Config = TypeVar("Config", APPOConfig, OffPolicyConfig)
 
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1, description=f"an integer within [0, {2**32 - 1}]")]

@@ -21,23 +21,6 @@ from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = [
-    "REQUIRED",
-    "Count",
-    "Device",
-    "Fraction",
-    "Kind",
-    "LoggerNames",
-    "Natural",
-    "NonNegative",
-    "Positive",
-    "Settings",
-    "Text",
-    "Widths",
-    "nearest",
-    "setting",
-]
-
 REQUIRED: Any = dataclasses.MISSING
 """The default of a setting that has none."""
 

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["batch_shape", "check_range", "flat_positions", "is_mask", "is_single"]
-
 
 def is_single(index: Any) -> bool:
     """Whether an index asks for one item, without a batch dimension."""

@@ -18,8 +18,6 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from torchrl_unilab.errors import LayoutDtypeError, LayoutError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.shm.layout import dotted
 
-__all__ = ["Path", "TensorField", "TensorSchema", "key_path", "leaves"]
-
 Path = tuple[str, ...]
 """A TensorDict key as a tuple."""
 

@@ -22,8 +22,6 @@ from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SharedStorage", "SharedStorageCheckpointer", "SharedStorageWriter"]
-
 
 class SharedStorageCheckpointer(StorageCheckpointerBase):
     """Saves a `SharedStorage`, without hooks.

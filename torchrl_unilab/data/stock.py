@@ -16,15 +16,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.errors import CheckpointError, ConfigError
 
-__all__ = [
-    "STORAGE",
-    "check_stock_arguments",
-    "is_stock_dump",
-    "rows_of_dump",
-    "rows_of_state_dict",
-]
-
-
 STORAGE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "device": ((None, "cpu"), "Move what is sampled with a transform, or a replay pipeline"),
     "ndim": ((1,), "Flatten what you extend by"),

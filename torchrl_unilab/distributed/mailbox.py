@@ -20,16 +20,6 @@ import numpy.typing as npt
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.shm import BlockLayout
 
-__all__ = [
-    "Letter",
-    "Mailbox",
-    "Reports",
-    "StoredWeights",
-    "find",
-    "load_ray",
-    "open_mailbox",
-]
-
 _PENDING = 8  # calls under way: each post holds its weights, also while a mailbox is stopped
 _FIND_SECONDS = 0.05
 

@@ -22,8 +22,6 @@ from torchrl_unilab.weight_update.initial_weights import InitialWeights
 from torchrl_unilab.weight_update.scheme import PullAt
 from torchrl_unilab.weight_update.transport import named_tensors
 
-__all__ = ["NodeScheme"]
-
 FIRST_SECONDS = 60.0
 POLL_SECONDS = 0.5
 BEHIND_SECONDS = 0.02

@@ -34,8 +34,6 @@ from torchrl_unilab.weight_update.module_weights import ModuleWeights
 from torchrl_unilab.weight_update.scheme import PullAt
 from torchrl_unilab.weight_update.transport import Weights, named_tensors
 
-__all__ = ["UniLabRayScheme"]
-
 _ANSWER_SECONDS = 2.0  # for the mailbox, where its answer is waited for
 _FOLLOW_SECONDS = 10.0  # for collectors that are there to poll it
 

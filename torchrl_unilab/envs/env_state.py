@@ -23,8 +23,6 @@ from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
 
-__all__ = ["EnvState", "simulations_of"]
-
 Ids = NDArray[np.intp]
 
 

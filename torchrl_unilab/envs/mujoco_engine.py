@@ -19,8 +19,6 @@ from pathlib import Path
 import mujoco
 from torchrl import logger as torchrl_logger
 
-__all__ = ["add_contact_forces", "stop_physics_clock"]
-
 _NAME = "torchrl_unilab.contact_forces"
 
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["ModelRandomizer", "Randomize"]
-
 # the kind of object to which a field's rows belong, by the field's prefix
 _OBJECTS = {
     "actuator": mjtObj.mjOBJ_ACTUATOR,

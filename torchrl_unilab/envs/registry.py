@@ -21,8 +21,6 @@ from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 from torchrl_unilab.envs.task import MujocoTask
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["EXAMPLES", "TASKS", "make_task"]
-
 TASKS: Mapping[str, GymnasiumTask] = MappingProxyType(
     {
         task.name: task

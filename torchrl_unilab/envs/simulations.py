@@ -19,8 +19,6 @@ from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["Simulations", "all_finite"]
-
 _NONE = np.empty(0, dtype=np.int32)
 _BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
 _MOVING = sum(

@@ -21,8 +21,6 @@ from omegaconf.errors import ConfigAttributeError, ValidationError
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, UniLabError
 
-__all__ = ["main"]
-
 
 @hydra.main(version_base="1.3", config_path="pkg://torchrl_unilab.hydra.recipes")
 def _train(config: DictConfig) -> None:

@@ -25,14 +25,6 @@ from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
 from torchrl_unilab.trainers.runs.train import child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-__all__ = [
-    "make_appo_collector",
-    "make_appo_trainer",
-    "make_off_policy_trainer",
-    "make_replay_collector",
-    "make_settings",
-]
-
 _PASSED = frozenset(
     {
         "logger",

@@ -19,8 +19,6 @@ from omegaconf import MISSING
 from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.configs.settings import Settings
 
-__all__ = ["NODES", "register"]
-
 
 @dataclass
 class _Node:

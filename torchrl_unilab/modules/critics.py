@@ -18,8 +18,6 @@ from torch import nn
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
-__all__ = ["QValue", "StateValue", "make_critic", "make_q_value", "relu_mlp", "tanh_mlp"]
-
 
 def _check_widths(sizes: Sequence[int]) -> None:
     if min(sizes) < 1:

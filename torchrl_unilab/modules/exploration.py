@@ -10,8 +10,6 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
-__all__ = ["PerEnvNoise"]
-
 
 class PerEnvNoise(TensorDictModuleBase):
     """Adds Gaussian noise to a collector's actions, stronger in some environments than others.

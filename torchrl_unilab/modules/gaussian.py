@@ -21,14 +21,6 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.critics import tanh_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
-__all__ = [
-    "DiagonalNormal",
-    "DirectActor",
-    "GaussianActor",
-    "GaussianParameters",
-    "make_actor",
-]
-
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
 _POINTS = (ExplorationType.DETERMINISTIC, ExplorationType.MEAN, ExplorationType.MODE)
 

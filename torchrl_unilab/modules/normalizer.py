@@ -11,8 +11,6 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-__all__ = ["NormalizedNetwork", "ObservationNormalizer"]
-
 
 class ObservationNormalizer(nn.Module):
     """Scales observations to zero mean and unit variance by running statistics.

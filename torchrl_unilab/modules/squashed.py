@@ -20,16 +20,6 @@ from torchrl_unilab.modules.critics import relu_mlp
 from torchrl_unilab.modules.gaussian import DirectActor
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
-__all__ = [
-    "SquashedGaussianActor",
-    "SquashedGaussianParameters",
-    "SquashedNormal",
-    "SquashedPoint",
-    "make_sac_actor",
-    "make_td3_actor",
-    "squash",
-]
-
 
 def squash(x: torch.Tensor) -> torch.Tensor:
     """Return tanh, kept off -1 and 1 by the dtype's resolution, as `TanhNormal` does.

@@ -19,8 +19,6 @@ from torchrl.objectives import LossModule
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.objectives.vtrace import vtrace
 
-__all__ = ["APPOLoss", "kl_adapted_lr"]
-
 MIN_LR = 1e-5
 
 

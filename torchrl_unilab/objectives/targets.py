@@ -12,8 +12,6 @@ from torchrl.objectives import LossModule
 
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 
-__all__ = ["sync_normalizers", "targets_of"]
-
 
 @torch.no_grad()
 def sync_normalizers(loss: LossModule) -> None:

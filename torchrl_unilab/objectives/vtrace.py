@@ -6,8 +6,6 @@ import torch
 
 from torchrl_unilab.errors import LayoutShapeError
 
-__all__ = ["timeout_bootstrap", "vtrace"]
-
 
 def timeout_bootstrap(
     v_t: torch.Tensor, done_t: torch.Tensor, terminated_t: torch.Tensor, *, gamma: float

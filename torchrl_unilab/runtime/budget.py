@@ -12,16 +12,6 @@ from typing import Any, Literal
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = [
-    "MemoryBudget",
-    "MemoryItem",
-    "MemoryLimit",
-    "Place",
-    "ThreadPlan",
-    "plan_threads",
-    "readable",
-]
-
 Place = Literal["shared", "private", "device"]
 """Shared segments, a process's own memory, or the learner's accelerator."""
 

@@ -28,8 +28,6 @@ import torch
 
 from torchrl_unilab.errors import PeerGoneError
 
-__all__ = ["Channel", "Link", "Shipment", "serve"]
-
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
 _RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
 _READ_BYTES = 1 << 16  # larger ones take longer to allocate than to read

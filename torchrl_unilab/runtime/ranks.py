@@ -32,8 +32,6 @@ from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, DivergedError, PeerGoneError, WaitTimeoutError
 
-__all__ = ["ALONE", "Ranks"]
-
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
 _LOOK_SECONDS = 0.05
 _NOT_TO_BLAME = ""

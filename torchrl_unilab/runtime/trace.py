@@ -34,18 +34,6 @@ from types import TracebackType
 
 from torchrl_unilab.errors import ConfigError, UsageError
 
-__all__ = [
-    "MAX_EVENTS",
-    "TraceSettings",
-    "Tracer",
-    "counter",
-    "join",
-    "settings",
-    "span",
-    "start",
-    "stop",
-]
-
 MAX_EVENTS = 250_000
 """Events that a process writes at most; ten minutes and more of a usual run, 25 MB."""
 

@@ -11,8 +11,6 @@ import psutil
 
 from torchrl_unilab.runtime.link import Channel
 
-__all__ = ["CONTINUE_SECONDS", "WorkerProcess"]
-
 CONTINUE_SECONDS = 0.25  # within which all of a terminal's job go on once it is continued
 
 

@@ -29,8 +29,6 @@ from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime.link import Channel, Shipment, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
 
-__all__ = ["WorkerGroup"]
-
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
 FAILED_START_SECONDS = 0.2  # workers that are still starting do not listen

@@ -17,8 +17,6 @@ import torch
 from torchrl_unilab.errors import LayoutDtypeError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.shm.words import LINE
 
-__all__ = ["BlockLayout", "Field", "align", "dotted"]
-
 
 def align(offset: int, alignment: int = LINE) -> int:
     """Return the first multiple of `alignment` that is not below `offset`."""

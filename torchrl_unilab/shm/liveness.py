@@ -15,8 +15,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["process_id", "process_is_alive", "this_process"]
-
 _ID_BITS = 22  # the largest process id of 64-bit Linux is 2**22 - 1
 _START_BITS = 41  # of hundredths of a second: with the id, a word stays below 2**63
 _STATE, _START = 0, 19  # fields of /proc/<pid>/stat after the name of the program

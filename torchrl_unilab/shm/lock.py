@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 from torchrl_unilab.errors import WaitTimeoutError
 from torchrl_unilab.shm.segment import SharedSegment
 
-__all__ = ["RangeLock"]
-
 T = TypeVar("T")
 
 _FIRST_RETRY, _LAST_RETRY = 2e-5, 1e-3

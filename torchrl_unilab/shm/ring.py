@@ -43,8 +43,6 @@ from torchrl_unilab.shm.ring_memory import (
 from torchrl_unilab.shm.ring_writer import RingWriter
 from torchrl_unilab.shm.tokens import pack_token, unpack_token, waits
 
-__all__ = ["COUNTERS", "Lease", "Overflow", "RolloutRing", "check_ring"]
-
 MAX_SLOTS = 128  # of one writer: as many tokens fit two pages, the smallest pipe there is
 MAX_WRITERS = 1024
 COUNTERS = ("written", "dropped", "read", "skipped", "lost")

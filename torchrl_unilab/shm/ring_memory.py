@@ -27,8 +27,6 @@ from torchrl_unilab.shm.words import shared_words, words_nbytes
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Overflow", "RingMemory"]
-
 Overflow = Literal["overwrite", "block"]
 
 CREATOR, READER, CLOSED = range(3)  # words of the ring

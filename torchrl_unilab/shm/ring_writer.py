@@ -25,8 +25,6 @@ from torchrl_unilab.shm.ring_memory import (
 )
 from torchrl_unilab.shm.tokens import pack_token, unpack_token, waits
 
-__all__ = ["RingWriter"]
-
 
 class RingWriter(RingMemory):
     """A ring, as a process writes it."""

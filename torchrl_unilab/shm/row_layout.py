@@ -16,8 +16,6 @@ import torch
 
 from torchrl_unilab.shm.layout import align
 
-__all__ = ["WORD", "RowField", "RowLayout"]
-
 WORD = 4
 """Bytes of a word."""
 NARROW = 8

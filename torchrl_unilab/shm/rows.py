@@ -32,14 +32,11 @@ from torchrl_unilab.shm.shards import (
     ORIGIN,
     VERSION,
     WRITER,
-    Lineage,
     Parts,
     Shards,
     Window,
 )
 from torchrl_unilab.shm.words import fence
-
-__all__ = ["Gather", "Lineage", "Parts", "SharedRows", "Window"]
 
 Gather = Callable[["torch.Tensor | None", torch.Tensor, tuple[int, ...]], None]
 """Copies rows: to which places of a batch (None for all), from which positions, seen at which

@@ -35,8 +35,6 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.limits import available_memory
 
-__all__ = ["SharedSegment", "free_bytes", "named_by_default", "named_directory"]
-
 
 def named_by_default() -> bool:
     """Return whether the environment gives each segment a name."""

@@ -34,8 +34,6 @@ from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
-__all__ = ["ReaderState", "Snapshot", "SnapshotCell"]
-
 DEFAULT_SLOTS = 3
 DEFAULT_RETRIES = 1000
 _YIELD_AFTER = 8  # retries without giving the core to a writer that may need it

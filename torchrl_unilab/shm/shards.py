@@ -27,8 +27,6 @@ from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.words import LINE, fence, shared_words, words_nbytes
 
-__all__ = ["Parts", "Shards", "Window"]
-
 T = TypeVar("T")
 
 LOADING, _FIRST = range(2)  # a word of all shards, and where those of the first shard begin

@@ -19,8 +19,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 
-__all__ = ["LIFE_CHECK_SECONDS", "TokenPipe", "pack_token", "unpack_token", "waits"]
-
 LIFE_CHECK_SECONDS = 0.2
 """How often a wait looks whether the other side lives."""
 

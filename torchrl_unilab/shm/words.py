@@ -48,8 +48,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["LINE", "fence", "is_weakly_ordered", "shared_words", "words_nbytes"]
-
 LINE = 64
 """Bytes of a cache line: the alignment of every word and of every payload."""
 

@@ -1,14 +1,13 @@
 """Trainers, their hooks and settings, and whole runs."""
 
 from torchrl_unilab.configs.appo import APPOConfig
-from torchrl_unilab.configs.off_policy import OffPolicyConfig
+from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_start_threshold
 from torchrl_unilab.trainers.appo import APPOTrainer
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, evaluate
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.off_policy import (
     OffPolicyTrainer,
     build_reward_comparison_metrics,
-    compute_train_start_threshold,
     replay_buffer_ready_for_learning,
 )
 from torchrl_unilab.trainers.prefetch import PrefetchReplay

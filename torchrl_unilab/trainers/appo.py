@@ -25,8 +25,6 @@ from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
-__all__ = ["APPOTrainer"]
-
 
 class APPOTrainer(RankTrainer):
     """Trains a policy by APPO while the collector's workers keep collecting.

@@ -14,8 +14,6 @@ from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks
 
-__all__ = ["RankTrainer"]
-
 _NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
 """Stages of TorchRL's own step, which it does not call either where another takes its place."""
 

@@ -18,7 +18,7 @@ from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.trainers import Trainer
 
-from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.worker import base_env, closing_env, on_host
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, PeerGoneError
@@ -26,8 +26,6 @@ from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.trainers.video import film_episodes
 from torchrl_unilab.weight_update import UniLabShmTransport
-
-__all__ = ["BackgroundEvaluation", "Evaluation", "Videos", "evaluate"]
 
 _NICENESS = 10  # learner and collectors come first
 

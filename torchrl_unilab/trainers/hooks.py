@@ -21,8 +21,6 @@ from torchrl.trainers.trainers import TrainerHookBase
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["BusyTime", "CollectorTime", "PublishWeights"]
-
 
 class PublishWeights(TrainerHookBase):
     """Publishes models to the collector's workers after every n batches.

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["LOGGED_METRICS", "LoggedMetric"]
-
 
 class LoggedMetric(NamedTuple):
     """One name in the logs of a run.

@@ -26,8 +26,6 @@ from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.objectives.targets import sync_normalizers
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
-__all__ = ["APPOStepper", "LossUpdate", "make_update"]
-
 
 class APPOStepper(OptimizationStepper):
     """One APPO optimiser step, which never waits for the device.

@@ -26,13 +26,6 @@ from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
-__all__ = [
-    "OffPolicyTrainer",
-    "build_reward_comparison_metrics",
-    "compute_train_start_threshold",
-    "replay_buffer_ready_for_learning",
-]
-
 
 def replay_buffer_ready_for_learning(
     replay_buffer_size: int, *, batch_size: int, learning_starts: int, num_envs: int

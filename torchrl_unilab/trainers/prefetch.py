@@ -18,8 +18,6 @@ from torchrl.trainers.trainers import TrainerHookBase
 from torchrl_unilab.data import DoubleBufferReplayPipeline
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["PrefetchReplay"]
-
 
 class PrefetchReplay(TrainerHookBase):
     """Gives a trainer minibatches out of large batches that are packed while it learns.

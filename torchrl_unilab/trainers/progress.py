@@ -13,8 +13,6 @@ from collections.abc import Callable
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 
-__all__ = ["can_draw", "on_terminal", "stop_when", "tell_progress"]
-
 
 def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None) -> None:
     """End training once a return is reached or the time is up.

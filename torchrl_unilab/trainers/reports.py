@@ -24,15 +24,6 @@ from torchrl_unilab.runtime.trace import counter
 from torchrl_unilab.trainers.hooks import BusyTime
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
-__all__ = [
-    "CollectorReport",
-    "EpisodeReturns",
-    "LearningCurve",
-    "LogPolicyLag",
-    "register_reports",
-]
-
-
 KEPT = 100
 """Logged values of each key that a trainer keeps."""
 

@@ -26,8 +26,6 @@ from torchrl_unilab.envs.rendering import find_backend
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.progress import on_terminal
 
-__all__ = ["Film", "Mp4Logger", "check_filming", "check_video", "film_episodes", "write_video"]
-
 _MOST_FPS = 60
 _MOST_PIXELS = 8192  # of a side
 

@@ -19,8 +19,6 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update.module_weights import ModuleWeights
 from torchrl_unilab.weight_update.transport import Weights, named_tensors
 
-__all__ = ["InitialWeights", "checked_module", "find_model", "initial_weights"]
-
 _NEEDED = "Either params_map, model_id + context or model/weights + devices must be provided."
 
 

@@ -19,8 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["EXTRA_STATE", "ModuleWeights", "flatten_extra_state", "nest_extra_state"]
-
 EXTRA_STATE = "_extra_state"
 """Name under which a module's extra state lies, as in its ``state_dict()``."""
 

@@ -10,8 +10,6 @@ import torch
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.seqlock import Snapshot
 
-__all__ = ["SharedObsNormStats"]
-
 
 class SharedObsNormStats:
     """The latest mean and standard deviation, in shared memory.

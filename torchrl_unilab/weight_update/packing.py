@@ -14,8 +14,6 @@ import torch
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import Snapshot
 
-__all__ = ["DevicePacker"]
-
 
 class DevicePacker:
     """Flat buffers for one layout on one device, and the transfers between them and the host.

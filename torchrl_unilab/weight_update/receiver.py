@@ -24,8 +24,6 @@ from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeigh
 from torchrl_unilab.weight_update.packing import DevicePacker
 from torchrl_unilab.weight_update.transport import nested
 
-__all__ = ["GivesModels", "Puller", "TakesWeights", "WeightReceiver", "pull_in_rollouts"]
-
 
 class WeightReceiver:
     """A worker's end of a cell.

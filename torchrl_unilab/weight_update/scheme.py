@@ -37,8 +37,6 @@ from torchrl_unilab.weight_update.receiver import (
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, Weights, nested
 from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 
-__all__ = ["UniLabShmScheme"]
-
 PullAt = Literal["rollout", "step", "manual"]
 
 

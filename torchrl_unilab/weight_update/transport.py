@@ -25,8 +25,6 @@ from torchrl_unilab.weight_update.module_weights import (
 )
 from torchrl_unilab.weight_update.packing import DevicePacker
 
-__all__ = ["UniLabShmTransport", "Weights", "named_tensors", "nested"]
-
 Weights: TypeAlias = TensorDictBase | nn.Module | Mapping[str, Any]
 MutableWeights: TypeAlias = TensorDictBase | nn.Module | dict[str, Any]
 

@@ -14,8 +14,6 @@ from torchrl_unilab.errors import UsageError, WaitTimeoutError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive
 from torchrl_unilab.weight_update.transport import UniLabShmTransport
 
-__all__ = ["POLL_SECONDS", "PolicyVersions", "WorkerVersions"]
-
 POLL_SECONDS = 0.0005
 
 

@@ -30,8 +30,6 @@ from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 
-__all__ = ["SLOTS", "DoubleBufferReplayPipeline", "ReplayTickMetadata"]
-
 SLOTS = 2
 """Batches in memory: one that the learner uses, one that is packed."""
 

@@ -9,8 +9,6 @@ from typing import Protocol
 
 from tensordict import TensorDictBase
 
-__all__ = ["ReplayPipeline"]
-
 
 class ReplayPipeline(Protocol):
     """What a learner needs of an object that prepares its batches, one for each tick.

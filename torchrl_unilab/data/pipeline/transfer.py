@@ -27,8 +27,6 @@ from tensordict import TensorDictBase
 
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["CUDATransfer", "HostTransfer", "MakeTransfer", "PortableTransfer", "transfer_to"]
-
 _Blocks = list[tuple[torch.Tensor, torch.Tensor]]
 
 

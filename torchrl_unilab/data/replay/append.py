@@ -26,8 +26,6 @@ from torchrl_unilab.errors import (
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.rows import SharedRows
 
-__all__ = ["NonFinite", "RowAppender", "as_rows", "check_steps"]
-
 NonFinite = Literal["refuse", "count", "pass"]
 _FINITE = (REWARD, "action")
 _STAGES = 8

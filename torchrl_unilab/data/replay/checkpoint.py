@@ -21,9 +21,8 @@ from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
 from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump
 from torchrl_unilab.errors import CheckpointError, LayoutError
 from torchrl_unilab.shm.row_layout import WORD
-from torchrl_unilab.shm.rows import Lineage, Parts, SharedRows, Window
-
-__all__ = ["PackedReplayCheckpointer", "load_rows", "save_rows"]
+from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.shards import Lineage, Parts, Window
 
 _LENGTH = 8
 """Bytes of the text's length."""

@@ -18,8 +18,6 @@ from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.row_layout import RowLayout
 
-__all__ = ["DONE", "REWARD", "SIGNALS", "TERMINATED", "TRUNCATED", "RowForm"]
-
 REWARD = "next.reward"
 DONE, TERMINATED, TRUNCATED = "next.done", "next.terminated", "next.truncated"
 SIGNALS = ("done", "terminated", "truncated", "reward")

@@ -18,9 +18,8 @@ from torchrl_unilab.data.replay.trajectories import stride_of
 from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.layout import align
-from torchrl_unilab.shm.rows import Gather, SharedRows, Window
-
-__all__ = ["Batch", "BatchLayout", "ReplaySnapshot", "RowGatherer"]
+from torchrl_unilab.shm.rows import Gather, SharedRows
+from torchrl_unilab.shm.shards import Window
 
 
 class ReplaySnapshot(NamedTuple):

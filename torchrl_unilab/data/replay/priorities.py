@@ -19,8 +19,6 @@ from torchrl_unilab.data.replay.reduction_tree import ReductionTree
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, UsageError
 
-__all__ = ["PackedPrioritizedSampler"]
-
 _OWN = 1000
 """Writes that are noted one by one."""
 

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["ReductionTree"]
-
 BLOCK = 32
 
 

@@ -25,8 +25,6 @@ from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 
-__all__ = ["SharedReplay"]
-
 
 class SharedReplay(SharedStorage):
     """The rows of a `PackedReplayStorage`, which has the arguments."""

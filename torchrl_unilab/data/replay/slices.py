@@ -17,8 +17,6 @@ from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 
-__all__ = ["PackedSliceSampler"]
-
 _Boundaries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

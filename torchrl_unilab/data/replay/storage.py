@@ -30,8 +30,6 @@ from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["PackedReplayStorage"]
-
 
 class PackedReplayStorage(SharedReplay):
     """`max_size` transitions in shared memory, one row each, in a wide and a narrow piece.

@@ -17,9 +17,8 @@ from torchrl_unilab.data.replay.form import DONE, RowForm
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.row_layout import RowLayout
-from torchrl_unilab.shm.rows import Parts, SharedRows
-
-__all__ = ["TrajectoryMarker", "stride_of"]
+from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.shards import Parts
 
 _STRIDE_BITS = 24
 _IDS = "collector.traj_ids"

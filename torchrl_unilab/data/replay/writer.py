@@ -11,8 +11,6 @@ from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
 
-__all__ = ["PackedReplayWriter"]
-
 
 class PackedReplayWriter(SharedStorageWriter):
     """Appends rows to a `PackedReplayStorage`, in any number of processes.

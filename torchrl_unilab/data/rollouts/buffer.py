@@ -18,8 +18,6 @@ from torchrl_unilab.data.rollouts.storage import RolloutRingStorage, RolloutSamp
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError
 
-__all__ = ["RolloutReplayBuffer", "RolloutRingSampler", "RolloutRingWriter"]
-
 Take = Literal["oldest", "newest"]
 
 

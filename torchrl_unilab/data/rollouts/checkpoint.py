@@ -18,8 +18,6 @@ from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
 from torchrl_unilab.data.stock import is_stock_dump
 from torchrl_unilab.errors import ConfigError, UsageError
 
-__all__ = ["RolloutRingCheckpointer", "check_state"]
-
 
 class RolloutRingCheckpointer(SharedStorageCheckpointer):
     """Saves the unread rollouts of a `RolloutRingStorage`, and its counters, as one file."""

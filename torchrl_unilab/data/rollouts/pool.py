@@ -16,8 +16,6 @@ from torchrl_unilab.configs.appo import MAX_POOL
 from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutShapeError
 from torchrl_unilab.shm.layout import dotted
 
-__all__ = ["RolloutPool"]
-
 
 class RolloutPool:
     """The newest `size` rollouts side by side; a new one takes the place of the oldest.

@@ -13,8 +13,6 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.errors import LayoutShapeError
 
-__all__ = ["RolloutSource"]
-
 
 @dataclass(frozen=True)
 class RolloutSource:

@@ -31,8 +31,6 @@ from torchrl_unilab.shm.ring import COUNTERS, Lease
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["RolloutRingStorage", "RolloutSampler"]
-
 
 class RolloutSampler(Sampler):
     """A sampler that takes out what it draws, by `RolloutRingStorage.draw`.

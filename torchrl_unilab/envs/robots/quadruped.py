@@ -19,8 +19,6 @@ from torchrl_unilab.envs.robots.task import (
 )
 from torchrl_unilab.envs.task import Array, Fields, State
 
-__all__ = ["QUADRUPED", "QuadrupedWalk"]
-
 QUADRUPED = Path(__file__).parent / "assets" / "quadruped.xml"
 """The robot: 4.7 kg, 40 cm long, eight position servos."""
 

@@ -18,16 +18,6 @@ from numpy.typing import NDArray
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
 from torchrl_unilab.errors import ConfigError
 
-__all__ = [
-    "JointAddresses",
-    "RobotTask",
-    "Stride",
-    "joint_addresses",
-    "projected_gravity",
-    "to_body_frame",
-    "tracking",
-]
-
 
 @dataclass(frozen=True)
 class JointAddresses:

@@ -20,8 +20,6 @@ from torchrl.envs.transforms import ObservationTransform, Transform
 
 from torchrl_unilab.errors import ConfigError, UsageError
 
-__all__ = ["ActionDelay", "ObservationDelay", "ObservationNoise"]
-
 Delay = int | tuple[int, int]
 
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["FlatAdam", "flatten"]
-
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Make tensors views of one flat tensor, which is returned.

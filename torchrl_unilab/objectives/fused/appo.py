@@ -18,8 +18,6 @@ from torchrl_unilab.objectives.fused.adam import FlatAdam
 from torchrl_unilab.objectives.fused.networks import TanhNetwork, is_tanh_mlp
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
-__all__ = ["STATISTICS", "FusedAPPOUpdate"]
-
 STATISTICS = (
     "loss_objective",
     "loss_critic",

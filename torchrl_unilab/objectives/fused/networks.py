@@ -27,16 +27,6 @@ from torchrl_unilab.objectives.fused.products import (
 )
 from torchrl_unilab.objectives.fused.threads import at_once
 
-__all__ = [
-    "Network",
-    "ReluNetwork",
-    "ReluNetworks",
-    "TanhNetwork",
-    "is_relu_mlp",
-    "is_tanh_mlp",
-    "relu_networks",
-]
-
 ALL = slice(None)
 
 

@@ -28,13 +28,6 @@ from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
-__all__ = [
-    "FusedOffPolicyUpdate",
-    "Transitions",
-    "critics_are_known",
-    "trained",
-]
-
 _NORMALIZERS = {nn.Identity, ObservationNormalizer}
 _LOSS_FUNCTIONS = ("l1", "l2", "smooth_l1")
 

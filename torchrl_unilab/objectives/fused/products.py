@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["BatchedProducts", "OneDNNProducts", "products_for"]
-
 
 class BatchedProducts:
     """Products of k layers at once, in any dtype on any device."""

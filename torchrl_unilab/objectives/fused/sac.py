@@ -20,8 +20,6 @@ from torchrl_unilab.objectives.fused.adam import FlatAdam
 from torchrl_unilab.objectives.fused.networks import Network, is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
 
-__all__ = ["FusedSACUpdate"]
-
 
 class FusedSACUpdate(FusedOffPolicyUpdate):
     """Losses, gradients, Adam and targets of a SAC minibatch in few operations.

@@ -14,8 +14,6 @@ from torchrl_unilab.objectives.fused.networks import is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions, trained
 from torchrl_unilab.objectives.targets import targets_of
 
-__all__ = ["FusedTD3Update"]
-
 
 class FusedTD3Update(FusedOffPolicyUpdate):
     """Losses, gradients, Adam and targets of a TD3 minibatch in few operations.

@@ -13,8 +13,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["at_once"]
-
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 

@@ -44,18 +44,6 @@ from torchrl_unilab.shm.segment import free_bytes, named_by_default, named_direc
 from torchrl_unilab.shm.seqlock import SnapshotCell
 from torchrl_unilab.weight_update.transport import named_tensors
 
-__all__ = [
-    "EVALUATION_ITEMS",
-    "Config",
-    "RunBudget",
-    "RunSizes",
-    "check_frames",
-    "memory_limits",
-    "replay_items",
-    "ring_items",
-    "run_threads",
-]
-
 Config: TypeAlias = APPOConfig | OffPolicyConfig
 
 PROCESS_BYTES = 300 << 20

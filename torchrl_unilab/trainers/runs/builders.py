@@ -17,7 +17,7 @@ from torchrl.envs import EnvBase
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
@@ -45,21 +45,6 @@ from torchrl_unilab.trainers.runs.budget import (
 )
 from torchrl_unilab.trainers.runs.environment import action_space, observation_sizes
 from torchrl_unilab.weight_update import UniLabShmScheme
-
-__all__ = [
-    "ALGORITHMS",
-    "Algorithm",
-    "Learner",
-    "build_appo",
-    "build_learner",
-    "build_off_policy",
-    "find_device",
-    "plan_run",
-    "replay_collector",
-    "ring_collector",
-    "run_budget",
-    "with_exploration_noise",
-]
 
 
 @dataclass

@@ -54,14 +54,6 @@ from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.trainers.base import RankTrainer
 
-__all__ = [
-    "RunCheckpoints",
-    "SavedRun",
-    "load_trainer",
-    "run_checkpoint",
-    "save_learner",
-]
-
 FORMAT = 5
 """Of what this package puts into a checkpoint; another one is refused."""
 DIGESTS = "digests.json"

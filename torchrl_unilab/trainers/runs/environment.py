@@ -10,8 +10,6 @@ from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs.budget import Config
 
-__all__ = ["action_space", "fit_environments", "observation_sizes"]
-
 
 def observation_sizes(env: EnvBase, config: Config) -> dict[str, int]:
     """Return the sizes of the vectors that the networks read, by key.

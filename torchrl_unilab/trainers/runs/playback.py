@@ -14,8 +14,6 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs.saved import load_run
 from torchrl_unilab.trainers.video import check_video, film_episodes
 
-__all__ = ["play_run"]
-
 
 def play_run(
     run_dir: str | os.PathLike[str],

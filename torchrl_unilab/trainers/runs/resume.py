@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError
@@ -16,8 +16,6 @@ from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, saved_config, task_of
 from torchrl_unilab.trainers.runs.train import Run
-
-__all__ = ["resume_run"]
 
 _TAKEN_OVER = (
     "logger",

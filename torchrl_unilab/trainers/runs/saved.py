@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 
-from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.worker import close_env, closing_env
 from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
@@ -29,18 +29,6 @@ from torchrl_unilab.limits import available_cores
 from torchrl_unilab.trainers.evaluation import evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
-
-__all__ = [
-    "CHECKPOINT",
-    "SUMMARY",
-    "TrainedPolicy",
-    "check_newest",
-    "evaluate_run",
-    "load_policy",
-    "load_run",
-    "saved_config",
-    "task_of",
-]
 
 CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"

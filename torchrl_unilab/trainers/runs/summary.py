@@ -23,18 +23,6 @@ from torchrl.record.loggers.utils import get_logger
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.evaluation import Evaluation
 
-__all__ = [
-    "RunLogger",
-    "check_loggers",
-    "check_run_dir",
-    "cut_logs",
-    "package_versions",
-    "plot_returns",
-    "run_dir_held",
-    "run_logger",
-    "write_whole",
-]
-
 
 def check_loggers(names: Sequence[str]) -> None:
     """Refuse loggers whose package is not installed.

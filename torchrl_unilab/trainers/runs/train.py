@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchrl_unilab.collectors.base import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.worker import closing_env, on_host
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings, without_own_settings
@@ -55,8 +55,6 @@ from torchrl_unilab.trainers.runs.summary import (
 )
 from torchrl_unilab.trainers.video import check_filming
 from torchrl_unilab.weight_update import UniLabShmScheme
-
-__all__ = ["Run", "train_appo", "train_off_policy"]
 
 TRACE = "trace.json"
 VIDEOS = "videos"
