@@ -17,7 +17,6 @@ from mkdocs.structure.files import File, Files
 import torchrl_unilab
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.settings import Settings
-from torchrl_unilab.trainers.logged_metrics import LOGGED_METRICS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
@@ -33,7 +32,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "shm.md": (ROOT / "torchrl_unilab" / "shm" / "README.md").read_text(),
         "compatibility.md": _compatibility(),
         "reference/settings.md": "\n".join(_settings()),
-        "reference/metrics.md": "\n".join(_metrics()),
         "extra.css": CSS,
     }
     for package in pkgutil.iter_modules(torchrl_unilab.__path__):
@@ -78,13 +76,6 @@ def _table(title: str, kind: type[Settings], defaults: dict[str, object]) -> Ite
             shown = "" if default is dataclasses.MISSING else f"`{default}`"
             meaning = field.metadata["help"]
             yield f"| `{field.name}` | {shown} | {meaning} | {kinds[field.name]} |"
-
-
-def _metrics() -> Iterator[str]:
-    yield "# Metrics\n\nEvery name that a run logs.\n\n| name | meaning | unit | computed by |"
-    yield "|---|---|---|---|"
-    for name, metric in LOGGED_METRICS.items():
-        yield f"| `{name}` | {metric.meaning} | {metric.unit} | `{metric.source}` |"
 
 
 def _api(module: ModuleType) -> Iterator[str]:

@@ -4,7 +4,7 @@
 2. Register it for one of the places of a TorchRL trainer: ``hook.register(trainer)``.
 3. Keep what a checkpoint needs in `state_dict`.
 
-Names that the package itself logs stand in `torchrl_unilab.trainers.logged_metrics`.
+Names that the package itself logs stand in ``tutorials/metrics.md``.
 """
 
 from __future__ import annotations
