@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -16,11 +16,9 @@ from torchrl.data import Composite
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 from torchrl.data.replay_buffers.writers import Writer
+from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class SharedStorageCheckpointer(StorageCheckpointerBase):

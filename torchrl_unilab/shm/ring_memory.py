@@ -13,9 +13,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from typing_extensions import Self
 
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import this_process
@@ -23,9 +24,6 @@ from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token
 from torchrl_unilab.shm.words import shared_words, words_nbytes
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Overflow = Literal["overwrite", "block"]
 

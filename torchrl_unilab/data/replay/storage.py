@@ -8,11 +8,12 @@ use. What lies below, and the replay's own `add` and `sample`, is in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer, RoundRobinWriter
+from typing_extensions import Self
 
 from torchrl_unilab.data.positions import (
     batch_shape,
@@ -26,9 +27,6 @@ from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load
 from torchrl_unilab.data.replay.shared import SharedReplay
 from torchrl_unilab.data.stock import rows_of_state_dict
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class PackedReplayStorage(SharedReplay):

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
+from typing_extensions import Self
 
 from torchrl_unilab.data.positions import check_range, flat_positions, is_mask, is_single
 from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, check_state
@@ -27,9 +28,6 @@ from torchrl_unilab.data.rollouts.source import RolloutSource
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError, WaitTimeoutError
 from torchrl_unilab.shm.ring import COUNTERS, Lease
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class RolloutSampler(Sampler):
