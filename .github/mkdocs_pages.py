@@ -35,7 +35,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "extra.css": CSS,
     }
     for package in pkgutil.iter_modules(torchrl_unilab.__path__):
-        if package.name not in ("cli", "hydra", "__main__"):
+        if package.name == "errors" or (package.ispkg and package.name != "hydra"):
             module = import_module(f"torchrl_unilab.{package.name}")
             pages[f"reference/{package.name}.md"] = "\n".join(_api(module))
     for path, content in pages.items():
