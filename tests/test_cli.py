@@ -183,6 +183,25 @@ sys.exit(cli.main(["tasks"]))
 """
 
 
+STRIKES = """
+import importlib.abc
+class Strike(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "numpy._core.multiarray":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Strike())
+sys.exit(cli.main(["train", "appo", "--env", "InvertedPendulum-v5", "--frames", "1024"]))
+"""
+
+
+def test_an_interrupt_while_numpy_is_imported_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = _run(STRIKES)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.usefixtures("hangs_up")
 def test_a_closed_terminal_interrupts_in_silence():
     done = _run(HANGS_UP)

@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which nohup ignores
         signal.signal(signal.SIGHUP, _hang_up)
     try:
+        import numpy  # noqa: F401  # in torch's C code, which imports it, Ctrl-C would be lost
+
         code = int(options.run(options))
         if sys.stdout is not None:  # closed by `>&-`
             sys.stdout.flush()

@@ -9,6 +9,7 @@ import torch
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
 from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors.arguments import the_policy
 from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -103,6 +104,23 @@ def test_a_factory_makes_the_policy_where_there_is_none():
 def test_a_policy_is_given_or_made(given):
     with pytest.raises(ConfigError, match="policy_factory"):
         APPOCollector(partial(CountingEnv, limit=3), frames_per_batch=FRAMES, **given)
+
+
+@pytest.mark.parametrize("policy", [lambda td: td, torch.nn.Linear(3, 1)], ids=["call", "module"])
+def test_a_policy_that_is_no_tensordict_module_is_refused_by_its_type(policy):
+    with pytest.raises(ConfigError, match=rf"policy: {type(policy).__name__} \(expected a Tenso"):
+        APPOCollector(partial(CountingEnv, limit=3), policy, frames_per_batch=FRAMES)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_compiled_policy_is_one():
+    policy = torch.compile(make_policy())
+    assert the_policy(policy, None) is policy
+
+
+def test_an_environment_in_the_place_of_what_makes_one_is_refused():
+    with pytest.raises(ConfigError, match=r"create_env: CountingEnv, an environment \(expected a"):
+        APPOCollector(CountingEnv(limit=3), make_policy(), frames_per_batch=FRAMES)
 
 
 def test_lock_step_ends_at_the_machine():

@@ -29,7 +29,10 @@ def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
     assert SETTINGS[config.algorithm].for_task("Hopper-v5", **settings) == config
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "a: [", "nothing"])
+TEXTS = ["", "[1]", "a: [", "nothing", "env: 5", "env:", "frames: 1e6", "frames:", "seed: x"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
 def test_a_file_without_settings_is_refused(text, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(text)

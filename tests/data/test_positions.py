@@ -51,6 +51,12 @@ def test_one_position_is_single(index):
     assert is_single(index)
 
 
+@pytest.mark.parametrize("index", [0.0, 1.5, [0.0], np.array([1.0])], ids=repr)
+def test_positions_that_are_no_integers_are_refused(index):
+    with pytest.raises(IndexError, match=r"positions of torch\.float\d+ \(expected integers or"):
+        flat_positions(index, 3)
+
+
 @pytest.mark.parametrize(
     "index", [[0], (0,), slice(1), range(1), np.array([1]), torch.tensor([1])], ids=repr
 )

@@ -9,8 +9,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import Collector
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.objectives import ClipPPOLoss
 
-from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import (
@@ -20,7 +21,13 @@ from torchrl_unilab.modules import (
     make_sac_actor,
 )
 from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.trainers import APPOConfig, APPOTrainer, appo
+from torchrl_unilab.trainers import (
+    APPOConfig,
+    APPOTrainer,
+    OffPolicyConfig,
+    OffPolicyTrainer,
+    appo,
+)
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import CollectorReport, EpisodeReturns
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -213,6 +220,23 @@ def test_a_last_deviation_is_refused_for_an_actor_of_another_kind():
     loss = APPOLoss(make_sac_actor(4, 1), make_critic(4))
     with pytest.raises(ConfigError, match=r"final_log_std: -3\.0 with SquashedGaussianActor"):
         APPOTrainer(collector=None, loss_module=loss, total_frames=FRAMES, config=config)
+
+
+def test_the_loss_of_another_algorithm_is_refused_by_name():
+    loss = ClipPPOLoss(make_actor(4, 1), make_critic(4))
+    with pytest.raises(ConfigError, match=r"loss_module: ClipPPOLoss \(expected APPOLoss, which"):
+        APPOTrainer(collector=None, loss_module=loss, total_frames=1, config=APPOConfig(**QUICK))
+
+
+@pytest.mark.parametrize("name", ["num_epochs", "optim_steps_per_batch", "optimizer", "frame_skip"])
+@pytest.mark.parametrize(
+    ("trainer", "config"), [(APPOTrainer, APPOConfig()), (OffPolicyTrainer, OffPolicyConfig())]
+)
+def test_arguments_that_follow_from_the_settings_are_refused(trainer, config, name):
+    given = {"collector": Mock(ReplayCollector), "loss_module": None, "total_frames": 1, name: 3}
+    given["collector"].storage.max_size = 1_000_000
+    with pytest.raises(ConfigError, match=rf"^{name}: given \(expected to follow from config"):
+        trainer(config=config, **given)
 
 
 def _batches(count: int) -> list[TensorDictBase]:

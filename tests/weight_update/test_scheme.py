@@ -103,6 +103,19 @@ def test_a_single_process_collector_acts_with_weights_that_it_is_given(given):
     schemes["policy"].shutdown()
 
 
+def test_a_single_process_collector_acts_with_each_version_at_once():
+    policy, scheme = make_policy(0.25), UniLabShmScheme()
+    settings = {"auto_register_policy_transforms": False}
+    with collecting(
+        Collector, StillEnv, policy, weight_sync_schemes={"policy": scheme}, **settings
+    ) as collector:
+        for version in (1, 2):
+            collector.update_policy_weights_()
+            assert scheme.applied_versions == {0: version}
+            scheme.wait_applied(timeout=0)
+    scheme.shutdown()
+
+
 def test_publishing_waits_for_nobody(make_sender):
     scheme = make_sender(model=make_policy(), devices=[CPU] * 3)
     for _ in range(1000):

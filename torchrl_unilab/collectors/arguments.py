@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 from tensordict.nn import TensorDictModuleBase
+from torch import nn
 from torchrl.envs import EnvBase, EnvCreator
 from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
@@ -91,20 +92,35 @@ def the_policy(
     policy: TensorDictModuleBase | None, factory: Callable[[], TensorDictModuleBase] | None
 ) -> TensorDictModuleBase:
     """Return the policy, given or made by its factory; a ConfigError unless it is one of them."""
-    if policy is not None and factory is None:
-        return policy
-    if policy is None and factory is not None:
-        return factory()
-    raise ConfigError(
-        f"policy: {'neither it nor' if policy is None else 'both it and'} policy_factory "
-        "(expected one of them). Give the policy, or what makes it."
-    )
+    if (policy is None) == (factory is None):
+        raise ConfigError(
+            f"policy: {'neither it nor' if policy is None else 'both it and'} policy_factory "
+            "(expected one of them). Give the policy, or what makes it."
+        )
+    made = factory() if policy is None else policy  # type: ignore[misc]
+    module = made._modules.get("_orig_mod", made) if isinstance(made, nn.Module) else made
+    if not isinstance(module, TensorDictModuleBase):  # as it is, or as torch.compile wraps it
+        raise ConfigError(
+            f"policy: {type(made).__name__} (expected a TensorDictModule). Wrap a module by "
+            "TensorDictModule(module, in_keys=['observation'], out_keys=['action'])."
+        )
+    return made
+
+
+def check_factory(create_env: Any) -> None:
+    """Refuse an environment where a function is expected that makes one."""
+    if isinstance(create_env, EnvBase):
+        raise ConfigError(
+            f"create_env: {type(create_env).__name__}, an environment (expected a function that "
+            "makes one). Pass the function: each worker makes its own."
+        )
 
 
 def env_factories(
     create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
 ) -> list[CreateEnv]:
     """Return one environment function per worker; a ConfigError if the counts differ."""
+    check_factory(create_env_fn)
     if callable(create_env_fn):
         workers = 1 if num_collectors is None else num_collectors
         if workers < 1:

@@ -16,6 +16,8 @@ import yaml
 from torchrl_unilab.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
+_KINDS = {"algo": str, "env": str, "frames": int, "seed": int}
+"""What is looked at before the settings are made."""
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
@@ -41,9 +43,12 @@ def read_config(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
     else:
-        if isinstance(values, dict):
-            return {str(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         reason = f"it holds {type(values).__name__}"
+        if isinstance(values, dict):
+            other = [k for k, t in _KINDS.items() if not isinstance(values.get(k, t()), t)]
+            if not other:
+                return {str(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+            reason = f"{other[0]} is {values[other[0]]!r}"
     raise ConfigError(
         f"{path}: cannot be read, {reason} (expected the settings of a run by name). Restore it, "
         "or train again."

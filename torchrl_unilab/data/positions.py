@@ -54,7 +54,8 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
     if isinstance(index, np.ndarray):
         index = torch.from_numpy(index)
     elif not isinstance(index, torch.Tensor):
-        index = torch.as_tensor(list(index) or np.empty(0, np.int64))
+        index = [index] if isinstance(index, float | complex) else list(index)
+        index = torch.as_tensor(index or np.empty(0, np.int64))
     if index.dtype is torch.bool:
         if index.numel() != length:
             raise IndexError(

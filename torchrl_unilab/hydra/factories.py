@@ -68,7 +68,7 @@ def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
         0.998
     """
     given = _given(values)
-    if "hidden" in given:
+    if isinstance(given.get("hidden"), Sequence):
         given["hidden"] = tuple(given["hidden"])
     settings: APPOConfig | OffPolicyConfig = SETTINGS[algorithm].for_task(task, **given)
     return settings
@@ -135,6 +135,8 @@ def _make_trainer(
     schemes = overrides.pop("weight_sync_schemes", {})
     scheme = schemes.get("policy", UniLabShmScheme(pull=config.pull))
     check_frames(total_frames, config, name="total_frames")
+    if seed < 0:
+        raise ConfigError(f"{name} seed: {seed} (expected at least 0). Choose another.")
     network_seed, acting_seed = child_seeds(seed, 2)
     torch.set_num_threads(run_threads(config).learner_threads)
     torch.manual_seed(network_seed)

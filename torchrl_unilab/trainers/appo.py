@@ -19,7 +19,7 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.base import RankTrainer
+from torchrl_unilab.trainers.base import RankTrainer, check_arguments
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import register_reports
@@ -95,6 +95,7 @@ class APPOTrainer(RankTrainer):
         ranks: Ranks = ALONE,
         **kwargs: Any,
     ) -> None:
+        check_arguments(kwargs)
         actor = loss_module.actor_network
         if config.final_log_std is not None and not isinstance(actor, GaussianActor):
             raise ConfigError(
@@ -105,6 +106,11 @@ class APPOTrainer(RankTrainer):
             raise ConfigError(
                 f"max_policy_lag: {config.max_policy_lag} without a scheme (expected the "
                 "collector's, which counts versions). Pass scheme=, or leave max_policy_lag out."
+            )
+        if not isinstance(loss_module, APPOLoss):
+            raise ConfigError(
+                f"loss_module: {type(loss_module).__name__} (expected APPOLoss, which knows the "
+                "target policy). Train by TorchRL's PPOTrainer, or by APPOLoss."
             )
         self.config, self.ranks = config, ranks
         self.stale = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,23 @@ from torchrl_unilab.runtime.ranks import Ranks
 
 _NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
 """Stages of TorchRL's own step, which it does not call either where another takes its place."""
+
+
+_OF_SETTINGS = ("frame_skip", "num_epochs", "optim_steps_per_batch", "optimizer")
+"""Arguments of TorchRL's trainers that follow from the settings."""
+
+
+def check_arguments(given: Iterable[str]) -> None:
+    """Refuse arguments that follow from the settings.
+
+    Raises:
+        ConfigError: Names them.
+    """
+    if own := [name for name in given if name in _OF_SETTINGS]:
+        raise ConfigError(
+            f"{', '.join(own)}: given (expected to follow from config). Set epochs, minibatches, "
+            "updates_per_step or rates in config."
+        )
 
 
 class RankTrainer(Trainer):

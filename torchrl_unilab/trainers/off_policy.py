@@ -20,7 +20,7 @@ from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.base import RankTrainer
+from torchrl_unilab.trainers.base import RankTrainer, check_arguments
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
 from torchrl_unilab.trainers.reports import register_reports
@@ -130,7 +130,8 @@ class OffPolicyTrainer(RankTrainer):
         updates: Updates taken.
 
     Raises:
-        ConfigError: The replay holds less than the first update needs, or `num_epochs` is given.
+        ConfigError: The replay holds less than the first update needs, or an argument is given
+            that follows from `config`, such as ``num_epochs``.
 
     Examples:
         >>> from functools import partial
@@ -191,11 +192,7 @@ class OffPolicyTrainer(RankTrainer):
                 "the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
             )
-        if (epochs := kwargs.pop("num_epochs", 1)) != 1:
-            raise ConfigError(
-                f"num_epochs: {epochs} (expected 1: each minibatch is drawn anew). Raise "
-                "updates_per_step in config."
-            )
+        check_arguments(kwargs)
         self.update = make_update(loss_module, config, ranks)
         if isinstance(collector, ReplayCollector):
             collector.learners, collector.batch_size = ranks.size, config.batch_size

@@ -11,6 +11,7 @@ from torchrl.data import Bounded, Composite, OneHot, TensorSpec, Unbounded
 from torchrl.envs import (
     DoubleToFloat,
     DTypeCastTransform,
+    EnvBase,
     GymEnv,
     RenameTransform,
     SerialEnv,
@@ -165,6 +166,18 @@ def test_keys_of_actions_and_rewards_that_no_run_knows_are_refused(config, key, 
 
     train = train_appo if isinstance(config, APPOConfig) else train_off_policy
     with pytest.raises(ConfigError, match=rf"environment: its keys are .*'{key}'.*'other'"):
+        train("p", frames=5000, run_dir=tmp_path / "run", create_env=make, config=config)
+
+
+@every_algorithm
+def test_rewards_of_several_numbers_are_refused_before_anything_starts(config, tmp_path: Path):
+    def make() -> EnvBase:
+        env = _pendulums().set_spec_lock_(False)
+        env.reward_spec = Unbounded((2, 2))
+        return env
+
+    train = train_appo if isinstance(config, APPOConfig) else train_off_policy
+    with pytest.raises(ConfigError, match=r"rewards of shape \(2, 2\) for a batch \(2,\)"):
         train("p", frames=5000, run_dir=tmp_path / "run", create_env=make, config=config)
 
 

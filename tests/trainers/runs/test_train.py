@@ -24,7 +24,7 @@ from tests.support.quick import APPO, OFF_POLICY
 from tests.support.traces import load_events, spans
 from torchrl_unilab.cli import main
 from torchrl_unilab.configs import RunConfig
-from torchrl_unilab.configs.file import read_config
+from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import ConfigError, DivergedError
@@ -237,6 +237,13 @@ def test_a_run_that_has_ended_leaves_no_child(appo_run):
     assert not live_children()
 
 
+@pytest.mark.parametrize("run_dir", ["", "~nobody-of-this-name/run"])
+def test_a_run_directory_that_is_no_path_is_refused(run_dir):
+    for use in (_train, evaluate_run, resume_run):
+        with pytest.raises(ConfigError, match=rf"run directory '{run_dir}': .* \(expected a path"):
+            use(run_dir)
+
+
 def test_videos_that_cannot_be_made_are_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match=r"video_interval: 9 without eval_interval"):
         _train(tmp_path / "run", video_interval=9)
@@ -318,6 +325,11 @@ def test_a_run_on_another_environment_is_evaluated_and_resumed_with_what_makes_i
     for use in (evaluate_run, partial(resume_run, frames=1000)):
         with pytest.raises(ConfigError, match=r"was made by create_env \(expected a task of Muj"):
             use(tmp_path)
+    cut = evaluate_run(tmp_path, episodes=2, create_env=_pendulum)  # where the run cuts its own
+    config = tmp_path / CONFIG_FILE
+    config.write_text(config.read_text().replace("eval_max_steps: 10000", "eval_max_steps: 1"))
+    assert cut["min"] < evaluate_run(tmp_path, episodes=2, create_env=_pendulum)["min"]
+    config.write_text(config.read_text().replace("eval_max_steps: 1", "eval_max_steps: 10000"))
     more = {"frames": trained["frames"] + 1, "progress_bar": False, "eval_episodes": 2}
     resumed = resume_run(tmp_path, create_env=_pendulum, **more)
     assert resumed["frames"] > resumed["resumed"][0] == trained["frames"]

@@ -70,7 +70,8 @@ def fit_environments(env: EnvBase, config: Config) -> str | None:
         A line for a person; None if the batch is as set.
 
     Raises:
-        ConfigError: The steps are not whole, or actions or rewards have other keys than a run's.
+        ConfigError: The steps are not whole, actions or rewards have other keys than a run's, or
+            a reward is several numbers.
     """
     keys = {"action": env.action_keys, "reward": env.reward_keys}
     if other := {name: found for name, found in keys.items() if found != [name]}:
@@ -79,6 +80,12 @@ def fit_environments(env: EnvBase, config: Config) -> str | None:
             "Append torchrl.envs.RenameTransform, or train by a trainer with your own loss."
         )
     made = env.batch_size.numel()
+    if env.reward_spec.shape.numel() != made:
+        raise ConfigError(
+            f"environment: rewards of shape {tuple(env.reward_spec.shape)} for a batch "
+            f"{tuple(env.batch_size)} (expected one number each). Append a transform that sums "
+            "them, such as torchrl.envs.LineariseRewards."
+        )
     if made == config.num_envs:
         return None
     name = "num_steps" if isinstance(config, APPOConfig) else "env_steps_per_sync"

@@ -14,7 +14,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, saved_config, task_of
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, run_path, saved_config, task_of
 from torchrl_unilab.trainers.runs.train import Run
 
 _TAKEN_OVER = (
@@ -70,7 +70,7 @@ def resume_run(
         >>> resume_run("run", frames=2048, progress_bar=False)["frames"]
         2048
     """
-    path = Path(run_dir).expanduser().absolute()
+    path = run_path(run_dir)
     saved = RunCheckpoints(path / CHECKPOINT).newest()
     file = path / CONFIG_FILE
     said = read_config(file) if file.is_file() else {}  # the checkpoint has all that is needed

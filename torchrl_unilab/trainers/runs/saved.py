@@ -20,7 +20,7 @@ from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.worker import close_env, closing_env
-from torchrl_unilab.configs import SETTINGS
+from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, make_task
@@ -32,6 +32,21 @@ from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
 
 CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"
+
+
+def run_path(run_dir: str | os.PathLike[str]) -> Path:
+    """Return a run's directory, absolute: an environment of one's own may change the working one.
+
+    Raises:
+        ConfigError: It is empty, or in the home of an unknown user.
+    """
+    try:
+        if os.fspath(run_dir):
+            return Path(run_dir).expanduser().absolute()
+        reason = "empty"
+    except RuntimeError as error:
+        reason = str(error)
+    raise ConfigError(f"run directory {str(run_dir)!r}: {reason} (expected a path). Name one.")
 
 
 def saved_config(settings: Mapping[str, Any]) -> Any:
@@ -108,7 +123,7 @@ def load_run(
             that is whole, if there is one.
         ConfigError: The environment refuses the options.
     """
-    path = Path(run_dir).expanduser().absolute()
+    path = run_path(run_dir)
     if not (path / CONFIG_FILE).is_file() or not (path / CHECKPOINT).exists():
         raise ConfigError(
             f"cannot {purpose} {run_dir}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
@@ -193,7 +208,8 @@ def evaluate_run(
         create_env: As it was given to the run.
 
     Returns:
-        ``env``, ``episodes``, and mean, minimum and maximum of the returns.
+        ``env``, ``episodes``, and mean, minimum and maximum of the returns. Episodes are cut where
+        the run cuts its own (``eval_max_steps``).
 
     Raises:
         CheckpointError: There is no run with a checkpoint in `run_dir`.
@@ -210,7 +226,8 @@ def evaluate_run(
     run = load_run(run_dir, "evaluate", create_env, **size)
     run.env.set_seed(seed)
     with closing_env(run.env):
-        returns = evaluate(run.env, run.actor, episodes=episodes)
+        most = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
+        returns = evaluate(run.env, run.actor, episodes=episodes, max_steps=most)
     return {
         "env": run.settings["env"],
         "episodes": episodes,

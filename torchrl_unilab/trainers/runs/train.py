@@ -14,13 +14,12 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from torchrl_unilab.collectors.arguments import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
 from torchrl_unilab.collectors.worker import closing_env, on_host
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings, without_own_settings
@@ -42,7 +41,7 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     save_learner,
 )
 from torchrl_unilab.trainers.runs.environment import fit_environments
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, check_newest
+from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, check_newest, run_path
 from torchrl_unilab.trainers.runs.summary import (
     RunLogger,
     check_loggers,
@@ -172,6 +171,7 @@ class Run:
         self.threads = run_threads(config)
         self.announce = announce if announce and self.leads else lambda line: None
         if create_env is not None:
+            check_factory(create_env)
             self._create_env = self._create_proxy = create_env
         else:
             make_task(options.env)  # an unknown task is refused before anything is made
@@ -183,8 +183,7 @@ class Run:
                 num_threads=self.threads.physics_threads,
                 stagger=config.stagger,
             )
-        # Absolute, as an environment of one's own may change the directory.
-        self.path, self._again = Path(run_dir).expanduser().absolute(), again
+        self.path, self._again = run_path(run_dir), again
         self.resumed = [*saved.resumed, saved.frames] if saved else []
         # Workers whose state was saved resume where they were; others do not begin as they did.
         root = (options.seed, saved.frames) if saved else options.seed
