@@ -301,10 +301,10 @@ class SnapshotCell:
             f"{version} (expected one whole copy). Publish less often or add slots."
         )
 
-    def become_reader(self, reader: int) -> None:
-        """Record that this process is reader `reader`, without a version so far."""
+    def become_reader(self, reader: int, version: int | None = None) -> None:
+        """Record that this process is reader `reader`, and acts with `version`, or with none."""
         self._reports[_READER_WORDS * reader + _PROCESS] = this_process()
-        self.report_applied(reader, None)
+        self.report_applied(reader, version)
 
     def report_applied(self, reader: int, version: int | None) -> None:
         """Record that reader `reader`, this process, acts with `version`, or with none."""

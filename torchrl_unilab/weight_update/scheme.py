@@ -204,9 +204,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 transport.send_weights(weights, worker_ids)
             if isinstance(self.context, Collector):  # it acts in this process
                 cell = transport.cell(0)
-                if own:  # by the weights themselves
-                    cell.become_reader(0)
-                    cell.report_applied(0, cell.version)
+                if own:  # with the weights themselves
+                    cell.become_reader(0, cell.version)
                 else:
                     WeightReceiver(cell, 0).pull(find_model(self.context, self._model_id))
 
@@ -369,10 +368,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
     @property
     def weights(self) -> TensorDictBase | None:
-        """The newest published weights: this worker's, the first worker's on the sender.
-
-        The model's if the scheme is shut down.
-        """
+        """The newest published weights: a worker's own, on the sender the first worker's."""
         if self._transport is None or not self._transport.cells:
             return WeightSyncScheme.weights.fget(self)
         worker = min(self._transport.cells) if self._receiver is None else self.worker_idx
