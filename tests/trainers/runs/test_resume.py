@@ -196,7 +196,7 @@ def test_evaluations_begin_with_a_resume_that_asks_for_them_and_go_on_with_the_n
     assert once[0].frames > FRAMES
     assert twice[-1].frames > 2 * FRAMES
     logged = (run_dir / "logs" / "scalars" / "eval_return.csv").read_text().splitlines()
-    evaluated = [one.frames for one in twice] + [FRAMES, 2 * FRAMES, 3 * FRAMES]  # at each end, too
+    evaluated = {one.frames for one in twice} | {FRAMES, 2 * FRAMES, 3 * FRAMES}  # at each end, too
     assert [int(line.split(",")[0]) for line in logged] == sorted(evaluated)
 
 

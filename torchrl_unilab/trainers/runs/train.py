@@ -365,9 +365,11 @@ class Run:
         title = f"{options.env}, {summary['algo'].upper()}, seed {options.seed}"
         write_whole(self.path / SUMMARY, json.dumps(summary, allow_nan=False))
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
-        for name, logged in (("final_return", "return"), ("eval_return", "eval_return")):
-            if summary[name] is not None:  # the last batch may not have been one that is logged
-                trainer.logger.log_scalar(logged, summary[name], step=trainer.collected_frames)
+        frames = trainer.collected_frames
+        if returns.curve:  # the last batch may not have been one that is logged
+            trainer.logger.log_scalar("return", returns.mean, step=frames)
+        if eval_return is not None and frames not in [one.frames for one in evaluations]:
+            trainer.logger.log_scalar("eval_return", eval_return, step=frames)
         return summary
 
     def _evaluate(self) -> float:
