@@ -52,7 +52,7 @@ KNOWN: tuple[Known, ...] = (
     Known("Hopper-v5", "sac", 1607, 1726, 300_000, 3),
     Known("Hopper-v5", "td3", 1873, 1193, 300_000, 3),
     Known("Humanoid-v5", "appo", 5489, 448, 1_246_208, 5),
-    Known("Humanoid-v5", "sac", 787, 644, 152_672, 3),
+    Known("Humanoid-v5", "sac", 3000, 2001, 183_168, 3),
     Known("Humanoid-v5", "td3", 787, 479, 162_832, 3),
     Known("HumanoidStandup-v5", "appo", 64317, 384, 1_000_448, 5),
     Known("InvertedDoublePendulum-v5", "appo", 9212, 59, 300_032, 5),
