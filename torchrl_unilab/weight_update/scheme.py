@@ -202,12 +202,13 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 self._send_per_worker(transport, weights, worker_ids)
             else:
                 transport.send_weights(weights, worker_ids)
-            if isinstance(self.context, Collector):  # it acts in this process
+            context = None if self._context_ref is None else self._context_ref()
+            if isinstance(context, Collector):  # it acts in this process
                 cell = transport.cell(0)
                 if own:  # with the weights themselves
                     cell.become_reader(0, cell.version)
                 else:
-                    WeightReceiver(cell, 0).pull(find_model(self.context, self._model_id))
+                    WeightReceiver(cell, 0).pull(find_model(context, self._model_id))
 
     def _find(self, weights: Any) -> Any:
         """Return what is to be published for an argument of `send`.
