@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which nohup ignores
         signal.signal(signal.SIGHUP, _hang_up)
     try:
-        import numpy  # noqa: F401  # in torch's C code, which imports it, Ctrl-C would be lost
+        import numpy  # noqa: F401  # first: torch's C code would import it, and drop a Ctrl-C
 
         code = int(options.run(options))
         if sys.stdout is not None:  # closed by `>&-`

@@ -145,9 +145,9 @@ class TensorSchema:
                 raise LayoutKeyError(
                     f"keys: missing {[*map(dotted, missing)]}, unknown "
                     f"{sorted(map(dotted, unknown))} (expected {[*self.names]}). "
-                    "Pass items like the first one, or make a new storage; of some of a "
-                    "collector's batches, leave keys out: append ExcludeTransform(*keys, "
-                    "inverse=True) to the buffer."
+                    "Pass items like the first one, or make a new storage. If only some batches "
+                    "have a key, leave it out: append ExcludeTransform(key, inverse=True) to the "
+                    "buffer."
                 )
             found = {path: found[path] for path in self._paths}
         tensors, shapes = [*found.values()], self._shapes(tuple(batch_size))

@@ -35,7 +35,7 @@ SUMMARY = "summary.json"
 
 
 def run_path(run_dir: str | os.PathLike[str]) -> Path:
-    """Return a run's directory, absolute: an environment of one's own may change the working one.
+    """Return a run's directory, absolute, as environments may change the working directory.
 
     Raises:
         ConfigError: It is empty, or in the home of an unknown user.
@@ -226,8 +226,8 @@ def evaluate_run(
     run = load_run(run_dir, "evaluate", create_env, **size)
     run.env.set_seed(seed)
     with closing_env(run.env):
-        most = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
-        returns = evaluate(run.env, run.actor, episodes=episodes, max_steps=most)
+        max_steps = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
+        returns = evaluate(run.env, run.actor, episodes=episodes, max_steps=max_steps)
     return {
         "env": run.settings["env"],
         "episodes": episodes,
