@@ -228,7 +228,10 @@ def test_the_loss_of_another_algorithm_is_refused_by_name():
         APPOTrainer(collector=None, loss_module=loss, total_frames=1, config=APPOConfig(**QUICK))
 
 
-@pytest.mark.parametrize("name", ["num_epochs", "optim_steps_per_batch", "optimizer", "frame_skip"])
+@pytest.mark.parametrize(
+    "name",
+    ["num_epochs", "optim_steps_per_batch", "optimizer", "optimization_stepper", "frame_skip"],
+)
 @pytest.mark.parametrize(
     ("trainer", "config"), [(APPOTrainer, APPOConfig()), (OffPolicyTrainer, OffPolicyConfig())]
 )

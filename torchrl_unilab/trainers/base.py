@@ -18,7 +18,13 @@ _NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
 """Stages of TorchRL's own step, which it does not call either where another takes its place."""
 
 
-_OF_SETTINGS = ("frame_skip", "num_epochs", "optim_steps_per_batch", "optimizer")
+_OF_SETTINGS = (
+    "frame_skip",
+    "num_epochs",
+    "optim_steps_per_batch",
+    "optimizer",
+    "optimization_stepper",
+)
 """Arguments of TorchRL's trainers that follow from the settings."""
 
 

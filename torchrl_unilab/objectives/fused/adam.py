@@ -10,6 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+_SHRINK_EVERY = 32
+"""Steps between two looks for moments that are next to nothing."""
+
+_NOTHING = 1e-36
+"""What a moment is 0 below. In 32 steps without a gradient it decays, by 0.9 each, to 3e-38."""
+
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Make tensors views of one flat tensor, which is returned.
@@ -65,7 +71,11 @@ class FlatAdam:
         }
 
     def step(self) -> None:
-        """Do what the optimiser's ``step`` does, which takes five times the kernel's time."""
+        """Do what the optimiser's ``step`` does, which takes five times the kernel's time.
+
+        On a CPU moments of units that are silent would decay to denormal numbers (below 1.2e-38),
+        which take Adam seven times as long; they become 0.
+        """
         group, state = self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
         state["step"].add_(1)
         torch._fused_adam_(
@@ -83,3 +93,6 @@ class FlatAdam:
             amsgrad=False,
             maximize=False,
         )
+        if self.flat.device.type == "cpu" and int(state["step"]) % _SHRINK_EVERY == 0:
+            for moment in (state["exp_avg"], state["exp_avg_sq"]):
+                torch.ops.aten.hardshrink.out(moment, _NOTHING, out=moment)
