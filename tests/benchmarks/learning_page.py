@@ -373,7 +373,8 @@ def page(groups: Sequence[Group], peers: Sequence[dict[str, Any]] = ()) -> str:
         overall_lines(groups) or "- none yet",
         "## Beside another library on the same frames",
         "Runs of `bench_peers` with the library's defaults and one environment; ours are those "
-        "above. `tutorials/benchmarks.md` compares both in the same seconds.",
+        "above. SBX's TD3 acts without noise in training, too. `tutorials/benchmarks.md` compares "
+        "both in the same seconds.",
         peers_table(groups, peers) or "- none yet",
         "## Time to a return",
         "To the first point of the recorded curve (at most 60 points a run) at that return or "
