@@ -272,6 +272,15 @@ ALGORITHM_TASKS: Mapping[tuple[str, str], Mapping[str, Any]] = {
         "lr_critic": 3e-4,
         "lr_alpha": 3e-4,
     },
+    # With half an update of 128 rows per frame it had two fifths of the return after 300,000.
+    ("td3", "Ant-v5"): {
+        "updates_per_step": 16,
+        "batch_size": 256,
+        "lr_actor": 3e-4,
+        "lr_critic": 3e-4,
+        "noise_std_min": 0.1,
+        "noise_std_max": 0.1,
+    },
     # With 16 environments, whatever the steps and the updates, it stood still at 300 to 400.
     ("td3", "Hopper-v5"): {
         "num_envs": 4,
