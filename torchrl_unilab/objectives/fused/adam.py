@@ -61,6 +61,7 @@ class FlatAdam:
         gradients = self.grad.split([parameter.numel() for parameter in parameters])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.view(parameter.shape)
+        self._steps = 0  # counted here, as a look at the optimiser's count would wait
         self._parameter = nn.Parameter(self.flat)
         self._parameter.grad = self.grad
         self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
@@ -93,6 +94,7 @@ class FlatAdam:
             amsgrad=False,
             maximize=False,
         )
-        if self.flat.device.type == "cpu" and int(state["step"]) % _SHRINK_EVERY == 0:
+        self._steps += 1
+        if self.flat.device.type == "cpu" and self._steps % _SHRINK_EVERY == 0:
             for moment in (state["exp_avg"], state["exp_avg_sq"]):
                 torch.ops.aten.hardshrink.out(moment, _NOTHING, out=moment)
