@@ -72,7 +72,7 @@ frames, alone on two cores of an AMD EPYC, Hopper's of 2,000,000 on an Intel tha
 at a time shared two cores for Humanoid, InvertedDoublePendulum, Pusher, Reacher, Swimmer, and SAC:
 alone each takes less.
 Humanoid, HumanoidStandup, TD3, and SAC on Ant and Hopper ran beside test suites or three other
-runs: alone they take far less. QuadrupedWalk had one core of an Intel, TD3 on Ant, too."""
+runs: alone they take far less. QuadrupedWalk, and TD3 on Ant, had one core each."""
 
 
 def known_of(task: str) -> list[Known]:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-_SHRINK_EVERY = 32
-"""Steps between two looks for moments that are next to nothing."""
+_ZERO_BELOW = 1e-36
+"""Moments below become 0."""
 
-_NOTHING = 1e-36
-"""What a moment is 0 below. In 32 steps without a gradient it decays, by 0.9 each, to 3e-38."""
+_ZERO_EVERY = 32
+"""Steps from one time to the next, in which 1e-36 decays, by 0.9 each, to 3e-38 at least."""
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -74,8 +74,8 @@ class FlatAdam:
     def step(self) -> None:
         """Do what the optimiser's ``step`` does, which takes five times the kernel's time.
 
-        On a CPU moments of units that are silent would decay to denormal numbers (below 1.2e-38),
-        which take Adam seven times as long; they become 0.
+        The moments of silent units would decay to denormal numbers (below 1.2e-38), on which Adam
+        takes seven times as long on a CPU. They become 0.
         """
         group, state = self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
         state["step"].add_(1)
@@ -95,6 +95,6 @@ class FlatAdam:
             maximize=False,
         )
         self._steps += 1
-        if self.flat.device.type == "cpu" and self._steps % _SHRINK_EVERY == 0:
+        if self.flat.device.type == "cpu" and self._steps % _ZERO_EVERY == 0:
             for moment in (state["exp_avg"], state["exp_avg_sq"]):
-                torch.ops.aten.hardshrink.out(moment, _NOTHING, out=moment)
+                torch.ops.aten.hardshrink.out(moment, _ZERO_BELOW, out=moment)
