@@ -79,9 +79,13 @@ def make_update(algorithm: str, **options: Any) -> FusedSACUpdate | FusedTD3Upda
     return FusedTD3Update(loss, **options, **rates)
 
 
-def fused_step(algorithm: str, batch: TensorDict, **options: Any) -> Callable[[], object]:
+def fused_step(
+    algorithm: str, batch: TensorDict, *, compiled: bool = False, **options: Any
+) -> Callable[[], object]:
     """A step by our update."""
     update = make_update(algorithm, **options)
+    if compiled:
+        update.compile()
     packed = update.prepare(batch)
     return lambda: update.step(packed)
 
@@ -130,9 +134,13 @@ def roofline(batch: int) -> dict[str, float]:
     return {algorithm: count / rate for algorithm, count in flops.items()}
 
 
-def sampled_step(algorithm: str, storage: PackedReplayStorage, batch: int) -> Callable[[], object]:
+def sampled_step(
+    algorithm: str, storage: PackedReplayStorage, batch: int, *, compiled: bool = False
+) -> Callable[[], object]:
     """A step by our update on a sample from the packed replay, which counts."""
     update = make_update(algorithm)
+    if compiled:
+        update.compile()
     return lambda: update.step(update.prepare(storage.sample(batch)))
 
 
@@ -189,7 +197,19 @@ def make_ways(
     }
     if compiled:
         step = torch.compile(type(plain)(OBSERVATION, ACTION).update)
-        ways["plain PyTorch, compiled"] = lambda: step(tensors)
+        bfloat16 = {"matmul_dtype": torch.bfloat16}
+        ways |= {
+            "plain PyTorch, compiled": lambda: step(tensors),
+            "compiled": fused_step(algorithm, batch, compiled=True),
+            "compiled, with its sample": sampled_step(algorithm, storage, size, compiled=True),
+            "compiled, policy's thread": fused_step(
+                algorithm, batch, compiled=True, policy_thread=True
+            ),
+            "compiled, bfloat16": fused_step(algorithm, batch, compiled=True, **bfloat16),
+            "compiled, bfloat16, policy's thread": fused_step(
+                algorithm, batch, compiled=True, policy_thread=True, **bfloat16
+            ),
+        }
     return ways
 
 
@@ -198,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="add plain PyTorch, compiled")
+    parser.add_argument("--compile", action="store_true", help="add compiled updates")
     parser.add_argument("--sbx", action="store_true", help="add SBX, with its sample, one thread")
     options = parser.parse_args()
     print(f"One update of {options.batch} transitions, actor and two critics of 2x256 units\n")

@@ -235,17 +235,21 @@ def test_the_next_sample_is_started_while_this_one_is_learnt_from_with_prefetch(
 
 
 @BOTH
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_a_compiled_loss_takes_the_same_step(algorithm):
+def test_a_compiled_update_takes_the_same_step(algorithm, fused):
     from torch._inductor import config as compiler
 
     moved = []
     for compiled in (False, True):
-        trainer = _trainer(8, algorithm=algorithm, fused=False, compile=compiled)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        trainer = _trainer(8, algorithm=algorithm, fused=fused, compile=compiled)
         # compiled code draws its noise by a generator of its own, unless told
         with compiler.patch(fallback_random=True):
             moved.append(_trained(trainer))
+        assert bool(torch._dynamo.utils.counters["frames"]["ok"]) is compiled
     for key, eager in moved[0].items():
         torch.testing.assert_close(eager, moved[1][key], rtol=1e-4, atol=1e-6)
 

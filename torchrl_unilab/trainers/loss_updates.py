@@ -23,6 +23,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate, FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.objectives.appo import kl_adapted_lr
+from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.targets import sync_normalizers
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
@@ -51,7 +52,7 @@ class APPOStepper(OptimizationStepper):
         ranks: Ranks = ALONE,
     ) -> None:
         self.loss, self.ranks = loss, ranks
-        self._losses = torch.compile(loss.forward) if config.compile else loss
+        self._losses = compiled(loss.forward) if config.compile else loss
         self.desired_kl, self.max_lr = config.desired_kl, config.lr
         self.owner: APPOStepper | FusedAPPOUpdate = self if fused is None else fused
         self.max_grad_norm = config.max_grad_norm
@@ -105,7 +106,7 @@ class LossUpdate:
 
     def __init__(self, loss: LossModule, config: OffPolicyConfig, ranks: Ranks = ALONE) -> None:
         self.loss, self.ranks = loss, ranks
-        self._losses = torch.compile(loss.forward) if config.compile else loss
+        self._losses = compiled(loss.forward) if config.compile else loss
         parameters = dict(loss.named_parameters())
         self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
         for name, parameter in parameters.items():
@@ -188,15 +189,20 @@ def make_update(
         "ranks": ranks,
         "policy_thread": on_cpu and (config.learner_threads or available_cores()) > 1,
     }
+    update: FusedSACUpdate | FusedTD3Update
     if config.fused and isinstance(loss, SACLoss) and FusedSACUpdate.supports(loss):
         SoftUpdate(loss, tau=config.tau)
-        return FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **options)
-    if config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
+        update = FusedSACUpdate(loss, lr_alpha=config.lr_alpha, **options)
+    elif config.fused and isinstance(loss, TD3Loss) and FusedTD3Update.supports(loss):
         SoftUpdate(loss, tau=config.tau)
-        return FusedTD3Update(loss, **options)
-    if isinstance(loss, TD3Loss):
-        _check_actor_inputs(loss)
-    return LossUpdate(loss, config, ranks)
+        update = FusedTD3Update(loss, **options)
+    else:
+        if isinstance(loss, TD3Loss):
+            _check_actor_inputs(loss)
+        return LossUpdate(loss, config, ranks)
+    if config.compile:
+        update.compile()
+    return update
 
 
 def _check_actor_inputs(loss: TD3Loss) -> None:

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
+from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused import products
 from torchrl_unilab.objectives.fused.networks import ReluNetwork, ReluNetworks, relu_networks
 from torchrl_unilab.objectives.fused.products import BatchedProducts, OneDNNProducts, products_for
@@ -58,9 +59,9 @@ def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, monkeyp
     assert type(networks) is (ReluNetwork if form is BatchedProducts else ReluNetworks)
 
     with torch.inference_mode():
-        outputs = networks.forward(x)
-        networks.backward(torch.ones(2, 7, 1))
-        by_input = networks.backward_to_input(torch.ones(2, 7, 1), 2)
+        outputs, passes = networks.forward(x)
+        networks.backward(torch.ones(2, 7, 1), passes)
+        by_input = networks.backward_to_input(torch.ones(2, 7, 1), passes, 2)
 
     expected, x_grad, gradients = _by_autograd(net, parameters, x)
     torch.testing.assert_close(outputs, expected)
@@ -83,26 +84,33 @@ def test_layers_may_have_names():
     parameters = TensorDict.from_module(net)
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        torch.testing.assert_close(relu_networks(net, parameters).forward(x)[0], net(x))
+        torch.testing.assert_close(relu_networks(net, parameters).forward(x)[0][0], net(x))
 
 
 @ONEDNN
-def test_twins_of_networks_keep_their_own_last_forward_pass(monkeypatch):
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_compiled_products_of_onednn_are_the_same(monkeypatch):
     monkeypatch.setattr(
         "torchrl_unilab.objectives.fused.networks.products_for", lambda *_: OneDNNProducts()
     )
     net, parameters = _twins(norm=False)
     networks = relu_networks(net, parameters, stacked=True)
-    twin = networks.twin()
-    x = torch.randn(2, 7, 5, generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        networks.forward(x[0])
-        alone = networks.backward_to_input(torch.ones(2, 7, 1), 0)
-        twin.forward(x[1])
-        again = networks.backward_to_input(torch.ones(2, 7, 1), 0)
-        other = twin.backward_to_input(torch.ones(2, 7, 1), 0)
-    assert torch.equal(alone, again)
-    assert not torch.equal(alone, other)
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
+
+    def differentiate() -> torch.Tensor:
+        outputs, passes = networks.forward(x)
+        networks.backward(torch.ones(2, 7, 1), passes)
+        return outputs
+
+    results = []
+    for take in (differentiate, compiled(differentiate, fullgraph=True)):
+        with torch.inference_mode():
+            results.append(
+                [take(), *(leaf.grad.clone() for leaf in parameters.flatten_keys().values())]
+            )
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(

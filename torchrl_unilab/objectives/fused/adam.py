@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from tensordict import TensorDictBase
+from tensordict.utils import NestedKey
 from torch import nn
 
 _ZERO_BELOW = 1e-36
@@ -35,6 +37,12 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.data = value.view(tensor.shape)
     return flat
+
+
+def trained(parameters: TensorDictBase) -> dict[NestedKey, nn.Parameter]:
+    """Return what is learnt of a loss's parameters, which come with the buffers."""
+    leaves = parameters.items(include_nested=True, leaves_only=True)
+    return {key: leaf for key, leaf in leaves if leaf.requires_grad}
 
 
 class FlatAdam:

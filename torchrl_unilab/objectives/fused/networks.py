@@ -7,14 +7,13 @@ the layouts are the speed. Parameters stay where they are, as views of `FlatAdam
 
 from __future__ import annotations
 
-import copy
 import itertools
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -98,6 +97,19 @@ class _Affine:
     bias_grad: Any
 
 
+Normed = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+class Pass(NamedTuple):
+    """What `ReluNetwork.backward` needs of a forward pass, per layer."""
+
+    inputs: list[torch.Tensor]
+    """Of the linear layers, [k, n, in]."""
+
+    normed: list[Normed]
+    """Of each network, what a normalisation read, and the means and reciprocal deviations."""
+
+
 class ReluNetwork:
     """Forward and backward pass of k networks of one shape, by batched products.
 
@@ -156,70 +168,74 @@ class ReluNetwork:
                 self._copies += [linear.weight, linear.bias]
             self.refresh()
         self._products = [products] * len(hidden) + [BatchedProducts()]  # one output, or a few
-        # What `backward` needs of the last `forward`, per layer: its input, and what its
-        # normalisation read and found.
-        self._inputs: list[torch.Tensor] = []
-        self._normed: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = []
-
-    def twin(self) -> ReluNetwork:
-        """Return another one of the same parameters, with a last forward pass of its own."""
-        return copy.copy(self)
 
     def refresh(self) -> None:
         """Copy the parameters for products in another dtype than theirs."""
         if self._copies:
             torch._foreach_copy_(self._copies, self._masters)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the outputs, [k, n, out], for inputs all of them read, [n, in]."""
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Pass]]:
+        """Return the outputs, [k, n, out], for inputs all of them read, [n, in], and the pass."""
         x = x.to(self._matmul_dtype).contiguous().expand(self._k, *x.shape)
-        self._inputs, self._normed = [], []
+        inputs, normed = [], []
         for (linear, norm), products in zip(self._layers[:-1], self._products, strict=False):
-            self._inputs.append(x)
+            inputs.append(x)
             x = products.affine(x, linear.weight, linear.bias, relu=norm is None)
             if norm is not None:
-                x = self._normalize(x.to(self._dtype), norm).relu_().to(self._matmul_dtype)
+                x, found = self._normalize(x.to(self._dtype), norm)
+                normed.append(found)
+                x = x.relu_().to(self._matmul_dtype)
         x = x.to(self._dtype)
-        self._inputs.append(x)
+        inputs.append(x)
         output = self._layers[-1][0]
-        return self._products[-1].affine(x, output.weight, output.bias)
+        return self._products[-1].affine(x, output.weight, output.bias), [Pass(inputs, normed)]
 
-    def backward(self, gradient: torch.Tensor, thread: ThreadPoolExecutor | None = None) -> None:
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        passes: list[Pass],
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
         """Write the parameters' gradients, given the outputs', [k, n, out].
 
         Args:
             gradient: Of the outputs.
+            passes: From `forward`.
             thread: Could take a part of separate networks.
         """
+        (taken,) = passes
         for i in range(len(self._layers) - 1, -1, -1):
             linear = self._layers[i][0]
-            self._products[i].by_weight(gradient, self._inputs[i], linear.weight_grad)
+            self._products[i].by_weight(gradient, taken.inputs[i], linear.weight_grad)
             torch.sum(gradient, 1, dtype=self._dtype, out=linear.bias_grad)
             if i:
-                gradient = self._descend(i, gradient, learn=True)
+                gradient = self._descend(i, gradient, taken, learn=True)
 
-    def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
+    def backward_to_input(
+        self, gradient: torch.Tensor, passes: list[Pass], start: int
+    ) -> torch.Tensor:
         """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
+        (taken,) = passes
         for i in range(len(self._layers) - 1, 0, -1):
-            gradient = self._descend(i, gradient, learn=False)
+            gradient = self._descend(i, gradient, taken, learn=False)
         weight = self._layers[0][0].weight[:, :, start:].contiguous()
         by_input = self._products[0].by_input(gradient, weight)
         return by_input.sum(0, dtype=self._dtype)
 
-    def _descend(self, i: int, gradient: torch.Tensor, *, learn: bool) -> torch.Tensor:
+    def _descend(self, i: int, gradient: torch.Tensor, taken: Pass, *, learn: bool) -> torch.Tensor:
         """Return the gradient of linear layer i - 1's outputs, given that of layer i's."""
         gradient = self._products[i].by_input(gradient, self._layers[i][0].weight)
         gradient = torch.ops.aten.threshold_backward.grad_input(
-            gradient, self._inputs[i], 0, grad_input=gradient
+            gradient, taken.inputs[i], 0, grad_input=gradient
         )
         norm = self._layers[i - 1][1]
         if norm is not None:
             gradient = self._normalize_backward(
-                gradient.to(self._dtype), norm, self._normed[i - 1], learn
+                gradient.to(self._dtype), norm, taken.normed[i - 1], learn
             )
         return gradient.to(self._matmul_dtype)
 
-    def _normalize(self, x: torch.Tensor, norm: _Affine) -> torch.Tensor:
+    def _normalize(self, x: torch.Tensor, norm: _Affine) -> tuple[torch.Tensor, Normed]:
         out, seen = torch.empty_like(x), []
         for j in range(self._k):
             y, mean, rstd = torch.native_layer_norm(
@@ -227,14 +243,13 @@ class ReluNetwork:
             )
             out[j] = y
             seen.append((x[j], mean, rstd))
-        self._normed.append(seen)
-        return out
+        return out, seen
 
     def _normalize_backward(
         self,
         gradient: torch.Tensor,
         norm: _Affine,
-        seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        seen: Normed,
         learn: bool,
     ) -> torch.Tensor:
         out = torch.empty_like(gradient)
@@ -260,28 +275,37 @@ class ReluNetworks:
     def __init__(self, networks: Sequence[ReluNetwork]) -> None:
         self._networks = networks
 
-    def twin(self) -> ReluNetworks:
-        """See `ReluNetwork.twin`."""
-        return ReluNetworks([network.twin() for network in self._networks])
-
     def refresh(self) -> None:
         """See `ReluNetwork.refresh`."""
         for network in self._networks:
             network.refresh()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See `ReluNetwork.forward`."""
-        return torch.cat([network.forward(x) for network in self._networks])
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Pass]]:
+        """See `ReluNetwork.forward`; a pass for each network."""
+        outputs = [network.forward(x) for network in self._networks]
+        return torch.cat([y for y, _ in outputs]), [taken for _, (taken,) in outputs]
 
-    def backward(self, gradient: torch.Tensor, thread: ThreadPoolExecutor | None = None) -> None:
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        passes: list[Pass],
+        thread: ThreadPoolExecutor | None = None,
+    ) -> None:
         """See `ReluNetwork.backward`; a thread takes the first network meanwhile."""
-        first, *others = map(partial, [n.backward for n in self._networks], gradient.split(1))
+        first, *others = [
+            partial(network.backward, own, [taken])
+            for network, own, taken in zip(self._networks, gradient.split(1), passes, strict=True)
+        ]
         at_once(thread, lambda: [run() for run in others], first)
 
-    def backward_to_input(self, gradient: torch.Tensor, start: int) -> torch.Tensor:
+    def backward_to_input(
+        self, gradient: torch.Tensor, passes: list[Pass], start: int
+    ) -> torch.Tensor:
         """See `ReluNetwork.backward_to_input`."""
-        pairs = zip(self._networks, gradient.split(1), strict=True)
-        first, *others = [network.backward_to_input(own, start) for network, own in pairs]
+        first, *others = [
+            network.backward_to_input(own, [taken], start)
+            for network, own, taken in zip(self._networks, gradient.split(1), passes, strict=True)
+        ]
         for other in others:
             first += other
         return first

@@ -28,7 +28,10 @@ class BatchedProducts:
             bias: [k, 1, out].
             relu: Return the positive part.
         """
-        out = torch.baddbmm(bias, x, weight.transpose(1, 2))
+        if torch.compiler.is_compiling():  # adds, and takes the positive part, in one pass
+            out = torch.bmm(x, weight.transpose(1, 2)) + bias
+        else:
+            out = torch.baddbmm(bias, x, weight.transpose(1, 2))
         return out.relu_() if relu else out
 
     def by_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -53,7 +56,10 @@ class OneDNNProducts(BatchedProducts):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, relu: bool = False
     ) -> torch.Tensor:
         """See `BatchedProducts.affine`. oneDNN's own relu would make 0 of NaN."""
-        out = _times(x[0], weight[0], bias[0, 0]).unsqueeze(0)
+        if torch.compiler.is_compiling():  # adds, and takes the positive part, in one pass
+            out = _times(x[0], weight[0]).unsqueeze(0) + bias
+        else:
+            out = _times(x[0], weight[0], bias[0, 0]).unsqueeze(0)
         return out.relu_() if relu else out
 
     def by_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,8 +72,22 @@ class OneDNNProducts(BatchedProducts):
 
 
 def _times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        opaque: torch.Tensor = _opaque_times(x, weight)
+        return opaque
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
+
+
+@torch.library.custom_op("torchrl_unilab::onednn_times", mutates_args=(), device_types="cpu")
+def _opaque_times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x W^T`` for the compiler, which knows oneDNN's product of constant weights alone."""
+    return _times(x, weight)
+
+
+@_opaque_times.register_fake
+def _shape_of_times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(len(x), len(weight))
 
 
 def products_for(weight: torch.Tensor, dtype: torch.dtype | None = None) -> BatchedProducts:

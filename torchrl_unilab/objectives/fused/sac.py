@@ -17,7 +17,7 @@ from torchrl_unilab.modules.squashed import (
     squash,
 )
 from torchrl_unilab.objectives.fused.adam import FlatAdam
-from torchrl_unilab.objectives.fused.networks import Network, is_relu_mlp
+from torchrl_unilab.objectives.fused.networks import Pass, is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
 
 
@@ -113,9 +113,6 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         **options: Any,
     ) -> None:
         super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, **options)
-        # The same parameters; a network keeps what its last forward pass was.
-        self._next_actor = self._actor.twin()
-        self._climbed_critics = self._critics.twin()
         self._alpha_adam = None if loss.fixed_alpha else FlatAdam([loss.log_alpha], lr_alpha)
         if self._alpha_adam is not None:
             self._policy_adams.append(self._alpha_adam)
@@ -150,23 +147,23 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
 
     def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
         """Soft value of the next state: ``min_i Q_i(s', a') - alpha log p(a')`` (eq. 3)."""
-        action, log_p, _ = self._act(self._next_actor, data.next_observation, noise)
+        action, log_p, _, _ = self._act(data.next_observation, noise)
         return self._target_values(data, action).sub_(self._alpha * log_p)
 
     def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
-        weight, alpha, critics = data.weight, self._alpha, self._climbed_critics
-        action, log_p, (y, raw, spread) = self._act(self._actor, data.observation, noise[0])
-        values = critics.forward(torch.cat([data.state, action], dim=1))
+        weight, alpha = data.weight, self._alpha
+        action, log_p, (y, raw, spread), acted = self._act(data.observation, noise[0])
+        values, climbed = self._critics.forward(torch.cat([data.state, action], dim=1))
         value, choice = values.min(0)
         # Of the loss: in the value of the critic that was chosen, in the action, in u.
         slope = values.new_zeros(values.shape).scatter_(0, choice.unsqueeze(0), -1.0)
         slope.mul_(weight.unsqueeze(1))
-        by_action = critics.backward_to_input(slope, data.next_state.shape[1])
+        by_action = self._critics.backward_to_input(slope, climbed, data.next_state.shape[1])
         entropy_slope = (weight * alpha).unsqueeze(1)
         by_u = torch.addcmul(2.0 * entropy_slope * y, by_action * self._reach, 1.0 - y.square())
         by_log_std = torch.addcmul(-entropy_slope, by_u, spread)
         by_raw = by_log_std.mul_(1.0 - raw.square()).mul_(self._log_std[1])
-        self._actor.backward(torch.cat([by_u, by_raw], dim=1).unsqueeze(0))
+        self._actor.backward(torch.cat([by_u, by_raw], dim=1).unsqueeze(0), acted)
 
         self._observe(4, (alpha * log_p - value.squeeze(1), -log_p), weight)
         excess = self._target_entropy - self._observed[5]
@@ -175,13 +172,14 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
             self._alpha_adam.grad.copy_(excess.neg_())
 
     def _act(
-        self, actor: Network, observation: torch.Tensor, noise: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Return actions, log probabilities [n], and (y, tanh(r), scale * noise).
+        self, observation: torch.Tensor, noise: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], list[Pass]]:
+        """Return actions, log probabilities [n], (y, tanh(r), scale * noise), and the pass.
 
         With ``r`` the network's second half of outputs, as in `SquashedGaussianParameters`.
         """
-        loc, raw = actor.forward(observation).squeeze(0).chunk(2, dim=1)
+        out, acted = self._actor.forward(observation)
+        loc, raw = out.squeeze(0).chunk(2, dim=1)
         raw = raw.tanh()
         low, reach = self._log_std
         log_std = (raw + 1.0).mul_(reach).add_(low)
@@ -191,4 +189,4 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         log_p = (u + F.softplus(-2.0 * u)).mul_(2.0).sub_(log_std)
         log_p = log_p.addcmul_(noise, noise, value=-0.5).sum(1).sub_(self._volume)
         y = squash(u)
-        return torch.addcmul(self._center, y, self._reach), log_p, (y, raw, spread)
+        return torch.addcmul(self._center, y, self._reach), log_p, (y, raw, spread), acted

@@ -9,9 +9,9 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.objectives import LossModule, TD3Loss
 
 from torchrl_unilab.modules.squashed import SquashedPoint
-from torchrl_unilab.objectives.fused.adam import flatten
+from torchrl_unilab.objectives.fused.adam import flatten, trained
 from torchrl_unilab.objectives.fused.networks import is_relu_mlp
-from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions, trained
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
 from torchrl_unilab.objectives.targets import targets_of
 
 
@@ -105,16 +105,18 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         """``min_i Q_i(s', a')`` at the target policy's smoothed action."""
         loss = self.loss
         noise = noise.mul_(loss.policy_noise).clamp_(-loss.noise_clip, loss.noise_clip)
-        y = self._target_actor.forward(data.next_observation).squeeze(0).tanh_()
+        y = self._target_actor.forward(data.next_observation)[0].squeeze(0).tanh_()
         action = noise.add_(torch.addcmul(self._center, y, self._reach))
         return self._target_values(data, action.clamp_(self._low, self._high))
 
     def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
-        y = self._actor.forward(data.observation).squeeze(0).tanh_()
+        out, acted = self._actor.forward(data.observation)
+        y = out.squeeze(0).tanh_()
         action = torch.addcmul(self._center, y, self._reach)
-        value = self._first_critic.forward(torch.cat([data.state, action], dim=1)).view(-1)
+        judged = torch.cat([data.state, action], dim=1)
+        value, climbed = self._first_critic.forward(judged)
         slope = data.weight.neg().view(1, -1, 1)
-        by_action = self._first_critic.backward_to_input(slope, data.next_state.shape[1])
+        by_action = self._first_critic.backward_to_input(slope, climbed, data.next_state.shape[1])
         by_y = by_action.mul_(self._reach)
-        self._actor.backward(torch.ops.aten.tanh_backward(by_y, y).unsqueeze(0))
-        self._observe(3, (-value,), data.weight)
+        self._actor.backward(torch.ops.aten.tanh_backward(by_y, y).unsqueeze(0), acted)
+        self._observe(3, (-value.view(-1),), data.weight)
