@@ -22,6 +22,7 @@ from torchrl_unilab.configs.algorithms import split_settings
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter, RolloutRingStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task, rendering
 from torchrl_unilab.modules import make_actor
+from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.runtime import WorkerGroup
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.trainers import train_appo
@@ -152,11 +153,18 @@ def _prioritise_without_the_extension() -> None:
         PrioritizedSampler(8, 0.7, 0.5)
 
 
+def _compile_without_a_compiler() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", "no-such-compiler")
+        compiled(torch.sin)
+
+
 CAUSES: dict[str, Callable[[], object]] = {
     "make_task": lambda: make_task("HalfCheeta-v5"),
     "epoch": lambda: split_settings({"algo": "appo", "epoch": 1}, "appo"),
     "device": lambda: find_device("cuda:99"),
     "logger": lambda: check_loggers(["no_such_logger"]),
+    "compile": _compile_without_a_compiler,
     "run directory": _train_into_a_full_directory,
     "cannot create": _allocate,
     "rendering": _find_a_backend,

@@ -11,7 +11,8 @@ physics, at the task's settings and at one update per frame; *stock* is TorchRL'
 (`tests.benchmarks.stock_sac`), which collect in the learner's process. They take turns; what
 comes before the first update does not count.
 
-**Busy.** Rates of our SAC beside so many programs that never wait, by ``learner_threads``.
+**Busy.** Rates of our SAC beside so many programs that never wait, by ``learner_threads``, and
+compiled with two.
 
 **Race.** Ours and stock SAC take turns, each in a process of its own. At each mark the clock
 stops and the policy as it is plays 8 episodes without exploration.
@@ -28,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -49,6 +51,7 @@ from torchrl_unilab.weight_update import UniLabShmScheme
 
 TASK = "HalfCheetah-v5"
 EPISODES = 8
+COMPILED = {"compile": True, "matmul_dtype": "auto"}
 ONE_PER_FRAME = {"num_envs": 4, "updates_per_step": 4, "learning_starts": 250}
 
 
@@ -164,6 +167,7 @@ def rates(rounds: int, seconds: float) -> None:
     settings = {
         "at the task's settings": {},
         "one update per frame": ONE_PER_FRAME,
+        "at the task's settings, compiled, bfloat16 if it can": COMPILED,
     }
     measured: dict[tuple[str, str], list[float]] = {}
 
@@ -193,20 +197,26 @@ def rates(rounds: int, seconds: float) -> None:
 def beside(counts: Sequence[int], rounds: int, seconds: float) -> None:
     """Print rates beside busy programs, by the learner's threads."""
     print(f"{TASK}, {available_cores()} cores, SAC at the task's settings, median of {rounds}\n")
-    print("| busy programs | learner_threads | updates/s | frames/s | of one thread |")
+    print("| busy programs | learner | updates/s | frames/s | of one thread |")
     print("|---:|---|---:|---:|---:|")
     for count in counts:
-        measured: dict[int, list[float]] = {1: [], 2: []}
+        ways: dict[str, dict[str, Any]] = {
+            "one thread": {"learner_threads": 1},
+            "two threads": {"learner_threads": 2},
+            "two, compiled": {"learner_threads": 2, "compile": True},
+            "two, compiled, bfloat16 if it can": {"learner_threads": 2, **COMPILED},
+        }
+        measured: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(rounds):
-            for threads, found in measured.items():
-                config = OffPolicyConfig.for_task(TASK, "sac", learner_threads=threads)
+            for way, settings in ways.items():
+                config = OffPolicyConfig.for_task(TASK, "sac", **settings)
                 with neighbours(count):
-                    found.append(run_ours(config, turn, Marks([], seconds)))
+                    measured[way].append(run_ours(config, turn, Marks([], seconds)))
         frames = config.frames_per_tick / config.updates_per_step
-        medians = {threads: statistics.median(found) for threads, found in measured.items()}
-        for threads, rate in medians.items():
-            figures = f"{rate:.0f} | {rate * frames:.0f} | {rate / medians[1]:.2f}x"
-            print(f"| {count} | {threads} | {figures} |", flush=True)
+        medians = {way: statistics.median(found) for way, found in measured.items()}
+        for way, rate in medians.items():
+            figures = f"{rate:.0f} | {rate * frames:.0f} | {rate / medians['one thread']:.2f}x"
+            print(f"| {count} | {way} | {figures} |", flush=True)
 
 
 COLORS = {"ours SAC": "tab:blue", "ours TD3": "tab:green", "stock SAC": "tab:red"}

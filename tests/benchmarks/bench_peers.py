@@ -42,7 +42,16 @@ STEPS = {
 }
 """Returns that runs are timed to."""
 
-OURS = ("unilab appo", "unilab sac", "unilab td3")
+COMPILED = ("--compile", "--matmul-dtype", "auto")
+OURS: dict[str, tuple[str, ...]] = {
+    "unilab appo": ("appo",),
+    "unilab sac": ("sac",),
+    "unilab td3": ("td3",),
+    "unilab sac, compiled": ("sac", *COMPILED),
+    "unilab td3, compiled": ("td3", *COMPILED),
+}
+"""First arguments of ours."""
+
 STOCK, STOCK_SAC = "TorchRL ppo", "TorchRL sac, AsyncBatchedCollector"
 PEERS: dict[str, tuple[str, ...]] = {
     "rl_games ppo, EnvPool": ("rl_games", "rl_games_ppo.py"),
@@ -77,7 +86,7 @@ def command_of(
             "--run-dir": directory / "run",
         }
         words = [str(word) for option in options.items() for word in option]
-        return [sys.executable, "-c", TRAIN, str(seconds), peer.split()[1], *words]
+        return [sys.executable, "-c", TRAIN, str(seconds), *OURS[peer], *words]
     if peer == STOCK:
         race = [sys.executable, "-m", "tests.benchmarks.bench_race", "--one", "stock PPO"]
         return [*race, task, str(seed), str(seconds), "inf"]
@@ -147,7 +156,7 @@ def run(peer: str, task: str, seed: int, seconds: float, frames: int) -> dict[st
         started = time.monotonic()
         process = subprocess.Popen(
             command,
-            env=os.environ | {"STARTED": str(started)},
+            env=os.environ | {"STARTED": str(started), "TORCHINDUCTOR_CACHE_DIR": f"{name}/cache"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -269,7 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101, 102, 103, 104])
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path, help="default: results/<task>-<algorithm>.jsonl")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings")
+    parser.add_argument(
+        "--set", nargs="*", action="extend", default=[], metavar="NAME=VALUE", help="settings"
+    )
     parser.add_argument("--keep", type=Path, help="keep the runs' directories in this one")
     parser.add_argument(
         "--evaluate-every", type=int, metavar="FRAMES", help="evaluate without noise meanwhile"

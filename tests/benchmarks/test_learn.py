@@ -185,5 +185,7 @@ def test_an_interrupted_run_writes_nothing(tmp_path, monkeypatch, interrupted):
 
 
 def test_bad_input_is_one_line_and_trains_nothing(tmp_path, capsys):
-    assert learn.main(["Hopper-v5", "appo", "--set", "epochs=0", "--out", str(tmp_path / "o")]) == 2
+    settings = ["--set", "epochs=0", "--set", "lr=1e-3"]
+    out = ["--out", str(tmp_path / "o")]
+    assert learn.main(["Hopper-v5", "appo", *settings, *out]) == 2
     assert capsys.readouterr().err.startswith("error: epochs: 0 (expected an integer")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor import config as inductor
+from torch._inductor.utils import fresh_cache
 
 from tests.support.off_policy import assert_equal_parameters, fused, make_loss, transitions_of
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.objectives.compiler import compiled
 
 BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
 
@@ -70,6 +73,14 @@ def test_without_a_compiler_an_update_is_not_compiled(algorithm, monkeypatch):
     loss = make_loss(algorithm)
     update = fused(loss)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="'no-such-compiler' is not on the path"):
+    with pytest.raises(ConfigError, match="no 'no-such-compiler' on the path"):
         update.compile()
     update.step(update.prepare(transitions_of(loss, 32, 0)))
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_a_compiler_that_fails_is_named():
+    function = compiled(lambda x: (x * 3.25).sin())
+    refused = pytest.raises(ConfigError, match=r"compile: No working C\+\+ compiler .*'false'")
+    with fresh_cache(), inductor.patch({"cpp.cxx": (None, "false")}), refused:
+        function(torch.ones(3))
