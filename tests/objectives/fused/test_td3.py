@@ -83,7 +83,7 @@ def test_target_actions_are_noisy_within_the_clip_and_the_bounds():
     batch = make_transitions(200, 1, 1)
     batch["next", "terminated"].zero_()
     seen = []
-    update._target_critics.forward = lambda x: seen.append(x) or torch.zeros(2, len(x), 1)
+    update._target_critics.forward = lambda x: seen.append(x) or (torch.zeros(2, len(x), 1), [])
     update.step(update.prepare(batch))
     # 0.5 - 1.8, and 0.5 + 1.8 cut off at 2
     actions = seen[0][:, 1].unique()

@@ -181,6 +181,9 @@ class FusedOffPolicyUpdate(abc.ABC):
         flat = self._critic_adam.flat
         self._center, self._reach = actor.center.to(flat), actor.reach.to(flat)
         self._observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
+        # What each of two threads writes; compiled code may write all of what it is given.
+        self._of_critics = self._observed[: self.statistics.index("td_error") + 1]
+        self._of_policy = self._observed[self.statistics.index("loss_actor") :]
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
 
     def _network(self, net: nn.Module, weights: TensorDictBase, **kind: Any) -> Network:
@@ -354,7 +357,8 @@ class FusedOffPolicyUpdate(abc.ABC):
             slope = error.clamp(-1.0, 1.0)
             loss = slope * (error - 0.5 * slope)  # e^2 / 2, and |e| - 1/2 beyond 1
         self._critics.backward((slope * data.weight).unsqueeze(2), passes, thread)
-        self._observe(0, (loss.sum(0), values.mean(0), distance.mean(0)), data.weight)
+        rows = torch.stack([loss.sum(0), values.mean(0), distance.mean(0)])
+        self._of_critics.copy_(rows @ data.weight)
 
     @abc.abstractmethod
     def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
@@ -384,10 +388,6 @@ class FusedOffPolicyUpdate(abc.ABC):
         """Return what the more cautious target critic says of the next actions, [n]."""
         judged = torch.cat([data.next_state, action], dim=1)
         return self._target_critics.forward(judged)[0].squeeze(2).amin(0)
-
-    def _observe(self, first: int, rows: Sequence[torch.Tensor], weight: torch.Tensor) -> None:
-        """Set statistics from `first` on to weighted means of rows, [n] each."""
-        self._observed[first : first + len(rows)] = torch.mv(torch.stack(tuple(rows)), weight)
 
 
 def _required(batch: TensorDictBase, key: NestedKey) -> TensorDictBase | torch.Tensor:

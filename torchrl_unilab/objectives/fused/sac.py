@@ -165,9 +165,9 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         by_raw = by_log_std.mul_(1.0 - raw.square()).mul_(self._log_std[1])
         self._actor.backward(torch.cat([by_u, by_raw], dim=1).unsqueeze(0), acted)
 
-        self._observe(4, (alpha * log_p - value.squeeze(1), -log_p), weight)
-        excess = self._target_entropy - self._observed[5]
-        self._observed[6] = -self._log_alpha * excess
+        loss, entropy = torch.stack([alpha * log_p - value.squeeze(1), -log_p]) @ weight
+        excess = self._target_entropy - entropy
+        self._of_policy.copy_(torch.stack([loss, entropy, -self._log_alpha * excess]))
         if self._alpha_adam is not None:
             self._alpha_adam.grad.copy_(excess.neg_())
 

@@ -119,4 +119,4 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         by_action = self._first_critic.backward_to_input(slope, climbed, data.next_state.shape[1])
         by_y = by_action.mul_(self._reach)
         self._actor.backward(torch.ops.aten.tanh_backward(by_y, y).unsqueeze(0), acted)
-        self._observe(3, (-value.view(-1),), data.weight)
+        self._of_policy.copy_(-torch.dot(value.view(-1), data.weight))
