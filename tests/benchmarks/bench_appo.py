@@ -1,22 +1,26 @@
 """One minibatch update of APPO beside the same mathematics in plain PyTorch.
 
-``python -m tests.benchmarks.bench_appo [--minibatch 256]``
+``python -m tests.benchmarks.bench_appo [--minibatch 256] [--sbx]``
 
 All update actor and critic of 2x64 units on a minibatch of HalfCheetah's sizes with fused
 Adam, take turns in blocks, and report the same numbers: the plain loop computes losses, KL
 divergence, learning rate and gradient clipping with tensors and autograd alone,
-`APPOStepper` through `APPOLoss`, `FusedAPPOUpdate` with gradients written out.
+`APPOStepper` through `APPOLoss`, `FusedAPPOUpdate` with gradients written out. SBX has the clipped
+surrogate and value loss of PPO, bounds each network's gradient, and reports nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
+from tests.benchmarks.bench_off_policy_update import sbx_step
 from tests.benchmarks.plain import PlainLearner
 from tests.benchmarks.turns import race
 from torchrl_unilab.configs.appo import APPOConfig
@@ -25,6 +29,7 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 
 OBSERVATION, ACTION = 17, 6
+TIMES = 20  # steps in a turn
 
 
 def make_loss(config: APPOConfig) -> APPOLoss:
@@ -53,11 +58,18 @@ def make_minibatch(loss: APPOLoss, size: int) -> TensorDictBase:
     return loss.estimate(rollout).reshape(-1).select(*loss.in_keys)
 
 
+def repeat(way: Callable[[], object]) -> None:
+    """Take the steps of a turn."""
+    for _ in range(TIMES):
+        way()
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minibatch", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--sbx", action="store_true", help="add SBX's PPO, one thread")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = APPOConfig()
@@ -84,7 +96,11 @@ def main() -> None:
         "APPOStepper": lambda: stepper.step(None, batch),
         "FusedAPPOUpdate": lambda: update.step(columns),
     }
-    medians = race(ways, options.blocks, 20)
+    turns = {name: partial(repeat, way) for name, way in ways.items()}
+    with contextlib.ExitStack() as stack:
+        if options.sbx:
+            turns["SBX's PPO"] = stack.enter_context(sbx_step("ppo", options.minibatch, TIMES))
+        medians = {name: turn / TIMES for name, turn in race(turns, options.blocks, 1).items()}
     print(f"One update of {options.minibatch} rows, 2x64 units, one thread\n")
     print("| way | median ms | of plain |")
     print("|---|---:|---:|")

@@ -145,8 +145,8 @@ def sampled_step(
 
 
 @contextlib.contextmanager
-def sbx_step(algorithm: str, batch: int) -> Iterator[Callable[[], object]]:
-    """A step by SBX on a sample from its replay, in a process of its own on one core."""
+def sbx_step(algorithm: str, batch: int, times: int = 1) -> Iterator[Callable[[], object]]:
+    """So many steps by SBX, in a process of its own on one core."""
     sizes = map(str, (OBSERVATION, ACTION, batch))
     command = [python_of("baselines"), str(SCRIPTS / "sbx_update.py"), algorithm.lower(), *sizes]
     process = subprocess.Popen(
@@ -157,7 +157,7 @@ def sbx_step(algorithm: str, batch: int) -> Iterator[Callable[[], object]]:
     os.sched_setaffinity(process.pid, {max(os.sched_getaffinity(0))})
 
     def step() -> None:
-        process.stdin.write("\n")
+        process.stdin.write(f"{times}\n")
         if not process.stdout.readline():
             raise RuntimeError("SBX's process has ended")
 
