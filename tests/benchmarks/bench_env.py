@@ -12,7 +12,8 @@ the median turn of each, and the median over the turns of each ratio.
 humanoids observe and MuJoCo computes on request), from the same states and with the
 same controls as *step*, which is `EnvBase.step` of ours: neither restarts anything, and that
 both end in the same states is checked. *unclocked* is the same without MuJoCo's own timing of
-its steps, which ours switches off. *restarting* is our `step_and_maybe_reset`, which starts
+its steps, which ours switches off. *rollout* is ``EnvBase.rollout`` over the steps of a turn, which
+restarts what ended and stacks all of it. *restarting* is our `step_and_maybe_reset`, which starts
 the next episodes, beside *EnvPool*, which does the same inside its `step`. *ParallelEnv* and
 *AsyncEnvPool* (by shared memory) are TorchRL's, *AsyncVectorEnv* Gymnasium's, of so many
 workers with one environment each, whatever the number of simulations, by turns of 20 steps.
@@ -37,8 +38,9 @@ import torch
 from gymnasium.vector import AsyncVectorEnv
 from mujoco.batch import Batch
 from numpy.typing import NDArray
+from tensordict.nn import TensorDictModule
 from torchrl._utils import logger as torchrl_logger
-from torchrl.envs import AsyncEnvPool, EnvBase, GymEnv, ParallelEnv
+from torchrl.envs import AsyncEnvPool, EnvBase, GymEnv, ParallelEnv, step_mdp
 
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
@@ -106,10 +108,13 @@ class Stepping:
         envs: Simulations.
         threads: Threads that step physics.
         steps: Steps of a round.
+        turn: Steps of a turn.
     """
 
-    def __init__(self, name: str, envs: int, threads: int, steps: int) -> None:
+    def __init__(self, name: str, envs: int, threads: int, steps: int, turn: int) -> None:
         task = make_task(name)
+        self.turn = turn
+        self.rolling = MujocoBatchEnv(task, envs, num_threads=threads, seed=0)
         self.env = MujocoBatchEnv(task, envs, num_threads=threads, seed=0)
         self.restarting = MujocoBatchEnv(task, envs, num_threads=threads, seed=0)
         space = self.env.action_spec.space
@@ -128,6 +133,7 @@ class Stepping:
             "step": Way(self._restart, self._step, clocked=False),
             "mujoco.batch": Way(self.physics.restart, self.physics.step),
             "unclocked": Way(self.unclocked.restart, self.unclocked.step, clocked=False),
+            "rollout": Way(self._restart_rolling, self._roll, clocked=False),
             "restarting": Way(self._restart_restarting, self._restart_and_step, clocked=False),
             "EnvPool": Way(self.peer.reset, lambda i: self.peer.step(self.controls[i])),
         }
@@ -139,8 +145,8 @@ class Stepping:
 
     def close(self) -> None:
         """Free all of it."""
-        self.env.close()
-        self.restarting.close()
+        for env in (self.env, self.rolling, self.restarting):
+            env.close()
         self.peer.close()
 
     def _restart(self) -> None:
@@ -150,6 +156,23 @@ class Stepping:
 
     def _step(self, i: int) -> None:
         self.env.step(self.roots.pop())  # which lets go of what the step before returned
+
+    def _restart_rolling(self) -> None:
+        self.rolling.set_seed(0)
+        self.rolling_root = self.rolling.reset()
+
+    def _roll(self, i: int) -> None:
+        if i % self.turn:
+            return  # the first step of a turn took all
+        actions = iter(self.actions[i : i + self.turn])
+        rollout = self.rolling.rollout(
+            self.turn,
+            TensorDictModule(lambda: next(actions), in_keys=[], out_keys=["action"]),
+            auto_reset=False,
+            break_when_any_done=False,
+            tensordict=self.rolling_root,
+        )
+        self.rolling_root = step_mdp(rollout[..., -1])
 
     def _restart_restarting(self) -> None:
         self.restarting.set_seed(0)
@@ -257,10 +280,11 @@ def main() -> None:
     torch.set_num_threads(1)
     torchrl_logger.setLevel("ERROR")
     print(
-        "| task | simulations | threads | mujoco.batch | step | of it | of unclocked | restarting "
+        "| task | simulations | threads | mujoco.batch | step | of it | of unclocked "
+        "| rollout | of unclocked | restarting "
         "| EnvPool | of it | ParallelEnv | of it | AsyncEnvPool | of it | AsyncVectorEnv "
         "| of it |\n"
-        "|---|" + "---:|" * 15
+        "|---|" + "---:|" * 17
     )
     for task in args.tasks:
         with gym_workers(task, args.workers) as gym_ways:
@@ -268,7 +292,7 @@ def main() -> None:
                 for threads in args.threads:
                     turn = max(1, args.turn // envs)
                     turns = max(1, args.steps // turn)
-                    stepping = Stepping(task, envs, threads, turn * turns)
+                    stepping = Stepping(task, envs, threads, turn * turns, turn)
                     ways = stepping.ways() | gym_ways
                     seconds = race(ways, args.rounds, turns, turn, stepping.check)
                     stepping.close()
@@ -282,6 +306,8 @@ def main() -> None:
                         f"{speeds['step']:,.0f}",
                         f"**{ratio(seconds, 'step', 'mujoco.batch'):.2f}**",
                         f"{ratio(seconds, 'step', 'unclocked'):.2f}",
+                        f"{speeds['rollout']:,.0f}",
+                        f"{ratio(seconds, 'rollout', 'unclocked'):.2f}",
                         f"{speeds['restarting']:,.0f}",
                         f"{speeds['EnvPool']:,.0f}",
                         f"**{ratio(seconds, 'restarting', 'EnvPool'):.2f}**",
