@@ -56,10 +56,7 @@ class OneDNNProducts(BatchedProducts):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, relu: bool = False
     ) -> torch.Tensor:
         """See `BatchedProducts.affine`. oneDNN's own relu would make 0 of NaN."""
-        if torch.compiler.is_compiling():  # adds, and takes the positive part, in one pass
-            out = _times(x[0], weight[0]).unsqueeze(0) + bias
-        else:
-            out = _times(x[0], weight[0], bias[0, 0]).unsqueeze(0)
+        out = _times(x[0], weight[0], bias[0, 0]).unsqueeze(0)
         return out.relu_() if relu else out
 
     def by_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -74,7 +71,7 @@ class OneDNNProducts(BatchedProducts):
 def _times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
     if torch.compiler.is_compiling():
         opaque: torch.Tensor = _opaque_times(x, weight)
-        return opaque
+        return opaque if bias is None else opaque + bias
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
