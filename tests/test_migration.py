@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from torchrl_unilab.trainers import OffPolicyConfig
 
 PAGE = Path(__file__).parents[1] / "tutorials" / "how-to" / "migrate.md"
 
@@ -47,6 +50,32 @@ THERE = {
 Modules stand for themselves where the pages name nothing that is in them.
 """
 
+ARGUMENTS = {
+    "SharedWeightSync": "param_shapes create shm_name lock",
+    "RolloutRingBuffer": "num_envs num_steps obs_dim action_dim critic_dim num_slots create "
+    "shm_name_prefix",
+    "AsyncRunner": "env_name env_cfg_overrides rl_cfg device collector_device sim_backend num_envs "
+    "max_iterations save_interval log_dir",
+    "SharedObsNormStats": "ctx",
+    "ReplayBuffer": "capacity obs_dim action_dim device defer_gpu critic_dim packed_cpu_storage "
+    "obs actions rewards next_obs dones truncated terminal_mask terminal_next_obs critic "
+    "next_critic terminal_next_critic",
+    "CPUPinnedDoubleBufferReplayPipeline": "device sample_count base_seed trace_recorder "
+    "trace_cuda_events verbose verbose_output_dir collector_pack_request_queue "
+    "collector_pack_ready_queue collector_pack_shared_slots",
+    "OffPolicyRunner": "learner env_name algo_type num_envs replay_buffer_n batch_size "
+    "learning_starts updates_per_step policy_frequency sync_collection env_steps_per_sync device "
+    "actor_hidden_dim use_layer_norm obs_normalization sim_backend env_cfg_override actor_kwargs "
+    "seed trace_enabled trace_output_dir trace_thread_time trace_cuda_events logger_type",
+    "compute_train_start_threshold": "batch_size learning_starts num_envs",
+    "replay_buffer_ready_for_learning": "replay_buffer_size batch_size learning_starts num_envs",
+    "build_reward_comparison_metrics": "reward_history smoothed_reward",
+    "compute_timeout_bootstrap_correction": "critic collector_device gamma timeout_mask final_obs "
+    "final_critic",
+    "put_latest_metrics": "msg",
+}
+"""Arguments on the reference pages that differ in name or that a caller would look for."""
+
 
 def _rows() -> Iterator[tuple[str, tuple[list[str], dict[str, str]]]]:
     """Each name of the table's first column, with its counterparts and renamed members."""
@@ -60,6 +89,13 @@ def _rows() -> Iterator[tuple[str, tuple[list[str], dict[str, str]]]]:
 ARROW = r"`(\w+)` → `([\w.]+)`"
 ROWS = dict(_rows())
 MEMBERS = [(name, member) for name, members in THERE.items() for member in members.split()]
+
+
+def _parameters(counterpart: Any) -> set[str]:
+    """What a class, with its `add`, `create` and `attach`, or a function takes."""
+    calls = [getattr(counterpart, name, None) for name in ("add", "create", "attach")]
+    found = [inspect.signature(call).parameters for call in (counterpart, *calls) if callable(call)]
+    return {name for parameters in found for name in parameters}
 
 
 def _has(counterpart: Any, member: str) -> bool:
@@ -92,3 +128,15 @@ def test_each_member_has_a_counterpart(name, member):
 def test_no_member_is_listed_that_the_reference_does_not_have():
     listed = {(name, member) for name, (_, renamed) in ROWS.items() for member in renamed}
     assert listed <= set(MEMBERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [(name, argument) for name, found in ARGUMENTS.items() for argument in found.split()],
+)
+def test_each_argument_is_kept_or_its_counterpart_is_named(name, argument):
+    table = PAGE.read_text().partition("| There | Argument | Here |")[2].partition("\n\n")[0]
+    named = {each for line in table.splitlines() for each in re.findall(r"`(\w+)`", line)}
+    kept = set().union(*(_parameters(pkgutil.resolve_name(each)) for each in ROWS[name][0]))
+    settings = OffPolicyConfig.kinds() if name.endswith("Runner") else {}
+    assert argument in {*named, *kept, *settings}

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictModuleBase
+from tensordict.nn import (
+    CompositeDistribution,
+    NormalParamExtractor,
+    TensorDictModule,
+    TensorDictModuleBase,
+)
 from torch import nn
 from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal, TruncatedNormal
 
@@ -261,6 +266,19 @@ def test_the_learning_rate_stays_within_its_bounds(lr, kl):
 def test_coefficients_out_of_range_are_refused(name, value):
     with pytest.raises(ConfigError, match=name):
         _loss(**{name: value})
+
+
+def test_an_actor_of_several_actions_is_refused():
+    net = TensorDictModule(nn.Linear(OBS, 1), ["observation"], [("params", "move", "loc")])
+    actor = ProbabilisticActor(
+        net,
+        in_keys=["params"],
+        out_keys=["move"],
+        distribution_class=CompositeDistribution,
+        distribution_kwargs={"distribution_map": {"move": torch.distributions.Normal}},
+    )
+    with pytest.raises(ConfigError, match="CompositeDistribution .*Join the actions"):
+        APPOLoss(actor, make_critic(OBS))
 
 
 def test_it_reads_and_writes_the_keys_it_declares():

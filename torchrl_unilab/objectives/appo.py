@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import (
+    CompositeDistribution,
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModuleBase,
@@ -77,7 +78,7 @@ class APPOLoss(LossModule):
             where one is due.
 
     Raises:
-        ConfigError: A coefficient is out of its range.
+        ConfigError: A coefficient is out of its range, or the actor draws several actions.
 
     Examples:
         >>> import torch
@@ -149,6 +150,12 @@ class APPOLoss(LossModule):
                 f"target_update_freq: {target_update_freq} (expected at least 1). "
                 "It counts optimiser steps."
             )
+        heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
+        if any(head.distribution_class is CompositeDistribution for head in heads):
+            raise ConfigError(
+                "actor_network: it draws from a CompositeDistribution (expected one distribution "
+                "of one action). Join the actions in one vector."
+            )
         super().__init__()
         self.actor_network = actor_network
         self.critic_network = critic_network
@@ -184,15 +191,8 @@ class APPOLoss(LossModule):
     @property
     def out_keys(self) -> list[NestedKey]:
         """Keys that `forward` writes."""
-        return [
-            "loss_objective",
-            "loss_critic",
-            "loss_entropy",
-            "entropy",
-            "kl",
-            "clip_fraction",
-            "rho_clip_fraction",
-        ]
+        losses = ["loss_objective", "loss_critic", "loss_entropy"]
+        return [*losses, "entropy", "kl", "clip_fraction", "rho_clip_fraction"]
 
     @property
     def target_is_current(self) -> bool:

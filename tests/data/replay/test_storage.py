@@ -552,15 +552,27 @@ def test_final_observations_of_some_keys_alone_are_refused():
 
 
 @pytest.mark.parametrize("stored", ["terminated", "truncated"])
-def test_done_is_what_the_one_stored_flag_says(stored):
+def test_done_is_what_the_one_stored_flag_says_or_it_says_itself(stored):
     rows = transitions(4)
     rows["next", stored] = torch.tensor([[True], [False], [True], [False]])
-    rows["next", "done"] = torch.zeros(4, 1, dtype=torch.bool)
+    rows["next", "done"] = torch.tensor([[True], [True], [False], [False]])
     for name in {"terminated", "truncated"} - {stored}:
         del rows["next", name]
     with PackedReplayStorage(16) as storage:
         storage.add(rows)
-        assert torch.equal(storage[:]["next", "done"], rows["next", stored])
+        assert storage[:]["next", "done"].flatten().tolist() == [True, True, True, False]
+
+
+def test_rewards_of_several_steps_end_where_done_says_and_the_one_stored_flag_does_not():
+    with PackedReplayStorage(16, n_step=3, gamma=1.0) as storage:
+        for step, done in enumerate([False, True, False, False]):
+            flags = {"done": torch.tensor([[done]]), "truncated": torch.zeros(1, 1).bool()}
+            reward = torch.tensor([[10.0**step]])
+            observation = torch.full((1, 1), float(step))
+            after = {"observation": observation + 1, "reward": reward, **flags}
+            storage.add(TensorDict({"observation": observation, "next": after}, [1]))
+        rewards = storage.sample(64)["next", "reward"]
+    assert set(rewards.flatten().tolist()) <= {11.0, 10.0, 1100.0, 1000.0}
 
 
 @pytest.mark.parametrize("writer", [None, PackedReplayWriter()])

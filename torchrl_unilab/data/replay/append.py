@@ -87,7 +87,9 @@ class RowAppender:
             stage.views[index[name]][mask.flatten()] = tensor[mask]
         ends = [stage.views[index[name]] for name in (TERMINATED, TRUNCATED) if name in index]
         if DONE in index and ends:
-            torch.logical_or(ends[0], ends[-1], out=stage.views[index[DONE]])
+            done = stage.views[index[DONE]]
+            # One flag alone does not tell all ends: those that `done` tells stay.
+            torch.logical_or(ends[0], ends[1] if len(ends) == 2 else done, out=done)
         if len(ends) == 2:
             terminated, truncated = ends
             torch.gt(truncated, terminated, out=truncated)

@@ -198,8 +198,8 @@ class SharedReplay(SharedStorage):
     ) -> int:
         """Append steps of N environments; return the position of the first row.
 
-        Next done is what terminated or truncated are; a row that is both is terminated only,
-        so that nothing is bootstrapped from it.
+        Next done is what terminated or truncated are, or, of rows with one of the two, that or
+        what it was; a row that is both is terminated only, so that nothing is bootstrapped from it.
 
         Args:
             rows: One step [N] or several [N, T]; rows then lie step by step.
