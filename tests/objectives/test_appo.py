@@ -277,7 +277,7 @@ def test_an_actor_of_several_actions_is_refused():
         distribution_class=CompositeDistribution,
         distribution_kwargs={"distribution_map": {"move": torch.distributions.Normal}},
     )
-    with pytest.raises(ConfigError, match="CompositeDistribution .*Join the actions"):
+    with pytest.raises(ConfigError, match=r"CompositeDistribution .*Join the actions"):
         APPOLoss(actor, make_critic(OBS))
 
 
