@@ -8,9 +8,9 @@ import torch
 
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
-from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import the_policy
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 FRAMES = 2 * 16
@@ -141,3 +141,56 @@ def test_a_collector_without_end_is_true():
 
 def test_a_half_built_collector_can_be_shown():
     assert repr(APPOCollector.__new__(APPOCollector)) == "APPOCollector()"
+
+
+def _inline(envs: int = 2, **settings: Any) -> APPOCollector:
+    return APPOCollector(
+        partial(CountingEnv, (envs,)),
+        make_policy(),
+        frames_per_batch=8 * envs,
+        inline=True,
+        **settings,
+    )
+
+
+def test_a_scheme_that_a_collector_publishes_by_is_refused_and_goes_on():
+    scheme = UniLabShmScheme()
+    with _inline(weight_sync_schemes={"policy": scheme}) as collector:
+        with pytest.raises(UsageError, match="another collector publishes by"):
+            _inline(weight_sync_schemes={"policy": scheme})
+        collector.update_policy_weights_()
+        assert (next(iter(collector))["next", "policy_version"] == 1).all()
+        assert scheme.applied_versions == {0: 1}
+
+
+def test_workers_in_which_nothing_would_pull_are_refused():
+    with pytest.raises(ConfigError, match="pull='manual'"):
+        _inline(weight_sync_schemes={"policy": UniLabShmScheme(pull="manual")})
+
+
+class _OfAgents(CountingEnv):
+    """Ends for agents alone."""
+
+    @property
+    def done_keys(self) -> list[Any]:
+        return [("agents", "done"), ("agents", "terminated")]
+
+
+def test_an_environment_that_ends_for_agents_alone_is_refused():
+    with pytest.raises(ConfigError, match=r"done keys .*'agents'"):
+        APPOCollector(_OfAgents, make_policy(), frames_per_batch=16, inline=True)
+
+
+def test_the_state_of_another_collector_is_refused_and_changes_nothing():
+    replay = ReplayCollector(
+        CountingEnv, make_policy(), capacity=64, frames_per_batch=2, inline=True
+    )
+    with _inline() as collector, _inline(3) as other, replay:
+        next(iter(collector))
+        for state, message in [
+            (other.state_dict(), r"1 workers, of \[3\] environments \(expected \[2\]\)"),
+            (replay.state_dict(), r"without \['stale', 'waiting', 'version'\]"),
+        ]:
+            with pytest.raises(ConfigError, match=message):
+                collector.load_state_dict(state)
+            assert collector.state_dict()["frames"] == 16

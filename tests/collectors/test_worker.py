@@ -28,7 +28,6 @@ from torchrl_unilab.collectors.worker import (
     reward_terms,
 )
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import PerEnvNoise, make_actor
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -219,14 +218,6 @@ def test_a_restored_worker_acts_with_the_same_noise_in_new_episodes():
     first_noise, noise = (rollout["action"] - rollout["loc"] for rollout in (first, again))
     torch.testing.assert_close(noise, first_noise, rtol=0.0, atol=1e-6)
     assert (again["observation"][:, 0, 1] == 0).all()
-
-
-def test_the_state_of_another_number_of_environments_is_refused_and_changes_nothing():
-    worker, other = (RolloutWorker(CountingEnv((count,)), actor(), 4) for count in (2, 3))
-    before = torch.get_rng_state()
-    with pytest.raises(ConfigError, match=r"state of 2 environments \(expected 3\)"):
-        other.load_state_dict(worker.state_dict())
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_an_example_has_a_rollouts_form_and_draws_nothing():

@@ -300,3 +300,10 @@ def test_a_scheme_that_was_shut_down_says_so(make_sender):
 def test_an_unknown_worker_is_named(make_sender):
     with pytest.raises(ValueError, match="Worker 7 not registered"):
         make_sender(model=make_policy(), devices=[CPU]).send(worker_ids=7)
+
+
+def test_a_worker_without_weights_of_its_own_is_named(apart):
+    sender, _ = apart
+    with pytest.raises(ConfigError, match=r"none for workers \[1\]"):
+        sender.send({0: make_policy()}, worker_ids=[0, 1])
+    assert sender.version == 0

@@ -13,7 +13,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_unilab.collectors.worker import Measure
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CreateEnv = Callable[[], EnvBase]
@@ -68,6 +68,30 @@ def check_modes(
         raise ConfigError(
             f"lockstep: True in collector {worker_idx} of a distributed one (expected False: "
             "rollouts of several machines come in no fixed order). Leave it out."
+        )
+
+
+def check_state(state: Mapping[str, Any], keys: Sequence[str], envs: Sequence[int]) -> None:
+    """Refuse a state without these keys, or of workers with other numbers of environments."""
+    if missing := [key for key in keys if key not in state]:
+        raise ConfigError(
+            f"state without {missing} (expected all of {[*keys]}). Load what a collector of the "
+            "same class returned."
+        )
+    saved = [len(worker["log"]["returns"]) for worker in state["workers"] or ()]
+    if saved and saved != [*envs]:
+        raise ConfigError(
+            f"state of {len(saved)} workers, of {saved} environments (expected {[*envs]}). Make as "
+            "many as when it was saved."
+        )
+
+
+def check_done_keys(env: EnvBase) -> None:
+    """Refuse an environment whose episodes end for some agents alone."""
+    if not {"done", "terminated"} <= {*env.done_keys}:
+        raise ConfigError(
+            f"environment: done keys {env.done_keys} (expected 'done' and 'terminated' of the "
+            "whole environment, too). Append a transform that writes them."
         )
 
 
@@ -153,5 +177,15 @@ def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmSc
         raise ConfigError(
             f"weight_sync_schemes: {schemes!r} (expected {{'policy': UniLabShmScheme()}}). "
             "Leave it out."
+        )
+    if scheme.pull_at == "manual":
+        raise ConfigError(
+            "weight_sync_schemes: pull='manual' (expected 'rollout' or 'step', as `receive` cannot "
+            "be called in the workers). Leave pull out."
+        )
+    if scheme.synchronized_on_sender:
+        raise UsageError(
+            "weight_sync_schemes: a scheme that another collector publishes by (expected a new "
+            "one). Give each collector its own."
         )
     return scheme

@@ -10,7 +10,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import numpy as np
@@ -26,7 +26,9 @@ from typing_extensions import Self
 from torchrl_unilab.collectors.arguments import (
     STOCK,
     CreateEnv,
+    check_done_keys,
     check_modes,
+    check_state,
     env_factories,
     policy_scheme,
     steps_of,
@@ -45,7 +47,7 @@ from torchrl_unilab.collectors.service import (
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
-from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.errors import SegmentClosedError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import WorkerGroup
@@ -93,6 +95,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
     num_envs: int
     frames_per_batch: int
     init_random_frames = 0
+    _saved: ClassVar[tuple[str, ...]] = ("workers", "frames")
 
     def __init__(
         self,
@@ -158,6 +161,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         """
         env, own = self._factories[0](), None
         try:
+            check_done_keys(env)
             self.num_envs = env.batch_size.numel()
             num_steps = steps_of(frames_per_batch, self.num_envs, share)
             self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
@@ -334,17 +338,13 @@ class WorkerCollector(BaseCollector, abc.ABC):
         start new ones.
 
         Raises:
-            ConfigError: The state is of another number of workers.
+            ConfigError: The state is of another collector. Nothing has changed then.
         """
+        check_state(state_dict, self._saved, [self.num_envs] * self.num_workers)
         team = self._settle()
         states, frames = state_dict["workers"], state_dict["frames"]
         if states is None:
             team.ask_all("frames", frames // self.num_workers)
-        elif len(states) != self.num_workers:
-            raise ConfigError(
-                f"state of {len(states)} workers (expected {self.num_workers}). "
-                "Use as many workers as when it was saved."
-            )
         else:
             team.ask([("load", state) for state in states])
         self._frames = frames

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
@@ -113,6 +113,8 @@ class ReplayCollector(WorkerCollector):
         torch.Size([4])
         >>> collector.shutdown()
     """
+
+    _saved: ClassVar[tuple[str, ...]] = (*WorkerCollector._saved, "come")
 
     def __init__(
         self,

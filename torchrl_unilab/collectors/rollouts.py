@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -127,6 +127,8 @@ class APPOCollector(WorkerCollector):
         torch.Size([8, 32])
         >>> collector.shutdown()
     """
+
+    _saved: ClassVar[tuple[str, ...]] = (*WorkerCollector._saved, "stale", "waiting", "version")
 
     def __init__(
         self,

@@ -20,7 +20,6 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, PhaseClock
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 POLICY_VERSION = ("next", "policy_version")
@@ -224,16 +223,7 @@ class RolloutWorker:
 
         With an environment that has snapshots, transformed or not, the next rollout continues
         its episodes, bit for bit; other environments start new ones.
-
-        Raises:
-            ConfigError: The state is of another environment.
         """
-        saved = len(state["log"]["returns"])
-        if saved != self.num_envs:
-            raise ConfigError(
-                f"state of {saved} environments (expected {self.num_envs}). Make as many as there "
-                "were when it was saved."
-            )
         if state["env"] is not None:  # transforms such as CatFrames size their buffers in a step
             self.env.rand_step(self.env.reset())
             self.env.load_state_dict(state["env"])

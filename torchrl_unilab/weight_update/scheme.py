@@ -34,7 +34,7 @@ from torchrl_unilab.weight_update.receiver import (
     WeightReceiver,
     pull_in_rollouts,
 )
-from torchrl_unilab.weight_update.transport import UniLabShmTransport, Weights, nested
+from torchrl_unilab.weight_update.transport import UniLabShmTransport, Weights, nested, weights_of
 from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 
 PullAt = Literal["rollout", "step", "manual"]
@@ -245,9 +245,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 f"cannot publish weights per worker: given for workers {sorted(weights)} "
                 "(expected one set, as the workers share it). Use per_worker_weights=True."
             )
-        if worker_ids is not None:
-            ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-            weights = {i: weights[i] for i in ids}
+        weights = weights_of(weights, worker_ids)
         transport.send_each({transport.cell(i): value for i, value in weights.items()})
 
     # Receiver

@@ -75,6 +75,21 @@ def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
     return leaves
 
 
+def weights_of(
+    weights: Mapping[int, Weights], worker_ids: int | Sequence[int] | None
+) -> Mapping[int, Weights]:
+    """Return those of some workers; all if not given; a ConfigError where there are none."""
+    if worker_ids is None:
+        return weights
+    ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+    if missing := [i for i in ids if i not in weights]:
+        raise ConfigError(
+            f"cannot publish weights per worker: none for workers {missing} (expected some for all "
+            f"of {ids}). Give them, or leave those workers out."
+        )
+    return {i: weights[i] for i in ids}
+
+
 def nested(tensors: Mapping[str, torch.Tensor]) -> TensorDictBase:
     """Return tensors by dotted key as a nested TensorDict."""
     return TensorDict(dict(tensors)).unflatten_keys(".")

@@ -211,3 +211,34 @@ def test_a_buffer_that_never_samples_notes_no_more_than_the_rows_there_are():
         for _ in range(1500):
             buffer.extend(TensorDict(x=torch.ones(1), batch_size=[1]))
         assert sum(map(len, sampler._own)) <= 10 + 1000
+
+
+def test_priorities_of_rows_that_are_gone_are_left_out(storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(8))
+    buffer.empty()
+    buffer.extend(_rows(2, first=100))
+    buffer.update_priority(torch.arange(8), torch.full((8,), 5.0))
+    assert set(buffer.sample()["x"].tolist()) == {100.0, 101.0}
+    assert _raw(buffer) == [5.0, 5.0]
+    buffer.update_priority(torch.tensor([5, 6]), torch.tensor([1.0, 2.0]))
+    assert set(buffer.sample()["x"].tolist()) == {100.0, 101.0}
+
+
+@pytest.mark.parametrize("zeros", [1, 4])
+def test_priorities_of_0_cannot_be_sampled_by(zeros, storage):
+    buffer = _buffer(storage, eps=0.0)
+    buffer.extend(_rows(4))
+    buffer.sample()
+    buffer.update_priority(torch.arange(4), torch.tensor([0.0] * zeros + [1.0] * (4 - zeros)))
+    with pytest.raises(ConfigError, match=r"0.0 is the least one .*an eps above 0"):
+        buffer.sample()
+
+
+def test_a_sampler_that_is_smaller_than_the_storage_is_refused(storage):
+    sampler = PackedPrioritizedSampler(CAPACITY - 1, ALPHA, BETA)
+    buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
+    with pytest.raises(ConfigError, match=rf"max_capacity: {CAPACITY - 1} .*at least {CAPACITY}"):
+        buffer.extend(_rows(CAPACITY))
+    with pytest.raises(ConfigError, match="max_capacity"):
+        buffer.sample()

@@ -24,6 +24,7 @@ from tests.support.processes import shared_mappings
 from tests.support.transitions import flags, same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import (
+    CheckpointError,
     ConfigError,
     ContentionError,
     LayoutDtypeError,
@@ -586,3 +587,44 @@ def test_rows_are_added_beside_a_buffer_unless_its_writer_numbers_them(writer):
         else:
             storage.add(rows.select("x"))
         assert len(storage) == (4 if writer is None else 8)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_after_rows_that_were_refused_a_stock_writer_goes_on(full):
+    with PackedReplayStorage(8) as storage:
+        buffer = ReplayBuffer(storage=storage, batch_size=4)
+        buffer.extend(transitions(8 if full else 2))
+        for refused in (torch.zeros(3), transitions(3).select("action")):
+            with pytest.raises(LayoutError):
+                buffer.extend(refused)
+        written = storage.ptr
+        buffer.extend(transitions(4))
+        assert storage.ptr == written + 4
+
+
+def test_a_position_before_the_first_is_refused():
+    with PackedReplayStorage(8) as storage:
+        storage.append(transitions(5))
+        before = storage[:].clone()
+        with pytest.raises(IndexError, match="no row -6: 5 are written"):
+            storage[-6] = transitions(1)[0]
+        storage[-5] = transitions(6)[5]
+        assert (storage[1:] == before[1:]).all()
+
+
+def test_rows_of_which_some_are_refused_are_not_appended_either():
+    rows = transitions(2)
+    rows["next", "reward"][1] = torch.nan
+    with PackedReplayStorage(8) as storage:
+        storage.append(transitions(5))
+        with pytest.raises(ConfigError, match="not finite"):
+            storage.set([5, 0], rows)
+        assert len(storage) == 5
+
+
+def test_rows_that_one_shard_cannot_take_are_not_loaded():
+    with PackedReplayStorage(8, writers=2) as storage:
+        storage.load_rows(transitions(4))
+        with pytest.raises(CheckpointError, match="a writer's part of the storage takes 4"):
+            storage.load_rows(transitions(5))
+        assert storage.size == 4

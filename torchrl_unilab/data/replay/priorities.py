@@ -147,7 +147,16 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         Raises:
             ConfigError: A priority is below 0, or not finite; none was set.
         """
-        priority = torch.as_tensor(priority)
+        index, priority = torch.as_tensor(index), torch.as_tensor(priority)
+        rows = int(index.max()) + 1
+        self._check_capacity(rows)
+        packed = isinstance(storage, PackedReplayStorage) and storage.writers == 1
+        length = len(storage) if packed else rows  # type: ignore[arg-type]
+        if rows > length:  # some were sampled before the rows were emptied
+            there = index < length
+            index, priority = index[there], priority[there] if priority.ndim else priority
+            if not len(index):
+                return
         bad = priority[~((priority >= 0) & priority.isfinite())]
         if len(bad):
             raise ConfigError(
@@ -169,13 +178,26 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             raise UsageError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
         own, self._own = self._own, []
         if isinstance(storage, PackedReplayStorage):
-            self._mark_new(storage, own)
             count = storage.max_size  # a shard may be ahead of the others; what is not has no part
+            self._check_capacity(count)
+            self._mark_new(storage, own)
         total = self._sum_tree.query(0, count)
+        least = self._min_tree.query(0, count)
+        if not least > 0:
+            raise ConfigError(
+                f"cannot sample by priority: {least} is the least one (expected above 0). Give the "
+                "sampler an eps above 0."
+            )
         share = torch.rand(batch_size, generator=self._rng, dtype=torch.float64)
         index = self._sum_tree.scan_lower_bound(share * total)
-        least = self._min_tree.query(0, count)
         return index, {"priority_weight": (self._sum_tree[index] / least).pow(-self._beta)}
+
+    def _check_capacity(self, rows: int) -> None:
+        if rows > self._max_capacity:
+            raise ConfigError(
+                f"PackedPrioritizedSampler max_capacity: {self._max_capacity} (expected at least "
+                f"{rows}, the storage's rows). Make it as large as the storage."
+            )
 
     def _mark_new(self, storage: PackedReplayStorage, own: list[torch.Tensor]) -> None:
         """Give rows that others wrote since the last sample the highest priority so far.

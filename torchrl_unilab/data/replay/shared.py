@@ -274,10 +274,11 @@ class SharedReplay(SharedStorage):
             CheckpointError: They are more than fit.
             LayoutError: Keys, shapes or dtypes differ.
         """
-        if len(rows) > self.max_size:
+        room = self.max_size // self.writers
+        if len(rows) > room:
             raise CheckpointError(
-                f"cannot load {len(rows)} rows: the storage takes {self.max_size} (expected at "
-                f"most as many). Load into a storage of max_size={len(rows)}."
+                f"cannot load {len(rows)} rows: a writer's part of the storage takes {room} "
+                f"(expected at most as many). Load into one of max_size={len(rows)}, writers=1."
             )
         if len(rows):
             self._appender_for(rows).check(rows)

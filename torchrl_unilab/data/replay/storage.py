@@ -146,6 +146,13 @@ class PackedReplayStorage(SharedReplay):
             UsageError: Positions before these have not been written.
             ConfigError: New rows have a position, but the storage has several shards.
         """
+        try:
+            self._set(cursor, data, set_cursor)
+        except BaseException:
+            self._set_back_writers(cursor)
+            raise
+
+    def _set(self, cursor: Any, data: Any, set_cursor: bool) -> None:
         data, single, shape = as_rows(data), is_single(cursor), batch_shape(cursor)
         if single:
             data = data.unsqueeze(0)
@@ -161,13 +168,8 @@ class PackedReplayStorage(SharedReplay):
                 f"cannot write rows: {count} at {len(positions)} positions (expected as many). "
                 "Check the index."
             )
-        if not count:
-            return
-        try:
+        if count:
             self._write(positions, data, length, set_cursor)
-        except BaseException:
-            self._set_back_writers(positions)
-            raise
 
     def _write(
         self, positions: torch.Tensor, data: TensorDictBase, length: int, set_cursor: bool
@@ -180,23 +182,31 @@ class PackedReplayStorage(SharedReplay):
         if set_cursor and self.writers == 1 and _is_run(positions, first, self.max_size):
             self.append(data, first)
             return
+        low = int(positions.min())
+        if low < 0:
+            check_range(low, low, length, "row", "written")
         fresh = (positions >= length).nonzero().squeeze(1)
         if len(fresh):
-            self._append_at(positions[fresh], data[fresh], length)
             old = (positions < length).nonzero().squeeze(1)
+            if len(old):
+                self._appender.check(data)  # all of them, before some are appended
+            self._append_at(positions[fresh], data[fresh], length)
             positions, data = positions[old], data[old]
         if len(positions):
             self._appender.rewrite(positions.remainder(length), data)
 
-    def _set_back_writers(self, positions: torch.Tensor) -> None:
+    def _set_back_writers(self, cursor: Any) -> None:
         """Undo the move of stock writers' cursors, which advance before they write."""
-        head = self.ptr % self.max_size
-        after = (int(positions[-1]) + 1) % self.max_size
+        single = is_single(cursor)
+        if not single and not (isinstance(cursor, torch.Tensor) and len(cursor)):
+            return  # no writer's
+        head = self.ptr % self.max_size if self.initialized else 0
+        after = (int(cursor if single else cursor[-1]) + 1) % self.max_size
         for buffer in self._attached_entities:
             writer = buffer.writer if isinstance(buffer, ReplayBuffer) else None
             if isinstance(writer, RoundRobinWriter) and writer._cursor == after != head:
                 writer._cursor = head
-                writer._write_count -= len(positions)
+                writer._write_count -= 1 if single else len(cursor)
 
     def _append_at(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
         """Append rows at positions that have not been written, in the order of these."""
