@@ -223,10 +223,10 @@ class SharedMetrics:
         further = [values.get(name, math.nan) for name in self.names]
         self._cells[worker].publish(
             [
-                *(torch.tensor(count) for count in counts),
-                torch.tensor(list(clock.seconds.values()), dtype=torch.float64),
+                *(torch.tensor(count, device="cpu") for count in counts),
+                torch.tensor(list(clock.seconds.values()), dtype=torch.float64, device="cpu"),
                 torch.from_numpy(log.last),
-                torch.tensor(further, dtype=torch.float64),
+                torch.tensor(further, dtype=torch.float64, device="cpu"),
             ]
         )
 
@@ -246,13 +246,13 @@ class SharedMetrics:
 
 def _initial(names: int) -> dict[str, torch.Tensor]:
     return {
-        "frames": torch.zeros((), dtype=torch.int64),
-        "trajectories": torch.zeros((), dtype=torch.int64),
-        "ticks": torch.zeros((), dtype=torch.int64),
-        "episodes": torch.zeros((), dtype=torch.int64),
-        "seconds": torch.zeros(len(PHASES), dtype=torch.float64),
-        "last": torch.zeros(WINDOW, 3, dtype=torch.float64),
-        "values": torch.full((names,), torch.nan, dtype=torch.float64),
+        "frames": torch.zeros((), dtype=torch.int64, device="cpu"),
+        "trajectories": torch.zeros((), dtype=torch.int64, device="cpu"),
+        "ticks": torch.zeros((), dtype=torch.int64, device="cpu"),
+        "episodes": torch.zeros((), dtype=torch.int64, device="cpu"),
+        "seconds": torch.zeros(len(PHASES), dtype=torch.float64, device="cpu"),
+        "last": torch.zeros(WINDOW, 3, dtype=torch.float64, device="cpu"),
+        "values": torch.full((names,), torch.nan, dtype=torch.float64, device="cpu"),
     }
 
 

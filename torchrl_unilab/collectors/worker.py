@@ -98,7 +98,7 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
         step, _ = env.step_and_maybe_reset(acting(env.reset()))
     step = step.detach().clone()
     for key in ADDED:
-        step.set(key, torch.zeros(env.batch_size, dtype=torch.int64))
+        step.set(key, torch.zeros(env.batch_size, dtype=torch.int64, device="cpu"))
     time_dim = len(env.batch_size)
     return step.unsqueeze(time_dim).expand(*env.batch_size, num_steps)
 
@@ -258,17 +258,17 @@ class RolloutWorker:
         self.log.restart(staggered=self._to_stagger)
         self._to_stagger = False
         self._trajectories = self._new_trajectories(
-            torch.ones(self.env.batch_size, dtype=torch.bool)
+            torch.ones(self.env.batch_size, dtype=torch.bool, device="cpu")
         )
         return self.env.reset()
 
     def _new_trajectories(self, where: torch.Tensor) -> torch.Tensor:
-        ids = torch.zeros(where.shape, dtype=torch.int64)
+        ids = torch.zeros(where.shape, dtype=torch.int64, device="cpu")
         if self._carrier is not None:
             ids.copy_(self._trajectories)
         first = self.next_trajectory
         self.next_trajectory += int(where.sum()) * self._stride
-        ids[where] = torch.arange(first, self.next_trajectory, self._stride)
+        ids[where] = torch.arange(first, self.next_trajectory, self._stride, device="cpu")
         return ids
 
     @torch.no_grad()
@@ -312,7 +312,7 @@ class RolloutWorker:
         time_dim = len(env.batch_size)
         for column, key in zip(columns, keys, strict=True):
             torch.stack(column, time_dim, out=slot.get(key))
-        slot.get(POLICY_VERSION).copy_(torch.tensor(versions))
+        slot.get(POLICY_VERSION).copy_(torch.tensor(versions, device="cpu"))
         torch.stack(trajectories, time_dim, out=slot.get(TRAJECTORIES))
         after = slot.get("next")
         shape = (self.num_envs, self.num_steps)

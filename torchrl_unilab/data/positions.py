@@ -47,15 +47,15 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
     if isinstance(index, slice):
         start, stop, step = index.indices(length)
         return (
-            torch.arange(start, max(start, stop), step)
+            torch.arange(start, max(start, stop), step, device="cpu")
             if step > 0
-            else torch.tensor(range(start, stop, step), dtype=torch.int64)
+            else torch.tensor(range(start, stop, step), dtype=torch.int64, device="cpu")
         )
     if isinstance(index, np.ndarray):
         index = torch.from_numpy(index)
     elif not isinstance(index, torch.Tensor):
         index = [index] if isinstance(index, float | complex) else list(index)
-        index = torch.as_tensor(index or np.empty(0, np.int64))
+        index = torch.as_tensor(index or np.empty(0, np.int64), device="cpu")
     if index.dtype is torch.bool:
         if index.numel() != length:
             raise IndexError(

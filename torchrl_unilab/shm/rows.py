@@ -346,7 +346,9 @@ class SharedRows(Shards):
                 words[shard] = now[shard]
         window = Window(*map(tuple, found))
         floors = self.bounds(window.floors, positions)
-        oldest = torch.maximum(self.newest(positions, window.heads), torch.as_tensor(floors))
+        oldest = torch.maximum(
+            self.newest(positions, window.heads), torch.as_tensor(floors, device="cpu")
+        )
         if (oldest >= self.bounds(window.heads, positions)).any():
             raise ContentionError(
                 f"replay read: no whole row in a shard, {window} (expected some); its writer was "
@@ -372,7 +374,10 @@ class SharedRows(Shards):
         """
         floor, end = window.floors[shard], window.heads[shard]
         own = self.own[shard]
-        buffers = [torch.empty(self.chunk_rows, width, dtype=torch.int32) for width in self.widths]
+        buffers = [
+            torch.empty(self.chunk_rows, width, dtype=torch.int32, device="cpu")
+            for width in self.widths
+        ]
         deadline = time.monotonic() + self.timeout
         while end > floor:
             lap = (end - 1) // self.shard_rows * self.shard_rows

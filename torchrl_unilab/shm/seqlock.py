@@ -69,7 +69,7 @@ class Snapshot:
     """
 
     def __init__(self, layout: BlockLayout) -> None:
-        block = torch.empty(layout.nbytes, dtype=torch.uint8)
+        block = torch.empty(layout.nbytes, dtype=torch.uint8, device="cpu")
         self.bytes = block.numpy()
         self.tensors = dict(zip(layout.keys, layout.views(block), strict=True))
 

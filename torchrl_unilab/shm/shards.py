@@ -168,10 +168,12 @@ class Shards:
                 "Sample sooner, or use a larger replay."
             )
         if self.shards == 1:
-            return torch.randint(window.floors[0], window.heads[0], (count,), generator=generator)
-        floors, heads = torch.tensor(window)
+            return torch.randint(
+                window.floors[0], window.heads[0], (count,), generator=generator, device="cpu"
+            )
+        floors, heads = torch.tensor(window, device="cpu")
         ends = (heads - floors).cumsum(0)
-        drawn = torch.randint(window.size, (count,), generator=generator)
+        drawn = torch.randint(window.size, (count,), generator=generator, device="cpu")
         shard = torch.bucketize(drawn, ends, right=True)
         return drawn.sub_(ends[shard]).add_(heads[shard]).mul_(self.shards).add_(shard)
 
@@ -224,7 +226,7 @@ class Shards:
         if self.shards == 1:
             return words[0]
         shard = rows.remainder(self.shards)
-        return torch.tensor(words)[shard].mul_(self.shards).add_(shard)
+        return torch.tensor(words, device="cpu")[shard].mul_(self.shards).add_(shard)
 
     # Locks, and what a dead holder left
 
@@ -306,7 +308,7 @@ class Shards:
         """Replace rows that a dead process left half rewritten by the shard's newest whole row."""
         words = self.words[shard]
         torn = self._notes[shard, : words[NOTED]]
-        places = torch.arange(words[FLOOR], words[HEAD]).remainder_(self.shard_rows)
+        places = torch.arange(words[FLOOR], words[HEAD], device="cpu").remainder_(self.shard_rows)
         whole = places[~torch.isin(places, torn)]
         if len(whole):
             newest = [own[whole[-1:]].expand(len(torn), -1).clone() for own in self.own[shard]]

@@ -227,7 +227,7 @@ def flatten_extra_state(prefix: str, state: Any) -> dict[str, torch.Tensor]:
         return flat
     for name, (kind, dtype) in _SCALARS.items():
         if type(state) is kind:
-            return {f"{prefix}#{name}": torch.tensor(state, dtype=dtype)}
+            return {f"{prefix}#{name}": torch.tensor(state, dtype=dtype, device="cpu")}
     raise ConfigError(
         f"cannot share extra state {prefix!r}: {type(state).__name__} (expected tensors, "
         "numbers, or dictionaries of these). Return those from get_extra_state."

@@ -63,7 +63,7 @@ class SharedObsNormStats:
         Raises:
             LayoutError: A shape differs; the last statistics stay.
         """
-        mean, std = (torch.as_tensor(value, dtype=torch.float32) for value in stats)
+        mean, std = (torch.as_tensor(value, dtype=torch.float32, device="cpu") for value in stats)
         self._cell.publish([mean, std])
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -83,4 +83,5 @@ class SharedObsNormStats:
 
 
 def _initial(size: int | tuple[int, ...]) -> dict[str, torch.Tensor]:
-    return {"mean": torch.zeros(size), "std": torch.ones(size)}
+    mean = torch.zeros(size, dtype=torch.float32, device="cpu")
+    return {"mean": mean, "std": torch.ones_like(mean)}

@@ -30,7 +30,7 @@ class DevicePacker:
         self._device = device
         self._flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         self._on_device = layout.views(self._flat)
-        self._host = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=on_cuda)
+        self._host = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=on_cuda, device="cpu")
         self._on_host = layout.views(self._host)
         self._keys = layout.keys
         self._stream = torch.cuda.Stream(device) if on_cuda else None

@@ -384,6 +384,8 @@ def _initial(
     param_shapes: Mapping[str, Sequence[int] | torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     return {
-        key: value if isinstance(value, torch.Tensor) else torch.zeros(tuple(value))
+        key: value
+        if isinstance(value, torch.Tensor)
+        else torch.zeros(tuple(value), dtype=torch.float32, device="cpu")
         for key, value in param_shapes.items()
     }

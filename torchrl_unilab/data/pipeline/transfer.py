@@ -190,7 +190,7 @@ def mirror(batch: TensorDictBase, device: torch.device) -> tuple[TensorDictBase,
     def place(leaf: torch.Tensor) -> torch.Tensor:
         storage = leaf.untyped_storage()
         if storage.data_ptr() not in blocks:
-            source = torch.empty(0, dtype=torch.uint8).set_(storage)
+            source = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             blocks[storage.data_ptr()] = torch.empty_like(source, device=device), source
         target, _ = blocks[storage.data_ptr()]
         return torch.empty(0, dtype=leaf.dtype, device=device).set_(

@@ -131,7 +131,10 @@ class RowAppender:
                 stages.clear()
             with torch.inference_mode(False):
                 layout = self._form.layout
-                parts = [torch.zeros(count, width, dtype=torch.int32) for width in layout.widths]
+                parts = [
+                    torch.zeros(count, width, dtype=torch.int32, device="cpu")
+                    for width in layout.widths
+                ]
                 stages[count] = _Stage(parts, layout.views(parts))
         return stages[count]
 
@@ -230,7 +233,7 @@ class RowAppender:
                 f"final observations {name!r}: shape {tuple(leaf.shape)} (expected {all_rows}, or "
                 f"{masked_rows} for the masked rows). Check the mask."
             )
-        unmasked = torch.zeros(all_rows, dtype=field.dtype)
+        unmasked = torch.zeros(all_rows, dtype=field.dtype, device="cpu")
         unmasked[mask] = leaf
         return unmasked
 

@@ -158,7 +158,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
             words = header["words"]
 
             def read(place: int, count: int) -> torch.Tensor:
-                out = torch.empty(count, words, dtype=torch.int32)
+                out = torch.empty(count, words, dtype=torch.int32, device="cpu")
                 file.seek(place * words * WORD)
                 file.readinto(out.numpy().data)
                 return out

@@ -81,7 +81,10 @@ class BatchLayout:
     def batch(self, count: int, flat: torch.Tensor | None = None) -> Batch:
         """Return memory for `count` rows, in `flat`, uint8 [nbytes(count)], if given."""
         if flat is None:
-            return {n: torch.empty(count, *shape, dtype=dtype) for n, dtype, shape in self._blocks}
+            return {
+                n: torch.empty(count, *shape, dtype=dtype, device="cpu")
+                for n, dtype, shape in self._blocks
+            }
         places = zip(self._blocks, _starts(self._sizes, count), self._sizes, strict=False)
         return {
             name: flat.narrow(0, start, count * size).view(dtype).view(count, *shape)
@@ -128,7 +131,9 @@ class BatchLayout:
         if index is not None and count:
             storage = index.untyped_storage()
             if storage.nbytes() >= self.nbytes(count) and not index.storage_offset():
-                return self.batch(count, torch.empty(0, dtype=torch.uint8).set_(storage))
+                return self.batch(
+                    count, torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+                )
         raise ConfigError(
             f"batch to sample into: batch size {list(batch.batch_size)}, not made for it (expected "
             "one of empty_batch). Make it with the storage's empty_batch."
@@ -189,7 +194,7 @@ class RowGatherer:
         reward.copy_(fields[self._reward])
         steps.fill_(1)
         ids = rows.newest(positions, heads)
-        trajectory, places = fields[-1], torch.arange(len(positions))
+        trajectory, places = fields[-1], torch.arange(len(positions), device="cpu")
         for k in range(1, self._form.n_step):
             ids = ids + stride_of(trajectory) * rows.shards
             there = (ids < rows.bounds(heads, ids)).nonzero().squeeze(1)

@@ -130,7 +130,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         self._note(index)
 
     def _note(self, index: Any) -> None:
-        self._own.append(torch.as_tensor(index).reshape(-1))
+        self._own.append(torch.as_tensor(index, device="cpu").reshape(-1))
         if len(self._own) > _OWN:  # a process that writes may never sample
             self._own = [torch.cat(self._own).unique()]
 
@@ -147,7 +147,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         Raises:
             ConfigError: A priority is below 0, or not finite; none was set.
         """
-        index, priority = torch.as_tensor(index), torch.as_tensor(priority)
+        index = torch.as_tensor(index, device="cpu")
+        priority = torch.as_tensor(priority, device="cpu")
         rows = int(index.max()) + 1
         self._check_capacity(rows)
         packed = isinstance(storage, PackedReplayStorage) and storage.writers == 1
@@ -188,7 +189,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
                 f"cannot sample by priority: {least} is the least one (expected above 0). Give the "
                 "sampler an eps above 0."
             )
-        share = torch.rand(batch_size, generator=self._rng, dtype=torch.float64)
+        share = torch.rand(batch_size, generator=self._rng, dtype=torch.float64, device="cpu")
         index = self._sum_tree.scan_lower_bound(share * total)
         return index, {"priority_weight": (self._sum_tree[index] / least).pow(-self._beta)}
 
@@ -218,7 +219,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         if last == window.heads:
             return
         new = [
-            torch.arange(max(first, floor), head) * rows.shards + shard
+            torch.arange(max(first, floor), head, device="cpu") * rows.shards + shard
             for shard, (first, floor, head) in enumerate(
                 zip(last, window.floors, window.heads, strict=True)
             )

@@ -40,13 +40,15 @@ class ReductionTree:
         count = capacity
         while count > 1 or not self._levels:
             count = -(-count // BLOCK)
-            self._levels.append(torch.full((count, BLOCK), neutral, dtype=torch.float64))
+            self._levels.append(
+                torch.full((count, BLOCK), neutral, dtype=torch.float64, device="cpu")
+            )
         self._unreduced: list[torch.Tensor] = []  # positions that were set since
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Set the values at positions, [n] or one, to values [n] or one."""
-        at = torch.as_tensor(index).reshape(-1)
-        self._levels[0].view(-1)[at] = torch.as_tensor(value, dtype=torch.float64)
+        at = torch.as_tensor(index, device="cpu").reshape(-1)
+        self._levels[0].view(-1)[at] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
         self._unreduced.append(at)
 
     def __getitem__(self, index: torch.Tensor | int) -> Any:
@@ -78,7 +80,7 @@ class ReductionTree:
         """
         self._update()
         mass = mass.to(torch.float64).unsqueeze(1)
-        at = torch.zeros(len(mass), dtype=torch.int64)
+        at = torch.zeros(len(mass), dtype=torch.int64, device="cpu")
         for level in reversed(self._levels):
             values = level.index_select(0, at)
             sums = values.cumsum(1)

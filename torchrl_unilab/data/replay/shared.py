@@ -246,7 +246,7 @@ class SharedReplay(SharedStorage):
         with span("commit"):
             first = self._appender_for(rows).append(rows, at)
         start, step = self._position(first), self.writers
-        index = torch.arange(start, start + count * step, step)
+        index = torch.arange(start, start + count * step, step, device="cpu")
         fits = start + count * step <= self.max_size
         return index if fits else index.remainder_(self.max_size)
 
@@ -311,7 +311,9 @@ class SharedReplay(SharedStorage):
         """
         self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
         batches = self._batches
-        flat = torch.zeros(batches.nbytes(count), dtype=torch.uint8, pin_memory=pin_memory)
+        flat = torch.zeros(
+            batches.nbytes(count), dtype=torch.uint8, pin_memory=pin_memory, device="cpu"
+        )
         return batches.tensordict(batches.batch(count, flat), index=True)
 
     def sample(

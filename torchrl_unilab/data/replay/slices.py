@@ -89,7 +89,7 @@ class PackedSliceSampler(SliceSampler):
         (floor,), (head,) = rows.window()
         known = self._known
         if known is None or known.source != source or known.seen < floor:
-            known = _Ends(source, floor, torch.empty(0, dtype=torch.int64))
+            known = _Ends(source, floor, torch.empty(0, dtype=torch.int64, device="cpu"))
         if self._fetch_traj:  # rows end a trajectory if the next ones are of another
             first = max(floor, known.seen - 1)
             values = _numbered(column, first, head)

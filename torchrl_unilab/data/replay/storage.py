@@ -291,7 +291,7 @@ class PackedReplayStorage(SharedReplay):
         read = tuple(map(int.__add__, window.heads, shifts))
         window = window.above(tuple(map(int.__sub__, counted or (0,) * len(shifts), shifts)))
         positions = [
-            rows.positions(torch.arange(floor, head) * rows.shards + shard)
+            rows.positions(torch.arange(floor, head, device="cpu") * rows.shards + shard)
             for shard, (floor, head) in enumerate(zip(*window, strict=True))
         ]
         memory = batches.batch(window.size)
@@ -304,7 +304,7 @@ class PackedReplayStorage(SharedReplay):
         if self.writers > 1:  # shards may be ahead of each other
             return rows.positions(rows.draw(batch_size, window, self._rng))
         length, hidden = rows.extent(window)
-        index = torch.randint(0, max(1, length), (batch_size,), generator=self._rng)
+        index = torch.randint(0, max(1, length), (batch_size,), generator=self._rng, device="cpu")
         if hidden:
             bad = rows.hidden(index, window).nonzero().squeeze(1)
             index[bad] = rows.positions(rows.draw(len(bad), window, self._rng))
@@ -315,9 +315,11 @@ class PackedReplayStorage(SharedReplay):
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the rows and all that belongs to them."""
         if not self.initialized:
-            return {"header": None, "rows": torch.empty(0, dtype=torch.int32)}
+            return {"header": None, "rows": torch.empty(0, dtype=torch.int32, device="cpu")}
         lineage = self.rows.lineage()
-        copies = torch.empty(lineage.window.size, sum(self.rows.widths), dtype=torch.int32)
+        copies = torch.empty(
+            lineage.window.size, sum(self.rows.widths), dtype=torch.int32, device="cpu"
+        )
         saved = save_rows(
             self.rows, lineage, lambda at, words: copies[at : at + len(words)].copy_(words)
         )
@@ -375,5 +377,5 @@ def _is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
     """Return whether positions, int64 [n], count up from `first`, in a circle of `capacity`."""
     if int(positions[0]) != first:
         return False
-    run = torch.arange(first, first + len(positions))
+    run = torch.arange(first, first + len(positions), device="cpu")
     return torch.equal(positions, run.remainder_(capacity) if int(run[-1]) >= capacity else run)

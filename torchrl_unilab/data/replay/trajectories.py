@@ -72,7 +72,7 @@ class TrajectoryMarker:
         if envs is None:
             envs = self._rows_per_step(views, shard, head)
         before = self._last_step(envs, shard, head)
-        new = (torch.arange(head, head + count) << _STRIDE_BITS) | envs
+        new = (torch.arange(head, head + count, device="cpu") << _STRIDE_BITS) | envs
         if before is not None:
             first = [view[:envs] for view in views]
             new[:envs] = torch.where(self._follows(before, first), before[-1], new[:envs])
@@ -111,7 +111,7 @@ class TrajectoryMarker:
         rows = self._rows
         if head - envs < rows.window().floors[shard]:
             return None
-        places = torch.arange(head - envs, head).remainder_(rows.shard_rows)
+        places = torch.arange(head - envs, head, device="cpu").remainder_(rows.shard_rows)
         views = self._layout.views([own[places] for own in rows.own[shard]])
         return views if (stride_of(views[-1]) == envs).all() else None
 

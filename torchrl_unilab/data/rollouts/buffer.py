@@ -56,7 +56,7 @@ class RolloutRingWriter(SharedStorageWriter):
         """
         count = self._storage.write_all(data)
         end = len(self._storage)
-        return torch.arange(end - count, end).clamp_(min=0)
+        return torch.arange(end - count, end, device="cpu").clamp_(min=0)
 
     @property
     def _write_count(self) -> int:

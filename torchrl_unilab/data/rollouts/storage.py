@@ -201,7 +201,7 @@ class RolloutRingStorage(SharedRollouts):
                 )
             held += 1
         end = len(self._hold(self.max_size)) if newest else count
-        self._drawn = torch.arange(end - count, end)
+        self._drawn = torch.arange(end - count, end, device="cpu")
         return self._drawn
 
     def get(self, index: Any) -> TensorDict:
