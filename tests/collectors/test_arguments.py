@@ -194,3 +194,12 @@ def test_the_state_of_another_collector_is_refused_and_changes_nothing():
             with pytest.raises(ConfigError, match=message):
                 collector.load_state_dict(state)
             assert collector.state_dict()["frames"] == 16
+
+
+def test_a_seed_below_0_is_refused_and_the_collector_goes_on():
+    with pytest.raises(ConfigError, match="seed: -1"):
+        _inline(seed=-1)
+    with _inline(seed=0) as collector:
+        with pytest.raises(ConfigError, match="seed: -1"):
+            collector.set_seed(-1)
+        assert next(iter(collector)).batch_size == (2, 8)

@@ -237,3 +237,11 @@ def test_an_unlinked_file_serves_as_anonymous_segment_off_linux(monkeypatch, tmp
     with SharedSegment(64) as segment:
         segment.buffer[0] = 1
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_and_a_name_that_is_too_long_are_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="at most 255 bytes"):
+        SharedSegment(1024, name="x" * 256)
+    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", "/no/such/directory")
+    with pytest.raises(ConfigError, match="TORCHRL_UNILAB_SHM_DIR"):
+        SharedSegment(1024, name="unilab-test")

@@ -13,7 +13,7 @@ from torchrl.collectors.utils import _make_meta_policy
 from torchrl.modules import MultiAgentMLP
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
-from torchrl_unilab.weight_update import UniLabShmScheme
+from torchrl_unilab.weight_update import UniLabShmScheme, UniLabShmTransport
 
 CPU = torch.device("cpu")
 
@@ -343,3 +343,19 @@ def test_workers_that_were_given_dtypes_of_their_own_keep_them(way, make_sender)
         _, values = scheme.create_transport().newest(worker)
         assert values["weight"].dtype is dtype
         assert values["weight"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+@pytest.mark.parametrize("key", [0, "a.b", "a#int"])
+def test_extra_state_by_keys_that_would_arrive_as_others_is_refused(key):
+    model = Mixed()
+    model.counter.statistics = {key: torch.ones(1)}
+    with pytest.raises(ConfigError, match=rf"statistics': key {key!r}"):
+        UniLabShmScheme().init_on_sender(model=model, devices=[CPU])
+
+
+def test_numbers_of_extra_state_are_read_into_a_module():
+    sent, received = Mixed(1.0), Mixed(2.0)
+    sent.counter.count = 5
+    with UniLabShmTransport.from_state_dict(sent) as transport:
+        transport.read_weights_into(received)
+    assert received.counter.count == 5

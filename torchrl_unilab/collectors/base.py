@@ -47,7 +47,7 @@ from torchrl_unilab.collectors.service import (
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
-from torchrl_unilab.errors import SegmentClosedError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import WorkerGroup
@@ -290,7 +290,12 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
         Returns:
             The first seed that is not used yet.
+
+        Raises:
+            ConfigError: The seed is below 0.
         """
+        if seed is not None and seed < 0:
+            raise ConfigError(f"seed: {seed} (expected at least 0). Choose another.")
         team = self._settle()
         if seed is None:
             seed = int(np.random.SeedSequence().generate_state(1)[0])

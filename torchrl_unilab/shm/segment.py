@@ -35,6 +35,8 @@ from torchrl_unilab.errors import (
 )
 from torchrl_unilab.limits import available_memory
 
+_LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
+
 
 def named_by_default() -> bool:
     """Return whether the environment gives each segment a name."""
@@ -50,6 +52,11 @@ def named_by_default() -> bool:
 def named_directory() -> Path:
     """Return the directory that holds named segments: the shared-memory mount if any."""
     if configured := os.environ.get("TORCHRL_UNILAB_SHM_DIR"):
+        if not Path(configured).is_dir():
+            raise ConfigError(
+                f"TORCHRL_UNILAB_SHM_DIR: {configured!r} (expected a directory). Make it, or unset "
+                "the variable."
+            )
         return Path(configured)
     mount = Path("/dev/shm")
     return mount if mount.is_dir() else Path(tempfile.gettempdir())
@@ -318,10 +325,10 @@ def _unlink(path: Path | None, owner_pid: int | None) -> None:
 
 
 def _path(name: str) -> Path:
-    if not name or Path(name).name != name:
+    if not name or Path(name).name != name or len(os.fsencode(name)) > _LONGEST_NAME:
         raise ConfigError(
-            f"segment name: {name!r} (expected a plain file name, which its creator was given). "
-            "Leave out separators."
+            f"segment name: {name!r} (expected a plain file name of at most {_LONGEST_NAME} "
+            "bytes, which its creator was given). Leave out separators."
         )
     return named_directory() / name
 

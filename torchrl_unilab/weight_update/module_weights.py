@@ -210,7 +210,8 @@ def flatten_extra_state(prefix: str, state: Any) -> dict[str, torch.Tensor]:
     A Python number becomes a 0-d tensor whose key ends in ``#`` and its type.
 
     Raises:
-        ConfigError: `state` holds something that is no tensor or number.
+        ConfigError: `state` holds something that is no tensor or number, or a key that a dotted
+            key cannot tell.
 
     Examples:
         >>> sorted(flatten_extra_state("_extra_state", {"a": torch.zeros(1), "n": 3}))
@@ -223,6 +224,11 @@ def flatten_extra_state(prefix: str, state: Any) -> dict[str, torch.Tensor]:
     if isinstance(state, (dict, TensorDictBase)):
         flat: dict[str, torch.Tensor] = {}
         for key, value in state.items():
+            if not isinstance(key, str) or {".", "#"} & {*key}:
+                raise ConfigError(
+                    f"cannot share extra state {prefix!r}: key {key!r} (expected a text without "
+                    "'.' and '#', which divide keys). Return another from get_extra_state."
+                )
             flat.update(flatten_extra_state(f"{prefix}.{key}", value))
         return flat
     for name, (kind, dtype) in _SCALARS.items():

@@ -318,6 +318,9 @@ class UniLabShmTransport:
         version, weights = self.newest(0)
         with torch.no_grad():
             torch._foreach_copy_(targets, list(weights.values()))
+        if isinstance(state_dict, nn.Module):  # numbers of its extra state are no tensors
+            extra = {key: value for key, value in weights.items() if EXTRA_STATE in key}
+            ModuleWeights(state_dict).set_extra_state(extra)
         return version
 
     def newest(self, worker: int) -> tuple[int, dict[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.rollouts import make_rollout, misfit, stack, values
 from torchrl_unilab.data import RolloutRingStorage
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutKeyError, LayoutShapeError
 
 
 def test_a_checkpoint_counts_on_from_all_counters(tmp_path):
@@ -67,3 +67,12 @@ def test_a_checkpoint_is_not_loaded_over_unread_rollouts(storage):
     storage.release(lease)
     storage.load_state_dict(state)
     assert values(storage[:]) == [1]
+
+
+def test_a_file_that_was_cut_off_is_refused(tmp_path):
+    with RolloutRingStorage(2, example=make_rollout()) as storage:
+        storage.dumps(tmp_path)
+        file = tmp_path / "rollouts.pt"
+        file.write_bytes(file.read_bytes()[:-100])
+        with pytest.raises(CheckpointError, match=r"rollouts.pt: .*expected a whole file"):
+            storage.loads(tmp_path)

@@ -16,7 +16,7 @@ import torch
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
 from torchrl_unilab.data.stock import is_stock_dump
-from torchrl_unilab.errors import ConfigError, UsageError
+from torchrl_unilab.errors import CheckpointError, ConfigError, UsageError
 
 
 class RolloutRingCheckpointer(SharedStorageCheckpointer):
@@ -35,7 +35,15 @@ class RolloutRingCheckpointer(SharedStorageCheckpointer):
         path = Path(path)
         if is_stock_dump(path) and not (path / "rollouts.pt").exists():
             raise _foreign(f"a stock one in {path}")
-        storage.load_state_dict(torch.load(path / "rollouts.pt", weights_only=True))
+        try:
+            state = torch.load(path / "rollouts.pt", weights_only=True)
+        except (RuntimeError, EOFError) as error:  # what torch says of a file that is cut off
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"cannot load {path / 'rollouts.pt'}: {reason} (expected a whole file). Load "
+                "another checkpoint."
+            ) from error
+        storage.load_state_dict(state)
 
 
 def check_state(storage: SharedRollouts, state: Mapping[str, Any]) -> None:
