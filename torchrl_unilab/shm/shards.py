@@ -286,6 +286,17 @@ class Shards:
         """Forget all rows; the next ones lie at position 0. Raises as `alone`."""
         self.all_alone(lambda: self._replace(_nothing))
 
+    def skip(self, shard: int, count: int) -> None:
+        """Count the oldest rows of a shard that is full as its newest. Raises as `alone`."""
+
+        def skip() -> None:
+            words = self.words[shard]
+            words[FLOOR] += count
+            fence()  # before more rows than there are could be shown
+            words[HEAD] += count
+
+        self.alone(shard, skip)
+
     def _replace(self, fill: Callable[[], object]) -> None:
         """Replace all rows. Should this fail, or the process die, there are none."""
         self._words[LOADING] = this_process()

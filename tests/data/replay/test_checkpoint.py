@@ -10,12 +10,13 @@ import tracemalloc
 import psutil
 import pytest
 import torch
-from torchrl.data import TensorDictReplayBuffer
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tests.support.processes import receive, spawned, wait_for
 from tests.support.striking import forked, kill_self, strike_at
 from tests.support.transitions import append_until_told, mixed, same, stamped, transitions
-from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import CheckpointError
 
 EXAMPLE = stamped(torch.zeros(1))[0].contiguous()
@@ -252,3 +253,30 @@ def test_a_process_killed_while_it_loads_leaves_all_rows_or_none(tmp_path):
                 return
             assert os.WTERMSIG(status) == signal.SIGKILL
     pytest.fail("it never ends")
+
+
+def _numbered(first: int, count: int) -> TensorDict:
+    return TensorDict(x=torch.arange(first, first + count), batch_size=[count])
+
+
+@pytest.mark.parametrize("written", [8, 11, 16])
+@pytest.mark.parametrize("kind", [None, PackedReplayWriter])
+@pytest.mark.parametrize("way", ["file", "state"])
+def test_rows_go_on_where_the_buffer_of_a_stock_checkpoint_would(tmp_path, written, kind, way):
+    stock = ReplayBuffer(storage=LazyTensorStorage(8), batch_size=4)
+    for first in range(0, written, 4):
+        stock.extend(_numbered(first, min(4, written - first)))
+    with PackedReplayStorage(8, example=_numbered(0, 1)[0]) as storage:
+        ours = ReplayBuffer(storage=storage, batch_size=4, **({"writer": kind()} if kind else {}))
+        if way == "file":
+            stock.dumps(tmp_path)
+            ours.loads(tmp_path)
+        else:
+            ours.load_state_dict(stock.state_dict())
+        read = storage.read_since(())[1]
+        for first in (written, written + 3):
+            for buffer in (stock, ours):
+                buffer.extend(_numbered(first, 3))
+            assert ours[:]["x"].tolist() == stock[:]["x"].tolist()
+        assert storage.read_since(read)[0]["x"].tolist()[-6:] == [written + i for i in range(6)]
+        assert storage.read_since(())[0]["x"].tolist() == [written - 2 + i for i in range(8)]

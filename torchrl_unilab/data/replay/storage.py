@@ -175,7 +175,10 @@ class PackedReplayStorage(SharedReplay):
         self, positions: torch.Tensor, data: TensorDictBase, length: int, set_cursor: bool
     ) -> None:
         """Write rows at positions, int64 [n]; see `set`."""
-        first = self.ptr % self.max_size
+        first, begin = self.ptr % self.max_size, int(positions[0])
+        if set_cursor and begin != first and self._ahead(positions):
+            self.continue_at(begin)
+            first = self.ptr % self.max_size
         indexed = self._form is not None and "index" in self._form.index
         if indexed and data.get("index", None) is None:
             data = data.copy().set("index", positions)  # as TorchRL's writers have it
@@ -195,18 +198,30 @@ class PackedReplayStorage(SharedReplay):
         if len(positions):
             self._appender.rewrite(positions.remainder(length), data)
 
-    def _set_back_writers(self, cursor: Any) -> None:
-        """Undo the move of stock writers' cursors, which advance before they write."""
+    def continue_at(self, position: int) -> None:
+        """Let the next row go to a position, where the writer of a stock checkpoint goes on.
+
+        Rows from there on are then the oldest. Without effect before all have been written.
+        """
+        if self.writers == 1 and len(self) == self.max_size:
+            self.rows.skip(0, (position - self.ptr) % self.max_size)
+
+    def _ahead(self, cursor: Any) -> list[RoundRobinWriter]:
+        """Return stock writers that are to write at `cursor`: they advance before they write."""
         single = is_single(cursor)
         if not single and not (isinstance(cursor, torch.Tensor) and len(cursor)):
-            return  # no writer's
+            return []  # no writer's
         head = self.ptr % self.max_size if self.initialized else 0
         after = (int(cursor if single else cursor[-1]) + 1) % self.max_size
-        for buffer in self._attached_entities:
-            writer = buffer.writer if isinstance(buffer, ReplayBuffer) else None
-            if isinstance(writer, RoundRobinWriter) and writer._cursor == after != head:
-                writer._cursor = head
-                writer._write_count -= 1 if single else len(cursor)
+        writers = [b.writer for b in self._attached_entities if isinstance(b, ReplayBuffer)]
+        stock = [writer for writer in writers if isinstance(writer, RoundRobinWriter)]
+        return [writer for writer in stock if writer._cursor == after != head]
+
+    def _set_back_writers(self, cursor: Any) -> None:
+        """Undo the move of stock writers' cursors."""
+        for writer in self._ahead(cursor):
+            writer._cursor = self.ptr % self.max_size if self.initialized else 0
+            writer._write_count -= 1 if is_single(cursor) else len(cursor)
 
     def _append_at(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
         """Append rows at positions that have not been written, in the order of these."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -55,6 +58,17 @@ class PackedReplayWriter(SharedStorageWriter):
     @property
     def _write_count(self) -> int:
         return self._storage.ptr
+
+    def loads(self, path: str | Path) -> None:
+        """Go on where the stock writer of a stock checkpoint would."""
+        file = Path(path) / "metadata.json"
+        if file.is_file():  # not of this class, which saves nothing
+            self._storage.continue_at(json.loads(file.read_text())["cursor"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the stock writer of a stock checkpoint would."""
+        if "_cursor" in state_dict:
+            self._storage.continue_at(state_dict["_cursor"])
 
     def _empty(self, empty_write_count: bool = True) -> None:
         """The buffer empties the storage, and so the cursor."""
