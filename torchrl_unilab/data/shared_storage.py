@@ -177,7 +177,7 @@ class SharedStorage(TensorStorage):
         return other
 
     def __copy__(self) -> Self:
-        """Return a storage of the same memory."""
+        """Return a storage of the same memory: to close one of them ends both."""
         other = type(self).__new__(type(self))
         other.__setstate__(self._shared_state())
         return other
