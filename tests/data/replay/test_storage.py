@@ -594,7 +594,7 @@ def test_after_rows_that_were_refused_a_stock_writer_goes_on(full):
     with PackedReplayStorage(8) as storage:
         buffer = ReplayBuffer(storage=storage, batch_size=4)
         buffer.extend(transitions(8 if full else 2))
-        for refused in (torch.zeros(3), transitions(3).select("action")):
+        for refused in (transitions(3).select("action"), torch.zeros(3)):
             with pytest.raises(LayoutError):
                 buffer.extend(refused)
         written = storage.ptr
