@@ -448,6 +448,27 @@ def test_no_rollout_in_time_is_an_error_that_says_so(tmp_path):
         next(iter(collector))
 
 
+def test_workers_have_time_to_close_environments_unless_they_may_hang(monkeypatch):
+    given, stop = [], WorkerGroup.stop
+
+    def noting(group: WorkerGroup, timeout: float) -> None:
+        given.append(timeout)
+        stop(group, timeout)
+
+    monkeypatch.setattr(WorkerGroup, "stop", noting)
+    collector = _collector(actor())
+    monkeypatch.setattr(collector, "iterator", _raising)
+    with pytest.raises(RuntimeError, match="no rollout"):
+        next(iter(collector))
+    collector.shutdown()
+    assert given == [2.0, 10.0]
+
+
+def _raising() -> Iterator[TensorDictBase]:
+    raise RuntimeError("no rollout")
+    yield
+
+
 def test_a_worker_whose_environment_raises_surfaces_with_its_traceback(lone):
     pids, batches = lone.pids, iter(lone)
     next(batches)

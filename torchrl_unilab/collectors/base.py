@@ -50,7 +50,7 @@ from torchrl_unilab.data.stock import check_stock_arguments
 from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.runtime.workers import WorkerGroup
+from torchrl_unilab.runtime.workers import STOP_SECONDS, WorkerGroup
 
 Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]
 
@@ -268,7 +268,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             if closed:
                 raise _shut_down() from error
             if self._team is not None:
-                self._team.stop()
+                self._team.stop(STOP_SECONDS)  # they may hang
             raise
 
     def update_policy_weights_(self, *weights: Any, **which: Any) -> None:

@@ -20,6 +20,9 @@ from torchrl_unilab.collectors.service import Sink, WorkerService
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime.workers import START_SECONDS, WorkerGroup
 
+CLOSE_SECONDS = 10.0
+"""For workers to close environments, which may have processes of their own."""
+
 
 class WorkerTeam:
     """Workers that store rollouts in one sink.
@@ -228,4 +231,4 @@ class WorkerTeam:
         """End the worker processes. Idempotent."""
         if self.group is not None:
             self.stopped = True
-            self.group.stop() if timeout is None else self.group.stop(timeout)
+            self.group.stop(CLOSE_SECONDS if timeout is None else timeout)
