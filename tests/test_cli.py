@@ -12,7 +12,9 @@ from torchrl_unilab.cli import _show, main
 from torchrl_unilab.configs import known
 from torchrl_unilab.configs.known import Known
 from torchrl_unilab.envs.registry import EXAMPLES, TASKS
+from torchrl_unilab.errors import DivergedError, WorkerError
 from torchrl_unilab.trainers import APPOTrainer
+from torchrl_unilab.trainers.runs.train import Run
 
 
 def _listed(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
@@ -228,6 +230,24 @@ def test_a_misspelt_task_is_refused_by_print_config_and_not_said_to_have_setting
         main([*command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "Hoper-v5 has no settings of its own: these are the general defaults." in text
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(WorkerError("lost"), 2), (DivergedError("nan"), 2), (KeyboardInterrupt, 130)],
+)
+def test_a_run_that_fails_says_what_is_saved_and_how_to_go_on(
+    raised, code, tmp_path, monkeypatch, capsys
+):
+    def fail(run: Run) -> None:
+        (run.path / "checkpoint" / "frames-000000002048").mkdir(parents=True)
+        raise raised
+
+    monkeypatch.setattr(Run, "__call__", fail)
+    given = ["train", "appo", "--env", "Hopper-v5", "--frames", "4096"]
+    assert main([*given, "--run-dir", str(tmp_path / "run")]) == code
+    said = f"2,048 frames are saved; to go on: torchrl-unilab train appo --run-dir {tmp_path}/run"
+    assert f"{said} --resume" in capsys.readouterr().err
 
 
 def test_the_command_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):

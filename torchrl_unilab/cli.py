@@ -8,6 +8,7 @@ module, too.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -29,7 +30,7 @@ from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml, read_config
 from torchrl_unilab.configs.flags import add_settings, given
 from torchrl_unilab.configs.settings import nearest
-from torchrl_unilab.errors import ConfigError, UniLabError, WorkerError
+from torchrl_unilab.errors import ConfigError, DivergedError, UniLabError, WorkerError
 
 _OF_THE_PARSER = ("run", "parser")
 
@@ -192,7 +193,8 @@ def _train(options: argparse.Namespace) -> int:
 
         known: dict[str, Any] = {"algo": options.algorithm, **settings}
         known |= {name: run.pop(name) for name in ("env", "seed") if name in run}
-        summary = resume_run(options.run_dir, settings=known, announce=print, **run)
+        with _telling_what_is_saved(options):
+            summary = resume_run(options.run_dir, settings=known, announce=print, **run)
     else:
         plan, config = _planned(options)
         if options.print_config:
@@ -208,7 +210,8 @@ def _train(options: argparse.Namespace) -> int:
             name = f"{plan.env}-{options.algorithm}-{plan.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
             options.run_dir = str(Path("runs", name.replace(":", "-")))
         again = options.resume and Path(options.run_dir, CONFIG_FILE).is_file()
-        summary = Run(plan, config, options.run_dir, announce=print, again=again)()
+        with _telling_what_is_saved(options):
+            summary = Run(plan, config, options.run_dir, announce=print, again=again)()
     if int(os.environ.get("RANK", "0")):
         return 130 if summary["interrupted"] else 0
     _show(summary)
@@ -216,14 +219,30 @@ def _train(options: argparse.Namespace) -> int:
     print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs{traced}")
     if not summary["interrupted"]:
         return 0
-    directory = shlex.quote(options.run_dir)
-    ranks = summary["ranks"]
-    start = "torchrl-unilab"
-    if ranks > 1:
-        start = f"torchrun --nproc-per-node {ranks} -m torchrl_unilab"
-    again = f"{start} train {options.algorithm} --run-dir {directory} --resume"
+    again = _resuming(options)
     print(f"interrupted after {summary['frames']:,} frames; to go on: {again}", file=sys.stderr)
     return 130
+
+
+def _resuming(options: argparse.Namespace) -> str:
+    """Return the command that continues a run."""
+    start, ranks = "torchrl-unilab", int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        start = f"torchrun --nproc-per-node {ranks} -m torchrl_unilab"
+    return f"{start} train {options.algorithm} --run-dir {shlex.quote(options.run_dir)} --resume"
+
+
+@contextlib.contextmanager
+def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
+    """Say how to go on where a run fails, or is interrupted twice, and a checkpoint is left."""
+    try:
+        yield
+    except (KeyboardInterrupt, WorkerError, DivergedError):
+        saved = sorted(Path(options.run_dir, "checkpoint").glob("frames-*"))
+        if saved and not int(os.environ.get("RANK", "0")):
+            frames = int(saved[-1].name.partition("-")[2])
+            print(f"{frames:,} frames are saved; to go on: {_resuming(options)}", file=sys.stderr)
+        raise
 
 
 def _may_start(options: argparse.Namespace) -> bool:

@@ -36,7 +36,11 @@ def spans(events: list[Event]) -> list[Event]:
 def names(events: list[Event]) -> dict[tuple[int, int], str]:
     """Process and thread to its name; thread 0 is the process itself."""
     kinds = ("process_name", "thread_name")
-    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] in kinds}
+    return {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and e["name"] in kinds
+    }
 
 
 def assert_nested(events: list[Event]) -> None:

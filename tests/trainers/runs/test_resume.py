@@ -221,6 +221,15 @@ def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path, monkeyp
     assert not torch.isclose(first, again).all(1).any()
 
 
+@pytest.mark.parametrize("again", [{}, {"max_seconds": 1e6}])
+def test_what_ended_a_run_is_not_taken_over_and_said(again, tmp_path):
+    train(tmp_path / "run", "appo", max_seconds=1e6)
+    lines: list[str] = []
+    resume_run(tmp_path / "run", frames=2 * FRAMES, announce=lines.append, **QUIET, **again)
+    said = "not taken over, as they ended the run: max_seconds"
+    assert (said in lines) is not bool(again)
+
+
 # What is refused
 
 

@@ -114,6 +114,9 @@ def resume_run(
     config = saved_config(saved.run)
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
+    ends = {name: said[name] for name in ("stop_at", "max_seconds") if said.get(name) is not None}
+    if left := ends.keys() - options.keys():
+        resumed.announce(f"not taken over, as they ended the run: {', '.join(sorted(left))}")
     return resumed()
 
 
