@@ -286,16 +286,21 @@ class Shards:
         """Forget all rows; the next ones lie at position 0. Raises as `alone`."""
         self.all_alone(lambda: self._replace(_nothing))
 
-    def skip(self, shard: int, count: int) -> None:
-        """Count the oldest rows of a shard that is full as its newest. Raises as `alone`."""
+    def continue_at(self, shard: int, place: int) -> None:
+        """Let the next row of a full shard go to a place: its oldest are from there on.
 
-        def skip() -> None:
+        A process that dies in it hides the oldest rows, until the next call or append. Raises as
+        `alone`.
+        """
+
+        def move() -> None:
             words = self.words[shard]
-            words[FLOOR] += count
+            head = words[HEAD] + (place - words[HEAD]) % self.shard_rows
+            words[FLOOR] = max(words[FLOOR], head - self.shard_rows)
             fence()  # before more rows than there are could be shown
-            words[HEAD] += count
+            words[HEAD] = head
 
-        self.alone(shard, skip)
+        self.alone(shard, move)
 
     def _replace(self, fill: Callable[[], object]) -> None:
         """Replace all rows. Should this fail, or the process die, there are none."""

@@ -204,7 +204,7 @@ class PackedReplayStorage(SharedReplay):
         Rows from there on are then the oldest. Without effect before all have been written.
         """
         if self.writers == 1 and len(self) == self.max_size:
-            self.rows.skip(0, (position - self.ptr) % self.max_size)
+            self.rows.continue_at(0, position)
 
     def _ahead(self, cursor: Any) -> list[RoundRobinWriter]:
         """Return stock writers that are to write at `cursor`: they advance before they write."""
