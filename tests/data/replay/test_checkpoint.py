@@ -18,6 +18,7 @@ from tests.support.striking import forked, kill_self, strike_at
 from tests.support.transitions import append_until_told, mixed, same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import CheckpointError
+from torchrl_unilab.shm.shards import FLOOR
 
 EXAMPLE = stamped(torch.zeros(1))[0].contiguous()
 
@@ -280,3 +281,14 @@ def test_rows_go_on_where_the_buffer_of_a_stock_checkpoint_would(tmp_path, writt
             assert ours[:]["x"].tolist() == stock[:]["x"].tolist()
         assert storage.read_since(read)[0]["x"].tolist()[-6:] == [written + i for i in range(6)]
         assert storage.read_since(())[0]["x"].tolist() == [written - 2 + i for i in range(8)]
+
+
+def test_rows_that_a_process_hid_as_it_died_are_shown_by_the_next_that_goes_on_there():
+    with PackedReplayStorage(8) as storage:
+        storage.append(_numbered(0, 8))
+        storage.rows.words[0][FLOOR] += 5  # and no further
+        assert storage.size == 3
+        storage.continue_at(5)
+        storage.continue_at(5)
+        assert storage.size == 8
+        assert storage.read_since(())[0]["x"].tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
