@@ -27,7 +27,7 @@ PRIVATE = {
     "torchrl.data.replay_buffers.samplers.base": "_rng",
     "torchrl.data.replay_buffers.samplers.prioritized": "_alpha _beta _device _eps _init "
     "_max_capacity _max_priority _max_priority_within_buffer _maybe_erase_max_priority _min_tree "
-    "_sum_tree",
+    "_recompute_max_priority_from_tree _sum_tree",
     "torchrl.data.replay_buffers.samplers.random": "_remaining_batches",
     "torchrl.data.replay_buffers.storages.base": "_attached_entities "
     "_attached_entities_list _bump_mutation_revision _checkpointer "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, RoundRobinWriter, TensorDictReplayBuffer, Writer
 
 from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedReplayWriter
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
 
 CAPACITY = 16
 ALPHA, BETA = 0.7, 0.5
@@ -25,16 +27,21 @@ def storage():
         yield made
 
 
-def _buffer(storage: PackedReplayStorage, count: int = 4096, **options) -> TensorDictReplayBuffer:
-    sampler = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, **options)
+def _buffer(
+    storage: PackedReplayStorage, count: int = 4096, writer: Writer | None = None, **options
+) -> TensorDictReplayBuffer:
     return TensorDictReplayBuffer(
-        storage=storage, sampler=sampler, batch_size=count, priority_key="td_error"
+        storage=storage,
+        sampler=PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, **options),
+        writer=writer,
+        batch_size=count,
+        priority_key="td_error",
     )
 
 
-def _other(storage: PackedReplayStorage) -> TensorDictReplayBuffer:
-    """A buffer over the same rows, of which the first knows as little as of another process's."""
-    return TensorDictReplayBuffer(storage=storage, writer=PackedReplayWriter())
+def _written_by_others(storage: PackedReplayStorage, rows: TensorDict) -> torch.Tensor:
+    """Write rows of which no buffer is told, as of those of another process."""
+    return storage.append(rows)
 
 
 def _raw(buffer: TensorDictReplayBuffer) -> list[float]:
@@ -75,7 +82,7 @@ def test_rows_of_others_have_the_highest_priority_so_far(storage):
     buffer.extend(_rows(8))
     buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     buffer.sample()
-    _other(storage).extend(_rows(4, first=8))
+    _written_by_others(storage, _rows(4, first=8))
     assert set(buffer.sample()["x"].tolist()) == set(map(float, range(12)))
     assert _raw(buffer) == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8]
 
@@ -85,9 +92,28 @@ def test_rows_that_others_overwrite_lose_their_priority(storage):
     buffer.extend(_rows(CAPACITY))
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([2.0, 9.0] + [1.0] * 14))
     buffer.sample()
-    _other(storage).extend(_rows(1, first=CAPACITY))
+    _written_by_others(storage, _rows(1, first=CAPACITY))
     buffer.sample()
     assert _raw(buffer)[:3] == [9, 9, 1]
+
+
+def test_a_highest_priority_that_others_overwrite_is_one_no_more(storage):
+    buffer = _buffer(storage, max_priority_within_buffer=True)
+    buffer.extend(_rows(CAPACITY))
+    buffer.update_priority(torch.arange(CAPACITY), torch.tensor([9.0] + [0.5] * 15))
+    for _ in range(2):
+        _written_by_others(storage, _rows(1))
+        buffer.sample()
+    assert _raw(buffer)[:3] == [9, 1, 0.5]
+
+
+def test_rows_of_others_keep_the_priority_that_they_were_given(storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(2))
+    index = _written_by_others(storage, _rows(2, first=2))
+    buffer.update_priority(index[:1], torch.tensor([5.0]))
+    buffer.sample()
+    assert _raw(buffer) == [1, 1, 5, 1]
 
 
 def test_own_rows_keep_the_priority_that_they_were_given(storage):
@@ -103,9 +129,9 @@ def test_own_rows_keep_the_priority_that_they_were_given(storage):
 def test_rows_of_a_shard_that_is_ahead_are_drawn():
     with PackedReplayStorage(CAPACITY, example=_rows(1)[0], writers=2) as storage:
         buffer = _buffer(storage)
-        _other(storage).extend(_rows(4))
+        _written_by_others(storage, _rows(4))
         storage.use_writer(1)
-        _other(storage).extend(_rows(2, first=4))
+        _written_by_others(storage, _rows(2, first=4))
         assert buffer.sample()["x"].unique().tolist() == [0, 1, 2, 3, 4, 5]
 
 
@@ -141,14 +167,6 @@ def test_a_buffer_that_is_set_back_draws_by_the_priorities_of_then(storage, to_d
         buffer.load_state_dict(saved)
     buffer.sample()
     assert _raw(buffer) == expected
-
-
-def test_what_was_written_to_another_storage_is_not_kept_in_mind():
-    buffer = _buffer(LazyTensorStorage(CAPACITY))
-    for _ in range(3):
-        buffer.extend(_rows(8))
-        buffer.sample()
-    assert not buffer.sampler._own
 
 
 def test_an_emptied_buffer_forgets_priorities(storage):
@@ -202,17 +220,6 @@ def test_rows_in_place_of_all_others_are_drawn_and_those_are_not(tmp_path):
         assert (buffer.sample()["x"] == 0.0).all()
 
 
-def test_a_buffer_that_never_samples_notes_no_more_than_the_rows_there_are():
-    with PackedReplayStorage(10) as storage:
-        sampler = PackedPrioritizedSampler(10, 0.6, 0.4)
-        buffer = TensorDictReplayBuffer(
-            storage=storage, sampler=sampler, writer=PackedReplayWriter(), batch_size=4
-        )
-        for _ in range(1500):
-            buffer.extend(TensorDict(x=torch.ones(1), batch_size=[1]))
-        assert sum(map(len, sampler._own)) <= 10 + 1000
-
-
 def test_priorities_of_rows_that_are_gone_are_left_out(storage):
     buffer = _buffer(storage)
     buffer.extend(_rows(8))
@@ -226,13 +233,80 @@ def test_priorities_of_rows_that_are_gone_are_left_out(storage):
 
 
 @pytest.mark.parametrize("zeros", [1, 4])
-def test_priorities_of_0_cannot_be_sampled_by(zeros, storage):
+def test_priorities_of_0_are_refused_without_an_eps_and_none_is_set(zeros, storage):
     buffer = _buffer(storage, eps=0.0)
     buffer.extend(_rows(4))
-    buffer.sample()
-    buffer.update_priority(torch.arange(4), torch.tensor([0.0] * zeros + [1.0] * (4 - zeros)))
-    with pytest.raises(ConfigError, match=r"0.0 is the least one .*an eps above 0"):
-        buffer.sample()
+    with pytest.raises(ConfigError, match=r"0.0 is the least one.*an eps above 0"):
+        buffer.update_priority(torch.arange(4), torch.tensor([0.0] * zeros + [2.0] * (4 - zeros)))
+    assert _raw(buffer) == [1, 1, 1, 1]
+
+
+def test_as_many_priorities_as_rows_are_asked_for(storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(4))
+    with pytest.raises(LayoutShapeError, match="3 of 4 rows"):
+        buffer.update_priority(torch.arange(4), torch.ones(3))
+    buffer.update_priority(torch.arange(0), torch.ones(0))
+    buffer.update_priority(torch.arange(4), torch.full((4, 1), 2.0))
+    assert _raw(buffer) == [2, 2, 2, 2]
+
+
+class _Stock:
+    """What TorchRL's sampler does to raw priorities, row by row."""
+
+    def __init__(self, *, within: bool) -> None:
+        self.raw, self.most, self.within = dict[int, float](), None, within
+
+    def set(self, priorities: dict[int, float]) -> None:
+        highest = max(priorities, key=priorities.__getitem__)
+        if self.most is None or priorities[highest] > self.most[0]:
+            self.most = priorities[highest], highest
+        self.raw.update(priorities)
+        if self.within and self.most[1] in priorities:
+            highest = max(self.raw, key=self.raw.__getitem__)
+            self.most = self.raw[highest], highest
+
+    def write(self, rows: list[int]) -> None:
+        self.set(dict.fromkeys(rows, 1.0 if self.most is None else self.most[0]))
+        if self.within and self.most[1] in rows:
+            self.most = None
+
+
+@pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
+@given(
+    within=st.booleans(),
+    steps=st.lists(st.tuples(st.sampled_from("wup"), st.integers(0, 2**32 - 1)), max_size=25),
+)
+def test_priorities_are_those_of_a_stock_sampler(writer, within, steps):
+    model = _Stock(within=within)
+    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as storage:
+        sampler = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, max_priority_within_buffer=within)
+        buffer = TensorDictReplayBuffer(
+            storage=storage, sampler=sampler, writer=writer(), batch_size=4
+        )
+        for step, seed in [("w", 0), *steps]:
+            torch.manual_seed(seed)
+            if step == "w":
+                index = buffer.extend(_rows(1 + seed % 5))
+                model.write(index.tolist())
+            elif step == "u":
+                index = torch.randperm(len(buffer))[: 1 + seed % 7]
+                # Eighths, so that no two that are rounded can change places.
+                priorities = torch.randint(1, 40, (len(index),)) / 8
+                buffer.update_priority(index, priorities)
+                model.set(dict(zip(index.tolist(), priorities.tolist(), strict=True)))
+            else:
+                buffer.sample()
+        assert _raw(buffer) == [round(model.raw[i], 4) for i in range(len(buffer))]
+
+
+def test_rows_that_are_written_in_place_get_the_highest_priority_too(storage):
+    buffer = _buffer(storage, writer=RoundRobinWriter())
+    buffer.extend(_rows(CAPACITY))
+    buffer.update_priority(torch.arange(CAPACITY), torch.tensor([5.0] + [0.5] * (CAPACITY - 1)))
+    storage.set(torch.tensor([7]), _rows(1), set_cursor=False)
+    buffer.mark_update(torch.tensor([7]))
+    assert _raw(buffer)[6:9] == [0.5, 5.0, 0.5]
 
 
 def test_a_sampler_that_is_smaller_than_the_storage_is_refused(storage):

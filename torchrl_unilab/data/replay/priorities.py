@@ -7,6 +7,7 @@ none, and gives rows of other processes the highest priority so far, too, before
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -15,12 +16,9 @@ from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
-from torchrl_unilab.data.replay.reduction_tree import ReductionTree
+from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeMinima
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError, UsageError
-
-_OWN = 1000
-"""Writes that are noted one by one."""
+from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
 
 
 class PackedPrioritizedSampler(PrioritizedSampler):
@@ -65,6 +63,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         >>> storage.close()
     """
 
+    _max_priority: Any  # raw, and of which row, tensors; two times None if there is none
+
     def __init__(
         self,
         max_capacity: int,
@@ -98,41 +98,36 @@ class PackedPrioritizedSampler(PrioritizedSampler):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was seen of this process's storage."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_seen": (None, (), ()), "_own": []}
+        return state | {"_seen": (None, (), ())}
 
     def _init(self) -> None:
         """Forget all priorities."""
-        self._sum_tree = ReductionTree(self._max_capacity, self.dtype, "sum")
-        self._min_tree = ReductionTree(self._max_capacity, self.dtype, "min")
+        self._sum_tree = PriorityTree(self._max_capacity, self.dtype)
+        self._min_tree = PriorityTreeMinima(self._sum_tree)
         self._max_priority = None
         # A storage, the first rows of its shards, and their heads.
         self._seen: tuple[Any, tuple[int, ...], tuple[int, ...]] = (None, (), ())
-        self._own: list[torch.Tensor] = []  # positions that this buffer has written since
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; rows that are loaded beside it are not new."""
         super().load_state_dict(state_dict)
-        self._seen, self._own = (None, (), ()), []
+        tree, self._seen = self._sum_tree, (None, (), ())
+        if not isinstance(tree, PriorityTree):  # TorchRL's
+            rows = torch.arange(self._max_capacity, device="cpu")
+            self._sum_tree = PriorityTree(self._max_capacity, self.dtype)
+            self._sum_tree[rows] = tree[rows]
+        self._min_tree = PriorityTreeMinima(self._sum_tree)
 
     def loads(self, path: Any) -> None:
         """Restore what `dumps` wrote; rows that are loaded beside it are not new."""
         super().loads(path)
-        self._seen, self._own = (None, (), ()), []
+        self._seen = (None, (), ())
 
-    def extend(self, index: torch.Tensor | tuple[Any, ...]) -> None:
-        """Note rows that this buffer wrote: their priority comes from there."""
-        super().extend(index)
-        self._note(index)
-
-    def add(self, index: torch.Tensor | int) -> None:
-        """Note a row that this buffer wrote."""
-        super().add(index)
-        self._note(index)
-
-    def _note(self, index: Any) -> None:
-        self._own.append(torch.as_tensor(index, device="cpu").reshape(-1))
-        if len(self._own) > _OWN:  # a process that writes may never sample
-            self._own = [torch.cat(self._own).unique()]
+    def mark_update(self, index: torch.Tensor | int, *, storage: Storage | None = None) -> None:
+        """Give rows that were written the highest priority so far."""
+        new = self._mark_new(storage) if isinstance(storage, PackedReplayStorage) else None
+        if new is None or not torch.equal(new, torch.as_tensor(index, device="cpu").view(-1)):
+            super().mark_update(index, storage=storage)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: TensorStorage | None = None
@@ -142,29 +137,52 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         Args:
             index: Their positions, [n].
             priority: As many, or one for all.
-            storage: What they are of; unused.
+            storage: What they are of.
 
         Raises:
             ConfigError: A priority is below 0, or not finite; none was set.
         """
-        index = torch.as_tensor(index, device="cpu")
-        priority = torch.as_tensor(priority, device="cpu")
-        rows = int(index.max()) + 1
-        self._check_capacity(rows)
-        packed = isinstance(storage, PackedReplayStorage) and storage.writers == 1
-        length = len(storage) if packed else rows  # type: ignore[arg-type]
-        if rows > length:  # some were sampled before the rows were emptied
-            there = index < length
-            index, priority = index[there], priority[there] if priority.ndim else priority
+        index = torch.as_tensor(index, dtype=torch.int64, device="cpu").reshape(-1)
+        priority = torch.as_tensor(priority, device="cpu").detach().reshape(-1)
+        if len(priority) not in (1, len(index)):
+            raise LayoutShapeError(
+                f"cannot set priorities: {len(priority)} of {len(index)} rows (expected one, or as "
+                "many). Check the index."
+            )
+        if not len(index):
+            return
+        first, last = map(int, index.aminmax())
+        self._check_capacity(last + 1)
+        shards = storage.writers if isinstance(storage, PackedReplayStorage) else 1
+        length = last + 1 if storage is None or shards > 1 else len(storage)
+        if isinstance(storage, PackedReplayStorage):
+            self._mark_new(storage)
+        if first < 0 or last >= length:  # not written, or sampled before the rows were emptied
+            there = (index >= 0) & (index < length)
+            index, priority = index[there], priority[there] if len(priority) > 1 else priority
             if not len(index):
                 return
-        bad = priority[~((priority >= 0) & priority.isfinite())]
-        if len(bad):
+        least, most = map(float, priority.aminmax())  # both are NaN if one is
+        if not 0.0 <= least <= most < math.inf:
             raise ConfigError(
-                f"cannot set priorities: {bad[0].item()} is one (expected finite numbers of at "
-                "least 0). Check the loss that they come from."
+                f"cannot set priorities: {least} to {most} (expected finite numbers of at least "
+                "0). Check the loss that they come from."
             )
-        super().update_priority(index, priority, storage=storage)
+        if not ((least + self._eps) ** self._alpha):
+            raise ConfigError(
+                f"cannot set priorities: {least} is the least one, with eps={self._eps} (expected "
+                "a power above 0). Give the sampler an eps above 0."
+            )
+        self._set(index, priority, most)
+
+    def _set(self, index: torch.Tensor, priority: torch.Tensor, most: float) -> None:
+        """Set priorities [n], or one [1], of rows [n], at least one; `most` is the highest."""
+        if self._max_priority[0] is None or most > self._max_priority[0]:
+            at = priority.argmax()
+            self._max_priority = priority[at], index[at]
+        self._sum_tree[index] = (priority.double() + self._eps).pow(self._alpha)
+        if self._max_priority_within_buffer and (index == self._max_priority[1]).any():
+            self._recompute_max_priority_from_tree()
 
     def sample(
         self, storage: Storage, batch_size: int
@@ -174,24 +192,14 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         Raises:
             UsageError: The storage is empty.
         """
-        count = len(storage)
-        if not count:
+        if not len(storage):
             raise UsageError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
-        own, self._own = self._own, []
         if isinstance(storage, PackedReplayStorage):
-            count = storage.max_size  # a shard may be ahead of the others; what is not has no part
-            self._check_capacity(count)
-            self._mark_new(storage, own)
-        total = self._sum_tree.query(0, count)
-        least = self._min_tree.query(0, count)
-        if not least > 0:
-            raise ConfigError(
-                f"cannot sample by priority: {least} is the least one (expected above 0). Give the "
-                "sampler an eps above 0."
-            )
+            self._mark_new(storage)
         share = torch.rand(batch_size, generator=self._rng, dtype=torch.float64, device="cpu")
-        index = self._sum_tree.scan_lower_bound(share * total)
-        return index, {"priority_weight": (self._sum_tree[index] / least).pow(-self._beta)}
+        index = self._sum_tree.find(share)
+        weight = (self._sum_tree[index] / self._sum_tree.least()).pow(-self._beta)
+        return index, {"priority_weight": weight}
 
     def _check_capacity(self, rows: int) -> None:
         if rows > self._max_capacity:
@@ -200,24 +208,24 @@ class PackedPrioritizedSampler(PrioritizedSampler):
                 f"{rows}, the storage's rows). Make it as large as the storage."
             )
 
-    def _mark_new(self, storage: PackedReplayStorage, own: list[torch.Tensor]) -> None:
-        """Give rows that others wrote since the last sample the highest priority so far.
+    def _mark_new(self, storage: PackedReplayStorage) -> torch.Tensor | None:
+        """Give rows that were written since the last call the highest priority so far.
 
-        Args:
-            storage: The rows.
-            own: Positions that this buffer has written since.
+        Returns:
+            Their positions, int64 [n]; None if there are none.
         """
+        self._check_capacity(storage.max_size)
         rows, source = storage.rows, weakref.ref(storage)
         bases, _, window = rows.lineage()
         known, began, last = self._seen
         if known == source and began != bases:  # all rows are others
             self._init()
-            known, own = None, []
+            known = None
         if known != source:
             last = window.floors
         self._seen = source, bases, window.heads
         if last == window.heads:
-            return
+            return None
         new = [
             torch.arange(max(first, floor), head, device="cpu") * rows.shards + shard
             for shard, (first, floor, head) in enumerate(
@@ -227,8 +235,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         positions = rows.positions(torch.cat(new))
         if known != source:  # a checkpoint may have priorities
             positions = positions[self._sum_tree[positions] == 0]
-        elif own:
-            positions = positions[~torch.isin(positions, torch.cat(own))]
         if len(positions):
+            most = float(self.default_priority)
+            self._set(positions, torch.tensor([most], device="cpu"), most)
             self._maybe_erase_max_priority(positions)
-            self.mark_update(positions)
+        return positions

@@ -1,0 +1,133 @@
+"""Priorities of rows, with their sum and the least one, by blocks. Pure.
+
+Blocks are reduced, and blocks of blocks, until a few thousand numbers are left: a batch takes a
+few array operations per level. Priorities that were set count when something is asked: then each
+block above them is reduced once. The reductions are taken anew, never corrected, so errors do
+not add up. `PackedPrioritizedSampler` calls it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+_BITS = 4
+BLOCK = 1 << _BITS
+"""Numbers of a block: of wider ones a batch sums up more, and narrower ones make the top long."""
+TOP = 16_384
+"""Numbers that are left to sum up for each batch, at most."""
+
+
+class PriorityTree:
+    """Priorities of rows. Those of rows that have none are 0, and these are not found.
+
+    Args:
+        capacity: Rows.
+        dtype: Of priorities that are returned; float64 is kept.
+
+    Examples:
+        >>> import torch
+        >>> tree = PriorityTree(4, torch.float32)
+        >>> tree[torch.tensor([0, 2])] = torch.tensor([1.0, 3.0])
+        >>> tree.least(), tree.find(torch.tensor([0.2, 0.3]).double())
+        (1.0, tensor([0, 2]))
+    """
+
+    def __init__(self, capacity: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        shapes: list[tuple[int, int]] = []
+        while capacity > TOP:
+            capacity = -(-capacity // BLOCK)
+            shapes.append((capacity, BLOCK))
+        shapes.append((1, capacity))
+        self._sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
+        self._least = [torch.full_like(sums, math.inf) for sums in self._sums[1:]]
+        self._unreduced: list[torch.Tensor] = []  # rows whose priorities were set since
+
+    def __setitem__(self, index: torch.Tensor | int, value: Any) -> None:
+        """Set the priorities of rows, [n] or one, to values [n] or one."""
+        at = torch.as_tensor(index, device="cpu").view(-1)
+        self._sums[0].view(-1)[at] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        self._unreduced.append(at)
+
+    def __getitem__(self, index: torch.Tensor | int) -> Any:
+        """Return the priorities of rows [n], or of one as a float."""
+        values = self._sums[0].view(-1)
+        if isinstance(index, int):
+            return float(values[index])
+        return values.index_select(0, index).to(self._dtype)
+
+    def least(self) -> float:
+        """Return the least priority of the rows that have one; infinity if none has."""
+        self._update()
+        return float(self._least[-1].amin() if self._least else _least_of(self._sums[0]))
+
+    def find(self, share: torch.Tensor) -> torch.Tensor:
+        """Return the row where the sum of priorities exceeds each share of all, int64 [n].
+
+        Args:
+            share: From 0 to below 1, float64 [n].
+        """
+        self._update()
+        *blocks, values = self._sums
+        sums = values.cumsum(1)
+        mass = share * sums[:, -1:]  # which it is below, whatever is rounded
+        at = child = torch.searchsorted(sums, mass, right=True)
+        for level in reversed(blocks):
+            mass = (mass - sums.gather(1, child) + values.gather(1, child)).clamp_(min=0.0)
+            values = level.index_select(0, at.view(-1))
+            sums = values.cumsum(1)
+            # Below the block's sum, whatever was rounded on the way: only values above 0 are found.
+            most = sums[:, -1:].nextafter(mass.new_zeros(()))
+            mass = torch.minimum(mass.view(-1, 1), most)
+            child = torch.searchsorted(sums, mass, right=True)
+            at = at.view(-1, 1).mul_(BLOCK).add_(child)
+        return at.view(-1)
+
+    def _update(self) -> None:
+        """Reduce the blocks of priorities that were set."""
+        if not self._unreduced:
+            return
+        at = torch.cat(self._unreduced)
+        self._unreduced = []
+        for i, least in enumerate(self._least):
+            at = at.bitwise_right_shift(_BITS)
+            # Some of them more than once, which costs less than a sort.
+            some = (
+                at
+                if len(at) < len(self._sums[i])
+                else torch.arange(len(self._sums[i]), device="cpu")
+            )
+            blocks = self._sums[i].index_select(0, some)
+            self._sums[i + 1].view(-1)[some] = blocks.sum(-1)
+            least.view(-1)[some] = (
+                self._least[i - 1].index_select(0, some).amin(-1) if i else _least_of(blocks)
+            )
+
+
+class PriorityTreeMinima:
+    """What TorchRL's checkpoints have of a second tree, for minima: rows without one are infinite.
+
+    Args:
+        tree: The first one.
+    """
+
+    def __init__(self, tree: PriorityTree) -> None:
+        self._tree = tree
+
+    def __getitem__(self, index: torch.Tensor | int) -> Any:
+        """Return the priorities of rows [n], or of one as a float."""
+        values = self._tree[index]
+        if isinstance(index, int):
+            return values or math.inf
+        return values.masked_fill(values == 0.0, math.inf)
+
+    def __setitem__(self, index: torch.Tensor | int, value: Any) -> None:
+        """Leave them as they were set in the first tree."""
+
+
+def _least_of(priorities: torch.Tensor) -> torch.Tensor:
+    """Return the least one above 0 of each block [n, w], [n]; infinity if there is none."""
+    return priorities.masked_fill(priorities == 0.0, math.inf).amin(-1)
