@@ -13,6 +13,10 @@ MODULE = """
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
 TASK = QuadrupedWalk(frame_skip=6)
 NUMBER = int
+def unmade(weights):
+    return weights
+def broken():
+    return int([])
 """
 
 
@@ -58,6 +62,10 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert make_task("own_robot_of_a_test:TASK", frame_skip=2).frame_skip == 2
     with pytest.raises(ConfigError, match=r"of_a_test:NUMBER' gives int \(expected a MujocoTask"):
         make_task("own_robot_of_a_test:NUMBER")
+    with pytest.raises(ConfigError, match=r"unmade' without options, .* argument: 'weights'"):
+        make_task("own_robot_of_a_test:unmade")
+    with pytest.raises(TypeError, match="not 'list'"):  # with the traceback
+        make_task("own_robot_of_a_test:broken")
     del sys.modules["own_robot_of_a_test"]
 
 

@@ -172,7 +172,7 @@ class EnvState:
                 changed then; or if the task's rewards are.
         """
         task, physics = self.task, self.physics
-        self._check_action(action, (len(self), physics.num_controls))
+        self._check_action(action)
         start = time.perf_counter()
         before = task.before(physics.seen)
         diverged = physics.step(action, ids)
@@ -186,7 +186,7 @@ class EnvState:
             reward = np.where(diverged, 0.0, reward)
             terminated = terminated | diverged
             terms = {name: np.where(diverged, 0.0, term) for name, term in terms.items()}
-        self._check_finite(reward)
+        self._check_finite(reward, terms)
         self.reward_terms, self.info = terms, outcome.info
         self.episodes.advance(terminated, ids)
         if ids is not None:
@@ -285,28 +285,33 @@ class EnvState:
             if np.shape(value) != (len(self),):
                 raise ConfigError(
                     f"MujocoBatchEnv.step: {name} of {self.task.name} have shape {np.shape(value)} "
-                    f"(expected {(len(self),)}). Correct the task's `outcome`."
+                    f"(expected {(len(self),)}). Correct the task's `outcome`, or `failed`."
                 )
 
-    def _check_finite(self, reward: NDArray[Any]) -> None:
+    def _check_finite(self, reward: NDArray[Any], terms: Mapping[str, NDArray[Any]]) -> None:
         if not all_finite(reward):
             bad = np.flatnonzero(~np.isfinite(reward))
+            wrong = [name for name, term in terms.items() if not all_finite(term)]
             raise ConfigError(
                 f"MujocoBatchEnv.step: {len(bad)} rewards of {self.task.name} are not finite, the "
-                f"first in simulation {bad[0]} (expected none). Correct the task's `outcome`."
+                f"first in simulation {bad[0]}, by the terms {wrong} (expected none). Correct the "
+                "task's rewards."
             )
 
-    @staticmethod
-    def _check_action(action: NDArray[Any], shape: tuple[int, int]) -> None:
+    def _check_action(self, action: NDArray[Any]) -> None:
+        shape = (len(self), self.physics.num_controls)
         if action.shape != shape:
             raise ConfigError(
                 f"MujocoBatchEnv.step: action has shape {action.shape} (expected "
                 f"{shape}). Give one row of controls per simulation."
             )
         if not all_finite(action):
+            seen = self.task.observations(self.physics.seen)
+            wrong = [key for key, parts in seen.items() if not all(map(all_finite, parts))]
+            remedy = f"Correct the task: its {wrong} is not finite" if wrong else "Check the policy"
             raise ConfigError(
                 f"MujocoBatchEnv.step: action has {(~np.isfinite(action)).sum()} "
-                "non-finite values (expected none). Check the policy for NaN."
+                f"non-finite values (expected none). {remedy}."
             )
 
     def _place(self, ids: Ids, qpos: Array, qvel: Array) -> None:

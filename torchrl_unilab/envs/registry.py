@@ -116,11 +116,13 @@ def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> Mujoco
             return replace(found, **options)
         task = found(**options) if callable(found) else found
     except TypeError as error:
-        if not options:
-            raise
+        called = error.__traceback__
+        if not options and called is not None and called.tb_next is not None:
+            raise  # by the task itself: the traceback says where
+        given = f"with {sorted(options)}" if options else "without options"
         raise ConfigError(
-            f"make_task: '{module}:{attribute}' with {sorted(options)}, {error} (expected options "
-            "that it takes). Correct the names."
+            f"make_task: '{module}:{attribute}' {given}, {error} (expected one that can be made "
+            "so). Correct the names, or the class."
         ) from error
     if not isinstance(task, MujocoTask):
         raise ConfigError(

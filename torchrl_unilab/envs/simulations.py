@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
 from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
 from torchrl_unilab.envs.task import Array, MujocoTask
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
 _NONE = np.empty(0, dtype=np.int32)
 _BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
@@ -37,7 +37,7 @@ class _Fields(dict[str, NDArray[Any]]):
 
     def __missing__(self, name: str) -> NDArray[Any]:
         remedy = "Give the task `commands`" if name == "command" else "Add it to `reads`"
-        raise KeyError(f"field {name!r}: not read (expected one of {[*self]}). {remedy}.")
+        raise LayoutKeyError(f"field {name!r}: not read (expected one of {[*self]}). {remedy}.")
 
 
 class Simulations:

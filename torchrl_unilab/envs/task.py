@@ -139,18 +139,27 @@ class MujocoTask(ABC):
         """Compile the model.
 
         Raises:
+            ConfigError: MuJoCo does not compile it.
             FileNotFoundError: if there is no such file.
         """
         with _logged_warnings():
-            return self.load_spec().compile()
+            spec = self.load_spec()
+            try:
+                return spec.compile()
+            except ValueError as error:
+                raise self._refusal(error) from error
 
     def load_spec(self) -> mujoco.MjSpec:
         """Parse the model, and have its steps compute ``cfrc_ext`` if that is read.
 
         Raises:
+            ConfigError: MuJoCo does not parse it.
             FileNotFoundError: if there is no such file.
         """
-        spec = self._parse()
+        try:
+            spec = self._parse()
+        except ValueError as error:
+            raise self._refusal(error) from error
         if "cfrc_ext" in self.reads:
             add_contact_forces(spec)
         return spec
@@ -166,6 +175,14 @@ class MujocoTask(ABC):
                 "working directory, or give the file's text or an MjSpec."
             )
         return mujoco.MjSpec.from_file(str(path))
+
+    def _refusal(self, error: ValueError) -> ConfigError:
+        reason = " ".join(str(error).split()).rstrip(".")
+        text = str(self.model).lstrip().startswith("<")
+        return ConfigError(
+            f"model of {self.name}: {reason} (expected one that MuJoCo compiles). Correct "
+            f"{'its text' if text else self.model_path()}."
+        )
 
     def model_path(self) -> Path:
         """Where the model's file lies, if it is given as one."""

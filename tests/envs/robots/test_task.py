@@ -29,7 +29,7 @@ from torchrl_unilab.envs.robots.task import (
     tracking,
 )
 from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationNoise
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UniLabError
 
 CART = """
 <mujoco>
@@ -138,6 +138,71 @@ def test_terms_and_weights_with_different_names_are_refused(weights: dict[str, f
         env.step(env.reset().set("action", torch.zeros(3, 1)))
 
 
+class _Mine(Cart):
+    """A cart whose methods are functions that a test gives."""
+
+
+def _mine(**methods: Any) -> Cart:
+    return type("Mine", (_Mine,), methods)(name="Mine")
+
+
+@pytest.mark.parametrize("one", [2.0, np.float32(2.0), np.array(2.0)])
+def test_a_term_of_one_number_is_that_of_all_simulations(one: Any) -> None:
+    def rewards(self: Cart, stride: Stride) -> Mapping[str, Any]:
+        return {"speed": one, "effort": stride.action}
+
+    env = make(_mine(rewards=rewards))
+    after = env.step(env.reset().set("action", torch.tensor([[0.0], [0.5], [1.0]])))["next"]
+    assert after["reward"].flatten().tolist() == [4.0, 3.75, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (
+            {"rewards": lambda self, stride: {"speed": np.zeros(2), "effort": 0.0}},
+            r"Mine: the reward term 'speed' has shape \(2,\) \(expected \(3,\)",
+        ),
+        (
+            {"rewards": lambda self, stride: np.zeros(3)},
+            "Mine: `rewards` returned ndarray .expected terms by name",
+        ),
+        (
+            {"rewards": lambda self, stride: {"speed": np.full(3, np.nan), "effort": 0.0}},
+            r"first in simulation 0, by the terms \['speed'\]",
+        ),
+        (
+            {"rewards": lambda self, stride: {"speed": stride.before["qvel"], "effort": 0.0}},
+            r"'qvel': not kept from before .*\['ctrl'\]\). Add it to `remembers`",
+        ),
+        (
+            {"actor": lambda self, fields: fields["qpos"]},
+            "Mine: `actor` returned ndarray .expected terms by name",
+        ),
+        (
+            {"critic": lambda self, fields: [fields["qpos"]]},
+            "Mine: `critic` returned list .expected terms by name",
+        ),
+    ],
+)
+def test_terms_that_are_none_are_refused_by_name(methods: Any, message: str) -> None:
+    with pytest.raises(UniLabError, match=message):
+        make(_mine(**methods)).rollout(1)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_an_action_that_is_not_finite_is_blamed_on_an_observation_that_is_not(finite: bool) -> None:
+    def actor(self: Cart, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"x": fields["qpos"] / (1.0 if finite else 0.0)}
+
+    with np.errstate(all="ignore"):
+        env = make(_mine(actor=actor))
+        action = torch.full((3, 1), torch.nan)
+        message = "Check the policy" if finite else r"Correct the task: its \['observation'\]"
+        with pytest.raises(ConfigError, match=message):
+            env.step(env.reset().set("action", action))
+
+
 def test_an_episode_ends_where_the_task_says_it_failed() -> None:
     env = make(SeeingCart())
     root = env.set_state([[0.009, 0.0]], [[1.0, 0.0]], ids=[1])
@@ -199,6 +264,25 @@ def test_every_form_of_a_model_gives_the_same_steps(tmp_path: Path) -> None:
         root = env.reset().set("action", torch.full((3, 1), 0.5))
         seen.append(env.step(root)["next", "observation"])
     assert all(torch.equal(one, seen[0]) for one in seen[1:])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (CART.replace("<geom size", "<geon size"), "Element 'geon', line 7 .*Correct its text"),
+        (CART.replace('joint="x"', 'joint="y"'), "unknown .*'y'.*Correct its text"),
+    ],
+    ids=["an unknown element", "an unknown joint"],
+)
+def test_a_model_that_mujoco_does_not_compile_is_refused_by_the_tasks_name(
+    model: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"^model of Cart: .*{message}"):
+        make(Cart(model=model))
+    file = tmp_path / "cart.xml"
+    file.write_text(model)
+    with pytest.raises(ConfigError, match=r"Correct .*cart\.xml"):
+        make(Cart(model=file))
 
 
 def test_an_edited_spec_is_kept_as_it_was_given() -> None:

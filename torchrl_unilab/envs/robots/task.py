@@ -16,7 +16,7 @@ from mujoco import mjtJoint
 from numpy.typing import NDArray
 
 from torchrl_unilab.envs.task import Array, Fields, MujocoTask, Outcome, State
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,16 @@ def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -
         qvel += range(qvel_ends[joint], qvel_ends[joint + 1])
     found = tuple(all_names[joint] for joint in joints)
     return JointAddresses(found, np.array(qpos, np.intp), np.array(qvel, np.intp))
+
+
+class _Remembered(dict[str, NDArray[Any]]):
+    """Fields from before a step, by name."""
+
+    def __missing__(self, name: str) -> NDArray[Any]:
+        raise LayoutKeyError(
+            f"field {name!r}: not kept from before the step (expected one of {[*self]}). Add it to "
+            "`remembers`."
+        )
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,7 @@ class RobotTask(MujocoTask):
 
     @abstractmethod
     def rewards(self, stride: Stride) -> Mapping[str, NDArray[Any]]:
-        """The reward terms without their weights, ``(nsim,)`` or ``(nsim, 1)``."""
+        """The reward terms without their weights, ``(nsim,)``, ``(nsim, 1)``, or a number."""
 
     def failed(self, fields: Fields) -> NDArray[np.bool_]:
         """Whether an episode is over, ``(nsim,)``; by default never."""
@@ -237,25 +247,38 @@ class RobotTask(MujocoTask):
 
     def before(self, fields: Fields) -> Fields:
         """Copies of what the task `remembers`."""
-        return {name: fields[name].copy() for name in self.remembers}
+        return _Remembered({name: fields[name].copy() for name in self.remembers})
 
     def observation(self, fields: Fields) -> Sequence[NDArray[Any]]:
         """The terms of `actor`."""
-        return [_columns(term) for term in self.actor(fields).values()]
+        return self._parts("actor", fields)
 
     def observations(self, fields: Fields) -> dict[str, Sequence[NDArray[Any]]]:
         """The actor's group, and the critic's if it has further terms."""
         seen = self.observation(fields)
-        more = [_columns(term) for term in self.critic(fields).values()]
+        more = self._parts("critic", fields)
         return {"observation": seen} | ({"critic_observation": [*seen, *more]} if more else {})
+
+    def _parts(self, group: str, fields: Fields) -> list[NDArray[Any]]:
+        terms = self._named(group, getattr(self, group)(fields))
+        return [_columns(np.asarray(term)) for term in terms.values()]
+
+    def _named(self, method: str, terms: Any) -> Mapping[str, Any]:
+        if not isinstance(terms, Mapping):
+            raise ConfigError(
+                f"{self.name}: `{method}` returned {type(terms).__name__} (expected terms by "
+                'name). Return a dictionary, such as {"height": ...}.'
+            )
+        return terms
 
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
         """Weigh and add the reward terms.
 
         Raises:
-            ConfigError: if the terms are not those that have weights.
+            ConfigError: if the terms are not those that have weights, or not one number
+                per simulation each.
         """
-        terms = self.rewards(Stride(fields, before, action, dt))
+        terms = self._named("rewards", self.rewards(Stride(fields, before, action, dt)))
         if terms.keys() != self.weights.keys():
             raise ConfigError(
                 f"{self.name}: rewards returned the terms {sorted(terms)} (expected those with "
@@ -263,13 +286,25 @@ class RobotTask(MujocoTask):
             )
         n = len(fields["qpos"])
         weighted = {
-            name: weight * np.asarray(terms[name], dtype=np.float64).reshape(n)
+            name: weight * self._per_simulation(name, terms[name], n)
             for name, weight in self.weights.items()
         }
         reward = np.zeros(n)
         for term in weighted.values():
             reward += term
         return Outcome(reward, self.failed(fields), weighted)
+
+    def _per_simulation(self, name: str, term: Any, n: int) -> Array:
+        """A reward term as ``(n,)``; one number is that of all."""
+        values = np.asarray(term, dtype=np.float64)
+        if values.ndim == 0:
+            return np.full(n, values)
+        if values.shape not in ((n,), (n, 1)):
+            raise ConfigError(
+                f"{self.name}: the reward term {name!r} has shape {values.shape} (expected "
+                f"({n},), a number per simulation). Correct `rewards`."
+            )
+        return values.reshape(n)
 
 
 def to_body_frame(quaternion: Array, vector: Array) -> Array:
