@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+import weakref
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -38,6 +39,7 @@ class ReplaySnapshot(NamedTuple):
 
 Batch = dict[str, torch.Tensor]
 """The memory of a batch, as blocks of shape [count, ...]."""
+_Known = dict[int, tuple["weakref.ref[TensorDictBase]", Batch]]  # batches by their id
 
 
 class BatchLayout:
@@ -73,6 +75,7 @@ class BatchLayout:
         self._plain = TensorSchema(batch_size, tuple(fields))
         index = TensorField(("index",), batch_size, torch.int64)
         self._indexed = TensorSchema(batch_size, (*fields, index))
+        self._known: _Known = {}
 
     def nbytes(self, count: int) -> int:
         """Bytes of the memory of a batch of `count` rows."""
@@ -126,18 +129,37 @@ class BatchLayout:
         Raises:
             ConfigError: It is none of these.
         """
+        known, memory = self._known.get(id(batch), (None, {}))
+        if known is not None and known() is batch:
+            return memory
         index = batch.get("index", None)
         count = batch.batch_size[0] if batch.batch_size else 0
         if index is not None and count:
             storage = index.untyped_storage()
             if storage.nbytes() >= self.nbytes(count) and not index.storage_offset():
-                return self.batch(
-                    count, torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-                )
+                flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+                memory = self.batch(count, flat)
+                made = self.tensordict(memory, index=True)
+                if _places(made).items() <= _places(batch).items():
+                    known = weakref.ref(batch, functools.partial(_forget, self._known, id(batch)))
+                    self._known[id(batch)] = known, memory
+                    return memory
         raise ConfigError(
             f"batch to sample into: batch size {list(batch.batch_size)}, not made for it (expected "
             "one of empty_batch). Make it with the storage's empty_batch."
         )
+
+
+def _places(batch: TensorDictBase) -> dict[Any, tuple[int, torch.dtype, torch.Size]]:
+    """Return where each tensor of a batch lies, and as what, by key."""
+    return {
+        key: (leaf.data_ptr(), leaf.dtype, leaf.shape)
+        for key, leaf in batch.items(include_nested=True, leaves_only=True)
+    }
+
+
+def _forget(known: _Known, key: int, _: object) -> None:
+    known.pop(key, None)
 
 
 @functools.lru_cache(maxsize=64)
