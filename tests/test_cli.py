@@ -5,9 +5,12 @@ import signal
 import subprocess
 import sys
 
+import mujoco
 import pytest
+import torch
 import yaml
 
+import torchrl_unilab
 from torchrl_unilab.cli import _show, main
 from torchrl_unilab.configs import known
 from torchrl_unilab.configs.known import Known
@@ -234,7 +237,12 @@ def test_a_misspelt_task_is_refused_by_print_config_and_not_said_to_have_setting
 
 @pytest.mark.parametrize(
     ("raised", "code"),
-    [(WorkerError("lost"), 2), (DivergedError("nan"), 2), (KeyboardInterrupt, 130)],
+    [
+        (WorkerError("lost"), 2),
+        (DivergedError("nan"), 2),
+        (OSError("no space"), 2),
+        (KeyboardInterrupt, 130),
+    ],
 )
 def test_a_run_that_fails_says_what_is_saved_and_how_to_go_on(
     raised, code, tmp_path, monkeypatch, capsys
@@ -248,6 +256,34 @@ def test_a_run_that_fails_says_what_is_saved_and_how_to_go_on(
     assert main([*given, "--run-dir", str(tmp_path / "run")]) == code
     said = f"2,048 frames are saved; to go on: torchrl-unilab train appo --run-dir {tmp_path}/run"
     assert f"{said} --resume" in capsys.readouterr().err
+
+
+def test_a_complete_run_that_is_resumed_is_no_error(tmp_path, capsys):
+    run = ["train", "appo", "--env", "InvertedPendulum-v5", "--frames", "64", "--no-progress"]
+    small = ["--num-envs", "8", "--num-steps", "8", "--minibatches", "2"]
+    command = [*run, *small, "--run-dir", str(tmp_path / "run"), "--resume"]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main(command) == 0
+    assert "64 of 64 frames have been collected" in capsys.readouterr().err
+
+
+def test_the_versions_are_shown(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert shown.startswith(
+        f"torchrl-unilab {torchrl_unilab.__version__}, torch {torch.__version__}"
+    )
+    assert mujoco.__version__ in shown
+
+
+def test_an_algorithm_that_is_missing_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--env", "Hopper-v5"])
+    assert "invalid choice: 'Hopper-v5'" in (said := capsys.readouterr().err)
+    assert "The algorithm comes before all flags." in said
 
 
 def test_the_command_to_go_on_can_be_pasted(tmp_path, monkeypatch, capsys):

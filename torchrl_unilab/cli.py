@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.metadata import version
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,9 +31,10 @@ from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml, read_config
 from torchrl_unilab.configs.flags import add_settings, given
 from torchrl_unilab.configs.settings import nearest
-from torchrl_unilab.errors import ConfigError, DivergedError, UniLabError, WorkerError
+from torchrl_unilab.errors import ConfigError, RunCompleteError, UniLabError, WorkerError
 
 _OF_THE_PARSER = ("run", "parser")
+_SHOWN = ("torchrl-unilab", "torch", "torchrl", "tensordict", "mujoco")  # by --version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # closed by `>&-`
             sys.stdout.flush()
         return code
+    except RunCompleteError as complete:  # to a script that starts a run again, all is well
+        print(complete, file=sys.stderr)
+        return 0
     except (ConfigError, WorkerError) as error:
         print(f"error: {error}", file=sys.stderr)  # with the lines of a table, or a traceback
         return 2
@@ -106,6 +111,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("argument ALGORITHM: invalid choice"):
+            message += ". The algorithm comes before all flags"
         end = "" if message.endswith((".", "?")) else "."
         self.exit(2, f"error: {message}{end} See {self.prog} --help.\n")
 
@@ -121,6 +128,8 @@ def _parser(task: str = "") -> argparse.ArgumentParser:
     parser = _Parser(
         prog="torchrl-unilab", description="Asynchronous training for TorchRL on batched MuJoCo."
     )
+    versions = ", ".join(f"{name} {version(name)}" for name in _SHOWN)
+    parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_algorithms(commands.add_parser("train", help="train a policy"), task, _add_training)
     tasks = commands.add_parser("tasks", help="list the tasks, and what is known of each")
@@ -237,7 +246,9 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
     """Say how to go on where a run fails, or is interrupted twice, and a checkpoint is left."""
     try:
         yield
-    except (KeyboardInterrupt, WorkerError, DivergedError):
+    except ConfigError:
+        raise
+    except BaseException:
         saved = sorted(Path(options.run_dir, "checkpoint").glob("frames-*"))
         if saved and not int(os.environ.get("RANK", "0")):
             frames = int(saved[-1].name.partition("-")[2])
@@ -328,8 +339,8 @@ def _tasks(_: argparse.Namespace) -> int:
         print(line(task, " ".join(own) or "-", choose, words))
     print(
         "Known: a training return that every seed reached with the task's own settings, and the "
-        "median of seconds and frames to it on two cores. Without settings of its own a task "
-        "takes the defaults."
+        "median of seconds and frames to it on two cores, which some shared with others. Choose "
+        "the fastest within a tenth of the highest. Without own settings a task has the defaults."
     )
     return 0
 

@@ -17,6 +17,7 @@ UniLabError
 ├── PeerGoneError           (RuntimeError)    the other process has ended
 │   └── WorkerError                           read its traceback
 └── ConfigError             (ValueError)      change the setting
+    └── RunCompleteError                      ask for more frames
 ```
 
 Each class also derives from the builtin that TorchRL raises for the same misuse, so
@@ -36,6 +37,7 @@ __all__ = [
     "LayoutKeyError",
     "LayoutShapeError",
     "PeerGoneError",
+    "RunCompleteError",
     "SegmentClosedError",
     "SegmentError",
     "SegmentSpaceError",
@@ -118,3 +120,7 @@ class WorkerError(PeerGoneError):
 
 class ConfigError(UniLabError, ValueError):
     """A setting or an argument cannot work; raised before anything is changed."""
+
+
+class RunCompleteError(ConfigError):
+    """A run that is to go on has all frames that were asked for."""

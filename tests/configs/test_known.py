@@ -18,8 +18,19 @@ def test_a_task_and_an_algorithm_have_one_entry():
     assert len(set(names)) == len(names)
 
 
-def test_the_highest_return_comes_first_and_of_equals_the_fastest(monkeypatch: pytest.MonkeyPatch):
-    slow, fast = Known("A", "sac", 9.0, 50, 10, 5), Known("A", "appo", 9.0, 20, 100, 5)
-    low, other = Known("A", "td3", 8.0, 1, 10, 5), Known("B", "td3", 99.0, 1, 10, 5)
-    monkeypatch.setattr(known, "KNOWN", (low, other, slow, fast))
-    assert known_of("A") == [fast, slow, low]
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_fastest_of_the_highest_returns_comes_first(monkeypatch: pytest.MonkeyPatch, sign: int):
+    best, fast = Known("A", "sac", 9.0 + sign, 50, 10, 5), Known("A", "appo", 9.1, 20, 100, 5)
+    low, other = Known("A", "td3", 6.0, 1, 10, 5), Known("B", "td3", 99.0, 1, 10, 5)
+    monkeypatch.setattr(known, "KNOWN", (low, other, best, fast))
+    assert known_of("A") == [fast, best, low]
+
+
+def test_returns_below_0_that_are_close_are_within_a_tenth_too(monkeypatch: pytest.MonkeyPatch):
+    best, fast, low = (
+        Known("A", name, mean_return, seconds, 10, 5)
+        for name, mean_return, seconds in (("sac", -10.0, 9), ("appo", -10.9, 2), ("td3", -12, 1))
+    )
+    monkeypatch.setattr(known, "KNOWN", (low, best, fast))
+    assert known_of("A") == [fast, best, low]
+    assert known_of("B") == []

@@ -11,7 +11,7 @@ from typing import Any
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, RunCompleteError
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, run_path, saved_config, task_of
@@ -105,7 +105,7 @@ def resume_run(
     # Where that is less, the run was killed between its last checkpoint and its summary.
     summed_up = _summed_up(path / SUMMARY)
     if run.frames < saved.frames or run.frames == saved.frames == summed_up:
-        raise ConfigError(
+        raise RunCompleteError(
             f"cannot resume {run_dir}: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). Ask for more by frames, or --frames."
         )
