@@ -3,6 +3,10 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
 
 from torchrl_unilab.trainers import APPOConfig, train_appo
 
@@ -24,12 +28,19 @@ def test_every_make_target_in_the_readme_exists():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_a_trained_policy_acts_in_the_loop_of_the_page_to_start_with(tmp_path, monkeypatch, capsys):
+def test_a_trained_policy_acts_and_is_exported_as_the_page_to_start_with_has_it(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     small = APPOConfig.for_task("HalfCheetah-v5", num_envs=4)
     train_appo("HalfCheetah-v5", frames=64, run_dir="runs/cheetah", config=small, eval_episodes=1)
     page = (README.parent / "tutorials" / "getting-started.md").read_text()
-    (loop,) = [code for code in FENCED.findall(page) if "load_policy" in code]
+    loop, export = [code for code in FENCED.findall(page) if "load_policy" in code]
     capsys.readouterr()
     exec(compile(loop, "getting-started", "exec"), {})
     assert float(capsys.readouterr().out) < 100
+    names: dict[str, Any] = {}
+    exec(compile(export, "getting-started", "exec"), names)
+    exported, seen = torch.export.load("policy.pt2").module(), torch.randn(5, 17)
+    action = names["policy"](TensorDict(observation=seen))["action"]
+    torch.testing.assert_close(exported(seen), action)
