@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 
@@ -44,3 +45,11 @@ def test_a_trained_policy_acts_and_is_exported_as_the_page_to_start_with_has_it(
     exported, seen = torch.export.load("policy.pt2").module(), torch.randn(5, 17)
     action = names["policy"](TensorDict(observation=seen))["action"]
     torch.testing.assert_close(exported(seen), action)
+
+
+@pytest.mark.parametrize("page", [README, *(README.parent / "tutorials").rglob("*.md")], ids=str)
+def test_each_link_of_a_page_leads_to_a_file_and_from_the_site_s_to_one_of_these(page):
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+        target = (page.parent / link).resolve()
+        assert target.is_file(), link
+        assert page == README or target.is_relative_to(README.parent / "tutorials"), link
