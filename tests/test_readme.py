@@ -47,7 +47,9 @@ def test_a_trained_policy_acts_and_is_exported_as_the_page_to_start_with_has_it(
     torch.testing.assert_close(exported(seen), action)
 
 
-@pytest.mark.parametrize("page", [README, *(README.parent / "tutorials").rglob("*.md")], ids=str)
+@pytest.mark.parametrize(
+    "page", [README, *(README.parent / "tutorials").rglob("*.md")], ids=lambda page: page.name
+)
 def test_each_link_of_a_page_leads_to_a_file_and_from_the_site_s_to_one_of_these(page):
     for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         target = (page.parent / link).resolve()
