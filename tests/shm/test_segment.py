@@ -100,6 +100,27 @@ def _attached_again(segment: SharedSegment) -> SharedSegment:
     return SharedSegment._attach_descriptor(os.dup(segment.descriptor), segment.nbytes, None)
 
 
+def test_a_named_segment_is_attached_again_and_again_by_one_descriptor():
+    name = f"unilab-test-{os.getpid()}"
+    with SharedSegment(64, name=name) as segment:
+        gc.collect()
+        before = psutil.Process().num_fds()
+        for _ in range(3):
+            with SharedSegment.attach(name) as again:
+                again.buffer[0] += 1
+        assert psutil.Process().num_fds() == before
+        assert segment.buffer[0] == 3
+
+
+def test_a_segment_that_has_the_name_of_one_that_is_gone_is_another():
+    name = f"unilab-test-{os.getpid()}"
+    with SharedSegment(64, name=name) as gone:
+        (named_directory() / name).unlink()
+        with SharedSegment(64, name=name), SharedSegment.attach(name) as other:
+            other.buffer[0] = 1
+        assert gone.buffer[0] == 0
+
+
 def test_attaching_an_unknown_name_says_so():
     with pytest.raises(SegmentError, match="no segment 'unilab-nobody'"):
         SharedSegment.attach("unilab-nobody")

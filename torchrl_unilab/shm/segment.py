@@ -132,6 +132,9 @@ class SharedSegment:
             SegmentError: There is no such segment, it has no size yet, or it is not a file of
                 this user.
         """
+        known = _mapping_of(name)
+        if known is not None:
+            return cls._attach_descriptor(known.descriptors[0], len(known), name)
         descriptor = _open_named(name)
         try:
             nbytes = _checked_size(descriptor, name)
@@ -244,8 +247,21 @@ def _mapped(descriptor: int, nbytes: int) -> _Mapping:
             mapping = _mappings[key] = _Mapping(descriptor, nbytes)
             mapping.descriptors, mapping.thread_locks = [], {}
             weakref.finalize(mapping, _close_all, mapping.descriptors)
-    mapping.descriptors.append(descriptor)
+    if descriptor not in mapping.descriptors:
+        mapping.descriptors.append(descriptor)
     return mapping
+
+
+def _mapping_of(name: str) -> _Mapping | None:
+    """Return the mapping of a named segment, if this process has one: it needs no descriptor."""
+    try:
+        found = os.stat(_path(name), follow_symlinks=False)
+    except OSError:  # which opening it explains
+        return None
+    if found.st_uid != os.geteuid():
+        return None
+    with _mappings_lock:
+        return _mappings.get((found.st_dev, found.st_ino, found.st_size))
 
 
 def _close_all(descriptors: list[int]) -> None:
