@@ -310,6 +310,8 @@ class Run:
         except KeyboardInterrupt as interrupt:
             self.ranks.leave(interrupt)  # first: the others wait
             if self.leads:
+                with contextlib.suppress(OSError):  # whoever read may be gone
+                    self.announce("interrupted: saving what was learnt; again to stop without")
                 save_learner(trainer)
             return True
         except Exception as error:
