@@ -5,9 +5,7 @@ import signal
 import subprocess
 import sys
 
-import mujoco
 import pytest
-import torch
 import yaml
 
 import torchrl_unilab
@@ -265,18 +263,14 @@ def test_a_complete_run_that_is_resumed_is_no_error(tmp_path, capsys):
     assert main(command) == 0
     capsys.readouterr()
     assert main(command) == 0
-    assert "64 of 64 frames have been collected" in capsys.readouterr().err
+    assert "run is complete: 64 of 64 frames have been collected" in capsys.readouterr().err
 
 
-def test_the_versions_are_shown(capsys):
+def test_the_version_is_shown(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
-    shown = capsys.readouterr().out
     assert ended.value.code == 0
-    assert shown.startswith(
-        f"torchrl-unilab {torchrl_unilab.__version__}, torch {torch.__version__}"
-    )
-    assert mujoco.__version__ in shown
+    assert capsys.readouterr().out == f"torchrl-unilab {torchrl_unilab.__version__}\n"
 
 
 def test_an_algorithm_that_is_missing_is_asked_for(capsys):

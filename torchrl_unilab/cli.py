@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,13 +33,12 @@ from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, RunCompleteError, UniLabError, WorkerError
 
 _OF_THE_PARSER = ("run", "parser")
-_SHOWN = ("torchrl-unilab", "torch", "torchrl", "tensordict", "mujoco")  # by --version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
-    if os.getcwd() not in sys.path:  # where a task of one's own may be, as for `python -m`
-        sys.path.insert(0, os.getcwd())
+    if os.getcwd() not in sys.path:  # where a task of one's own may be, and nothing hides
+        sys.path.append(os.getcwd())
     parser = _parser(_task_of(arguments))
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -128,8 +126,8 @@ def _parser(task: str = "") -> argparse.ArgumentParser:
     parser = _Parser(
         prog="torchrl-unilab", description="Asynchronous training for TorchRL on batched MuJoCo."
     )
-    versions = ", ".join(f"{name} {version(name)}" for name in _SHOWN)
-    parser.add_argument("--version", action="version", version=versions)
+    shown = f"torchrl-unilab {torchrl_unilab.__version__}"
+    parser.add_argument("--version", action="version", version=shown)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_algorithms(commands.add_parser("train", help="train a policy"), task, _add_training)
     tasks = commands.add_parser("tasks", help="list the tasks, and what is known of each")
@@ -250,8 +248,8 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
         raise
     except BaseException:
         saved = sorted(Path(options.run_dir, "checkpoint").glob("frames-*"))
-        if saved and not int(os.environ.get("RANK", "0")):
-            frames = int(saved[-1].name.partition("-")[2])
+        frames = int(saved[-1].name.partition("-")[2]) if saved else 0
+        if frames and not int(os.environ.get("RANK", "0")):
             print(f"{frames:,} frames are saved; to go on: {_resuming(options)}", file=sys.stderr)
         raise
 

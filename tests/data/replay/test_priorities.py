@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, RoundRobinWriter, TensorDictReplayBuffer, Writer
 
 from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedReplayWriter
-from torchrl_unilab.errors import ConfigError, LayoutShapeError
+from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
 
 CAPACITY = 16
 ALPHA, BETA = 0.7, 0.5
@@ -230,6 +230,97 @@ def test_priorities_of_rows_that_are_gone_are_left_out(storage):
     assert _raw(buffer) == [5.0, 5.0]
     buffer.update_priority(torch.tensor([5, 6]), torch.tensor([1.0, 2.0]))
     assert set(buffer.sample()["x"].tolist()) == {100.0, 101.0}
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+def test_priorities_of_rows_that_another_process_emptied_are_left_out(writers):
+    with PackedReplayStorage(CAPACITY, example=_rows(1)[0], writers=writers) as storage:
+        buffer = _buffer(storage, count=64)
+        for shard in range(writers):
+            storage.use_writer(shard)
+            _written_by_others(storage, _rows(8))
+        index = buffer.sample()["index"]
+        storage._empty()
+        _written_by_others(storage, _rows(3, first=100))
+        buffer.update_priority(index, torch.full((64,), 5.0))
+        for _ in range(3):
+            assert set(buffer.sample()["x"].tolist()) == {100.0, 101.0, 102.0}
+
+
+def test_rows_that_are_gone_before_they_are_drawn_are_not_there_to_draw(storage, monkeypatch):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(8))
+    buffer.sample()
+    length = PackedReplayStorage.__len__
+
+    def emptied(self: PackedReplayStorage) -> int:
+        """The length, after which another process empties the storage."""
+        monkeypatch.undo()
+        count = length(self)
+        self._empty()
+        return count
+
+    monkeypatch.setattr(PackedReplayStorage, "__len__", emptied)
+    with pytest.raises(UsageError, match="0 rows"):
+        buffer.sampler.sample(storage, 4)
+    buffer.update_priority(torch.arange(8), torch.ones(8))
+    assert buffer.sampler._sum_tree.least() == float("inf")
+
+
+def test_while_all_rows_are_replaced_none_is_new(storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(8))
+    rows = storage.rows
+    rows.all_alone(lambda: rows._replace(lambda: buffer.mark_update(torch.arange(8))))
+    _written_by_others(storage, _rows(1))
+    assert buffer.sample()["x"].unique().tolist() == [0.0]
+
+
+def test_a_tensor_of_priorities_may_be_used_again(storage):
+    buffer, priority, index = _buffer(storage), torch.full((4,), 5.0), torch.arange(4)
+    buffer.extend(_rows(8))
+    buffer.update_priority(index, priority)
+    priority.fill_(float("nan"))
+    index.fill_(0)
+    buffer.extend(_rows(1))
+    assert _raw(buffer)[-1] == 5.0
+    assert int(buffer.sampler._max_priority[1]) == 0
+
+
+def test_rows_that_a_stock_storage_has_no_longer_are_not_drawn():
+    stock = LazyTensorStorage(CAPACITY)
+    buffer = _buffer(stock, count=64)
+    buffer.extend(_rows(4))
+    few = stock.state_dict()
+    buffer.extend(_rows(8, first=4))
+    buffer.update_priority(torch.arange(12), torch.arange(1.0, 13.0))
+    stock.load_state_dict(few)
+    assert set(buffer.sample()["x"].tolist()) <= {0.0, 1.0, 2.0, 3.0}
+
+
+def test_a_sampler_that_inference_mode_made_or_emptied_is_one_like_any_other(storage):
+    with torch.inference_mode():
+        buffer = _buffer(storage)
+    buffer.extend(_rows(2))
+    buffer.update_priority(torch.arange(2), torch.tensor([2.0, 3.0]))
+    assert _raw(buffer) == [2, 3]
+
+
+def test_priorities_of_float64_keep_their_range_and_powers_that_are_none_are_refused(storage):
+    buffer = _buffer(storage, dtype=torch.float64)
+    buffer.extend(_rows(2))
+    buffer.update_priority(torch.arange(2), torch.tensor([1e39, 1e39], dtype=torch.float64))
+    buffer.extend(_rows(1))
+    assert float(buffer.sampler._sum_tree[2]) == pytest.approx(1e39**ALPHA)
+    buffer.sampler.alpha = 9.0
+    with pytest.raises(ConfigError, match="1e\\+100 the highest"):
+        buffer.update_priority(torch.arange(2), torch.tensor([1.0, 1e100], dtype=torch.float64))
+
+
+def test_state_of_a_sampler_of_another_capacity_is_refused(storage):
+    other = PackedPrioritizedSampler(CAPACITY - 1, ALPHA, BETA)
+    with pytest.raises(CheckpointError, match=f"of {CAPACITY - 1} rows .expected {CAPACITY}"):
+        _buffer(storage).sampler.load_state_dict(other.state_dict())
 
 
 @pytest.mark.parametrize("zeros", [1, 4])

@@ -81,6 +81,23 @@ def test_priorities_come_back_in_their_dtype(capacity, seed):
     assert PriorityTreeMinima(tree)[capacity - 1] == minima[-1]
 
 
+def test_rows_that_were_given_may_be_written_over():
+    capacity = TOP * BLOCK
+    tree, rows = PriorityTree(capacity, torch.float64), torch.tensor([capacity - 1])
+    tree[rows] = 2.0
+    rows.zero_()
+    assert tree.least() == 2.0
+    assert tree.find(torch.tensor([0.5]).double()).tolist() == [capacity - 1]
+
+
+def test_a_tree_that_is_never_asked_notes_a_bounded_number_of_batches():
+    tree = PriorityTree(100, torch.float32)
+    for i in range(3000):
+        tree[torch.tensor([i % 100])] = float(i)
+    assert len(tree._unreduced) <= 1000
+    assert (tree.least(), tree[99]) == (2900.0, 2999.0)
+
+
 def test_one_priority_is_set_of_one_row():
     tree = PriorityTree(100, torch.float32)
     tree[7], tree[torch.tensor(70)] = 3.0, torch.tensor(2.0)

@@ -439,6 +439,14 @@ def test_a_batch_of_rows_of_another_form_is_refused_and_unchanged():
         with pytest.raises(ConfigError, match="not made for it"):
             storage.sample(20, out=out)
         assert (out["b"] == 1.0).all()
+        with torch.inference_mode():
+            known = storage.sample(20, out=storage.empty_batch(20))
+        storage.sample(20, out=known)
+        known.update(known.clone())
+        with pytest.raises(ConfigError, match="not made for it"):
+            storage.sample(20, out=known)
+        with pytest.raises(ConfigError, match="not made for it"):
+            storage.sample(20, out=known.clear())
         replaced = storage.empty_batch(20).set("a", torch.zeros(20, 3))
         with pytest.raises(ConfigError, match="not made for it"):
             storage.sample(20, out=replaced)

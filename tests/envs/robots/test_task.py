@@ -146,8 +146,8 @@ def _mine(**methods: Any) -> Cart:
     return type("Mine", (_Mine,), methods)(name="Mine")
 
 
-@pytest.mark.parametrize("one", [2.0, np.float32(2.0), np.array(2.0)])
-def test_a_term_of_one_number_is_that_of_all_simulations(one: Any) -> None:
+@pytest.mark.parametrize("one", [2.0, 2])
+def test_a_term_that_is_a_constant_is_that_of_all_simulations(one: Any) -> None:
     def rewards(self: Cart, stride: Stride) -> Mapping[str, Any]:
         return {"speed": one, "effort": stride.action}
 
@@ -162,6 +162,10 @@ def test_a_term_of_one_number_is_that_of_all_simulations(one: Any) -> None:
         (
             {"rewards": lambda self, stride: {"speed": np.zeros(2), "effort": 0.0}},
             r"Mine: the reward term 'speed' has shape \(2,\) \(expected \(3,\)",
+        ),
+        (
+            {"rewards": lambda self, stride: {"speed": stride.action.mean(), "effort": 0.0}},
+            r"Mine: the reward term 'speed' has shape \(\) \(expected \(3,\)",
         ),
         (
             {"rewards": lambda self, stride: np.zeros(3)},

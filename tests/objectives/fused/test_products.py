@@ -141,3 +141,10 @@ def test_products_of_other_dtypes_are_batched(dtype, monkeypatch):
     assert type(products_for(weight)) is OneDNNProducts
     assert type(products_for(weight, dtype)) is BatchedProducts
     assert type(products_for(weight.to(dtype))) is BatchedProducts
+
+
+@ONEDNN
+def test_compiled_code_multiplies_while_another_thread_compiles(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # of all threads
+    x, weight = torch.randn(4, 3), torch.randn(5, 3)
+    torch.testing.assert_close(products._opaque_times(x, weight), x @ weight.t())

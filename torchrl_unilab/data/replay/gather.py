@@ -39,7 +39,8 @@ class ReplaySnapshot(NamedTuple):
 
 Batch = dict[str, torch.Tensor]
 """The memory of a batch, as blocks of shape [count, ...]."""
-_Known = dict[int, tuple["weakref.ref[TensorDictBase]", Batch]]  # batches by their id
+_Known = dict[int, tuple["weakref.ref[TensorDictBase]", torch.Tensor, Batch]]
+"""Batches by their id, with their positions and their memory."""
 
 
 class BatchLayout:
@@ -129,20 +130,21 @@ class BatchLayout:
         Raises:
             ConfigError: It is none of these.
         """
-        known, memory = self._known.get(id(batch), (None, {}))
-        if known is not None and known() is batch:
-            return memory
         index = batch.get("index", None)
         count = batch.batch_size[0] if batch.batch_size else 0
+        known = self._known.get(id(batch))
+        if known is not None and known[0]() is batch and known[1] is index and count:
+            return known[2]
         if index is not None and count:
             storage = index.untyped_storage()
             if storage.nbytes() >= self.nbytes(count) and not index.storage_offset():
-                flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-                memory = self.batch(count, flat)
+                with torch.inference_mode(False):  # it is kept
+                    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+                    memory = self.batch(count, flat)
                 made = self.tensordict(memory, index=True)
                 if _places(made).items() <= _places(batch).items():
-                    known = weakref.ref(batch, functools.partial(_forget, self._known, id(batch)))
-                    self._known[id(batch)] = known, memory
+                    forget = functools.partial(_forget, self._known, id(batch))
+                    self._known[id(batch)] = weakref.ref(batch, forget), index, memory
                     return memory
         raise ConfigError(
             f"batch to sample into: batch size {list(batch.batch_size)}, not made for it (expected "

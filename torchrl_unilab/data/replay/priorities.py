@@ -18,15 +18,17 @@ from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
 from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeMinima
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
+from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
+from torchrl_unilab.shm.shards import Window
 
 
 class PackedPrioritizedSampler(PrioritizedSampler):
     """Draws rows of a replay by their priority (Schaul et al. 2016, arXiv 1511.05952).
 
     ``P(i) = p_i^alpha / sum_k p_k^alpha`` (eq. 1), weights ``(N P(i))^-beta`` over their
-    maximum in the replay (section 3.4). Arguments, keys and checkpoints are those of
-    `PrioritizedSampler`, over any storage of one dimension on the CPU. Draws come from torch's
+    maximum in the replay (section 3.4). Arguments and keys are those of
+    `PrioritizedSampler`, over any storage of one dimension on the CPU. State of either is taken,
+    and files of `dumps` go both ways. Draws come from torch's
     generator, where TorchRL's come from NumPy's.
 
     Args:
@@ -102,14 +104,26 @@ class PackedPrioritizedSampler(PrioritizedSampler):
 
     def _init(self) -> None:
         """Forget all priorities."""
-        self._sum_tree = PriorityTree(self._max_capacity, self.dtype)
+        with torch.inference_mode(False):  # they are kept
+            self._sum_tree = PriorityTree(self._max_capacity, self.dtype)
         self._min_tree = PriorityTreeMinima(self._sum_tree)
         self._max_priority = None
         # A storage, the first rows of its shards, and their heads.
         self._seen: tuple[Any, tuple[int, ...], tuple[int, ...]] = (None, (), ())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; rows that are loaded beside it are not new."""
+        """Restore what `state_dict` returned; rows that are loaded beside it are not new.
+
+        State of a `PrioritizedSampler` is taken, too.
+
+        Raises:
+            CheckpointError: It is of a sampler of another capacity; nothing was changed.
+        """
+        if (rows := len(state_dict["_sum_tree"])) != self._max_capacity:
+            raise CheckpointError(
+                f"state of a prioritised sampler: of {rows} rows (expected {self._max_capacity}, "
+                "the max_capacity). Load it into a sampler of that size."
+            )
         super().load_state_dict(state_dict)
         tree, self._seen = self._sum_tree, (None, (), ())
         if not isinstance(tree, PriorityTree):  # TorchRL's
@@ -151,15 +165,9 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             )
         if not len(index):
             return
-        first, last = map(int, index.aminmax())
-        self._check_capacity(last + 1)
-        shards = storage.writers if isinstance(storage, PackedReplayStorage) else 1
-        length = last + 1 if storage is None or shards > 1 else len(storage)
-        if isinstance(storage, PackedReplayStorage):
-            self._mark_new(storage)
-        if first < 0 or last >= length:  # not written, or sampled before the rows were emptied
-            there = (index >= 0) & (index < length)
-            index, priority = index[there], priority[there] if len(priority) > 1 else priority
+        written = self._written(index, storage)
+        if written is not None:
+            index, priority = index[written], priority[written] if len(priority) > 1 else priority
             if not len(index):
                 return
         least, most = map(float, priority.aminmax())  # both are NaN if one is
@@ -168,18 +176,47 @@ class PackedPrioritizedSampler(PrioritizedSampler):
                 f"cannot set priorities: {least} to {most} (expected finite numbers of at least "
                 "0). Check the loss that they come from."
             )
-        if not ((least + self._eps) ** self._alpha):
+        limits = torch.finfo(self.dtype)
+        if not limits.tiny <= self._power(least) <= self._power(most) <= limits.max:
             raise ConfigError(
-                f"cannot set priorities: {least} is the least one, with eps={self._eps} (expected "
-                "a power above 0). Give the sampler an eps above 0."
+                f"cannot set priorities: {least} is the least one, {most} the highest, with "
+                f"eps={self._eps} and alpha={self._alpha} (expected powers that are numbers above "
+                f"0 in {self.dtype}). Give the sampler an eps above 0, or a smaller alpha."
             )
         self._set(index, priority, most)
+
+    def _power(self, priority: float) -> float:
+        try:
+            return float((priority + self._eps) ** self._alpha)
+        except OverflowError:
+            return math.inf
+
+    def _written(self, index: torch.Tensor, storage: Storage | None) -> torch.Tensor | None:
+        """Return which rows there are, bool [n]; None if all are.
+
+        Others may have been sampled before the rows were emptied.
+        """
+        first, last = map(int, index.aminmax())
+        self._check_capacity(last + 1)
+        written = None
+        if isinstance(storage, PackedReplayStorage):
+            self._mark_new(storage)
+            _, bases, heads = self._seen  # whatever other processes have done since
+            if not heads:
+                return torch.zeros_like(index, dtype=torch.bool)
+            if last >= storage.writers * min(map(int.__sub__, heads, bases)):
+                written = ~storage.rows.hidden(index, Window(bases, heads))
+        elif storage is not None and last >= len(storage):
+            written = index < len(storage)
+        if first < 0:
+            written = index >= 0 if written is None else written & (index >= 0)
+        return written
 
     def _set(self, index: torch.Tensor, priority: torch.Tensor, most: float) -> None:
         """Set priorities [n], or one [1], of rows [n], at least one; `most` is the highest."""
         if self._max_priority[0] is None or most > self._max_priority[0]:
-            at = priority.argmax()
-            self._max_priority = priority[at], index[at]
+            highest, at = priority.max(0)
+            self._max_priority = highest, index[at].clone()
         self._sum_tree[index] = (priority.double() + self._eps).pow(self._alpha)
         if self._max_priority_within_buffer and (index == self._max_priority[1]).any():
             self._recompute_max_priority_from_tree()
@@ -192,13 +229,19 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         Raises:
             UsageError: The storage is empty.
         """
-        if not len(storage):
-            raise UsageError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
-        if isinstance(storage, PackedReplayStorage):
+        count = len(storage)
+        if count and isinstance(storage, PackedReplayStorage):
             self._mark_new(storage)
+        least = self._sum_tree.least() if count else math.inf
+        if least == math.inf:
+            raise UsageError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
         share = torch.rand(batch_size, generator=self._rng, dtype=torch.float64, device="cpu")
         index = self._sum_tree.find(share)
-        weight = (self._sum_tree[index] / self._sum_tree.least()).pow(-self._beta)
+        if not isinstance(storage, PackedReplayStorage) and int(index.amax()) >= count:
+            # Of rows that its storage has no longer.
+            self._sum_tree[torch.arange(count, self._max_capacity, device="cpu")] = 0.0
+            return self.sample(storage, batch_size)
+        weight = (self._sum_tree[index] / least).pow(-self._beta)
         return index, {"priority_weight": weight}
 
     def _check_capacity(self, rows: int) -> None:
@@ -221,6 +264,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         if known == source and began != bases:  # all rows are others
             self._init()
             known = None
+        if not window.size:  # or all are being replaced
+            return None
         if known != source:
             last = window.floors
         self._seen = source, bases, window.heads
@@ -237,6 +282,6 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             positions = positions[self._sum_tree[positions] == 0]
         if len(positions):
             most = float(self.default_priority)
-            self._set(positions, torch.tensor([most], device="cpu"), most)
+            self._set(positions, torch.tensor([most], dtype=torch.float64, device="cpu"), most)
             self._maybe_erase_max_priority(positions)
         return positions

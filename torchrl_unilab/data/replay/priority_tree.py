@@ -18,6 +18,8 @@ BLOCK = 1 << _BITS
 """Numbers of a block: of wider ones a batch sums up more, and narrower ones make the top long."""
 TOP = 16_384
 """Numbers that are left to sum up for each batch, at most."""
+_UNREDUCED = 1000
+"""Batches of priorities that are set, at most, before blocks are reduced."""
 
 
 class PriorityTree:
@@ -36,7 +38,7 @@ class PriorityTree:
     """
 
     def __init__(self, capacity: int, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self._dtype, self._capacity = dtype, capacity
         shapes: list[tuple[int, int]] = []
         while capacity > TOP:
             capacity = -(-capacity // BLOCK)
@@ -44,13 +46,18 @@ class PriorityTree:
         shapes.append((1, capacity))
         self._sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
         self._least = [torch.full_like(sums, math.inf) for sums in self._sums[1:]]
-        self._unreduced: list[torch.Tensor] = []  # rows whose priorities were set since
+        self._unreduced: list[torch.Tensor] = []  # blocks of which priorities were set since
+
+    def __len__(self) -> int:
+        return self._capacity
 
     def __setitem__(self, index: torch.Tensor | int, value: Any) -> None:
         """Set the priorities of rows, [n] or one, to values [n] or one."""
         at = torch.as_tensor(index, device="cpu").view(-1)
         self._sums[0].view(-1)[at] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-        self._unreduced.append(at)
+        self._unreduced.append(at.bitwise_right_shift(_BITS))  # what was given may change
+        if len(self._unreduced) > _UNREDUCED:  # by a process that may never ask
+            self._update()
 
     def __getitem__(self, index: torch.Tensor | int) -> Any:
         """Return the priorities of rows [n], or of one as a float."""
@@ -93,18 +100,15 @@ class PriorityTree:
         at = torch.cat(self._unreduced)
         self._unreduced = []
         for i, least in enumerate(self._least):
+            count = len(self._sums[i])
+            if len(at) >= count:  # fewer may have some more than once, which costs less than a sort
+                at = torch.arange(count, device="cpu")
+            blocks = self._sums[i].index_select(0, at)
+            self._sums[i + 1].view(-1)[at] = blocks.sum(-1)
+            least.view(-1)[at] = (
+                self._least[i - 1].index_select(0, at).amin(-1) if i else _least_of(blocks)
+            )
             at = at.bitwise_right_shift(_BITS)
-            # Some of them more than once, which costs less than a sort.
-            some = (
-                at
-                if len(at) < len(self._sums[i])
-                else torch.arange(len(self._sums[i]), device="cpu")
-            )
-            blocks = self._sums[i].index_select(0, some)
-            self._sums[i + 1].view(-1)[some] = blocks.sum(-1)
-            least.view(-1)[some] = (
-                self._least[i - 1].index_select(0, some).amin(-1) if i else _least_of(blocks)
-            )
 
 
 class PriorityTreeMinima:

@@ -191,7 +191,7 @@ class RobotTask(MujocoTask):
 
     @abstractmethod
     def rewards(self, stride: Stride) -> Mapping[str, NDArray[Any]]:
-        """The reward terms without their weights, ``(nsim,)``, ``(nsim, 1)``, or a number."""
+        """The reward terms without their weights, ``(nsim,)``, ``(nsim, 1)``, or a constant."""
 
     def failed(self, fields: Fields) -> NDArray[np.bool_]:
         """Whether an episode is over, ``(nsim,)``; by default never."""
@@ -295,10 +295,10 @@ class RobotTask(MujocoTask):
         return Outcome(reward, self.failed(fields), weighted)
 
     def _per_simulation(self, name: str, term: Any, n: int) -> Array:
-        """A reward term as ``(n,)``; one number is that of all."""
+        """A reward term as ``(n,)``; a constant is that of all."""
+        if type(term) in (float, int):  # a mean over simulations is no number of Python's
+            return np.full(n, float(term))
         values = np.asarray(term, dtype=np.float64)
-        if values.ndim == 0:
-            return np.full(n, values)
         if values.shape not in ((n,), (n, 1)):
             raise ConfigError(
                 f"{self.name}: the reward term {name!r} has shape {values.shape} (expected "

@@ -72,6 +72,10 @@ def _times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Ten
     if torch.compiler.is_compiling():
         opaque: torch.Tensor = _opaque_times(x, weight)
         return opaque if bias is None else opaque + bias
+    return _by_onednn(x, weight, bias)
+
+
+def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
     out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
@@ -79,7 +83,7 @@ def _times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Ten
 @torch.library.custom_op("torchrl_unilab::onednn_times", mutates_args=(), device_types="cpu")
 def _opaque_times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x W^T`` for the compiler, which knows oneDNN's product of constant weights alone."""
-    return _times(x, weight)
+    return _by_onednn(x, weight, None)  # not `_times`, while another thread is compiling
 
 
 @_opaque_times.register_fake

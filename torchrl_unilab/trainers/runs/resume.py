@@ -106,8 +106,8 @@ def resume_run(
     summed_up = _summed_up(path / SUMMARY)
     if run.frames < saved.frames or run.frames == saved.frames == summed_up:
         raise RunCompleteError(
-            f"cannot resume {run_dir}: {saved.frames} of {run.frames} frames have been collected "
-            "(expected fewer). Ask for more by frames, or --frames."
+            f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
+            "(expected fewer). To go on, ask for more: frames, or --frames."
         )
     if create_env is None:
         task_of(saved.run, f"cannot resume {run_dir}")
