@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -91,6 +92,16 @@ def test_a_task_of_the_working_directory_is_found(tmp_path):
         pytest.skip("Python before 3.11 always has the working directory on its path")
     done = subprocess.run(isolated, capture_output=True, text=True, cwd=tmp_path)
     assert "found" in done.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has the directory first")
+def test_a_file_of_the_working_directory_hides_no_module_of_pythons(tmp_path):
+    (tmp_path / "cmd.py").write_text("raise SystemExit('hidden')\n")  # which pdb imports
+    small = "--frames 64 --num-envs 2 --num-steps 16 --minibatches 1 --epochs 1 --eval-episodes 1"
+    command = ["train", "appo", "--env", "InvertedPendulum-v5", "--run-dir", "run", *small.split()]
+    script = Path(sys.executable).with_name("torchrl-unilab")
+    done = subprocess.run([script, *command], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, "hidden" in done.stderr) == (0, False)
 
 
 def test_a_config_file_repeats_a_run_and_flags_take_precedence(tmp_path, capsys):

@@ -263,15 +263,16 @@ def _may_start(options: argparse.Namespace) -> bool:
 
 def _start_fork_server() -> None:
     """Let a process import what all workers need, while this one imports it, too."""
-    if sys.platform != "linux":  # system libraries elsewhere do not survive a fork
-        return
-    if multiprocessing.get_start_method(allow_none=True) is None:
+    # System libraries other than Linux's do not survive a fork.
+    if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("forkserver")
         multiprocessing.set_forkserver_preload(["torchrl_unilab.trainers", "torchrl_unilab.envs"])
         # Ctrl-C, and the end of a terminal, go to the server, too, and to what it forks.
         signals = (signal.SIGINT, signal.SIGHUP)
         handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]
-        forkserver.ensure_running()
+        safe, os.environ["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", ""), "1"
+        forkserver.ensure_running()  # not to import from this directory first
+        os.environ["PYTHONSAFEPATH"] = safe  # an empty one is none
         for each, handler in zip(signals, handlers, strict=True):
             signal.signal(each, handler)
 
