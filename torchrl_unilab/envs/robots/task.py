@@ -251,17 +251,16 @@ class RobotTask(MujocoTask):
 
     def observation(self, fields: Fields) -> Sequence[NDArray[Any]]:
         """The terms of `actor`."""
-        return self._parts("actor", fields)
+        return self._parts("actor", self.actor(fields))
 
     def observations(self, fields: Fields) -> dict[str, Sequence[NDArray[Any]]]:
         """The actor's group, and the critic's if it has further terms."""
         seen = self.observation(fields)
-        more = self._parts("critic", fields)
+        more = self._parts("critic", self.critic(fields))
         return {"observation": seen} | ({"critic_observation": [*seen, *more]} if more else {})
 
-    def _parts(self, group: str, fields: Fields) -> list[NDArray[Any]]:
-        terms = self._named(group, getattr(self, group)(fields))
-        return [_columns(np.asarray(term)) for term in terms.values()]
+    def _parts(self, method: str, terms: Any) -> list[NDArray[Any]]:
+        return [_columns(np.asarray(term)) for term in self._named(method, terms).values()]
 
     def _named(self, method: str, terms: Any) -> Mapping[str, Any]:
         if not isinstance(terms, Mapping):
