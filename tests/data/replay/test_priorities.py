@@ -301,9 +301,12 @@ def test_rows_that_a_stock_storage_has_no_longer_are_not_drawn():
 def test_a_sampler_that_inference_mode_made_or_emptied_is_one_like_any_other(storage):
     with torch.inference_mode():
         buffer = _buffer(storage)
-    buffer.extend(_rows(2))
-    buffer.update_priority(torch.arange(2), torch.tensor([2.0, 3.0]))
-    assert _raw(buffer) == [2, 3]
+    for _ in range(2):
+        buffer.extend(_rows(2))
+        buffer.update_priority(torch.arange(2), torch.tensor([2.0, 3.0]))
+        assert _raw(buffer) == [2, 3]
+        with torch.inference_mode():
+            buffer.empty()
 
 
 def test_priorities_of_float64_keep_their_range_and_powers_that_are_none_are_refused(storage):

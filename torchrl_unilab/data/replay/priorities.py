@@ -127,9 +127,9 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         super().load_state_dict(state_dict)
         tree, self._seen = self._sum_tree, (None, (), ())
         if not isinstance(tree, PriorityTree):  # TorchRL's
-            rows = torch.arange(self._max_capacity, device="cpu")
+            index = torch.arange(self._max_capacity, device="cpu")
             self._sum_tree = PriorityTree(self._max_capacity, self.dtype)
-            self._sum_tree[rows] = tree[rows]
+            self._sum_tree[index] = tree[index]
         self._min_tree = PriorityTreeMinima(self._sum_tree)
 
     def loads(self, path: Any) -> None:
@@ -151,10 +151,12 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         Args:
             index: Their positions, [n].
             priority: As many, or one for all.
-            storage: What they are of.
+            storage: What they are of; rows that it does not have are left out.
 
         Raises:
-            ConfigError: A priority is below 0, or not finite; none was set.
+            ConfigError: A priority is below 0, or not finite, or its power is 0 or no number;
+                none was set.
+            LayoutShapeError: There are not as many as rows, nor one; none was set.
         """
         index = torch.as_tensor(index, dtype=torch.int64, device="cpu").reshape(-1)
         priority = torch.as_tensor(priority, device="cpu").detach().reshape(-1)

@@ -1,0 +1,70 @@
+"""Batches of rows, in memory that is new or used again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from tests.support.transitions import same, transitions
+from torchrl_unilab.data import PackedReplayStorage
+from torchrl_unilab.errors import ConfigError
+
+
+def test_a_batch_to_sample_into_is_filled_in_place():
+    with PackedReplayStorage(50) as storage:
+        storage.append(transitions(50))
+        out = storage.empty_batch(20)
+        pointer = out["next", "reward"].data_ptr()
+        got = storage.sample(20, seed=1, out=out)
+        assert got is out
+        assert got["next", "reward"].data_ptr() == pointer
+        assert same(out, storage.sample(20, seed=1))
+        assert len({leaf.untyped_storage().data_ptr() for leaf in out.values(True, True)}) == 1
+        with pytest.raises(ConfigError, match="20"):
+            storage.sample(21, out=out)
+        with pytest.raises(ConfigError, match="empty_batch"):
+            storage.sample(20, out=transitions(20))
+
+
+def test_a_batch_of_rows_of_another_form_is_refused_and_unchanged():
+    rows = TensorDict(a=torch.ones(50, 3), b=torch.zeros(50, 2), batch_size=[50])
+    turned = TensorDict(b=torch.ones(50, 3), a=torch.zeros(50, 2), batch_size=[50])
+    with PackedReplayStorage(50) as storage, PackedReplayStorage(50) as other:
+        storage.append(rows)
+        other.append(turned)
+        out = other.sample(20, out=other.empty_batch(20))
+        with pytest.raises(ConfigError, match="not made for it"):
+            storage.sample(20, out=out)
+        assert (out["b"] == 1.0).all()
+        with torch.inference_mode():
+            known = storage.sample(20, out=storage.empty_batch(20))
+        storage.sample(20, out=known)
+        known.update(known.clone())
+        with pytest.raises(ConfigError, match="not made for it"):
+            storage.sample(20, out=known)
+        with pytest.raises(ConfigError, match="not made for it"):
+            storage.sample(20, out=known.clear())
+        replaced = storage.empty_batch(20).set("a", torch.zeros(20, 3))
+        with pytest.raises(ConfigError, match="not made for it"):
+            storage.sample(20, out=replaced)
+
+
+def test_batches_to_sample_into_are_known_as_long_as_there_are_any():
+    with PackedReplayStorage(50) as storage:
+        storage.append(transitions(50))
+        for _ in range(3):
+            outs = [storage.empty_batch(20).set("mine", torch.zeros(20)) for _ in range(2)]
+            for seed in range(4):
+                out = storage.sample(20, seed=seed, out=outs[seed % 2])
+                assert same(out.exclude("mine"), storage.sample(20, seed=seed))
+            assert len(storage._batches._known) == 2
+            del out, outs
+            assert not storage._batches._known
+
+
+def test_each_sample_has_memory_apart():
+    with PackedReplayStorage(50) as storage:
+        storage.append(transitions(50))
+        batches = [storage.sample(20) for _ in range(3)]
+        assert len({batch["action"].data_ptr() for batch in batches}) == 3
