@@ -28,7 +28,7 @@ class BatchedProducts:
             bias: [k, 1, out].
             relu: Return the positive part.
         """
-        if torch.compiler.is_compiling():  # adds, and takes the positive part, in one pass
+        if torch.compiler.is_dynamo_compiling():  # adds and clamps in one pass
             out = torch.bmm(x, weight.transpose(1, 2)) + bias
         else:
             out = torch.baddbmm(bias, x, weight.transpose(1, 2))
@@ -69,21 +69,18 @@ class OneDNNProducts(BatchedProducts):
 
 
 def _times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    if torch.compiler.is_compiling():
-        opaque: torch.Tensor = _opaque_times(x, weight)
-        return opaque if bias is None else opaque + bias
-    return _by_onednn(x, weight, bias)
-
-
-def _by_onednn(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
-    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    out: torch.Tensor
+    if torch.compiler.is_dynamo_compiling():  # `is_compiling` is of the process: of any thread
+        out = _opaque_times(x, weight)
+        return out if bias is None else out + bias
+    out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return out
 
 
 @torch.library.custom_op("torchrl_unilab::onednn_times", mutates_args=(), device_types="cpu")
 def _opaque_times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x W^T`` for the compiler, which knows oneDNN's product of constant weights alone."""
-    return _by_onednn(x, weight, None)  # not `_times`, while another thread is compiling
+    return _times(x, weight)
 
 
 @_opaque_times.register_fake
