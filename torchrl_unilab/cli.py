@@ -175,13 +175,8 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     add("--print-config", action="store_true", help="print the config.yaml of the run, and end")
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     add_settings(train, RunConfig, defaults, skip=["progress_bar"])
-    add(
-        "--no-progress",
-        dest="progress_bar",
-        action="store_false",
-        default=None,
-        help="show no progress bar",
-    )
+    flag = argparse.BooleanOptionalAction
+    add("--progress", dest="progress_bar", action=flag, help="show the progress bar (default)")
     train.set_defaults(run=_train, parser=train)
 
 
@@ -295,7 +290,7 @@ def _show(summary: Mapping[str, Any]) -> None:
         style="bold",
     )
     table.title = summary["env"]
-    table.caption = "deterministic: the policy at the end, without exploration; busy: at work"
+    table.caption = "deterministic: at the end, without exploration; busy: of one core, at work"
     Console().print(table)
 
 

@@ -213,7 +213,7 @@ def test_each_setting_is_a_flag_whose_help_says_meaning_and_default(parsers, alg
     shown = " ".join(parsers["train", algorithm].format_help().split()).replace("- ", "-")
     for field in (field for kind in kinds for field in dataclasses.fields(kind)):
         if field.name in ("algorithm", "progress_bar"):
-            continue  # the command itself, and --no-progress
+            continue  # the command itself, and --progress
         if field.metadata["of"] not in (None, algorithm):
             assert f" --{field.name.replace('_', '-')} " not in shown
             continue
@@ -240,6 +240,18 @@ def test_given_flags_are_parsed_by_the_type_of_the_setting(parsers):
     options = parsers["train", "appo"].parse_args([*given.split(), "--run-dir", "runs"])
     assert (options.hidden, options.lr, options.lambda_) == ([8, 4], 1e-4, 0.5)
     assert (options.fused, options.overflow, options.frames) == (False, "overwrite", 9)
+
+
+def test_counts_may_be_written_as_powers_of_ten(parsers):
+    given = "--frames 1e6 --eval-interval 2.5e4 --checkpoint-interval none --num-envs 64"
+    options = parsers["train", "appo"].parse_args(given.split())
+    assert (options.frames, options.eval_interval, options.num_envs) == (1_000_000, 25_000, 64)
+    assert isinstance(options.frames, int)
+
+
+def test_a_flag_takes_back_what_the_configuration_of_a_run_says_of_its_progress(parsers):
+    for flags, shown in (("--progress", True), ("--no-progress", False), ("", None)):
+        assert parsers["train", "td3"].parse_args(flags.split()).progress_bar is shown
 
 
 def test_flags_that_are_not_given_leave_the_defaults_to_the_task(parsers):

@@ -45,12 +45,14 @@ def _argument(kind: Any) -> dict[str, Any]:
         return {"choices": typing.get_args(kind)}
     if typing.get_origin(kind) is tuple:
         return {"type": int, "nargs": "+", "metavar": "INT"}
-    if isinstance(kind, type):
-        return {"type": kind, "metavar": kind.__name__.upper()}
-    scalar = typing.get_args(kind)[0]
+    scalar, *others = typing.get_args(kind) or (kind,)
 
     def read(text: str) -> Any:
-        return _NONE if text.lower() == "none" else scalar(text)
+        if others and text.lower() == "none":
+            return _NONE
+        if scalar is int and float(text).is_integer() and not text.isdecimal():
+            return int(float(text))  # 1e6
+        return scalar(text)
 
     read.__name__ = scalar.__name__  # argparse names it in errors
     return {"type": read, "metavar": scalar.__name__.upper()}

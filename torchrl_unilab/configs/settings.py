@@ -157,11 +157,17 @@ class Settings:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a question after the known name most like one; empty if none is like it.
+    """Return a question after the known names that begin with one, or after the one most like it.
+
+    It is empty if none is like it.
 
     Examples:
         >>> nearest("epoch", ["epochs", "lr"])
         ' Did you mean epochs?'
+        >>> nearest("lr", ["logger", "lr_actor", "lr_critic"])
+        ' Did you mean lr_actor or lr_critic?'
     """
-    names = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {names[0]}?" if names else ""
+    known = list(known)
+    names = [each for each in known if each.startswith(name)][:3]
+    names = names or difflib.get_close_matches(name, known, n=1)
+    return f" Did you mean {' or '.join(names)}?" if names else ""

@@ -74,6 +74,11 @@ def make_task(name: str, **options: Any) -> MujocoTask:
     if colon:
         return _imported(module, attribute, options)
     known: dict[str, MujocoTask] = {**TASKS, **EXAMPLES}
+    if name.endswith((".xml", ".mjb")):
+        raise ConfigError(
+            f"make_task: {name!r} is a model (expected a task, which has rewards, too). Derive one "
+            "from RobotTask in a module of yours, and name it: 'module:Name'."
+        )
     if name not in known:
         raise ConfigError(
             f"make_task: no task {name!r} (expected one of {', '.join(known)})."

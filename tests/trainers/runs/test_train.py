@@ -428,6 +428,8 @@ def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, 
             "unknown argument --numenvs. Did you mean --num-envs?",
         ),
         (["train", "appo", "--epoch", "3"], "unknown argument --epoch. Did you mean --epochs?"),
+        (["train", "sac", "--lr", "3"], "--lr. Did you mean --lr-actor or --lr-critic"),
+        (["train", "sac", "--frames", "1.5"], "--frames: invalid int value: '1.5'"),
         (["budget", "sac", "--env", "x", "--num-envs", "few"], "--num-envs: invalid int value"),
     ],
 )
