@@ -29,15 +29,15 @@ def check_observations(task: str, groups: Mapping[str, Sequence[Any]], nsim: int
     """Refuse observations of a task, by key, whose parts are not ``(nsim, width)`` each.
 
     Raises:
-        ConfigError: Names the part's shape.
+        ConfigError: Names the parts' shapes.
     """
     for key, parts in groups.items():
-        for shape in map(np.shape, parts):
-            if len(shape) != 2 or shape[0] != nsim:
-                raise ConfigError(
-                    f"MujocoBatchEnv: {key!r} of {task} has a part of shape {shape} (expected "
-                    f"({nsim}, width), a row per simulation). Correct the task."
-                )
+        shapes = [np.shape(part) for part in parts]
+        if not shapes or any(len(shape) != 2 or shape[0] != nsim for shape in shapes):
+            raise ConfigError(
+                f"MujocoBatchEnv: {key!r} of {task} has parts of shapes {shapes} (expected at "
+                f"least one, each ({nsim}, width), a row per simulation). Correct the task."
+            )
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,11 @@ def test_a_term_that_is_a_constant_is_that_of_all_simulations(one: Any) -> None:
             {"actor": lambda self, fields: fields["qpos"]},
             "Mine: `actor` returned ndarray .expected terms by name",
         ),
+        ({"actor": lambda self, fields: {}}, r"'observation' of Mine has parts of shapes \[\] "),
+        (
+            {"actor": lambda self, fields: {"x": np.zeros((2, 1))}},
+            r"parts of shapes \[\(2, 1\)\] \(expected at least one, each \(3, width\)",
+        ),
         (
             {"critic": lambda self, fields: [fields["qpos"]]},
             "Mine: `critic` returned list .expected terms by name",
