@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import json
 import math
@@ -235,6 +236,19 @@ def test_elsewhere_than_in_a_terminal_there_are_lines_and_no_bar(tmp_path, monke
 
 def test_a_run_that_has_ended_leaves_no_child(appo_run):
     assert not live_children()
+
+
+def test_runs_one_after_the_other_in_a_process_leave_no_open_file(tmp_path):
+    _train(tmp_path / "first", frames=256)  # which imports, and opens fonts
+    gc.collect()
+    gc.disable()  # by chance it would close what a run has left
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(2):
+            _train(tmp_path / str(number), frames=256)
+        assert len(os.listdir("/proc/self/fd")) <= before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("run_dir", ["", "~nobody-of-this-name/run"])

@@ -109,7 +109,7 @@ def run_logger(
 
 def _logger(name: str, path: Path, resumed_at: int | None) -> Logger:
     if name == "csv":
-        return CSVLogger("logs", log_dir=str(path))
+        return _CSVLogger("logs", log_dir=str(path))
     if name != "tensorboard":
         return get_logger(name, str(path), path.name)
     board = TensorboardLogger("tensorboard", log_dir=str(path))
@@ -147,6 +147,15 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+class _CSVLogger(CSVLogger):
+    """TorchRL's, whose files stay open for as long as something refers to it."""
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close the files; what is logged later opens them again. Idempotent."""
+        while self.experiment.files:
+            self.experiment.files.popitem()[1].close()
 
 
 class RunLogger(Logger):

@@ -234,6 +234,7 @@ class Run:
         # What a checkpoint has is published once it is loaded, under the version that it had.
         first = max(0, saved.version - 1) if saved else 0
         scheme = UniLabShmScheme(pull=config.pull, first_version=first)
+        closing.callback(scheme.shutdown)
         if options.trace and self.leads:
             tracing.start(self.path / TRACE)  # the workers, started below, trace too
             closing.callback(lambda: tracing.stop(keep=self._writing))
