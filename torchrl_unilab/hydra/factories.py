@@ -62,6 +62,9 @@ _INSTEAD: Mapping[str, str] = {
 def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
     """Return the settings of a task, with all values that are not None on top.
 
+    Raises:
+        ConfigError: There is no such setting, or a value cannot work.
+
     Examples:
         >>> from torchrl_unilab.hydra.factories import make_settings
         >>> make_settings("appo", "Swimmer-v5", epochs=3, gamma=None).gamma
@@ -70,7 +73,10 @@ def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
     given = _given(values)
     if isinstance(given.get("hidden"), Sequence):
         given["hidden"] = tuple(given["hidden"])
-    settings: APPOConfig | OffPolicyConfig = SETTINGS[algorithm].for_task(task, **given)
+    try:
+        settings: APPOConfig | OffPolicyConfig = SETTINGS[algorithm].for_task(task, **given)
+    except TypeError as error:  # of the name
+        raise ConfigError(str(error)) from None
     return settings
 
 
