@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,9 @@ import psutil
 import pytest
 
 from tests.support.nodes import start_cluster
+
+# Ray's own 15 starve the mailbox beside a busy program, and its start takes more than a minute.
+os.environ["RAY_worker_niceness"] = "0"
 
 _RAYS_OWN = (
     "ignore::ResourceWarning",
