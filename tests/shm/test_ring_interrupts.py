@@ -14,10 +14,10 @@ import pytest
 
 from tests.support.interrupts import Bytecodes
 from tests.support.rings import DEAD, attach, check_all_free, make_ring, read, slots_of, write
-from torchrl_unilab.shm import ring, ring_memory, ring_writer, tokens
+from torchrl_unilab.shm import ring, ring_writer, tokens
 from torchrl_unilab.shm.ring import RolloutRing
 
-MODULES = (ring, ring_memory, ring_writer, tokens)
+MODULES = (ring, ring_writer, tokens)
 
 
 class Parties:
@@ -191,8 +191,8 @@ def dies(p: Parties) -> None:
     """Writer 0 dies when it has counted its third rollout and not handed it over."""
     read(p.reader)
     p.first.claim(0.0)
-    p.first._words[ring_memory.COMMITTED] = 3
-    p.first._words[ring_memory.PROCESS] = DEAD
+    p.first._words[ring_writer.COMMITTED] = 3
+    p.first._words[ring_writer.PROCESS] = DEAD
     p.writers[0] = p.first = attach(p.reader)
 
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.support.rings import DEAD, make_ring
 from tests.support.watching import WatchedPipe, WatchedWords
-from torchrl_unilab.shm import ring_memory
+from torchrl_unilab.shm import ring_writer
 from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.tokens import TokenPipe
 
@@ -436,11 +436,11 @@ def test_the_search_finds_the_rollout_that_is_dropped_without_a_count():
 
 
 NAMES = {
-    ring_memory.PROCESS: "process",
-    ring_memory.COMMITTED: "committed",
-    ring_memory.DROPPED: "dropped",
-    ring_memory.READ: "read",
-    ring_memory.LOST: "lost",
+    ring_writer.PROCESS: "process",
+    ring_writer.COMMITTED: "committed",
+    ring_writer.DROPPED: "dropped",
+    ring_writer.READ: "read",
+    ring_writer.LOST: "lost",
 }
 
 
@@ -449,8 +449,8 @@ def record(ring: RolloutRing) -> list:
     trace: list = []
 
     def of_writer(index: int, before: int, value: int) -> Label | None:
-        writer, word = divmod(index, ring_memory.WRITER_WORDS)
-        if word == ring_memory.PROCESS:
+        writer, word = divmod(index, ring_writer.WRITER_WORDS)
+        if word == ring_writer.PROCESS:
             return ("process", writer) if value == 0 else None
         return (NAMES[word], writer, value) if value != before else None
 
@@ -538,8 +538,8 @@ def test_a_recovery_takes_the_models_steps(lease):
             ring.claim()
             ring.commit()
         ring.claim()
-        ring._words[ring_memory.COMMITTED] += 1  # and dies before the put
-        ring._words[ring_memory.PROCESS] = DEAD
+        ring._words[ring_writer.COMMITTED] += 1  # and dies before the put
+        ring._words[ring_writer.PROCESS] = DEAD
         held = ring.acquire() if lease else None
         trace = record(ring)
 

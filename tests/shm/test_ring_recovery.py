@@ -27,7 +27,7 @@ from tests.support.rings import (
 )
 from torchrl_unilab.errors import PeerGoneError, WaitTimeoutError
 from torchrl_unilab.shm import ring as ring_module
-from torchrl_unilab.shm import ring_memory
+from torchrl_unilab.shm import ring_writer
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
@@ -176,7 +176,7 @@ def test_a_recovered_slot_does_not_pass_for_an_old_rollout():
     with make_ring(elements=2, slots=2, writers=2) as ring, attach(ring) as end:
         end.become_writer(0)
         end._generations[end.claim()] = 1  # it dies before it hands the slot over
-        ring._words[ring_memory.PROCESS] = DEAD
+        ring._words[ring_writer.PROCESS] = DEAD
         ring.recover(0)
         for writer in (1, 0):
             ring.become_writer(writer)

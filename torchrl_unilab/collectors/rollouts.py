@@ -24,7 +24,7 @@ from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.data.rollouts.shared import RolloutLease
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.shm.ring_memory import Overflow
+from torchrl_unilab.shm.ring_writer import Overflow
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -13,7 +13,7 @@ the process that takes a token sees what the last owner of the slot wrote.
 - *release*: put the token into the ``free`` pipe of the slot's writer.
 
 An interrupt between any two lines leaves each token in a pipe or in a hand, and counts that
-the next call completes. `ring_memory` maps what is shared, `ring_writer` claims and commits; the
+the next call completes. `ring_writer` maps what is shared, claims and commits; the
 reader's side is here. `RolloutRingStorage` is the caller.
 """
 
@@ -28,7 +28,7 @@ import torch
 from torchrl_unilab.errors import ConfigError, PeerGoneError, SegmentError, UsageError
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
-from torchrl_unilab.shm.ring_memory import (
+from torchrl_unilab.shm.ring_writer import (
     CLOSED,
     COMMITTED,
     LOST,
@@ -39,8 +39,8 @@ from torchrl_unilab.shm.ring_memory import (
     SKIPPED,
     WRITER_WORDS,
     Overflow,
+    RingWriter,
 )
-from torchrl_unilab.shm.ring_writer import RingWriter
 from torchrl_unilab.shm.tokens import pack_token, unpack_token, waits
 
 MAX_SLOTS = 128  # of one writer: as many tokens fit two pages, the smallest pipe there is

@@ -19,7 +19,7 @@ from torchrl_unilab.errors import UsageError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import Lease, RolloutRing, check_ring
-from torchrl_unilab.shm.ring_memory import Overflow
+from torchrl_unilab.shm.ring_writer import Overflow
 
 
 @dataclass(frozen=True, eq=False)
