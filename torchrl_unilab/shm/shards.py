@@ -20,12 +20,12 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from torchrl_unilab.errors import ContentionError
-from torchrl_unilab.shm.layout import align
+from torchrl_unilab.shm.layout import BlockLayout, align
 from torchrl_unilab.shm.liveness import process_id, this_process
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.words import LINE, fence, shared_words, words_nbytes
+from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
 T = TypeVar("T")
 
@@ -109,13 +109,8 @@ class Shards:
         self.words = [self._words[first : first + SHARD_WORDS] for first in firsts]
         """The words of each shard, which the holder of its lock stores."""
         self._lock = RangeLock(segment, timeout)
-        notes, *starts, _ = _starts(widths, shards, shard_rows)
-        flat, count = torch.from_numpy(segment.buffer), shards * shard_rows
-        self._notes = flat[notes : notes + shards * NOTES * 8].view(torch.int64).view(shards, NOTES)
-        self.blocks = [
-            flat[start : start + count * width * WORD].view(torch.int32).view(count, width)
-            for start, width in zip(starts, widths, strict=True)
-        ]
+        layout = _layout(widths, shards, shard_rows)
+        _, self._notes, *self.blocks = layout.views(torch.from_numpy(segment.buffer))
         self.own = [[block[shard::shards] for block in self.blocks] for shard in range(shards)]
         """The rows of each shard by part, each int32 [shard_rows, width]."""
         # The same for `fill`: NumPy copies opaque items faster, and slices in half the time.
@@ -126,7 +121,7 @@ class Shards:
     @staticmethod
     def nbytes(widths: Sequence[int], shards: int, shard_rows: int) -> int:
         """Bytes of shared memory."""
-        return _starts(widths, shards, shard_rows)[-1]
+        return _layout(widths, shards, shard_rows).nbytes
 
     def load(self, word: int) -> tuple[int, ...]:
         """Return one word of each shard."""
@@ -347,10 +342,9 @@ def _nothing() -> None:
     """Do nothing: the lock was waited for."""
 
 
-def _starts(widths: Sequence[int], shards: int, shard_rows: int) -> list[int]:
-    """Where notes and each part of the rows start, and where all ends."""
-    starts = [words_nbytes(_FIRST + shards * SHARD_WORDS)]
-    starts.append(starts[0] + shards * NOTES * 8)
-    for width in widths:
-        starts.append(align(starts[-1] + shards * shard_rows * width * WORD, LINE))
-    return starts
+def _layout(widths: Sequence[int], shards: int, shard_rows: int) -> BlockLayout:
+    """Where words, notes and each part of the rows lie in the segment."""
+    words = words_nbytes(_FIRST + shards * SHARD_WORDS)
+    parts = [(f"{i}", (shards * shard_rows, width), torch.int32) for i, width in enumerate(widths)]
+    notes = ("notes", (shards, NOTES), torch.int64)
+    return BlockLayout.of_specs([("words", (words,), torch.uint8), notes, *parts])
