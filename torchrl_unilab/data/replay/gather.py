@@ -7,7 +7,6 @@ storage samples and reads with it, and a pipeline's host batches are made by it.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torchrl_unilab.data.replay.form import REWARD, RowForm
 from torchrl_unilab.data.replay.trajectories import stride_of
 from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.shm.layout import align
+from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.rows import Gather, SharedRows
 from torchrl_unilab.shm.shards import Window
 
@@ -39,6 +38,10 @@ class ReplaySnapshot(NamedTuple):
 
 Batch = dict[str, torch.Tensor]
 """The memory of a batch, as blocks of shape [count, ...]."""
+_Block = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape of one row, dtype."""
+_EXTRA = {"steps_to_next_obs": torch.int64, "gamma": torch.float32, "nonterminal": torch.bool}
+"""What batches of several steps have beside the rows."""
 _Known = dict[int, tuple["weakref.ref[TensorDictBase]", torch.Tensor, Batch]]
 """Batches by their id, with their positions and their memory."""
 
@@ -52,27 +55,22 @@ class BatchLayout:
 
     def __init__(self, form: RowForm) -> None:
         self.form = form
-        self._blocks: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
-            ("index", torch.int64, ()),
-            *((f"rows {part}", torch.int32, (w,)) for part, w in enumerate(form.layout.widths)),
+        blocks: list[_Block] = [
+            ("index", (), torch.int64),
+            *((f"rows {part}", (w,), torch.int32) for part, w in enumerate(form.layout.widths)),
         ]
         fields = [*form.schema.fields]
         if form.n_step > 1:
             reward = form.schema.fields[form.index[REWARD]]
-            extra = {
-                "steps_to_next_obs": torch.int64,
-                "gamma": torch.float32,
-                "nonterminal": torch.bool,
-            }
-            self._blocks += [
-                *((f"last {part}", torch.int32, (w,)) for part, w in enumerate(form.layout.widths)),
-                (REWARD, reward.dtype, reward.shape),
-                *((name, dtype, ()) for name, dtype in extra.items()),
+            blocks += [
+                *((f"last {part}", (w,), torch.int32) for part, w in enumerate(form.layout.widths)),
+                (REWARD, reward.shape, reward.dtype),
+                *((name, (), dtype) for name, dtype in _EXTRA.items()),
             ]
             fields.append(reward._replace(path=("next", "original_reward")))
-            fields += [TensorField((name,), (), dtype) for name, dtype in extra.items()]
+            fields += [TensorField((name,), (), dtype) for name, dtype in _EXTRA.items()]
+        self._blocks = tuple(blocks)
         batch_size = form.schema.batch_size
-        self._sizes = tuple(math.prod(shape) * dtype.itemsize for _, dtype, shape in self._blocks)
         self._plain = TensorSchema(batch_size, tuple(fields))
         index = TensorField(("index",), batch_size, torch.int64)
         self._indexed = TensorSchema(batch_size, (*fields, index))
@@ -80,20 +78,17 @@ class BatchLayout:
 
     def nbytes(self, count: int) -> int:
         """Bytes of the memory of a batch of `count` rows."""
-        return _starts(self._sizes, count)[-1]
+        return _in_one_run(self._blocks, count).nbytes
 
     def batch(self, count: int, flat: torch.Tensor | None = None) -> Batch:
         """Return memory for `count` rows, in `flat`, uint8 [nbytes(count)], if given."""
         if flat is None:
             return {
-                n: torch.empty(count, *shape, dtype=dtype, device="cpu")
-                for n, dtype, shape in self._blocks
+                name: torch.empty(count, *shape, dtype=dtype, device="cpu")
+                for name, shape, dtype in self._blocks
             }
-        places = zip(self._blocks, _starts(self._sizes, count), self._sizes, strict=False)
-        return {
-            name: flat.narrow(0, start, count * size).view(dtype).view(count, *shape)
-            for (name, dtype, shape), start, size in places
-        }
+        layout = _in_one_run(self._blocks, count)
+        return dict(zip(layout.keys, layout.views(flat), strict=True))
 
     def parts(self, batch: Batch, name: str) -> list[torch.Tensor]:
         """Return the rows (``"rows"``) of a batch, or the last of n steps (``"last"``), by part."""
@@ -116,7 +111,7 @@ class BatchLayout:
                     views[i] = last[i]
             views[form.index[REWARD]] = batch[REWARD]
             views.append(original)
-            views += [batch[name] for name in ("steps_to_next_obs", "gamma", "nonterminal")]
+            views += [batch[name] for name in _EXTRA]
         if not index:
             return self._plain.tensordict(views, (count,))
         inner = form.schema.batch_size
@@ -165,12 +160,9 @@ def _forget(known: _Known, key: int, _: object) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _starts(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Where each block of a batch starts, of as many bytes a row, and where the last ends."""
-    starts = [0]
-    for size in sizes:
-        starts.append(align(starts[-1] + count * size))
-    return tuple(starts)
+def _in_one_run(blocks: tuple[_Block, ...], count: int) -> BlockLayout:
+    """Where the blocks of a batch lie in one run of memory."""
+    return BlockLayout.of_specs((name, (count, *shape), dtype) for name, shape, dtype in blocks)
 
 
 class RowGatherer:
@@ -215,7 +207,8 @@ class RowGatherer:
         first, last = self._layout.parts(out, "rows"), self._layout.parts(out, "last")
         torch._foreach_copy_(last, first)
         fields, reward, steps = view(first), out[REWARD], out["steps_to_next_obs"]
-        reward.copy_(fields[self._reward])
+        reward_at = self._form.index[REWARD]
+        reward.copy_(fields[reward_at])
         steps.fill_(1)
         ids = rows.newest(positions, heads)
         trajectory, places = fields[-1], torch.arange(len(positions), device="cpu")
@@ -229,7 +222,7 @@ class RowGatherer:
                 break
             ids, trajectory, places = ids[follows], trajectory[follows], places[follows]
             parts = [block.index_select(0, at[follows]) for block in rows.blocks]
-            reward.index_add_(0, places, view(parts)[self._reward], alpha=self._gamma**k)
+            reward.index_add_(0, places, view(parts)[reward_at], alpha=self._gamma**k)
             for words, part in zip(last, parts, strict=True):
                 words.index_copy_(0, places, part)
             steps[places] = k + 1
@@ -239,7 +232,3 @@ class RowGatherer:
     @functools.cached_property
     def _trajectory(self) -> torch.Tensor:
         return self._form.layout.views(self._rows.blocks)[-1]
-
-    @functools.cached_property
-    def _reward(self) -> int:
-        return self._form.index[REWARD]
