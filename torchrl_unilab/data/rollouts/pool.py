@@ -72,35 +72,29 @@ class RolloutPool:
                 f"rollout for the pool: batch size {list(rollout.batch_size)} (expected [N, T], "
                 "time last). Unsqueeze or reshape it."
             )
+        given = rollout.transpose(0, 1)
         if self._memory is None:
-            n, steps = rollout.batch_size
-            self._memory = (
-                rollout.transpose(0, 1)
-                .to_tensordict()
-                .apply(
-                    lambda t: t.new_empty((steps, self.size, *t.shape[1:]), device=self.device),
-                    batch_size=[steps, self.size, n],
-                    device=self.device,
-                )
+            steps, n = given.batch_size
+            self._memory = given.to_tensordict().apply(
+                lambda t: t.new_empty((steps, self.size, *t.shape[1:]), device=self.device),
+                batch_size=[steps, self.size, n],
+                device=self.device,
             )
         column = self._memory[:, self.added % self.size]
-        expected = torch.Size([column.batch_size[1], column.batch_size[0]])
-        if rollout.batch_size != expected or set(rollout.keys(True, True)) != set(
-            column.keys(True, True)
-        ):
+        found, kept = ({*items.keys(True, True)} for items in (rollout, column))
+        if given.batch_size != column.batch_size or found != kept:
             raise LayoutShapeError(
                 f"rollout for the pool: {tuple(rollout.batch_size)} with keys "
-                f"{sorted(map(str, rollout.keys(True, True)))} (expected {tuple(expected)} with "
-                f"{sorted(map(str, column.keys(True, True)))}). Use one pool per kind of rollout."
+                f"{sorted(map(str, found))} (expected {tuple(column.batch_size[::-1])} with "
+                f"{sorted(map(str, kept))}). Use one pool per kind of rollout."
             )
-        given = rollout.transpose(0, 1)
-        for key, kept in column.items(True, True):
+        for key, old in column.items(True, True):
             new = given.get(key)
-            if new.shape != kept.shape or new.dtype is not kept.dtype:
-                wrong = LayoutShapeError if new.shape != kept.shape else LayoutDtypeError
+            if new.shape != old.shape or new.dtype is not old.dtype:
+                wrong = LayoutShapeError if new.shape != old.shape else LayoutDtypeError
                 raise wrong(
                     f"rollout for the pool, {dotted(key)!r}: {new.dtype} {tuple(new.shape)} "
-                    f"(expected {kept.dtype} {tuple(kept.shape)}, time first). Use one pool per "
+                    f"(expected {old.dtype} {tuple(old.shape)}, time first). Use one pool per "
                     "kind of rollout."
                 )
         column.update_(given)
