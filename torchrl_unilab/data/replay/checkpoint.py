@@ -80,10 +80,11 @@ def load_rows(
         schema = TensorSchema.from_json(header["schema"])
         mine = storage.header(schema)
         other = {key: header[key] for key in mine if header[key] != mine[key]}
-        numbers = zip(*(header[key] for key in ("bases", "floors", "heads", "starts")), strict=True)
-        shards = [(base, floor - base, head - base, start) for base, floor, head, start in numbers]
-        saved = header.get("origins", header["bases"])
-        origins = [int(origin) for _, origin in zip(shards, saved, strict=True)]
+        keys = ("bases", "floors", "heads", "starts", "origins")
+        shards = [
+            (floor - base, head - base, start + base, int(origin))
+            for base, floor, head, start, origin in zip(*map(header.__getitem__, keys), strict=True)
+        ]
     except (KeyError, TypeError, ValueError, LayoutError) as error:
         raise CheckpointError(
             f"cannot load rows: unknown header {str(header)[:200]} (expected one that this version "
@@ -95,10 +96,10 @@ def load_rows(
             "Load into a storage made like the one that was saved."
         )
     size = storage.max_size // storage.writers
-    for (base, floor, head, start), origin in zip(shards, origins, strict=True):
+    for floor, head, place, origin in shards:
         if not (
             0 <= floor <= head <= floor + size
-            and (floor == head or 0 <= start + base + floor <= start + base + head <= count)
+            and (floor == head or 0 <= place + floor <= place + head <= count)
             and 0 <= origin < 1 << 62
         ):
             raise CheckpointError(
@@ -106,14 +107,13 @@ def load_rows(
                 f"of {count} in the file). Load another checkpoint."
             )
     storage.initialize(schema)
-    window = Window(tuple(s[1] for s in shards), tuple(s[2] for s in shards))
+    floors, heads, places, origins = zip(*shards, strict=True)
 
     def read_shard(shard: int, number: int, count: int) -> Parts:
-        base, _, _, start = shards[shard]
-        parts: Parts = read(start + base + number, count).split(storage.rows.widths, 1)
+        parts: Parts = read(places[shard] + number, count).split(storage.rows.widths, 1)
         return parts
 
-    storage.rows.replace(window, read_shard, origins)
+    storage.rows.replace(Window(floors, heads), read_shard, origins)
 
 
 class PackedReplayCheckpointer(SharedStorageCheckpointer):
