@@ -31,7 +31,7 @@ from tests.support.rings import (
     write_one,
 )
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
-from torchrl_unilab.shm import ring as ring_module
+from torchrl_unilab.shm import ring_writer
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import RolloutRing
@@ -227,7 +227,7 @@ def test_settings_that_cannot_work_are_refused(descriptors):
 
 
 def test_as_many_slots_as_are_allowed_fit_the_smallest_pipe():
-    with make_ring(elements=2, slots=ring_module.MAX_SLOTS) as ring:
+    with make_ring(elements=2, slots=ring_writer.MAX_SLOTS) as ring:
         if sys.platform == "linux":
             for pipe in (*ring._free, *ring._ready):
                 fcntl.fcntl(pipe.ends[1], fcntl.F_SETPIPE_SZ, 2 * 4096)

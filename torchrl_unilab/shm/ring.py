@@ -13,20 +13,19 @@ the process that takes a token sees what the last owner of the slot wrote.
 - *release*: put the token into the ``free`` pipe of the slot's writer.
 
 An interrupt between any two lines leaves each token in a pipe or in a hand, and counts that
-the next call completes. `ring_writer` maps what is shared, claims and commits; the
-reader's side is here. `RolloutRingStorage` is the caller.
+the next call completes. `ring_writer` maps what is shared, claims and commits; the reader's side
+is here. `RolloutRingStorage` is the caller.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from torchrl_unilab.errors import ConfigError, PeerGoneError, SegmentError, UsageError
-from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.ring_writer import (
     CLOSED,
@@ -38,35 +37,16 @@ from torchrl_unilab.shm.ring_writer import (
     RESIGNED,
     SKIPPED,
     WRITER_WORDS,
-    Overflow,
     RingWriter,
 )
 from torchrl_unilab.shm.tokens import pack_token, unpack_token, waits
 
-MAX_SLOTS = 128  # of one writer: as many tokens fit two pages, the smallest pipe there is
-MAX_WRITERS = 1024
 COUNTERS = ("written", "dropped", "read", "skipped", "lost")
 
 
 def _counter(name: str, doc: str) -> Any:
     word = COMMITTED + COUNTERS.index(name)
     return property(lambda ring: ring._of_writers(word), doc=doc)
-
-
-def check_ring(slots: int, writers: int, overflow: str) -> None:
-    """Refuse settings of a ring that cannot work.
-
-    Raises:
-        ConfigError: A count or `overflow` is out of its range.
-    """
-    for name, count, most in (("slots", slots, MAX_SLOTS), ("writers", writers, MAX_WRITERS)):
-        if not 1 <= count <= most:
-            raise ConfigError(f"ring {name}: {count} (expected 1 to {most}). Use for example 2.")
-    if overflow not in get_args(Overflow):
-        raise ConfigError(
-            f"ring overflow: {overflow!r} (expected one of {get_args(Overflow)}). "
-            "Leave it out to drop the oldest unread rollout."
-        )
 
 
 class Lease(NamedTuple):
@@ -120,17 +100,6 @@ class RolloutRing(RingWriter):
         ...     ring.release(lease)
         1 12.0
     """
-
-    def __init__(
-        self,
-        layout: BlockLayout,
-        *,
-        slots: int = 2,
-        writers: int = 1,
-        overflow: Overflow = "overwrite",
-    ) -> None:
-        check_ring(slots, writers, overflow)
-        super().__init__(layout, slots, writers, overflow)
 
     # Reader
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.util import Finalize
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from typing_extensions import Self
@@ -30,6 +30,9 @@ from torchrl_unilab.shm.words import shared_words, words_nbytes
 
 Overflow = Literal["overwrite", "block"]
 
+MAX_SLOTS = 128  # of one writer: as many tokens fit two pages, the smallest pipe there is
+MAX_WRITERS = 1024
+
 CREATOR, READER, CLOSED = range(3)  # words of the ring
 HEADER_WORDS = 3
 # Words of a writer: its process, and the counters; the reader stores the last three.
@@ -38,23 +41,41 @@ WRITER_WORDS = 6
 RESIGNED = 1 << 62  # in the place of a process: the writer has ended in order; 0: none has come
 
 
+def check_ring(slots: int, writers: int, overflow: str) -> None:
+    """Refuse settings of a ring that cannot work.
+
+    Raises:
+        ConfigError: A count or `overflow` is out of its range.
+    """
+    for name, count, most in (("slots", slots, MAX_SLOTS), ("writers", writers, MAX_WRITERS)):
+        if not 1 <= count <= most:
+            raise ConfigError(f"ring {name}: {count} (expected 1 to {most}). Use for example 2.")
+    if overflow not in get_args(Overflow):
+        raise ConfigError(
+            f"ring overflow: {overflow!r} (expected one of {get_args(Overflow)}). "
+            "Leave it out to drop the oldest unread rollout."
+        )
+
+
 class RingWriter:
     """A ring, as a process attaches to it, writes it and leaves it.
 
     The token of the claimed slot is in `_hand`. `_counts` holds what the counters are if the take
-    succeeded, so a call after an interrupt stores the same numbers.
-
-    Args:
-        layout: The layout of a slot.
-        slots: Home slots of each writer.
-        writers: Largest number of writing processes.
-        overflow: What a writer does when it has no free slot.
+    succeeded, so a call after an interrupt stores the same numbers. Args as `RolloutRing`.
 
     Attributes:
         views: For each slot, dotted key to shared tensor. Empty once the ring is closed.
     """
 
-    def __init__(self, layout: BlockLayout, slots: int, writers: int, overflow: Overflow) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        *,
+        slots: int = 2,
+        writers: int = 1,
+        overflow: Overflow = "overwrite",
+    ) -> None:
+        check_ring(slots, writers, overflow)
         self.layout, self.slots, self.writers, self.overflow = layout, slots, writers, overflow
         self._segment = SharedSegment(self.nbytes(layout, slots, writers))
         self._start([TokenPipe.create() for _ in range(2 * writers)])

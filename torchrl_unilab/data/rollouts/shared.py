@@ -18,8 +18,8 @@ from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.errors import UsageError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.layout import BlockLayout
-from torchrl_unilab.shm.ring import Lease, RolloutRing, check_ring
-from torchrl_unilab.shm.ring_writer import Overflow
+from torchrl_unilab.shm.ring import Lease, RolloutRing
+from torchrl_unilab.shm.ring_writer import Overflow, check_ring
 
 
 @dataclass(frozen=True, eq=False)
