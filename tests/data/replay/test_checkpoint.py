@@ -138,6 +138,21 @@ def test_a_header_that_lies_is_refused_and_the_rows_stay(tmp_path, key, value):
         assert same(other[:], transitions(9))
 
 
+@pytest.mark.parametrize("shards", [0, 2])
+def test_a_header_of_another_number_of_shards_is_refused_and_the_rows_stay(shards):
+    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
+        one.append(transitions(7))
+        other.append(transitions(9))
+        state = one.state_dict()
+        for key in ("bases", "floors", "heads", "starts", "origins"):
+            state["header"][key] *= shards
+
+        with pytest.raises(CheckpointError, match="unknown header"):
+            other.load_state_dict(state)
+
+        assert same(other[:], transitions(9))
+
+
 @pytest.mark.slow
 @both_ways
 def test_what_is_saved_beside_writers_is_whole_and_without_a_gap(tmp_path, load):

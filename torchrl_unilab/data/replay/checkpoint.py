@@ -81,9 +81,10 @@ def load_rows(
         mine = storage.header(schema)
         other = {key: header[key] for key in mine if header[key] != mine[key]}
         keys = ("bases", "floors", "heads", "starts", "origins")
+        numbers = zip(range(header["writers"]), *(header[key] for key in keys), strict=True)
         shards = [
             (floor - base, head - base, start + base, int(origin))
-            for base, floor, head, start, origin in zip(*map(header.__getitem__, keys), strict=True)
+            for _, base, floor, head, start, origin in numbers
         ]
     except (KeyError, TypeError, ValueError, LayoutError) as error:
         raise CheckpointError(
