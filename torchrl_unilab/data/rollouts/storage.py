@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torchrl.data import ReplayBuffer
 from torchrl.data.replay_buffers.samplers import Sampler
 from typing_extensions import Self
@@ -24,10 +24,13 @@ from typing_extensions import Self
 from torchrl_unilab.data.positions import check_range, flat_positions, is_mask, is_single
 from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, check_state
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
-from torchrl_unilab.data.rollouts.source import RolloutSource
-from torchrl_unilab.data.schema import TensorSchema
+from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError, WaitTimeoutError
 from torchrl_unilab.shm.ring import COUNTERS, Lease
+
+_Source = tuple[list[torch.Tensor], int | None]
+"""Tensors to copy to a slot, one per field; or one per field and part of a lazy stack, and the
+dimension along which the parts lie."""
 
 
 class RolloutSampler(Sampler):
@@ -138,19 +141,23 @@ class RolloutRingStorage(SharedRollouts):
                 )
         return len(rollouts)
 
-    def _sources(self, rollouts: Sequence[TensorDictBase]) -> list[RolloutSource]:
+    def _sources(self, rollouts: Sequence[TensorDictBase]) -> list[_Source]:
         """Return what to copy to the slots, checked; the first rollout decides the schema."""
         self._check_open()
         if self._schema is None:
             self._build(TensorSchema.of(rollouts[0]))
         assert self._schema is not None
-        return [RolloutSource.of(rollout, self._schema) for rollout in rollouts]
+        return [_source(rollout, self._schema) for rollout in rollouts]
 
-    def _write(self, source: RolloutSource, timeout: float | None = None) -> bool:
+    def _write(self, source: _Source, timeout: float | None = None) -> bool:
         slot = self._claim(timeout)
         if slot is None:
             return False
-        source.copy_to(list(self.ring.views[slot].values()))
+        (tensors, dim), targets = source, list(self.ring.views[slot].values())
+        if dim is not None:
+            targets = [part for field in targets for part in field.unbind(dim)]
+        with torch.no_grad():
+            torch._foreach_copy_(targets, tensors)
         self.commit()
         return True
 
@@ -328,7 +335,7 @@ class RolloutRingStorage(SharedRollouts):
         tensors = [state_dict["rollouts"][name] for name in self._schema.names]
         for i, writer in enumerate(state_dict["of"]):
             self.ring.become_writer(writer)
-            self._write(RolloutSource([tensor[i] for tensor in tensors]))
+            self._write(([tensor[i] for tensor in tensors], None))
         self.ring.resign(replaced=True)
         if writing is not None:
             self.ring.become_writer(writing)
@@ -352,3 +359,23 @@ class RolloutRingStorage(SharedRollouts):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"unread={len(self)}"
         return f"{type(self).__name__}(slots={self.slots}, writers={self.writers}, {state})"
+
+
+def _source(rollout: TensorDictBase, schema: TensorSchema) -> _Source:
+    """Return what to copy of a rollout, checked before a slot is claimed."""
+    if not isinstance(rollout, LazyStackedTensorDict):
+        return schema.select(rollout), None
+    if tuple(rollout.batch_size) != schema.batch_size:
+        raise LayoutShapeError(
+            f"batch size of a rollout: {tuple(rollout.batch_size)} (expected "
+            f"{schema.batch_size}). Pass rollouts like the first one, or make a new storage."
+        )
+    dim = rollout.stack_dim
+
+    def part(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return shape[:dim] + shape[dim + 1 :]
+
+    fields = tuple(TensorField(f.path, part(f.shape), f.dtype) for f in schema.fields)
+    parts = TensorSchema(part(schema.batch_size), fields)
+    columns = [parts.select(each) for each in rollout.tensordicts]
+    return [tensor for field in zip(*columns, strict=True) for tensor in field], dim
