@@ -45,12 +45,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
     if isinstance(index, slice):
-        start, stop, step = index.indices(length)
-        return (
-            torch.arange(start, max(start, stop), step, device="cpu")
-            if step > 0
-            else torch.tensor(range(start, stop, step), dtype=torch.int64, device="cpu")
-        )
+        return torch.from_numpy(np.arange(*index.indices(length), dtype=np.int64))
     if isinstance(index, np.ndarray):
         index = torch.from_numpy(index)
     elif not isinstance(index, torch.Tensor):
