@@ -26,11 +26,6 @@ _RECENT = 64
 """Batch sizes whose shapes are kept."""
 
 
-def key_path(key: str | Sequence[str]) -> Path:
-    """Return a TensorDict key as a tuple."""
-    return (key,) if isinstance(key, str) else tuple(key)
-
-
 def leaves(data: TensorDictBase) -> dict[Path, torch.Tensor]:
     """Return key to tensor of all entries, nested ones too.
 

@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_unilab.data.replay.append import NonFinite, RowAppender, as_rows, check_steps
 from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGatherer
-from torchrl_unilab.data.schema import TensorSchema, key_path
+from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import STORAGE, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
@@ -106,7 +106,8 @@ class SharedReplay(SharedStorage):
 
     def _form_of(self, schema: TensorSchema) -> RowForm:
         keys = self.observation_keys
-        return RowForm.of(schema, self.n_step, None if keys is None else [*map(key_path, keys)])
+        paths = None if keys is None else [(k,) if isinstance(k, str) else tuple(k) for k in keys]
+        return RowForm.of(schema, self.n_step, paths)
 
     def _attach(self, segment: SharedSegment) -> None:
         form, size = self._form, self.max_size // self.writers
