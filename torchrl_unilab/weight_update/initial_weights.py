@@ -96,7 +96,8 @@ def initial_weights(
     if context is not None:
         if model_id is None:
             raise ConfigError("model_id must be provided if context is provided")
-        workers = _num_workers(context)
+        policy_device = context.policy_device
+        workers = len(policy_device) if isinstance(policy_device, (list, tuple)) else 1
         others["num_workers"] = None if num_workers == workers else num_workers
         _refuse(others, "context")
         return _from_context(context, model_id, workers, per_worker)
@@ -168,8 +169,3 @@ def _checked_params_map(params_map: Any) -> Mapping[int, Weights]:
     ):
         raise ConfigError("params_map must be a dict[int, TensorDictBase]")
     return params_map
-
-
-def _num_workers(context: Any) -> int:
-    devices = context.policy_device
-    return len(devices) if isinstance(devices, (list, tuple)) else 1
