@@ -113,15 +113,6 @@ class SharedSegment:
             descriptor = _create_named(name)
         else:
             descriptor = _create_anonymous()
-        try:
-            _reserve(descriptor, nbytes)
-        except OSError as error:
-            os.close(descriptor)
-            if name is not None:
-                _path(name).unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM):
-                raise SegmentSpaceError(_no_room(nbytes, free_bytes(named), named)) from error
-            raise
         self._open(descriptor, nbytes, name, owner_pid=os.getpid())
 
     @classmethod
@@ -158,8 +149,10 @@ class SharedSegment:
         self._unlink = weakref.finalize(self, _unlink, path, owner_pid)
         self._buffer: npt.NDArray[np.uint8] | None = None
         try:
+            if owner_pid is not None:
+                _reserve(descriptor, nbytes, named=name is not None)
             mapping = _mapped(descriptor, nbytes)
-        except (OSError, ValueError):
+        except (OSError, ValueError, SegmentSpaceError):
             os.close(descriptor)
             self._unlink()
             raise
@@ -349,11 +342,16 @@ def _path(name: str) -> Path:
     return named_directory() / name
 
 
-def _reserve(descriptor: int, nbytes: int) -> None:
+def _reserve(descriptor: int, nbytes: int, named: bool) -> None:
     """Size the file and take its pages now: a page that cannot be had later is a SIGBUS."""
-    os.ftruncate(descriptor, nbytes)
-    if sys.platform == "linux":
-        os.posix_fallocate(descriptor, 0, nbytes)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        if sys.platform == "linux":
+            os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise SegmentSpaceError(_no_room(nbytes, free_bytes(named), named)) from error
+        raise
 
 
 def _no_room(nbytes: int, free: int, named: bool) -> str:
