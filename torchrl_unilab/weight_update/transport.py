@@ -158,10 +158,10 @@ class UniLabShmTransport:
 
     def _own(self, cells: dict[int, SnapshotCell], casts: bool, optional: frozenset[str]) -> None:
         self.cells = cells
-        self.unique_cells = list({id(cell): cell for cell in cells.values()}.values())
+        self.unique_cells = list(dict.fromkeys(cells.values()))
         self._casts = casts
         self._optional = optional
-        self._packers: dict[tuple[int, torch.device], DevicePacker] = {}
+        self._packers: dict[tuple[SnapshotCell, torch.device], DevicePacker] = {}
 
     @classmethod
     def create(
@@ -297,7 +297,7 @@ class UniLabShmTransport:
         if device is None:
             return tensors
         cell.layout.check(tensors)
-        key = (id(cell), device)
+        key = cell, device
         if key not in self._packers:
             self._packers[key] = DevicePacker(cell.layout, device)
         return self._packers[key].to_host(tensors)
@@ -348,7 +348,7 @@ class UniLabShmTransport:
         if worker_ids is None:
             return self.unique_cells
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        return list({id(cell): cell for cell in map(self.cell, ids)}.values())
+        return list(dict.fromkeys(map(self.cell, ids)))
 
     def receive_weights(
         self,
