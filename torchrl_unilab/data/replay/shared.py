@@ -147,8 +147,7 @@ class SharedReplay(SharedStorage):
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory."""
-        rows = self.rows
-        return rows.nbytes(rows.widths, rows.shards, rows.shard_rows)
+        return self.rows.segment.nbytes
 
     # Counts
 
