@@ -19,6 +19,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError
+from torchrl_unilab.shm.segment import Owner
 
 
 class SharedStorageCheckpointer(StorageCheckpointerBase):
@@ -38,7 +39,7 @@ class SharedStorageCheckpointer(StorageCheckpointerBase):
     register_load_hook = _refuse_hook
 
 
-class SharedStorage(TensorStorage):
+class SharedStorage(Owner, TensorStorage):
     """A storage whose content and counts lie in memory that several processes share.
 
     What is there counts itself: TorchRL's own counters are not needed. Their semaphores have
@@ -155,12 +156,6 @@ class SharedStorage(TensorStorage):
     @abstractmethod
     def _leave(self) -> None:
         """Give up what this process has of the storage."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Copies
 

@@ -18,13 +18,12 @@ from multiprocessing.util import Finalize
 from typing import Any, Literal, get_args
 
 import torch
-from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock
-from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.segment import Owner, SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token, unpack_token, waits
 from torchrl_unilab.shm.words import shared_words, words_nbytes
 
@@ -57,7 +56,7 @@ def check_ring(slots: int, writers: int, overflow: str) -> None:
         )
 
 
-class RingWriter:
+class RingWriter(Owner):
     """A ring, as a process attaches to it, writes it and leaves it.
 
     The token of the claimed slot is in `_hand`. `_counts` holds what the counters are if the take
@@ -288,12 +287,6 @@ class RingWriter:
         self._segment.close()
         for pipe in (*self._free, *self._ready):
             pipe.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if "_at_end" in self.__dict__ and not sys.is_finalizing():  # the kernel closes it then

@@ -20,12 +20,14 @@ import sys
 import tempfile
 import threading
 import weakref
+from abc import abstractmethod
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 from torchrl_unilab.errors import (
     ConfigError,
@@ -73,7 +75,21 @@ def free_bytes(named: bool | None = None) -> int:
     return available_memory()
 
 
-class SharedSegment:
+class Owner:
+    """What owns memory: a context manager, which ends with `close`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give it up. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SharedSegment(Owner):
     """Zero-filled shared bytes, created by one process and attached by others.
 
     Pickling a segment to a spawned process (as an argument of the process) attaches it
@@ -192,12 +208,6 @@ class SharedSegment:
         """Give up the segment; its creator also unlinks its name. Idempotent."""
         self._buffer = None
         self._unlink()
-
-    def __enter__(self) -> SharedSegment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         _ = self.buffer  # refuse a closed segment

@@ -31,7 +31,7 @@ from torchrl_unilab.errors import (
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock
-from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.segment import Owner, SharedSegment
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
 DEFAULT_SLOTS = 3
@@ -88,7 +88,7 @@ class ReaderState(NamedTuple):
     overtaken: int
 
 
-class SnapshotCell:
+class SnapshotCell(Owner):
     """A shared segment that holds versioned snapshots of one set of tensors.
 
     One process publishes, from any of its threads, from its first publish until it closes the
@@ -331,12 +331,6 @@ class SnapshotCell:
             self._words = self._sequence = self._reports = _ClosedWords()
             self._payloads = self._views = _ClosedWords()
             self._segment.close()
-
-    def __enter__(self) -> SnapshotCell:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self._segment, self.layout, self.slots, self.readers

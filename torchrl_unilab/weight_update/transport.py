@@ -17,6 +17,7 @@ from torch import nn
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.layout import dotted
+from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, Snapshot
 from torchrl_unilab.weight_update.module_weights import (
     EXTRA_STATE,
@@ -95,7 +96,7 @@ def nested(tensors: Mapping[str, torch.Tensor]) -> TensorDictBase:
     return TensorDict(dict(tensors)).unflatten_keys(".")
 
 
-class UniLabShmTransport:
+class UniLabShmTransport(Owner):
     """Moves weights from one sender to the receivers through shared snapshot cells.
 
     TorchRL's schemes use `send_weights` and `receive_weights`. A program without collectors, in
@@ -372,12 +373,6 @@ class UniLabShmTransport:
             cell.close()
 
     cleanup = close
-
-    def __enter__(self) -> UniLabShmTransport:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_packers": {}}

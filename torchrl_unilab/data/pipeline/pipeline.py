@@ -29,6 +29,7 @@ from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.shm.segment import Owner
 
 SLOTS = 2
 """Batches in memory: one that the learner uses, one that is packed."""
@@ -66,7 +67,7 @@ class ReplayTickMetadata:
     batch_gpu_slot: int | None = None
 
 
-class DoubleBufferReplayPipeline:
+class DoubleBufferReplayPipeline(Owner):
     """Prepares a tick's batch in one slot while the learner uses the other.
 
     The rows of a tick are drawn with the seed ``base_seed + tick``: from the same rows, the
@@ -154,12 +155,6 @@ class DoubleBufferReplayPipeline:
         self.sample_count = sample_count
         self.base_seed = base_seed
         self.last_metadata: ReplayTickMetadata | None = None
-
-    def __enter__(self) -> DoubleBufferReplayPipeline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def h2d_submitter(self) -> str:
