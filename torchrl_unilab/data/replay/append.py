@@ -185,32 +185,26 @@ class RowAppender:
         self, mask: torch.Tensor, finals: torch.Tensor | TensorDictBase | None
     ) -> dict[str, torch.Tensor]:
         """Return final observations by dotted key, [*mask.shape, ...]; only masked rows count."""
+        names = self._form.index
+        # What rows have before and after a step.
+        known = [f"next.{name}" for name in names if name.split(".")[-1] not in SIGNALS]
+        known = [name for name in known if name in names]
         if isinstance(finals, torch.Tensor):
-            named = {self._only_next_observation(): finals}
+            if len(known) != 1:
+                raise LayoutKeyError(
+                    f"final observations: one tensor for the keys {known} (expected exactly one). "
+                    "Pass a TensorDict with one entry per observation."
+                )
+            named = {known[0]: finals}
         else:
             assert finals is not None
             named = {f"next.{dotted(key)}": leaf for key, leaf in leaves(finals).items()}
-            if missing := [key for key in self._next_observations() if key not in named]:
+            if missing := [name for name in known if name not in named]:
                 raise LayoutKeyError(
                     f"final observations: without {missing} (expected all that rows have). Add "
                     "them: a row would mix the final state with that after the reset."
                 )
         return {name: self._unmask(name, leaf, mask) for name, leaf in named.items()}
-
-    def _next_observations(self) -> list[str]:
-        """Keys of next observations: what rows have before and after a step."""
-        names = self._form.index
-        keys = [f"next.{name}" for name in names if name.split(".")[-1] not in SIGNALS]
-        return [key for key in keys if key in names]
-
-    def _only_next_observation(self) -> str:
-        found = self._next_observations()
-        if len(found) != 1:
-            raise LayoutKeyError(
-                f"final observations: one tensor for the keys {found} (expected exactly one). "
-                "Pass a TensorDict with one entry per observation."
-            )
-        return found[0]
 
     def _unmask(self, name: str, leaf: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return one observation for all rows, given for all rows or for the masked ones only."""
