@@ -126,7 +126,8 @@ class ModuleWeights:
     def set_extra_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Give submodules their extra state, copied, from tensors by dotted key."""
         for prefix, submodule in self._stateful:
-            own = {k: v.clone() for k, v in values.items() if _is_under(k, prefix)}
+            under = (f"{prefix}.", f"{prefix}#")
+            own = {k: v.clone() for k, v in values.items() if k == prefix or k.startswith(under)}
             if own:
                 submodule.set_extra_state(nest_extra_state(prefix, own))
 
@@ -198,10 +199,6 @@ def _checked_name(name: str, tensor: torch.Tensor) -> str:
             "initialised parameter). Run one forward pass first."
         )
     return name
-
-
-def _is_under(key: str, prefix: str) -> bool:
-    return key == prefix or key.startswith((prefix + ".", prefix + "#"))
 
 
 def flatten_extra_state(prefix: str, state: Any) -> dict[str, torch.Tensor]:
