@@ -12,7 +12,7 @@ import pytest
 from tests.support.nodes import start_cluster
 
 # Ray's own 15 starve the mailbox beside a busy program, and its start takes more than a minute.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (Ray's spelling)
 
 _RAYS_OWN = (
     "ignore::ResourceWarning",
