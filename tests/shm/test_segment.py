@@ -4,6 +4,7 @@ import errno
 import fcntl
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -222,6 +223,16 @@ def test_a_mount_that_fills_up_meanwhile_leaves_nothing(monkeypatch, tmp_path):
     with pytest.raises(SegmentSpaceError):
         SharedSegment(1024, name="unilab-test")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_of_file_sizes_is_named():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    try:
+        with pytest.raises(SegmentSpaceError, match=r"2097152 bytes .*`ulimit -f`"):
+            SharedSegment(2 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_killed_creator_leaves_no_segment():

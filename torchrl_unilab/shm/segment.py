@@ -361,6 +361,11 @@ def _reserve(descriptor: int, nbytes: int, named: bool) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise SegmentSpaceError(_no_room(nbytes, free_bytes(named), named)) from error
+        if error.errno == errno.EFBIG:
+            raise SegmentSpaceError(
+                f"cannot create a shared segment: {nbytes} bytes (expected at most what `ulimit -f` "
+                "lets a file have). Raise it."
+            ) from error
         raise
 
 
