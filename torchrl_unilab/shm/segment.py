@@ -363,8 +363,8 @@ def _reserve(descriptor: int, nbytes: int, named: bool) -> None:
             raise SegmentSpaceError(_no_room(nbytes, free_bytes(named), named)) from error
         if error.errno == errno.EFBIG:
             raise SegmentSpaceError(
-                f"cannot create a shared segment: {nbytes} bytes (expected at most what `ulimit -f` "
-                "lets a file have). Raise it."
+                f"cannot create a shared segment: {nbytes} bytes (expected at most what "
+                "`ulimit -f` lets a file have). Raise it."
             ) from error
         raise
 
