@@ -343,11 +343,15 @@ def test_borrowed_rollouts_are_given_back_when_an_iteration_is_broken_off(pair, 
 
 def test_a_state_restores_frames_and_noise(pair):
     batches = iter(pair)
-    next(batches)
-    next(batches)
+    for _ in range(3):  # one of a round of two waits
+        next(batches)
     state = pair.state_dict()
     frames, totals = state["frames"], [worker["frames"] for worker in state["workers"]]
     next(batches)
+    for _ in range(2):
+        pair.load_state_dict(state)
+        lag = pair.scheme.version + 1 - next(batches)[VERSION].max()
+        assert lag == state["version"] - state["waiting"][0][1]["next"]["policy_version"].max()
     pair.load_state_dict(state)
     assert pair.state_dict()["frames"] == frames
     assert [worker["frames"] for worker in pair.state_dict()["workers"]] == totals

@@ -286,7 +286,8 @@ class APPOCollector(WorkerCollector):
             self.storage.release(lease)
         self._waiting = []
         self.stale = state_dict["stale"]
-        self._restored = [TensorDict(entries, size) for size, entries in state_dict["waiting"]]
+        waiting = state_dict["waiting"]
+        self._restored = [TensorDict(entries, size).clone() for size, entries in waiting]
         for rollout in self._restored:
             # As far behind as it was: what is loaded is published next.
             rollout.get(POLICY_VERSION).add_(self.scheme.version + 1 - state_dict["version"])

@@ -205,7 +205,7 @@ class RolloutWorker:
         """
         simulation, carrier = self._simulation, self._carrier
         resumable = simulation is not None and carrier is not None
-        return {
+        state = {
             "env": None if self.env is simulation else self.env.state_dict(),
             "simulation": None if simulation is None else simulation.snapshot(),
             "carrier": carrier.to_dict() if resumable else None,  # type: ignore[union-attr]
@@ -214,9 +214,10 @@ class RolloutWorker:
             "random": torch.get_rng_state(),
             "modules": [module.snapshot() for module in self._modules],
             "log": self.log.state_dict(),
-            "seconds": dict(self.clock.seconds),
+            "seconds": self.clock.seconds,
             "frames": self.frames,
         }
+        return copy.deepcopy(state)  # of what goes on here, where no process is between
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
@@ -224,6 +225,7 @@ class RolloutWorker:
         With an environment that has snapshots, transformed or not, the next rollout continues
         its episodes, bit for bit; other environments start new ones.
         """
+        state = copy.deepcopy(state)  # it may be loaded again
         if state["env"] is not None:  # transforms such as CatFrames size their buffers in a step
             self.env.rand_step(self.env.reset())
             self.env.load_state_dict(state["env"])
