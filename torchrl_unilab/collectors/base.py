@@ -170,25 +170,26 @@ class WorkerCollector(BaseCollector, abc.ABC):
             self._metrics = metrics = SharedMetrics(self.num_workers, names=names)
             self.scheme.init_on_sender(model_id="policy", context=self)
             factories, creators = without_creators([] if self._inline else self._factories)
-            payload = cloudpickle.dumps((factories, on_host(self.policy), explore, self._measure))
+            rollouts = {
+                "num_steps": num_steps,
+                "workers": self.num_workers,
+                "first_trajectory": first_trajectory(self.worker_idx, self.scheme.first_version),
+                "exploration_type": self.exploration_type,
+                "random_frames": -(-self.init_random_frames // self.num_workers),
+                "device": self.policy_device[0],
+                "measure": self._measure,
+            }
+            payload = cloudpickle.dumps((factories, on_host(self.policy), explore, rollouts))
+            scheme = copy.copy(self.scheme) if self._inline else self.scheme
             setup = WorkerSetup(
-                payload,
-                env.batch_size,
-                num_steps,
-                self.exploration_type,
-                -(-self.init_random_frames // self.num_workers),
-                self.policy_device[0],
-                trace.settings(),
-                first_trajectory=first_trajectory(self.worker_idx, self.scheme.first_version),
-                creators=creators,
+                payload, creators, env.batch_size, scheme, sink, metrics, trace.settings()
             )
             workers: WorkerService | WorkerGroup
             if self._inline:
                 own = self._factories[0]()  # not stepped yet: it may learn from what it sees
-                workers = build_service(setup, copy.copy(self.scheme), sink, metrics, env=own)
+                workers = build_service(setup, env=own)
             else:
-                shared, count = (setup, self.scheme, sink, metrics), self.num_workers
-                arguments = [(*shared, worker, count) for worker in range(count)]
+                arguments = [(setup, worker) for worker in range(self.num_workers)]
                 workers = WorkerGroup(
                     run_worker, arguments, name="collector", num_threads=self._num_threads
                 )

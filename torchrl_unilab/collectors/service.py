@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cloudpickle
 import torch
 from torchrl.envs import EnvBase, EnvCreator
-from torchrl.envs.utils import ExplorationType
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.worker import RolloutWorker, close_env
@@ -164,58 +163,42 @@ class WorkerService:
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What a worker needs beside the memory it shares: picklable, equal for all workers.
+    """What a worker needs: picklable, equal for all workers.
 
     Attributes:
-        payload: Pickled (environment factories, policy, what makes it explore or None, what
-            measures the environment), by value, so that pickling moves none of the learner's
+        payload: Pickled (environment factories, policy, what makes it explore or None, further
+            arguments of `RolloutWorker`), by value, so that pickling moves none of the learner's
             tensors into shared memory.
-        batch_size: Of each worker's environment: the memory is cut for it.
-        num_steps: Steps of each environment in a rollout.
-        exploration_type: How the policy acts.
-        random_frames: Frames of each worker at first with random actions.
-        device: Where the policy acts.
-        trace: The trace that the worker's events go to, if one is recorded.
-        first_trajectory: Id of the first trajectory of all workers.
         creators: Environment factories that are not in the payload, by number.
+        batch_size: Of each worker's environment: the memory is cut for it.
+        scheme: Where its weights come from.
+        sink: Stores rollouts.
+        metrics: Of all workers.
+        trace: The trace that the worker's events go to, if one is recorded.
     """
 
     payload: bytes
+    creators: Mapping[int, EnvCreator]
     batch_size: torch.Size
-    num_steps: int
-    exploration_type: ExplorationType
-    random_frames: int
-    device: torch.device
+    scheme: UniLabShmScheme
+    sink: Sink
+    metrics: SharedMetrics
     trace: TraceSettings | None
-    first_trajectory: int = 0
-    creators: Mapping[int, EnvCreator] = field(default_factory=dict)
 
 
-def build_service(
-    setup: WorkerSetup,
-    scheme: UniLabShmScheme,
-    sink: Sink,
-    metrics: SharedMetrics,
-    worker: int = 0,
-    workers: int = 1,
-    env: EnvBase | None = None,
-) -> WorkerService:
+def build_service(setup: WorkerSetup, worker: int = 0, env: EnvBase | None = None) -> WorkerService:
     """Return the service of a worker, in the process that steps its environment.
 
     Args:
-        setup: What to step and how.
-        scheme: Where the policy's weights come from.
-        sink: Where rollouts go.
-        metrics: Where to publish metrics.
+        setup: What to step and how, and where rollouts go.
         worker: Number of this worker.
-        workers: How many there are.
         env: The environment; by default a new one.
 
     Raises:
         ConfigError: The environment is of another batch size than the first worker's.
     """
-    factories, policy, explore, measure = cloudpickle.loads(setup.payload)
-    policy.to(setup.device)
+    factories, policy, explore, further = cloudpickle.loads(setup.payload)
+    policy.to(further["device"])
     if env is None:
         env = (setup.creators.get(worker) or factories[worker])()
     if env.batch_size != setup.batch_size:
@@ -224,47 +207,24 @@ def build_service(
             f"environment of worker {worker}: batch size {tuple(env.batch_size)} (expected "
             f"{tuple(setup.batch_size)}, as worker 0 has). Make as many in each."
         )
-    scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
-    scheme.connect(worker_idx=worker)
-    rollouts = RolloutWorker(
-        env,
-        policy if explore is None else explore(policy).to(setup.device),
-        setup.num_steps,
-        worker=worker,
-        workers=workers,
-        first_trajectory=setup.first_trajectory,
-        scheme=scheme,
-        exploration_type=setup.exploration_type,
-        random_frames=setup.random_frames,
-        device=setup.device,
-        measure=measure,
-    )
-    return WorkerService(rollouts, sink, metrics, worker)
+    setup.scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
+    setup.scheme.connect(worker_idx=worker)
+    acting = policy if explore is None else explore(policy).to(further["device"])
+    rollouts = RolloutWorker(env, acting, worker=worker, scheme=setup.scheme, **further)
+    return WorkerService(rollouts, setup.sink, setup.metrics, worker)
 
 
-def run_worker(
-    link: Link,
-    setup: WorkerSetup,
-    scheme: UniLabShmScheme,
-    sink: Sink,
-    metrics: SharedMetrics,
-    worker: int,
-    workers: int,
-) -> None:
+def run_worker(link: Link, setup: WorkerSetup, worker: int) -> None:
     """A worker process: serve the collector; while it runs ahead, collect between requests.
 
     Args:
         link: To the collector.
-        setup: What to step and how.
-        scheme: As `build_service` has it, and so are the others.
-        sink: Stores rollouts.
-        metrics: Of all workers.
-        worker: The number of this one.
-        workers: How many there are.
+        setup: What to step and how, and where rollouts go.
+        worker: The number of this worker.
     """
     with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
         trace.join(setup.trace, f"collector {worker}")
-    service = build_service(setup, scheme, sink, metrics, worker, workers)
+    service = build_service(setup, worker)
     link.ready()
     try:
         while True:
@@ -272,6 +232,6 @@ def run_worker(
             if request is not None:
                 link.answer(service.serve(*request))
             else:
-                sink.collect(service.rollouts, service.publish, _CLAIM_SECONDS)
+                setup.sink.collect(service.rollouts, service.publish, _CLAIM_SECONDS)
     finally:
         service.close()
