@@ -232,11 +232,34 @@ class SharedMetrics:
 
     def snapshot(self, worker: int) -> dict[str, torch.Tensor]:
         """Return the newest snapshot of `worker`; its replacement resumes from it."""
-        return _newest(self._cells[worker])
+        cell = self._cells[worker]
+        snapshot = Snapshot(cell.layout)
+        cell.read(snapshot)
+        return snapshot.tensors
 
     def total(self) -> CollectorMetrics:
         """Return sums over all workers, and means over their last episodes."""
-        return _total([_newest(cell) for cell in self._cells], self.names)
+        parts = [self.snapshot(worker) for worker in range(len(self._cells))]
+        share = max(1, WINDOW // len(parts))  # of the window, per worker
+        rows = []
+        for part in parts:
+            episodes = int(part["episodes"])
+            newest = np.arange(episodes - min(share, episodes), episodes) % WINDOW
+            rows.append(part["last"].numpy()[newest])
+        last = np.concatenate(rows)
+        mean = last.mean(axis=0) if len(last) else np.full(3, np.nan)
+        seconds = torch.stack([part["seconds"] for part in parts]).sum(0).tolist()
+        values = torch.stack([part["values"] for part in parts]).nanmean(0).tolist()
+        return CollectorMetrics(
+            frames=sum(int(part["frames"]) for part in parts),
+            episodes=sum(int(part["episodes"]) for part in parts),
+            episode_return=float(mean[0]),
+            episode_length=float(mean[1]),
+            timeout_rate=float(1.0 - mean[2]),
+            termination_rate=float(mean[2]),
+            seconds=dict(zip(PHASES, seconds, strict=True)),
+            values=dict(zip(self.names, values, strict=True)),
+        )
 
     def close(self) -> None:
         """Close the shared memory. Idempotent."""
@@ -254,32 +277,3 @@ def _initial(names: int) -> dict[str, torch.Tensor]:
         "last": torch.zeros(WINDOW, 3, dtype=torch.float64, device="cpu"),
         "values": torch.full((names,), torch.nan, dtype=torch.float64, device="cpu"),
     }
-
-
-def _newest(cell: SnapshotCell) -> dict[str, torch.Tensor]:
-    snapshot = Snapshot(cell.layout)
-    cell.read(snapshot)
-    return snapshot.tensors
-
-
-def _total(parts: Sequence[dict[str, torch.Tensor]], names: Sequence[str]) -> CollectorMetrics:
-    share = max(1, WINDOW // len(parts))  # of the window, per worker
-    rows = []
-    for part in parts:
-        episodes = int(part["episodes"])
-        newest = np.arange(episodes - min(share, episodes), episodes) % WINDOW
-        rows.append(part["last"].numpy()[newest])
-    last = np.concatenate(rows)
-    mean = last.mean(axis=0) if len(last) else np.full(3, np.nan)
-    seconds = torch.stack([part["seconds"] for part in parts]).sum(0).tolist()
-    values = torch.stack([part["values"] for part in parts]).nanmean(0).tolist()
-    return CollectorMetrics(
-        frames=sum(int(part["frames"]) for part in parts),
-        episodes=sum(int(part["episodes"]) for part in parts),
-        episode_return=float(mean[0]),
-        episode_length=float(mean[1]),
-        timeout_rate=float(1.0 - mean[2]),
-        termination_rate=float(mean[2]),
-        seconds=dict(zip(PHASES, seconds, strict=True)),
-        values=dict(zip(names, values, strict=True)),
-    )
