@@ -118,13 +118,12 @@ class WorkerTeam:
         """
         if self.service is not None:
             return [self._serve(*requests[0])]
-        answers: list[Any] = []
         # Between two rollouts it answers, which may take as long as one, or as its start.
         timeout = None if self._timeout is None else max(self._timeout, START_SECONDS)
-        for worker, request in enumerate(requests):
-            ask = partial(self._group.ask, worker, *request, timeout=timeout)
-            self.persist(lambda: answers.append(ask()))  # noqa: B023
-        return answers
+        return [
+            self.persist(partial(self._group.ask, worker, *request, timeout=timeout))
+            for worker, request in enumerate(requests)
+        ]
 
     def ask_all(self, *request: Any) -> list[Any]:
         """Ask all workers the same request; return the answers."""
@@ -169,16 +168,15 @@ class WorkerTeam:
         if self.group is not None:
             self.persist(self.group.check)
 
-    def persist(self, call: Callable[[], object]) -> None:
-        """Call until no worker is found to be lost.
+    def persist(self, call: Callable[[], Any]) -> Any:
+        """Call until no worker is found to be lost; return what the last call does.
 
         Raises:
             WorkerError: A worker was lost, and may not be replaced.
         """
         while True:
             try:
-                call()
-                return
+                return call()
             except WorkerError as lost:
                 self._replace(lost)
 
