@@ -40,7 +40,6 @@ class Sink(Protocol):
 
     def open(self, rollouts: RolloutWorker, worker: int) -> None:
         """Become writer `worker`, in the process that stores its rollouts."""
-        ...
 
     def collect(
         self, rollouts: RolloutWorker, publish: Callable[[], None], timeout: float | None
@@ -52,11 +51,9 @@ class Sink(Protocol):
             publish: Publishes the worker's metrics.
             timeout: Seconds to wait for room; as long as the storage waits if None.
         """
-        ...
 
     def recover(self, worker: int) -> None:
         """Free what a dead writer held, in the collector's process."""
-        ...
 
 
 class WorkerService:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -109,16 +109,14 @@ class Snapshotting(Protocol):
 
     def snapshot(self) -> Any:
         """Return the state."""
-        ...
 
     def restore(self, snapshot: Any) -> None:
         """Resume from a state; a module begins anew from None."""
-        ...
 
 
-def _snapshotting(part: object) -> list[Snapshotting]:
-    """Return `part` if its class has snapshots: to ask an instance starts a lazy ParallelEnv."""
-    return [cast(Snapshotting, part)] if issubclass(type(part), Snapshotting) else []
+def _has_snapshots(part: object) -> TypeGuard[Snapshotting]:
+    """Return whether a class has snapshots: to ask an instance starts a lazy ParallelEnv."""
+    return issubclass(type(part), Snapshotting)
 
 
 class RolloutWorker:
@@ -177,8 +175,8 @@ class RolloutWorker:
         self._staggers = isinstance(base, MujocoBatchEnv) and base.stagger
         self._to_stagger = self._staggers  # the episodes that start next
         self.log = EpisodeLog(self.num_envs)
-        self._simulation = next(iter(_snapshotting(base)), None)
-        self._modules = [found for part in policy.modules() for found in _snapshotting(part)]
+        self._simulation = base if _has_snapshots(base) else None
+        self._modules = [module for module in policy.modules() if _has_snapshots(module)]
         self._renew_modules()  # the policy may have acted before it was sent here
 
     def seed(self, env_seed: int, torch_seed: int) -> None:
