@@ -228,8 +228,10 @@ class _Part:
             tid: int = self._thread.tid
         except AttributeError:
             tid = self._thread.tid = threading.get_native_id()
+            thread = threading.current_thread()
+            name = "main" if thread is threading.main_thread() else thread.name
             with self._lock:
-                self._write(self._named("thread_name", tid, "name", _thread_name()))
+                self._write(self._named("thread_name", tid, "name", name))
         return tid
 
     def _named(self, what: str, tid: int, key: str, value: str) -> str:
@@ -249,11 +251,6 @@ class _Part:
                 "does from here on is missing in the trace. Make room, and trace again.",
                 stacklevel=2,
             )
-
-
-def _thread_name() -> str:
-    thread = threading.current_thread()
-    return "main" if thread is threading.main_thread() else thread.name
 
 
 class _Span:
