@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,38 +65,6 @@ def build_reward_comparison_metrics(
         {}
     """
     return {"mean_ep100": float(reward_history[-1])} if len(reward_history) else {}
-
-
-class _LearnerState:
-    """What a resumed trainer needs beside the loss and TorchRL's counts.
-
-    Args:
-        trainer: Its optimisers, its normalisers (critics refer to theirs without containing
-            it), and how far it has come.
-    """
-
-    def __init__(self, trainer: OffPolicyTrainer) -> None:
-        self._trainer = trainer
-        self._parts: dict[str, torch.optim.Optimizer | ObservationNormalizer] = {
-            **{f"optimizer_{part}": one for part, one in trainer.update.optimizers.items()},
-            **{f"normalizer_{key}": one for key, one in trainer.normalizers.items()},
-        }
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        progress = {
-            "updates": trainer.updates,
-            "tick": trainer._tick,
-            "counted": [*trainer._counted],
-        }
-        return {**{name: part.state_dict() for name, part in self._parts.items()}, **progress}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        for name, part in self._parts.items():
-            part.load_state_dict(state_dict[name])
-        trainer = self._trainer
-        trainer.updates = state_dict["updates"]
-        trainer._tick, trainer._counted = state_dict["tick"], state_dict["counted"]
 
 
 class OffPolicyTrainer(RankTrainer):
@@ -217,7 +186,13 @@ class OffPolicyTrainer(RankTrainer):
             base_seed=int(torch.randint(2**31, ())),
             packer="thread" if config.prefetch else "inline",
         )
-        self.register_module("learner", _LearnerState(self))
+        # Critics refer to their normaliser without containing it.
+        self._parts: dict[str, torch.optim.Optimizer | ObservationNormalizer] = {
+            **{f"optimizer_{part}": one for part, one in self.update.optimizers.items()},
+            **{f"normalizer_{key}": one for key, one in self.normalizers.items()},
+        }
+        own = {"state_dict": self._own_state, "load_state_dict": self._load_own_state}
+        self.register_module("learner", SimpleNamespace(**own))
         self.register_module("pipeline", self.pipeline)
         self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         PublishWeights(collector).register(self)
@@ -297,6 +272,17 @@ class OffPolicyTrainer(RankTrainer):
         means = stacked.nanmean(0) if young else stacked.mean(0)
         named = zip(update.statistics, means.tolist(), strict=True)  # one look at the device
         return {n: mean for n, mean in named if mean == mean or not young or n == "loss_qvalue"}
+
+    def _own_state(self) -> dict[str, Any]:
+        """Return what a resumed trainer needs beside the loss and TorchRL's counts."""
+        state = {name: part.state_dict() for name, part in self._parts.items()}
+        return {**state, "updates": self.updates, "tick": self._tick, "counted": [*self._counted]}
+
+    def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state_dict[name])
+        self.updates = state_dict["updates"]
+        self._tick, self._counted = state_dict["tick"], state_dict["counted"]
 
     def close(self) -> None:
         """Close the pipeline. Idempotent."""
