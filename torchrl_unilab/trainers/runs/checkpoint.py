@@ -301,12 +301,10 @@ def _foreign(directory: Path) -> list[str]:
 
 def _digests(directory: Path, parts: tuple[str, ...] | None = None) -> dict[str, str]:
     """Return each file's digest by its name below a directory."""
-    names = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
-    return {
-        name: _digest(path)
-        for name, path in names.items()
-        if path.is_file() and (parts is None or name.startswith(parts))
-    }
+    names = (
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
+    return {n: _digest(directory / n) for n in names if parts is None or n.startswith(parts)}
 
 
 def _digest(path: Path) -> str:
