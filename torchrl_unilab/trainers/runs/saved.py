@@ -116,7 +116,7 @@ def load_run(
         run_dir: A run.
         purpose: A verb for messages: "evaluate".
         create_env: Makes the environment; `MujocoBatchEnv` of the run's task if not given.
-        **env_options: Of `MujocoBatchEnv`.
+        **env_options: Of `MujocoBatchEnv`, if it makes it.
 
     Raises:
         CheckpointError: There is no run with a whole checkpoint in `run_dir`; names an older one
@@ -186,8 +186,7 @@ def load_policy(
         >>> policy(TensorDict(observation=torch.zeros(4)))["action"].shape
         torch.Size([1])
     """
-    size = {} if create_env else {"num_envs": 1, "num_threads": 1}
-    run = load_run(run_dir, "load", create_env, **size)
+    run = load_run(run_dir, "load", create_env, num_envs=1, num_threads=1)
     close_env(run.env)
     return run.actor
 
@@ -222,8 +221,8 @@ def evaluate_run(
     """
     if episodes < 1:
         raise ConfigError(f"episodes: {episodes} (expected at least 1). Ask for some.")
-    size = {} if create_env else {"num_envs": episodes, "num_threads": available_cores()}
-    run = load_run(run_dir, "evaluate", create_env, **size)
+    cores = available_cores()
+    run = load_run(run_dir, "evaluate", create_env, num_envs=episodes, num_threads=cores)
     run.env.set_seed(seed)
     with closing_env(run.env):
         max_steps = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
