@@ -9,10 +9,10 @@ import importlib
 import itertools
 import math
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -216,36 +216,27 @@ def film_episodes(
     returns: list[float] = []
     lengths: list[int] = []
 
-    def pictures() -> Generator[NDArray[np.uint8], None, None]:
+    def pictures() -> Iterator[NDArray[np.uint8]]:
         for _ in range(episodes):
-            total, steps = yield from _film_episode(env, actor, every, bar)
-            returns.append(total)
-            lengths.append(steps)
+            current, done = env.reset(), False
+            returns.append(0.0)
+            lengths.append(0)
+            while not done:
+                if lengths[-1] % every == 0:
+                    yield env.render()[0]
+                stepped = env.step(actor(current))
+                after = stepped["next"]
+                returns[-1] += after["reward"].item()
+                lengths[-1] += 1
+                done = after["done"].item()
+                bar.update()
+                current = env.step_mdp(stepped)
+            yield env.render()[0]
 
     seconds = 0.1 if on_terminal() else 10.0
     with tqdm(desc="filming", unit="step", mininterval=seconds, disable=not progress_bar) as bar:
         frames = write_video(path, pictures(), fps)
     return Film(returns, lengths, frames, float(fps))
-
-
-def _film_episode(
-    env: MujocoBatchEnv, actor: TensorDictModuleBase, every: int, bar: tqdm[NoReturn]
-) -> Generator[NDArray[np.uint8], None, tuple[float, int]]:
-    """Yield an episode's pictures; return its return and its number of steps."""
-    current = env.reset()
-    total, steps, done = 0.0, 0, False
-    while not done:
-        if steps % every == 0:
-            yield env.render()[0]
-        stepped = env.step(actor(current))
-        after = stepped["next"]
-        total += after["reward"].item()
-        done = after["done"].item()
-        steps += 1
-        bar.update()
-        current = env.step_mdp(stepped)
-    yield env.render()[0]
-    return total, steps
 
 
 def _av() -> Any:
