@@ -30,7 +30,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from torchrl_unilab.errors import ConfigError, UsageError
 
@@ -265,12 +264,7 @@ class _Span:
     def __enter__(self) -> None:
         self._begin, self._processor = time.monotonic_ns(), time.thread_time_ns()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         processor = time.thread_time_ns() - self._processor
         self._part.span(self._name, self._begin, time.monotonic_ns(), processor)
 
