@@ -209,7 +209,8 @@ class RunCheckpoints(CheckpointRotation):
                 format="directory",
             )
             (draft / DIGESTS).write_text(json.dumps(_digests(draft)))
-            _sync(draft)
+            for entry in (*draft.rglob("*"), draft):
+                _sync(entry)
             draft.rename(path)
         except (OSError, RuntimeError) as error:
             refused = _refused_by_disk(error)
@@ -222,7 +223,7 @@ class RunCheckpoints(CheckpointRotation):
             ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-        _sync_entry(directory)
+        _sync(directory)
         for old in self.paths()[self.keep_last :]:
             gone = old.rename(old.with_name(f".{old.name}"))  # at once, as a whole
             shutil.rmtree(gone, ignore_errors=True)
@@ -324,14 +325,8 @@ def _refused_by_disk(error: OSError | RuntimeError) -> str:
     return next((word for word in words if word in str(error)), "")
 
 
-def _sync(directory: Path) -> None:
-    """Sync a directory and everything below it to the disk."""
-    for path in directory.rglob("*"):
-        _sync_entry(path)
-    _sync_entry(directory)
-
-
-def _sync_entry(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Sync a file, or a directory's own entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
