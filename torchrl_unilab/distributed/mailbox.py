@@ -57,14 +57,14 @@ class Mailbox:
     """The newest version, for nodes that ask for one beyond theirs. An asynchronous Ray actor."""
 
     def __init__(self) -> None:
-        self._letter: Letter | None = None
+        self._letter = Letter(-1, [])  # until there is one
         self._posted = asyncio.Condition()
         self._reports: Reports = {}
 
     async def post(self, letter: Letter) -> None:
         """Keep a version if it is newer, and wake the nodes."""
         async with self._posted:
-            if self._letter is None or letter.version > self._letter.version:
+            if letter.version > self._letter.version:
                 self._letter = letter
                 self._posted.notify_all()
 
@@ -83,7 +83,8 @@ class Mailbox:
             self._reports[node] = applied
         async with self._posted:
             try:
-                await asyncio.wait_for(self._posted.wait_for(lambda: self._newer(after)), seconds)
+                newer = self._posted.wait_for(lambda: self._letter.version > after)
+                await asyncio.wait_for(newer, seconds)
             except asyncio.TimeoutError:
                 return None
             return self._letter
@@ -91,9 +92,6 @@ class Mailbox:
     async def reports(self) -> Reports:
         """Return what each node reported last."""
         return self._reports
-
-    def _newer(self, after: int) -> bool:
-        return self._letter is not None and self._letter.version > after
 
 
 def load_ray() -> Any:
