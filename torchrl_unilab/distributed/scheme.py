@@ -92,7 +92,6 @@ class UniLabRayScheme(WeightSyncScheme):
         self._last_reports: Reports = {}
         self._name = f"unilab-mailbox-{uuid.uuid4().hex}"
         self._mailbox: Any = None
-        self._layout: BlockLayout | None = None
         self._nodes = 0
 
     def node(self, *, pull: PullAt = "rollout", slots: int = DEFAULT_SLOTS) -> NodeScheme:
@@ -183,7 +182,6 @@ class UniLabRayScheme(WeightSyncScheme):
     def _post(self, tensors: dict[str, torch.Tensor], version: int) -> None:
         """Post tensors as a version."""
         ray, layout = load_ray(), self._layout
-        assert layout is not None, "the mailbox was opened with it"
         ordered = layout.select(tensors)
         block = torch.empty(layout.nbytes, dtype=torch.uint8)
         with torch.no_grad():
