@@ -237,13 +237,11 @@ class BackgroundEvaluation:
 
     def _video(self, frames: int) -> Path | None:
         """Where the evaluation is filmed to, if it is to be."""
-        if self._videos is None:
-            return None
-        interval = self._videos.interval
-        if frames // interval <= self._filmed // interval:
+        videos = self._videos
+        if videos is None or frames // videos.interval <= self._filmed // videos.interval:
             return None
         self._filmed = frames
-        return self._videos.directory / f"frames-{frames:012d}.mp4"
+        return videos.directory / f"frames-{frames:012d}.mp4"
 
     def finish(self) -> None:
         """Wait for an evaluation that runs, and log it.
