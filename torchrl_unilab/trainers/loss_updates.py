@@ -107,9 +107,8 @@ class LossUpdate:
     def __init__(self, loss: LossModule, config: OffPolicyConfig, ranks: Ranks = ALONE) -> None:
         self.loss, self.ranks = loss, ranks
         self._losses = compiled(loss.forward) if config.compile else loss
-        parameters = dict(loss.named_parameters())
         self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
-        for name, parameter in parameters.items():
+        for name, parameter in loss.named_parameters():
             if parameter.requires_grad:
                 part = "actor" if name.startswith("actor") else "critic"
                 self._groups["alpha" if name == "log_alpha" else part].append(parameter)
