@@ -268,11 +268,9 @@ class SharedMetrics:
 
 
 def _initial(names: int) -> dict[str, torch.Tensor]:
+    counts = ("frames", "trajectories", "ticks", "episodes")
     return {
-        "frames": torch.zeros((), dtype=torch.int64, device="cpu"),
-        "trajectories": torch.zeros((), dtype=torch.int64, device="cpu"),
-        "ticks": torch.zeros((), dtype=torch.int64, device="cpu"),
-        "episodes": torch.zeros((), dtype=torch.int64, device="cpu"),
+        **{name: torch.zeros((), dtype=torch.int64, device="cpu") for name in counts},
         "seconds": torch.zeros(len(PHASES), dtype=torch.float64, device="cpu"),
         "last": torch.zeros(WINDOW, 3, dtype=torch.float64, device="cpu"),
         "values": torch.full((names,), torch.nan, dtype=torch.float64, device="cpu"),
