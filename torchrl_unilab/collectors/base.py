@@ -37,13 +37,7 @@ from torchrl_unilab.collectors.arguments import (
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
 from torchrl_unilab.collectors.places import first_seed, first_trajectory
-from torchrl_unilab.collectors.service import (
-    Sink,
-    WorkerService,
-    WorkerSetup,
-    build_service,
-    run_worker,
-)
+from torchrl_unilab.collectors.service import Sink, WorkerService, WorkerSetup, run_worker
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
@@ -187,7 +181,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             workers: WorkerService | WorkerGroup
             if self._inline:
                 own = self._factories[0]()  # not stepped yet: it may learn from what it sees
-                workers = build_service(setup, env=own)
+                workers = WorkerService(setup, env=own)
             else:
                 arguments = [(setup, worker) for worker in range(self.num_workers)]
                 workers = WorkerGroup(

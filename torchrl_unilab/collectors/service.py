@@ -56,27 +56,68 @@ class Sink(Protocol):
         """Free what a dead writer held, in the collector's process."""
 
 
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What a worker needs: picklable, equal for all workers.
+
+    Attributes:
+        payload: Pickled (environment factories, policy, what makes it explore or None, further
+            arguments of `RolloutWorker`), by value, so that pickling moves none of the learner's
+            tensors into shared memory.
+        creators: Environment factories that are not in the payload, by number.
+        batch_size: Of each worker's environment: the memory is cut for it.
+        scheme: Where its weights come from.
+        sink: Stores rollouts.
+        metrics: Of all workers.
+        trace: The trace that the worker's events go to, if one is recorded.
+    """
+
+    payload: bytes
+    creators: Mapping[int, EnvCreator]
+    batch_size: torch.Size
+    scheme: UniLabShmScheme
+    sink: Sink
+    metrics: SharedMetrics
+    trace: TraceSettings | None
+
+
 class WorkerService:
     """Answers the requests of a collector with one worker.
 
     Args:
+        setup: What to step and how, and where rollouts go.
+        worker: Number of the worker.
+        env: The environment; by default a new one.
+
+    Raises:
+        ConfigError: The environment is of another batch size than the first worker's.
+
+    Attributes:
         rollouts: Collects.
         sink: Stores, as writer `worker`.
         metrics: Where the worker publishes its metrics.
-        worker: Number of the worker.
-
-    Attributes:
         running: Whether to collect without being asked for ticks.
         ticks: The last tick completed.
     """
 
-    def __init__(
-        self, rollouts: RolloutWorker, sink: Sink, metrics: SharedMetrics, worker: int = 0
-    ) -> None:
+    def __init__(self, setup: WorkerSetup, worker: int = 0, env: EnvBase | None = None) -> None:
+        factories, policy, explore, further = cloudpickle.loads(setup.payload)
+        policy.to(further["device"])
+        if env is None:
+            env = (setup.creators.get(worker) or factories[worker])()
+        if env.batch_size != setup.batch_size:
+            close_env(env)
+            raise ConfigError(
+                f"environment of worker {worker}: batch size {tuple(env.batch_size)} (expected "
+                f"{tuple(setup.batch_size)}, as worker 0 has). Make as many in each."
+            )
+        scheme = setup.scheme
+        scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
+        scheme.connect(worker_idx=worker)
+        acting = policy if explore is None else explore(policy).to(further["device"])
+        rollouts = RolloutWorker(env, acting, worker=worker, scheme=scheme, **further)
         self.rollouts = rollouts
-        self.sink = sink
-        self.metrics = metrics
-        self.worker = worker
+        self.sink, self.metrics, self.worker = setup.sink, setup.metrics, worker
         self.running = False
         self.ticks = 0
         self._requests: Mapping[str, Callable[..., Any]] = {
@@ -89,7 +130,7 @@ class WorkerService:
             "load": self._load,
             "resume": self._resume,
         }
-        sink.open(rollouts, worker)
+        self.sink.open(rollouts, worker)
 
     def serve(self, kind: str, *arguments: Any) -> Any:
         """Serve a request; return the answer.
@@ -158,59 +199,6 @@ class WorkerService:
         self.sink.storage.close()
 
 
-@dataclass(frozen=True)
-class WorkerSetup:
-    """What a worker needs: picklable, equal for all workers.
-
-    Attributes:
-        payload: Pickled (environment factories, policy, what makes it explore or None, further
-            arguments of `RolloutWorker`), by value, so that pickling moves none of the learner's
-            tensors into shared memory.
-        creators: Environment factories that are not in the payload, by number.
-        batch_size: Of each worker's environment: the memory is cut for it.
-        scheme: Where its weights come from.
-        sink: Stores rollouts.
-        metrics: Of all workers.
-        trace: The trace that the worker's events go to, if one is recorded.
-    """
-
-    payload: bytes
-    creators: Mapping[int, EnvCreator]
-    batch_size: torch.Size
-    scheme: UniLabShmScheme
-    sink: Sink
-    metrics: SharedMetrics
-    trace: TraceSettings | None
-
-
-def build_service(setup: WorkerSetup, worker: int = 0, env: EnvBase | None = None) -> WorkerService:
-    """Return the service of a worker, in the process that steps its environment.
-
-    Args:
-        setup: What to step and how, and where rollouts go.
-        worker: Number of this worker.
-        env: The environment; by default a new one.
-
-    Raises:
-        ConfigError: The environment is of another batch size than the first worker's.
-    """
-    factories, policy, explore, further = cloudpickle.loads(setup.payload)
-    policy.to(further["device"])
-    if env is None:
-        env = (setup.creators.get(worker) or factories[worker])()
-    if env.batch_size != setup.batch_size:
-        close_env(env)
-        raise ConfigError(
-            f"environment of worker {worker}: batch size {tuple(env.batch_size)} (expected "
-            f"{tuple(setup.batch_size)}, as worker 0 has). Make as many in each."
-        )
-    setup.scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)
-    setup.scheme.connect(worker_idx=worker)
-    acting = policy if explore is None else explore(policy).to(further["device"])
-    rollouts = RolloutWorker(env, acting, worker=worker, scheme=setup.scheme, **further)
-    return WorkerService(rollouts, setup.sink, setup.metrics, worker)
-
-
 def run_worker(link: Link, setup: WorkerSetup, worker: int) -> None:
     """A worker process: serve the collector; while it runs ahead, collect between requests.
 
@@ -221,7 +209,7 @@ def run_worker(link: Link, setup: WorkerSetup, worker: int) -> None:
     """
     with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
         trace.join(setup.trace, f"collector {worker}")
-    service = build_service(setup, worker)
+    service = WorkerService(setup, worker)
     link.ready()
     try:
         while True:
