@@ -150,8 +150,7 @@ class RunBudget:
         Raises:
             ConfigError: With the breakdown, and the settings to lower.
         """
-        refusal = self.refusal()
-        if refusal is not None:
+        if refusal := self.refusal():
             raise ConfigError(f"{refusal}\n{self.memory.table()}")
 
 
