@@ -154,11 +154,10 @@ class OffPolicyTrainer(RankTrainer):
                 "rollouts to). Pass a PackedReplayStorage, or collect by ReplayCollector."
             )
         self.storage = collector.storage if storage is None else storage
-        threshold = config.min_frames
-        if threshold > self.storage.max_size:
+        if config.min_frames > self.storage.max_size:
             raise ConfigError(
-                f"replay of {self.storage.max_size} rows (expected at least {threshold}, which "
-                "the first update needs). Raise replay_buffer_n, or lower learning_starts or "
+                f"replay of {self.storage.max_size} rows (expected at least {config.min_frames}, "
+                "which the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
             )
         check_arguments(kwargs)
