@@ -32,10 +32,12 @@ class StoredWeights:
     """Weights as the object store has them.
 
     Attributes:
+        version: Their number.
         layout: Where in the block each tensor is.
         block: uint8 [layout.nbytes].
     """
 
+    version: int
     layout: BlockLayout
     block: npt.NDArray[np.uint8]
 

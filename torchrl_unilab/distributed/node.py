@@ -68,14 +68,14 @@ class NodeScheme(UniLabShmScheme):
                 "weights of a node's workers: separate ones (expected one set, as the learner "
                 "sends one). Give the collectors one policy."
             )
-        letter, snapshot = self._first()
+        snapshot = self._first()
         for weights in initial.of_workers.values():
             snapshot.layout.select(named_tensors(weights))
-        self.first_version = letter.version
+        self.first_version = snapshot.version
         named = dict(zip(snapshot.layout.keys, _views(snapshot), strict=True))
         return dataclasses.replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
 
-    def _first(self) -> tuple[Letter, StoredWeights]:
+    def _first(self) -> StoredWeights:
         """Return the newest version, once there is one; the mailbox may be being started."""
         errors = load_ray().exceptions
         self._actor = find(self._mailbox, FIRST_SECONDS)
@@ -83,9 +83,8 @@ class NodeScheme(UniLabShmScheme):
         deadline = time.monotonic() + FIRST_SECONDS
         while time.monotonic() < deadline:
             try:
-                letter = self._poll(after=-1, seconds=POLL_SECONDS)
-                if letter is not None:
-                    return letter, _fetch(letter)
+                if snapshot := self._poll(after=-1, seconds=POLL_SECONDS):
+                    return snapshot
             except errors.RayError as error:
                 cause = error
                 time.sleep(BEHIND_SECONDS)
@@ -123,13 +122,12 @@ class NodeScheme(UniLabShmScheme):
             behind = any(version != transport.version for version in applied.values())
             seconds = BEHIND_SECONDS if behind else POLL_SECONDS
             try:
-                letter = self._poll(transport.version, seconds, node, applied)
-                snapshot = None if letter is None else _fetch(letter)
+                snapshot = self._poll(transport.version, seconds, node, applied)
             except errors.RayError:  # of the mailbox, or of the learner's machine
                 self._ended.wait(POLL_SECONDS)
                 continue
-            if letter is not None and snapshot is not None and not self._ended.is_set():
-                transport.publish(snapshot.layout.keys, _views(snapshot), version=letter.version)
+            if snapshot is not None and not self._ended.is_set():
+                transport.publish(snapshot.layout.keys, _views(snapshot), version=snapshot.version)
 
     def _poll(
         self,
@@ -137,11 +135,12 @@ class NodeScheme(UniLabShmScheme):
         seconds: float,
         node: int | None = None,
         applied: dict[int, int | None] | None = None,
-    ) -> Letter | None:
-        """Return what `Mailbox.poll` does; a Ray error if it does not answer."""
+    ) -> StoredWeights | None:
+        """Return the weights that `Mailbox.poll` tells of; a Ray error if it does not answer."""
+        ray = load_ray()
         answer = self._actor.poll.remote(after, seconds, node, applied or {})
-        letter: Letter | None = load_ray().get(answer, timeout=seconds + _GRACE_SECONDS)
-        return letter
+        letter: Letter | None = ray.get(answer, timeout=seconds + _GRACE_SECONDS)
+        return None if letter is None else ray.get(letter.weights[0], timeout=_FETCH_SECONDS)
 
     def disconnect(self) -> None:
         """End the thread that follows the mailbox. Idempotent."""
@@ -162,12 +161,6 @@ class NodeScheme(UniLabShmScheme):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._ended = threading.Event()
-
-
-def _fetch(letter: Letter) -> StoredWeights:
-    """Return a version from the object store."""
-    snapshot: StoredWeights = load_ray().get(letter.weights[0], timeout=_FETCH_SECONDS)
-    return snapshot
 
 
 def _views(snapshot: StoredWeights) -> list[torch.Tensor]:

@@ -186,7 +186,7 @@ class UniLabRayScheme(WeightSyncScheme):
         block = torch.empty(layout.nbytes, dtype=torch.uint8)
         with torch.no_grad():
             torch._foreach_copy_(layout.views(block), ordered)
-        stored = ray.put(StoredWeights(layout, block.numpy()))
+        stored = ray.put(StoredWeights(version, layout, block.numpy()))
         self.version = version  # counts before it is posted: a version is never used twice
         self._letter = Letter(version, [stored])
         try:
