@@ -80,11 +80,9 @@ def run_checkpoint(**components: Any) -> Checkpoint:
 
     Trainers add what they have.
     """
-    checkpoint = Checkpoint()
+    checkpoint = Checkpoint(**components, rng=GlobalRNGState())
     checkpoint.register_adapter(object, StateDictCheckpointAdapter())
     checkpoint.register_adapter(PackedReplayStorage, _ReplayAdapter())
-    for name, component in {**components, "rng": GlobalRNGState()}.items():
-        checkpoint.register(name, component)
     return checkpoint
 
 
@@ -122,7 +120,7 @@ class RunCheckpoints(CheckpointRotation):
         interval: Frames between checkpoints; None for one at the end only.
 
     Raises:
-        ConfigError: `keep` is less than 1.
+        ValueError: `keep` is less than 1.
 
     Examples:
         >>> from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
