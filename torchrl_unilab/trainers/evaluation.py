@@ -190,9 +190,8 @@ class BackgroundEvaluation:
         self._videos = videos
         self._filmed = 0  # frames of the newest video
         stage = videos.create_env if videos else None
-        payload = cloudpickle.dumps((create_env, stage, on_host(policy)))
-        arguments = (payload, transport, episodes, max_steps, seed)
-        self._process = WorkerGroup(_run, [arguments], name="evaluation")
+        payload = cloudpickle.dumps((create_env, stage, on_host(policy), episodes, max_steps, seed))
+        self._process = WorkerGroup(_run, [(payload, transport)], name="evaluation")
 
     def register(self, trainer: Trainer) -> None:
         """Look after each batch. Checkpoints have the evaluations that ended before them."""
@@ -264,17 +263,10 @@ class BackgroundEvaluation:
         self._process.stop()
 
 
-def _run(
-    link: Link,
-    payload: bytes,
-    transport: UniLabShmTransport,
-    episodes: int | None,
-    max_steps: int,
-    seed: int,
-) -> None:
+def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
     """Evaluate on request, until the learner ends."""
     os.nice(_NICENESS)
-    create_env, create_stage, policy = cloudpickle.loads(payload)
+    create_env, create_stage, policy, episodes, max_steps, seed = cloudpickle.loads(payload)
     with closing_env(create_env()) as env:
         link.ready()
         with contextlib.suppress(PeerGoneError):
