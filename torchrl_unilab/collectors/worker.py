@@ -171,6 +171,7 @@ class RolloutWorker:
         self.next_trajectory = first_trajectory + worker
         self._stride = workers
         self._carrier: TensorDictBase | None = None
+        self._trajectories = torch.zeros(env.batch_size, dtype=torch.int64, device="cpu")
         base = base_env(env)
         self._staggers = isinstance(base, MujocoBatchEnv) and base.stagger
         self._to_stagger = self._staggers  # the episodes that start next
@@ -257,19 +258,15 @@ class RolloutWorker:
     def _start(self) -> TensorDictBase:
         self.log.restart(staggered=self._to_stagger)
         self._to_stagger = False
-        self._trajectories = self._new_trajectories(
-            torch.ones(self.env.batch_size, dtype=torch.bool, device="cpu")
-        )
+        self._begin_trajectories(torch.ones(self.env.batch_size, dtype=torch.bool, device="cpu"))
         return self.env.reset()
 
-    def _new_trajectories(self, where: torch.Tensor) -> torch.Tensor:
-        ids = torch.zeros(where.shape, dtype=torch.int64, device="cpu")
-        if self._carrier is not None:
-            ids.copy_(self._trajectories)
+    def _begin_trajectories(self, where: torch.Tensor) -> None:
+        ids = self._trajectories.clone()
         first = self.next_trajectory
         self.next_trajectory += int(where.sum()) * self._stride
         ids[where] = torch.arange(first, self.next_trajectory, self._stride, device="cpu")
-        return ids
+        self._trajectories = ids
 
     @torch.no_grad()
     def rollout(self, slot: TensorDictBase) -> None:
@@ -307,7 +304,7 @@ class RolloutWorker:
                 self._carrier = carrier
                 done = step.get(("next", "done"))
                 if done.any():
-                    self._trajectories = self._new_trajectories(done.reshape(env.batch_size))
+                    self._begin_trajectories(done.reshape(env.batch_size))
                 clock.to("write")
         time_dim = len(env.batch_size)
         for column, key in zip(columns, keys, strict=True):
