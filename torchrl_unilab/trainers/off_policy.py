@@ -284,5 +284,7 @@ class OffPolicyTrainer(RankTrainer):
         self._tick, self._counted = state_dict["tick"], state_dict["counted"]
 
     def close(self) -> None:
-        """Close the pipeline. Idempotent."""
+        """Close the pipeline, and end the update's thread. Idempotent."""
         self.pipeline.close()
+        if not isinstance(self.update, LossUpdate):
+            self.update.close()

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -238,15 +239,26 @@ def test_a_run_that_has_ended_leaves_no_child(appo_run):
     assert not live_children()
 
 
-def test_runs_one_after_the_other_in_a_process_leave_no_open_file(tmp_path):
-    _train(tmp_path / "first", frames=256)  # which imports, and opens fonts
+def test_runs_one_after_the_other_in_a_process_leave_no_open_file_and_no_thread(tmp_path):
+    def run(name: str) -> None:
+        train_off_policy(
+            "InvertedPendulum-v5",
+            frames=64,
+            run_dir=tmp_path / name,
+            config=OffPolicyConfig(**(OFF_POLICY | {"learner_threads": 2})),
+            progress_bar=False,
+            eval_episodes=2,
+        )
+
+    run("first")  # which imports, and opens fonts
     gc.collect()
     gc.disable()  # by chance it would close what a run has left
     try:
-        before = len(os.listdir("/proc/self/fd"))
-        for number in range(2):
-            _train(tmp_path / str(number), frames=256)
-        assert len(os.listdir("/proc/self/fd")) <= before
+        files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+        run("second")
+        run("third")
+        assert len(os.listdir("/proc/self/fd")) <= files
+        assert threading.active_count() <= threads
     finally:
         gc.enable()
 

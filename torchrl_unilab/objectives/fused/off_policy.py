@@ -29,9 +29,6 @@ from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
-_NORMALIZERS = {nn.Identity, ObservationNormalizer}
-_LOSS_FUNCTIONS = ("l1", "l2", "smooth_l1")
-
 
 class Transitions(NamedTuple):
     """Columns of packed transitions by name: views, [n, ...]."""
@@ -66,10 +63,11 @@ def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
         loss.num_qvalue_nets == 2
         and loss.delay_qvalue
         and loss.reduction == "mean"
-        and loss.loss_function in _LOSS_FUNCTIONS
+        and loss.loss_function in ("l1", "l2", "smooth_l1")
         and loss.value_type is ValueEstimators.TD0
         and (keys.action, keys.state_action_value) == ("action", critic.out_keys[0])
-        and {type(actor.normalizer), type(critic.normalizer)} <= _NORMALIZERS
+        and {type(net.normalizer) for net in (actor, critic)}
+        <= {nn.Identity, ObservationNormalizer}
         and len(learnt) == len(list(actor.net.parameters())) + len(list(critic.net.parameters()))
         and len(set(learnt)) == len(learnt)
         and len({(parameter.device, parameter.dtype) for parameter in learnt}) == 1
@@ -151,8 +149,8 @@ class FusedOffPolicyUpdate(abc.ABC):
             )
         actor_parameters = loss.actor_network_params.get((*self.head_path, "net"))
         self.loss, self.ranks, self.tau = loss, ranks, tau
-        thread = ThreadPoolExecutor(1, "policy") if policy_thread else None
-        self._thread = self._critics_thread = thread
+        self._thread = ThreadPoolExecutor(1, "policy") if policy_thread else None
+        self._critics_are_whole = False  # taken by one thread
         critic = loss.qvalue_network
         online, target = loss.qvalue_network_params, targets_of(loss, "qvalue_network")
         learnt = trained(online)
@@ -202,7 +200,13 @@ class FusedOffPolicyUpdate(abc.ABC):
         options = {"cpp_wrapper": self._observed.device.type == "cpu"}
         for name in ("_differentiate_critics", "_differentiate_policy"):
             setattr(self, name, compiled(getattr(self, name), dynamic=False, options=options))
-        self._critics_thread = None  # whole they take less time than shared with the thread
+        self._critics_are_whole = True  # they take less time so than shared with the thread
+
+    def close(self) -> None:
+        """End the policy's thread; a step after it takes none. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
 
     @property
     def optimizers(self) -> dict[str, torch.optim.Adam]:
@@ -249,10 +253,8 @@ class FusedOffPolicyUpdate(abc.ABC):
             (critic.normalizer, after, critic.in_keys[0], self._widths[1]),
         ]
         if not self._one_input:
-            head = self._head
-            columns += [
-                (head.normalizer, td, head.in_keys[0], self._widths[2]) for td in (batch, after)
-            ]
+            head, width = self._head, self._widths[2]
+            columns += [(head.normalizer, td, head.in_keys[0], width) for td in (batch, after)]
         parts = []
         for normalizer, source, key, width in columns:
             part = _required(source, key)
@@ -269,9 +271,8 @@ class FusedOffPolicyUpdate(abc.ABC):
             gamma = gamma ** steps.reshape(column)
         parts.append(_required(after, keys.reward).reshape(column))
         parts.append(gamma * ~_required(after, keys.terminated).reshape(column))
-        weight = None
-        if loss.use_prioritized_weights in (True, "auto"):
-            weight = batch.get(keys.priority_weight, None)
+        weighs = loss.use_prioritized_weights in (True, "auto")
+        weight = batch.get(keys.priority_weight, None) if weighs else None
         parts.append(torch.ones_like(parts[-1]) if weight is None else weight.reshape(column))
         return torch.cat([part.to(self._critic_adam.flat.dtype) for part in parts], dim=1)
 
@@ -337,7 +338,7 @@ class FusedOffPolicyUpdate(abc.ABC):
             policy = partial(self._differentiate_policy, data, noise[1:])
             at_once(self._thread, partial(critics, None), policy)
         else:
-            critics(self._critics_thread)
+            critics(None if self._critics_are_whole else self._thread)
 
     def _differentiate_critics(
         self, data: Transitions, noise: torch.Tensor, thread: ThreadPoolExecutor | None
