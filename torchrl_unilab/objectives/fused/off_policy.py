@@ -66,8 +66,7 @@ def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
         and loss.loss_function in ("l1", "l2", "smooth_l1")
         and loss.value_type is ValueEstimators.TD0
         and (keys.action, keys.state_action_value) == ("action", critic.out_keys[0])
-        and {type(net.normalizer) for net in (actor, critic)}
-        <= {nn.Identity, ObservationNormalizer}
+        and {type(n.normalizer) for n in (actor, critic)} <= {nn.Identity, ObservationNormalizer}
         and len(learnt) == len(list(actor.net.parameters())) + len(list(critic.net.parameters()))
         and len(set(learnt)) == len(learnt)
         and len({(parameter.device, parameter.dtype) for parameter in learnt}) == 1
