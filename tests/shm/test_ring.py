@@ -355,6 +355,37 @@ def test_a_forked_child_that_closes_leaves_its_parents_ring_as_it_is():
         assert write(ring, timeout=0)
 
 
+def test_a_close_that_was_interrupted_goes_on(monkeypatch):
+    ring, calls, close = make_ring(slots=2), [], segment_module.SharedSegment.close
+
+    def interrupted_once(segment):
+        calls.append(segment)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        close(segment)
+
+    write(ring)
+    monkeypatch.setattr(segment_module.SharedSegment, "close", interrupted_once)
+    with pytest.raises(KeyboardInterrupt):
+        ring.close()
+    ring.close()
+    assert ring.closed
+
+
+def test_a_forked_writer_that_ends_in_order_is_not_taken_for_dead():
+    with make_ring(slots=2) as ring:
+        assert ring.acquire() is None  # as the reader, whose finaliser the child inherits
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads
+            child = mp.get_context("fork").Process(target=write, args=(ring,))
+            child.start()
+        child.join(DEADLINE)
+        assert child.exitcode == 0
+        child.close()
+        assert read(ring, DEADLINE) is not None
+        assert ring.acquire(timeout=0.01) is None
+
+
 def test_a_forked_child_has_no_token_of_its_parent():
     with make_ring(slots=2, overflow="block") as ring:
         write(ring)

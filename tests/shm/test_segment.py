@@ -235,6 +235,20 @@ def test_a_limit_of_file_sizes_is_named():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are reserved on Linux")
+def test_an_interrupt_while_pages_are_taken_leaves_nothing(monkeypatch, tmp_path):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", interrupted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        SharedSegment(1024, name="unilab-test")
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_killed_creator_leaves_no_segment():
     before = set(os.listdir(named_directory()))
     with spawned(_create_and_wait) as (process, pipe):

@@ -95,7 +95,6 @@ class RingWriter(Owner):
         self.views = [dict(zip(layout.keys, layout.views(block), strict=True)) for block in blocks]
         self._registration = RangeLock(self._segment)
         self._start_process()
-        self._at_end: Finalize | None = None  # last: `__del__` closes what has it
 
     def _start_process(self) -> None:
         """Start as a process that has neither written nor read; a forked copy holds no token."""
@@ -105,6 +104,7 @@ class RingWriter(Owner):
         self._counts = (0, 0)  # rollouts committed and dropped, if the take succeeded
         self._claimed: int | None = None  # the slot, once the claim is complete
         self._pid = os.getpid()
+        self._at_end: Finalize | None = None  # last: `__del__` closes what has it
 
     @staticmethod
     def nbytes(layout: BlockLayout, slots: int, writers: int) -> int:
@@ -277,14 +277,14 @@ class RingWriter(Owner):
 
     def close(self) -> None:
         """Close the ring in this process, as writer and reader. Idempotent."""
-        if self._segment.closed:
-            return
-        if self._at_end is not None:
-            self._at_end.cancel()
-        self._leave()
-        del self._header, self._words, self._generations
-        self.views = []
+        if self.views:
+            if self._at_end is not None:
+                self._at_end.cancel()
+            self._leave()
+        self.views = []  # from here on a call after an interrupt goes on
         self._segment.close()
+        for words in ("_header", "_words", "_generations"):
+            self.__dict__.pop(words, None)
         for pipe in (*self._free, *self._ready):
             pipe.close()
 

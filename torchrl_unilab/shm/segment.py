@@ -168,7 +168,7 @@ class SharedSegment(Owner):
             if owner_pid is not None:
                 _reserve(descriptor, nbytes, named=name is not None)
             mapping = _mapped(descriptor, nbytes)
-        except (OSError, ValueError, SegmentSpaceError):
+        except BaseException:  # Ctrl-C, too: to take many pages takes seconds
             os.close(descriptor)
             self._unlink()
             raise
