@@ -343,9 +343,8 @@ def test_borrowed_rollouts_are_given_back_when_an_iteration_is_broken_off(pair, 
 
 def test_a_state_restores_frames_and_noise(pair):
     batches = iter(pair)
-    for _ in range(3):  # one of a round of two waits
+    while not (state := pair.state_dict())["waiting"]:  # the other of a round of two
         next(batches)
-    state = pair.state_dict()
     frames, totals = state["frames"], [worker["frames"] for worker in state["workers"]]
     next(batches)
     for _ in range(2):
