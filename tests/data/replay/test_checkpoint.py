@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import tracemalloc
@@ -117,7 +118,18 @@ def test_a_file_that_is_not_whole_is_refused_and_the_rows_stay(tmp_path, kept):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("floors", [-3]), ("heads", [10**9]), ("starts", [5]), ("bases", []), ("origins", [-1])],
+    [
+        ("floors", [-3]),
+        ("floors", [0.0]),
+        ("heads", [10**9]),
+        ("starts", [5]),
+        ("starts", ["0"]),
+        ("bases", []),
+        ("bases", [-(2**70)]),
+        ("origins", [-1]),
+        ("origins", [math.inf]),
+        ("words", 0),
+    ],
 )
 def test_a_header_that_lies_is_refused_and_the_rows_stay(tmp_path, key, value):
     with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,10 +82,12 @@ def load_rows(
         mine = storage.header(schema)
         other = {key: header[key] for key in mine if header[key] != mine[key]}
         keys = ("bases", "floors", "heads", "starts", "origins")
-        numbers = zip(range(header["writers"]), *(header[key] for key in keys), strict=True)
+        numbers = (map(index, header[key]) for key in keys)
         shards = [
-            (floor - base, head - base, start + base, int(origin))
-            for _, base, floor, head, start, origin in numbers
+            (floor - base, head - base, start + base, origin)
+            for _, base, floor, head, start, origin in zip(
+                range(header["writers"]), *numbers, strict=True
+            )
         ]
     except (KeyError, TypeError, ValueError, LayoutError) as error:
         raise CheckpointError(
@@ -101,7 +104,8 @@ def load_rows(
         if not (
             0 <= floor <= head <= floor + size
             and (floor == head or 0 <= place + floor <= place + head <= count)
-            and 0 <= origin < 1 << 62
+            and origin >= 0
+            and max(head, origin) < 1 << 62
         ):
             raise CheckpointError(
                 f"cannot load rows: rows {floor} to {head} of a shard (expected at most {size}, "
@@ -178,7 +182,8 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
             header = json.loads(file.read(length))
         except ValueError:
             header = None
-        if isinstance(header, dict) and isinstance(header.get("words"), int):
+        words = header.get("words") if isinstance(header, dict) else None
+        if isinstance(words, int) and words > 0:
             return header, size - _LENGTH - length
     raise CheckpointError(
         f"cannot load rows: {path / 'rows.bin'} does not end with their description (expected a "
