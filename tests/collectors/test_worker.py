@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict.nn import TensorDictSequential
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import CatFrames, Compose, StepCounter, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -230,11 +232,31 @@ def test_an_example_has_a_rollouts_form_and_draws_nothing():
     )
 
 
+class Halved(TensorDictModuleBase):
+    """Halves actions by a parameter, of which its snapshot is a view."""
+
+    in_keys = out_keys = ("action",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return tensordict.set("action", tensordict["action"] * self.factor)
+
+    def snapshot(self) -> torch.Tensor:
+        return self.factor[:]
+
+    def restore(self, snapshot: torch.Tensor | None) -> None:
+        if snapshot is not None:
+            self.factor.data.copy_(snapshot)
+
+
 def test_a_worker_of_mujoco_goes_on_in_the_midst_of_episodes_bit_for_bit():
     def worker() -> RolloutWorker:
         env = MujocoBatchEnv("InvertedPendulum-v5", 3, num_threads=1)
         noise = PerEnvNoise(-3.0, 3.0, std_min=0.5, std_max=2.0, init_key=None)
-        policy = TensorDictSequential(actor(size=8), noise)
+        policy = TensorDictSequential(actor(size=8), noise, Halved())
         env = TransformedEnv(env, Compose(StepCounter(), CatFrames(2, -1, ["observation"])))
         made = RolloutWorker(env, policy, 5, worker=1, workers=2)
         made.seed(1, 2)

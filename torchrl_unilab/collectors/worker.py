@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeGuard, runtime_checkable
@@ -114,6 +115,12 @@ class Snapshotting(Protocol):
         """Resume from a state; a module begins anew from None."""
 
 
+def _as_sent(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy as another process gets it; `deepcopy` refuses tensors with a graph."""
+    copied: dict[str, Any] = pickle.loads(pickle.dumps(state, pickle.HIGHEST_PROTOCOL))
+    return copied
+
+
 def _has_snapshots(part: object) -> TypeGuard[Snapshotting]:
     """Return whether a class has snapshots: to ask an instance starts a lazy ParallelEnv."""
     return issubclass(type(part), Snapshotting)
@@ -216,7 +223,7 @@ class RolloutWorker:
             "seconds": self.clock.seconds,
             "frames": self.frames,
         }
-        return copy.deepcopy(state)  # of what goes on here, where no process is between
+        return _as_sent(state)  # what goes on here changes it no more
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
@@ -224,7 +231,7 @@ class RolloutWorker:
         With an environment that has snapshots, transformed or not, the next rollout continues
         its episodes, bit for bit; other environments start new ones.
         """
-        state = copy.deepcopy(state)  # it may be loaded again
+        state = _as_sent(state)  # it may be loaded again
         if state["env"] is not None:  # transforms such as CatFrames size their buffers in a step
             self.env.rand_step(self.env.reset())
             self.env.load_state_dict(state["env"])
