@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def free_bytes(named: bool | None = None) -> int:
     return available_memory()
 
 
-class Owner:
+class Owner(ABC):
     """What owns memory: a context manager, which ends with `close`."""
 
     @abstractmethod
