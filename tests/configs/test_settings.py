@@ -243,10 +243,11 @@ def test_given_flags_are_parsed_by_the_type_of_the_setting(parsers):
 
 
 def test_counts_may_be_written_as_powers_of_ten(parsers):
-    given = "--frames 1e6 --eval-interval 2.5e4 --checkpoint-interval none --num-envs 64"
+    given = "--frames 1e6 --eval-interval 2.5e4 --keep-checkpoints 9_007_199_254_740_993"
     options = parsers["train", "appo"].parse_args(given.split())
-    assert (options.frames, options.eval_interval, options.num_envs) == (1_000_000, 25_000, 64)
+    assert (options.frames, options.eval_interval) == (1_000_000, 25_000)
     assert isinstance(options.frames, int)
+    assert options.keep_checkpoints == 2**53 + 1  # what is an integer already keeps each digit
 
 
 def test_a_flag_takes_back_what_the_configuration_of_a_run_says_of_its_progress(parsers):

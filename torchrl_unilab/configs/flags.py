@@ -50,9 +50,12 @@ def _argument(kind: Any) -> dict[str, Any]:
     def read(text: str) -> Any:
         if others and text.lower() == "none":
             return _NONE
-        if scalar is int and float(text).is_integer() and not text.isdecimal():
-            return int(float(text))  # 1e6
-        return scalar(text)
+        try:
+            return scalar(text)
+        except ValueError:
+            if scalar is int and float(text).is_integer():
+                return int(float(text))  # 1e6
+            raise
 
     read.__name__ = scalar.__name__  # argparse names it in errors
     return {"type": read, "metavar": scalar.__name__.upper()}
