@@ -235,6 +235,27 @@ def test_a_limit_of_file_sizes_is_named():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def test_a_limit_of_the_address_space_is_named(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with SharedSegment(1 << 26, name=f"unilab-test-{os.getpid()}") as segment:
+        held = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (held + (1 << 25), limits[1]))
+        try:
+            with pytest.raises(SegmentSpaceError, match=r"67108864 bytes .*`ulimit -v`"):
+                SharedSegment(1 << 26)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+        assert SharedSegment.attach(segment.name).nbytes == segment.nbytes
+
+
+def test_a_creator_leaves_a_file_that_took_the_name_meanwhile(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
+    with SharedSegment(64, name="unilab-test"):
+        (tmp_path / "unilab-test").unlink()
+        (tmp_path / "unilab-test").write_bytes(b"of another")
+    assert (tmp_path / "unilab-test").read_bytes() == b"of another"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are reserved on Linux")
 def test_an_interrupt_while_pages_are_taken_leaves_nothing(monkeypatch, tmp_path):
     def interrupted(*_):

@@ -10,6 +10,7 @@ The environment variable ``TORCHRL_UNILAB_SEGMENT=named`` gives each segment a g
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -138,6 +139,7 @@ class SharedSegment(Owner):
         Raises:
             SegmentError: There is no such segment, it has no size yet, or it is not a file of
                 this user.
+            SegmentSpaceError: A limit of this process's memory leaves no room to map it.
         """
         known = _mapping_of(name)
         if known is not None:
@@ -162,7 +164,7 @@ class SharedSegment(Owner):
         self._descriptor = descriptor
         path = None if name is None or owner_pid is None else _path(name)
         # Also at the interpreter's end, before modules are taken down.
-        self._unlink = weakref.finalize(self, _unlink, path, owner_pid)
+        self._unlink = weakref.finalize(self, _unlink, path, owner_pid, os.fstat(descriptor))
         self._buffer: npt.NDArray[np.uint8] | None = None
         try:
             if owner_pid is not None:
@@ -247,7 +249,12 @@ def _mapped(descriptor: int, nbytes: int) -> _Mapping:
     with _mappings_lock:
         mapping = _mappings.get(key)
         if mapping is None:
-            mapping = _mappings[key] = _Mapping(descriptor, nbytes)
+            try:
+                mapping = _mappings[key] = _Mapping(descriptor, nbytes)
+            except OSError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+                raise SegmentSpaceError(_over_limit("map", nbytes, "ulimit -v")) from error
             mapping.descriptors, mapping.thread_locks = [], {}
             weakref.finalize(mapping, _close_all, mapping.descriptors)
     if descriptor not in mapping.descriptors:
@@ -338,9 +345,13 @@ def _checked_size(descriptor: int, name: str) -> int:
     return found.st_size
 
 
-def _unlink(path: Path | None, owner_pid: int | None) -> None:
-    if path is not None and os.getpid() == owner_pid:
-        path.unlink(missing_ok=True)
+def _unlink(path: Path | None, owner_pid: int | None, file: os.stat_result) -> None:
+    """Unlink a file by its creator, unless the name is another file's by now."""
+    if path is None or os.getpid() != owner_pid:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(path.lstat(), file):
+            path.unlink()
 
 
 def _path(name: str) -> Path:
@@ -362,11 +373,15 @@ def _reserve(descriptor: int, nbytes: int, named: bool) -> None:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
             raise SegmentSpaceError(_no_room(nbytes, free_bytes(named), named)) from error
         if error.errno == errno.EFBIG:
-            raise SegmentSpaceError(
-                f"cannot create a shared segment: {nbytes} bytes (expected at most what "
-                "`ulimit -f` lets a file have). Raise it."
-            ) from error
+            raise SegmentSpaceError(_over_limit("create", nbytes, "ulimit -f")) from error
         raise
+
+
+def _over_limit(action: str, nbytes: int, limit: str) -> str:
+    return (
+        f"cannot {action} a shared segment: {nbytes} bytes (expected at most what `{limit}` "
+        "leaves). Raise it."
+    )
 
 
 def _no_room(nbytes: int, free: int, named: bool) -> str:
