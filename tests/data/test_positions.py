@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_unilab.data.positions import check_range, flat_positions, is_single
+from torchrl_unilab.data.positions import check_range, flat_positions, is_single, last_of_each
 
 bounds = st.none() | st.integers(-12, 12)
 slices = st.builds(slice, bounds, bounds, st.none() | st.integers(-4, 4).filter(bool))
@@ -41,6 +41,13 @@ def test_a_mask_in_any_form_is_where_it_is_true(mask):
         assert flat_positions(index, len(mask)).tolist() == expected
 
 
+@given(st.lists(st.integers(0, 9), max_size=20))
+def test_of_equal_positions_the_last_is_named(positions):
+    last = {position: i for i, position in enumerate(positions)}
+    named = last_of_each(torch.tensor(positions, dtype=torch.int64))
+    assert named.tolist() == sorted(last.values())
+
+
 def test_positions_that_need_no_change_are_not_copied():
     positions = torch.arange(3)
     assert flat_positions(positions, 3) is positions
@@ -53,7 +60,7 @@ def test_one_position_is_single(index):
 
 @pytest.mark.parametrize("index", [0.0, 1.5, [0.0], np.array([1.0])], ids=repr)
 def test_positions_that_are_no_integers_are_refused(index):
-    with pytest.raises(IndexError, match=r"positions of torch\.float\d+ \(expected integers or"):
+    with pytest.raises(IndexError, match=r"positions of (torch\.)?float\d* \(expected integers or"):
         flat_positions(index, 3)
 
 

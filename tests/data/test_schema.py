@@ -114,6 +114,21 @@ def test_a_tensordict_of_tensors_shares_their_memory_and_has_their_batch_size():
     assert all(leaves(again)[key] is leaf for key, leaf in leaves(items).items())
 
 
+def test_nested_tensordicts_keep_the_batch_dimensions_that_are_theirs():
+    wheels = TensorDict({"speed": torch.zeros(2, 3, 4)}, [2, 3, 4])
+    agents = TensorDict({"x": torch.zeros(2, 3, 5), "wheels": wheels}, [2, 3])
+    schema = TensorSchema.of(_items(2).set("agents", agents))
+
+    assert schema.inner == ((("agents",), (3,)), (("agents", "wheels"), (3, 4)))
+    items = schema.empty((6,))
+    again = schema.tensordict([*leaves(items).values()], (6,))
+    for made in (items, again):
+        assert made["next"].batch_size == (6, 2)
+        assert made["agents"].batch_size == (6, 2, 3)
+        assert made["agents", "wheels"].batch_size == (6, 2, 3, 4)
+    assert TensorSchema.from_json(json.loads(json.dumps(schema.to_json()))) == schema
+
+
 def test_empty_items_have_the_schema():
     schema = TensorSchema.of(_items(2))
 

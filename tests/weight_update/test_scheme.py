@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -307,3 +308,20 @@ def test_a_worker_without_weights_of_its_own_is_named(apart):
     with pytest.raises(ConfigError, match=r"none for workers \[1\]"):
         sender.send({0: make_policy()}, worker_ids=[0, 1])
     assert sender.version == 0
+
+
+class _Factories(SimpleNamespace):
+    """What a sender needs of a collector whose policies are made by factories."""
+
+    policy, policy_device = None, (CPU,)
+    policy_factory = (make_policy,)
+
+
+@pytest.mark.parametrize("weights", [None, "policy"])
+def test_to_publish_a_policy_that_a_factory_made_needs_its_weights(weights):
+    scheme, collector = UniLabShmScheme(), _Factories()
+    scheme.init_on_sender(model_id="policy", context=collector)
+    scheme.connect()
+    with pytest.raises(ConfigError, match="none given .* update_at_each_batch needs"):
+        scheme.send(weights)
+    scheme.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
 
     Args:
         index: A slice, range, list, tuple, array or tensor of positions; a list, array or
-            tensor of bool is a mask. A tuple of one is what is in it.
+            tensor of bool is a mask. A tuple of one is what is in it; ``...`` and None are all.
         length: How many items there are, for a slice or a mask. Other positions, negative ones
             too, stay as they are.
 
@@ -44,12 +45,18 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
         return index if index.ndim == 1 and index.is_cpu else index.reshape(-1).cpu()
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
+    if index is None or index is ...:
+        index = slice(None)
     if isinstance(index, slice):
         return torch.from_numpy(np.arange(*index.indices(length), dtype=np.int64))
     if isinstance(index, np.ndarray):
         index = torch.from_numpy(index)
     elif not isinstance(index, torch.Tensor):
-        index = [index] if isinstance(index, float | complex) else list(index)
+        if not isinstance(index, Iterable):
+            raise IndexError(
+                f"positions of {type(index).__name__} (expected integers or bool). Convert them."
+            )
+        index = list(index)
         index = torch.as_tensor(index or np.empty(0, np.int64), device="cpu")
     if index.dtype is torch.bool:
         if index.numel() != length:
@@ -62,6 +69,27 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
         raise IndexError(f"positions of {index.dtype} (expected integers or bool). Convert them.")
     flat: torch.Tensor = index.reshape(-1).to(device="cpu", dtype=torch.int64)
     return flat
+
+
+def is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
+    """Return whether positions, int64 [n], count up from `first`, in a circle of `capacity`."""
+    if int(positions[0]) != first:
+        return False
+    run = torch.arange(first, first + len(positions), device="cpu")
+    return torch.equal(positions, run.remainder_(capacity) if int(run[-1]) >= capacity else run)
+
+
+def last_of_each(positions: torch.Tensor) -> torch.Tensor:
+    """Return where each distinct position, int64 [n], comes last, in order.
+
+    Examples:
+        >>> last_of_each(torch.tensor([3, 1, 3, 2]))
+        tensor([1, 2, 3])
+    """
+    ordered, order = positions.sort(stable=True)
+    last = torch.ones(len(ordered), dtype=torch.bool, device="cpu")
+    torch.ne(ordered[1:], ordered[:-1], out=last[:-1])
+    return order[last].sort().values
 
 
 def is_mask(index: Any) -> bool:

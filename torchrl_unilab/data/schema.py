@@ -21,6 +21,7 @@ from torchrl_unilab.shm.layout import dotted
 Path = tuple[str, ...]
 """A TensorDict key as a tuple."""
 
+_Tree = tuple[dict[str, Any], tuple[int, ...]]
 _CPU = torch.device("cpu")
 _RECENT = 64
 """Batch sizes whose shapes are kept."""
@@ -74,6 +75,8 @@ class TensorSchema:
     Attributes:
         batch_size: Batch size of one item: [] for a transition, [N, T] for a rollout.
         fields: Its tensors in order; their shapes include `batch_size`.
+        inner: Nested TensorDicts that have more batch dimensions than the item, as those of
+            several agents, and these.
 
     Examples:
         >>> row = TensorDict({"x": torch.zeros(3), "next": {"done": torch.ones(1).bool()}}, [])
@@ -87,6 +90,7 @@ class TensorSchema:
 
     batch_size: tuple[int, ...]
     fields: tuple[TensorField, ...]
+    inner: tuple[tuple[Path, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(cls, item: TensorDictBase) -> TensorSchema:
@@ -102,15 +106,21 @@ class TensorSchema:
         if not names or len(set(names)) < len(names):
             raise LayoutKeyError(
                 f"keys of an item: {names} (expected at least one, each dotted name once). "
-                "Rename one; nested and dotted keys share one namespace."
+                "Pass tensors; where nested and dotted keys have one name, rename one."
             )
+        inner = []
         for key, entry in item.items(include_nested=True):
-            if isinstance(entry, TensorDictBase) and entry.is_empty():
+            if not isinstance(entry, TensorDictBase):
+                continue
+            if entry.is_empty():
                 raise LayoutKeyError(
                     f"entry {dotted(key)!r}: an empty TensorDict (expected tensors in it). "
                     "Leave it out."
                 )
-        return cls(tuple(item.batch_size), tuple(fields))
+            if entry.ndim > item.ndim:
+                path = (key,) if isinstance(key, str) else key
+                inner.append((path, tuple(entry.batch_size[item.ndim :])))
+        return cls(tuple(item.batch_size), tuple(fields), tuple(inner))
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
@@ -155,7 +165,8 @@ class TensorSchema:
             if tensor.shape != shape:
                 raise LayoutShapeError(
                     f"shape of {field.name!r}: {tuple(tensor.shape)} (expected {tuple(shape)}). "
-                    "Pass items like the first one, or make a new storage."
+                    "Pass items like the first one, or make the storage with an example: "
+                    "TorchRL's collectors write a made-up item first."
                 )
             if tensor.dtype is not field.dtype:
                 raise LayoutDtypeError(
@@ -196,16 +207,17 @@ class TensorSchema:
             tensors: One per field, of shape [*batch_size, *field.shape].
             batch_size: Batch dimensions in front of an item's.
         """
-        return _nested(self._tree, tensors, torch.Size((*batch_size, *self.batch_size)))
+        return _nested(self._tree, tensors, (*batch_size, *self.batch_size), _CPU)
 
     @functools.cached_property
-    def _tree(self) -> dict[str, Any]:
-        """Name to the field's index, or to such a dictionary."""
-        tree: dict[str, Any] = {}
+    def _tree(self) -> _Tree:
+        """Name to the field's index, or to such a tree, and the inner batch size of it all."""
+        inner = dict(self.inner)
+        tree: _Tree = {}, ()
         for index, path in enumerate(self._paths):
-            node = tree
-            for part in path[:-1]:
-                node = node.setdefault(part, {})
+            node, _ = tree
+            for depth, part in enumerate(path[:-1]):
+                node, _ = node.setdefault(part, ({}, inner.get(path[: depth + 1], ())))
             node[path[-1]] = index
         return tree
 
@@ -213,15 +225,19 @@ class TensorSchema:
         self, batch_size: Sequence[int] = (), device: torch.device | str = "cpu"
     ) -> TensorDict:
         """Allocate items of batch size [*batch_size, *self.batch_size], not initialised."""
-        items = TensorDict(batch_size=[*batch_size, *self.batch_size], device=torch.device(device))
-        for path, shape, dtype in self.fields:
-            items.set(path, torch.empty((*batch_size, *shape), dtype=dtype, device=device))
-        return items
+        tensors = [
+            torch.empty((*batch_size, *shape), dtype=dtype, device=device)
+            for _, shape, dtype in self.fields
+        ]
+        device = tensors[0].device
+        return _nested(self._tree, tensors, (*batch_size, *self.batch_size), device)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` makes the schema from: lists, integers and strings."""
         fields = [[[*path], [*shape], str(dtype)] for path, shape, dtype in self.fields]
-        return {"batch_size": [*self.batch_size], "fields": fields}
+        saved = {"batch_size": [*self.batch_size], "fields": fields}
+        inner = [[[*path], [*shape]] for path, shape in self.inner]
+        return saved | ({"inner": inner} if inner else {})
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> TensorSchema:
@@ -235,7 +251,11 @@ class TensorSchema:
                 TensorField(tuple(map(str, path)), tuple(map(int, shape)), _dtypes()[dtype])
                 for path, shape, dtype in saved["fields"]
             )
-            return cls(tuple(map(int, saved["batch_size"])), fields)
+            inner = tuple(
+                (tuple(map(str, path)), tuple(map(int, shape)))
+                for path, shape in saved.get("inner", ())
+            )
+            return cls(tuple(map(int, saved["batch_size"])), fields, inner)
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutError(
                 f"saved schema: {error!r} (expected the result of `to_json`). Load another file."
@@ -247,10 +267,15 @@ def _dtypes() -> dict[str, torch.dtype]:
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-def _nested(tree: dict[str, Any], tensors: Sequence[torch.Tensor], shape: torch.Size) -> TensorDict:
+def _nested(
+    tree: _Tree, tensors: Sequence[torch.Tensor], batch: tuple[int, ...], device: torch.device
+) -> TensorDict:
+    nodes, inner = tree
     source = {
-        key: tensors[entry] if isinstance(entry, int) else _nested(entry, tensors, shape)
-        for key, entry in tree.items()
+        key: tensors[entry] if isinstance(entry, int) else _nested(entry, tensors, batch, device)
+        for key, entry in nodes.items()
     }
     # The checks of the public constructor take longer than the gather of a small batch.
-    return TensorDict._new_unsafe(source=source, batch_size=shape, device=_CPU)
+    return TensorDict._new_unsafe(
+        source=source, batch_size=torch.Size((*batch, *inner)), device=device
+    )

@@ -28,7 +28,7 @@ from torchrl.data.replay_buffers.samplers import ConsumingSampler, StalenessAwar
 
 from tests.support.transitions import same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
-from torchrl_unilab.errors import ConfigError, UniLabError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError, UniLabError
 
 STORAGES = [LazyTensorStorage, PackedReplayStorage]
 
@@ -104,14 +104,19 @@ def test_an_index_means_what_it_does_to_the_stock_storage(make, index):
         (50, []),  # there is none
         (torch.tensor([[0, 1], [2, 3]]), [2, 2]),
         (torch.tensor([True, False]), [1]),  # too short
+        (..., [50]),
+        (None, [50]),
+        (-1, []),
+        (torch.tensor([-1, 3]), [2]),
     ],
     ids=str,
 )
-def test_an_index_to_write_to_means_what_it_does_to_the_stock_storage(index, shape):
+@pytest.mark.parametrize("make", [ReplayBuffer, TensorDictReplayBuffer])
+def test_an_index_to_write_to_means_what_it_does_to_the_stock_storage(make, index, shape):
     found = []
-    for buffer in both(ReplayBuffer):
+    for buffer in both(make):
         try:
-            buffer[index] = episodes(4)[: math.prod(shape)].reshape(shape)
+            buffer[index] = episodes(50)[: math.prod(shape)].reshape(shape)
         except IndexError:
             found.append(IndexError)
         else:
@@ -294,6 +299,18 @@ def test_rows_of_a_shard_that_is_ahead_are_drawn_too():
         assert buffer.sample()["count"][:, 0].unique().tolist() == [*range(20)]
 
 
+def test_agents_keep_their_batch_dimension():
+    agents = TensorDict({"observation": torch.rand(6, 3, 2)}, [6, 3])
+    rows = TensorDict({"agents": agents, "reward": torch.rand(6, 1)}, [6])
+    found = []
+    for storage in STORAGES:
+        buffer = TensorDictReplayBuffer(storage=storage(10), batch_size=4)
+        buffer.extend(rows.clone())
+        read = buffer.sample(), buffer[:], buffer[2], buffer[torch.tensor([[1, 2], [3, 4]])]
+        found.append([batch["agents"].batch_size for batch in read])
+    assert found[0] == found[1] == [(4, 3), (6, 3), (3,), (2, 2, 3)]
+
+
 # Writers
 
 
@@ -330,6 +347,33 @@ def test_freed_and_new_positions_are_written_together(rows):
     assert torch.equal(buffers[0][:]["number"], buffers[1][:]["number"])
 
 
+def test_more_rows_than_fit_are_written_over_freed_positions_too():
+    buffers = []
+    for storage in STORAGES:
+        buffer = ReplayBuffer(storage=storage(7), sampler=ConsumingSampler(), batch_size=2)
+        buffer.extend(episodes(3))
+        torch.manual_seed(0)
+        buffer.sample()
+        buffer.extend(episodes(14)[4:])
+        buffers.append(buffer)
+
+    assert len(buffers[0]) == len(buffers[1]) == 7
+    assert torch.equal(buffers[0][:]["number"], buffers[1][:]["number"])
+
+
+def test_a_refused_write_leaves_no_gap_in_what_is_ranked():
+    ranked = TensorDictMaxValueWriter(rank_key="number")
+    buffer = TensorDictReplayBuffer(storage=PackedReplayStorage(5), writer=ranked, batch_size=2)
+    rows = episodes(9)
+    buffer.extend(rows[:2].clone())
+    with pytest.raises(LayoutShapeError):
+        buffer.extend(rows[2:4].clone().set("action", torch.zeros(2, 9)))
+    for block in rows[4:].split(2):
+        buffer.extend(block.clone())
+    assert sorted(buffer[:]["number"].flatten().tolist()) == [4, 5, 6, 7, 8]
+    assert buffer.write_count == 7
+
+
 def test_new_rows_at_positions_need_one_shard():
     storage = PackedReplayStorage(50, writers=2)
     buffer = ReplayBuffer(storage=storage, batch_size=4)
@@ -359,6 +403,13 @@ def test_more_rows_than_fit_are_written_in_turns():
         assert storage.ptr == 25
         assert storage.size == 10
         assert sorted(storage.sample(200)["number"].unique().tolist()) == [*range(15, 25)]
+
+
+def test_one_row_at_several_positions_is_refused():
+    with PackedReplayStorage(20) as storage:
+        storage.append(episodes(20))
+        with pytest.raises(LayoutShapeError, match="1 at 3 positions"):
+            storage[0:3] = episodes(1)[0]
 
 
 # Ensembles

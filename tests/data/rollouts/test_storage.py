@@ -239,8 +239,10 @@ def test_what_is_left_of_a_batch_waits_for_the_next_iteration(storage):
     buffer = RolloutReplayBuffer(storage=storage, batch_size=2)
     buffer.extend(stack(1, 2, 3))
     assert [values(batch) for batch in buffer] == [[1, 2]]
+    assert [*buffer] == []
     buffer.extend(stack(4))
     assert [values(batch) for batch in buffer] == [[3, 4]]
+    assert [*buffer] == []
 
 
 def test_prefetching_threads_lose_and_double_nothing():
@@ -264,6 +266,16 @@ def test_looking_at_rollouts_does_not_stop_the_process_from_writing(looked_at):
         assert sum(storage.dropped + storage.skipped) == 2
         assert storage.read_count == 0
         assert storage.write_count == 6
+
+
+def test_looking_at_loaded_rollouts_does_not_stop_the_process_from_writing():
+    made = [RolloutRingStorage(2, example=make_rollout(), timeout=0.0) for _ in range(2)]
+    with made[0] as saved, made[1] as loaded:
+        saved.write_all(stack(1, 2))
+        loaded.load_state_dict(saved.state_dict())
+        assert values(loaded[:]) == [1, 2]
+        loaded.write_all(stack(3))
+        assert values(loaded[:]) == [2, 3]
 
 
 def test_looking_at_the_oldest_holds_no_more_than_that(storage):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.data.replay.form import REWARD, RowForm
 from torchrl_unilab.data.replay.trajectories import stride_of
-from torchrl_unilab.data.schema import TensorField, TensorSchema
+from torchrl_unilab.data.schema import TensorField
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.rows import Gather, SharedRows
@@ -70,10 +71,9 @@ class BatchLayout:
             fields.append(reward._replace(path=("next", "original_reward")))
             fields += [TensorField((name,), (), dtype) for name, dtype in _EXTRA.items()]
         self._blocks = tuple(blocks)
-        batch_size = form.schema.batch_size
-        self._plain = TensorSchema(batch_size, tuple(fields))
-        index = TensorField(("index",), batch_size, torch.int64)
-        self._indexed = TensorSchema(batch_size, (*fields, index))
+        self._plain = replace(form.schema, fields=tuple(fields))
+        index = TensorField(("index",), form.schema.batch_size, torch.int64)
+        self._indexed = replace(form.schema, fields=(*fields, index))
         self._known: _Known = {}
 
     def nbytes(self, count: int) -> int:

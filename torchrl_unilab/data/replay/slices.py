@@ -39,7 +39,8 @@ class PackedSliceSampler(SliceSampler):
 
     The arguments are `SliceSampler`'s, and so are its batches for a seed. Other storages, and
     what is more than one key of the rows (``end_keys``, ``ends``, ``trajectories``,
-    ``fragmented``) or on a GPU (``use_gpu``), are left to it.
+    ``fragmented``) or on a GPU (``use_gpu``), are left to it. It does not see what is written
+    through views: change the trajectory key by assignment, ``buffer[positions] = rows``.
 
     Examples:
         >>> import torch

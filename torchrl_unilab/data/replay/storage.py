@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import ReplayBuffer, RoundRobinWriter
+from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter, Writer
 from typing_extensions import Self
 
 from torchrl_unilab.data.positions import (
@@ -20,7 +20,9 @@ from torchrl_unilab.data.positions import (
     check_range,
     flat_positions,
     is_mask,
+    is_run,
     is_single,
+    last_of_each,
 )
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
@@ -154,7 +156,7 @@ class PackedReplayStorage(SharedReplay):
 
     def _set(self, cursor: Any, data: Any, set_cursor: bool) -> None:
         data, single, shape = as_rows(data), is_single(cursor), batch_shape(cursor)
-        if single:
+        if single or not data.batch_size:
             data = data.unsqueeze(0)
         elif shape is not None and data.batch_size[: len(shape)] == shape:
             data = data.flatten(0, len(shape) - 1)
@@ -179,24 +181,28 @@ class PackedReplayStorage(SharedReplay):
         if set_cursor and begin != first and self._ahead(positions):
             self.continue_at(begin)
             first = self.ptr % self.max_size
+        run = set_cursor and self.writers == 1 and is_run(positions, first, self.max_size)
+        if not run:
+            low = int(positions.min())
+            if low < 0:
+                check_range(low, low, length, "row", "written")
+                positions = positions.where(positions >= 0, positions + length)
         indexed = self._form is not None and "index" in self._form.index
         if indexed and data.get("index", None) is None:
             data = data.copy().set("index", positions)  # as TorchRL's writers have it
-        if set_cursor and self.writers == 1 and _is_run(positions, first, self.max_size):
+        if run:
             self.append(data, first)
             return
-        low = int(positions.min())
-        if low < 0:
-            check_range(low, low, length, "row", "written")
-        fresh = (positions >= length).nonzero().squeeze(1)
-        if len(fresh):
-            old = (positions < length).nonzero().squeeze(1)
-            if len(old):
+        if len(newest := last_of_each(positions)) < len(positions):
+            positions, data = positions[newest], data[newest]
+        fresh = positions >= length
+        if fresh.any():
+            if not fresh.all():
                 self._appender.check(data)  # all of them, before some are appended
             self._append_at(positions[fresh], data[fresh], length)
-            positions, data = positions[old], data[old]
+            positions, data = positions[~fresh], data[~fresh]
         if len(positions):
-            self._appender.rewrite(positions.remainder(length), data)
+            self._appender.rewrite(positions, data)
 
     def continue_at(self, position: int) -> None:
         """Let the next row go to a position, where the writer of a stock checkpoint goes on.
@@ -213,15 +219,22 @@ class PackedReplayStorage(SharedReplay):
             return []  # no writer's
         head = self.ptr % self.max_size if self.initialized else 0
         after = (int(cursor if single else cursor[-1]) + 1) % self.max_size
+        return [w for w in self._writers(RoundRobinWriter) if w._cursor == after != head]
+
+    def _writers(self, kind: type[Writer]) -> list[Any]:
         writers = [b.writer for b in self._attached_entities if isinstance(b, ReplayBuffer)]
-        stock = [writer for writer in writers if isinstance(writer, RoundRobinWriter)]
-        return [writer for writer in stock if writer._cursor == after != head]
+        return [writer for writer in writers if isinstance(writer, kind)]
 
     def _set_back_writers(self, cursor: Any) -> None:
-        """Undo the move of stock writers' cursors."""
+        """Undo the move of stock writers' cursors, and forget what they rank of rows to come."""
         for writer in self._ahead(cursor):
             writer._cursor = self.ptr % self.max_size if self.initialized else 0
             writer._write_count -= 1 if is_single(cursor) else len(cursor)
+        for writer in self._writers(TensorDictMaxValueWriter):
+            there = sorted(pair for pair in writer._current_top_values if pair[1] < len(self))
+            writer._write_count -= len(writer._current_top_values) - len(there)
+            writer._current_top_values[:] = there
+            writer._cursor = len(self) % self.max_size
 
     def _append_at(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
         """Append rows at positions that have not been written, in the order of these."""
@@ -236,7 +249,7 @@ class PackedReplayStorage(SharedReplay):
                 f"no row {int(ordered[-1])}: the storage takes {self.max_size} (expected a "
                 f"position of 0 to {self.max_size - 1}). Check the index."
             )
-        if not _is_run(ordered, length, self.max_size):
+        if not is_run(ordered, length, self.max_size):
             raise UsageError(
                 f"cannot write row {int(ordered[-1])}: {length} are written (expected rows one "
                 "after the other). Write through one writer, or use PackedReplayWriter."
@@ -331,10 +344,8 @@ class PackedReplayStorage(SharedReplay):
         """Return a copy of the rows and all that belongs to them."""
         if not self.initialized:
             return {"header": None, "rows": torch.empty(0, dtype=torch.int32, device="cpu")}
-        lineage = self.rows.lineage()
-        copies = torch.empty(
-            lineage.window.size, sum(self.rows.widths), dtype=torch.int32, device="cpu"
-        )
+        lineage, width = self.rows.lineage(), sum(self.rows.widths)
+        copies = torch.empty(lineage.window.size, width, dtype=torch.int32, device="cpu")
         saved = save_rows(
             self.rows, lineage, lambda at, words: copies[at : at + len(words)].copy_(words)
         )
@@ -386,11 +397,3 @@ class PackedReplayStorage(SharedReplay):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"size={self.size}"
         return f"{type(self).__name__}(max_size={self.max_size}, writers={self.writers}, {state})"
-
-
-def _is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
-    """Return whether positions, int64 [n], count up from `first`, in a circle of `capacity`."""
-    if int(positions[0]) != first:
-        return False
-    run = torch.arange(first, first + len(positions), device="cpu")
-    return torch.equal(positions, run.remainder_(capacity) if int(run[-1]) >= capacity else run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,9 +70,10 @@ class RolloutRingSampler(RolloutSampler):
     """Takes whole rollouts out of a `RolloutRingStorage`, each once.
 
     ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest and
-    skips those before them. An iteration over the buffer ends when fewer than a batch are
-    unread; the next one continues with what was written since. A buffer that prefetches more
-    than one batch may return batches in another order: its threads race for its lock.
+    skips those before them. An iteration over a `RolloutReplayBuffer` ends when fewer than a
+    batch are unread; the next one continues with what was written since. A buffer that
+    prefetches more than one batch may return batches in another order: its threads race for its
+    lock.
 
     Args:
         take: ``"oldest"`` or ``"newest"``.
@@ -200,6 +201,13 @@ class RolloutReplayBuffer(TensorDictReplayBuffer):
             writer=RolloutRingWriter(),
             **settings,
         )
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        """Sample until fewer than a batch are unread; a sampler with a timeout waits for one."""
+        sampler = self.sampler
+        waits = not isinstance(sampler, RolloutRingSampler) or sampler.timeout > 0
+        if waits or self.batch_size is None or sampler.can_sample(self.storage, self.batch_size):
+            yield from super().__iter__()
 
     def share(self, shared: bool = True) -> RolloutReplayBuffer:
         """Share the buffer and its transforms between processes."""

@@ -176,6 +176,8 @@ class SharedRollouts(SharedStorage):
 
     def _claim(self, timeout: float | None) -> int | None:
         ring = self.ring
+        if ring.writer is None:
+            ring.become_writer()
         if self.overflow == "overwrite" and not ring.spare():
             unread = [lease for lease in self._unread() if lease.writer == ring.writer]
             if unread:
