@@ -182,6 +182,14 @@ def test_a_run_ends_with_a_table_of_what_came_of_it(capsys):
         assert part in shown
 
 
+def test_a_narrow_terminal_cuts_no_number_of_the_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    summary = {"env": "Hopper-v5", "final_return": 1234.56, "eval_return": None, "seconds": 2.0}
+    _show(summary | {"frames": 5_000_000, "busy": {"learner": 0.5, "collectors": [0.25]}})
+    shown = capsys.readouterr().out.splitlines()
+    assert {"training return: 1,234.6", "frames: 5,000,000"} <= {*shown}
+
+
 def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", f"import os, signal, sys\nfrom torchrl_unilab import cli\n{code}"],

@@ -279,19 +279,23 @@ def _show(summary: Mapping[str, Any]) -> None:
 
     busy, frames, seconds = summary["busy"], summary["frames"], summary["seconds"]
     collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"])
-    table = Table("training return", "deterministic", "frames", "seconds", "frames/s", "busy")
-    table.add_row(
-        _number(summary["final_return"]),
-        _number(summary["eval_return"]),
-        f"{frames:,}",
-        f"{seconds:,.1f}",
-        f"{frames / seconds:,.0f}" if seconds else "none",
-        f"learner {busy['learner']:.0%}, collectors {collectors}",
-        style="bold",
-    )
+    cells = {
+        "training return": _number(summary["final_return"]),
+        "deterministic": _number(summary["eval_return"]),
+        "frames": f"{frames:,}",
+        "seconds": f"{seconds:,.1f}",
+        "frames/s": f"{frames / seconds:,.0f}" if seconds else "none",
+        "busy": f"learner {busy['learner']:.0%}, collectors {collectors}",
+    }
+    console, table = Console(), Table(*cells)
+    table.add_row(*cells.values(), style="bold")
     table.title = summary["env"]
     table.caption = "deterministic: at the end, without exploration; busy: of one core, at work"
-    Console().print(table)
+    if console.width < 80:  # it would cut numbers
+        for name, cell in cells.items():
+            print(f"{name}: {cell}")
+    else:
+        console.print(table)
 
 
 def _asked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -41,7 +41,7 @@ def test_a_file_without_settings_is_refused(text, tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read, .*No such file"):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml: cannot be read, No such file"):
         read_config(tmp_path / "nothing.yaml")
 
 

@@ -140,6 +140,11 @@ def test_the_pool_and_the_seed_have_an_end():
             _build(config, **settings)
 
 
+def test_of_a_long_refused_value_the_beginning_is_shown():
+    with pytest.raises(ConfigError, match=rf"epochs: '{'x' * 99}\.\.\. \(expected an integer"):
+        Kind(Count).check("epochs", "x" * 1000)
+
+
 def test_a_refused_setting_names_its_default():
     with pytest.raises(ConfigError, match=r"epochs: 0 .* Leave it out for the default\.$"):
         APPOConfig(epochs=0)

@@ -24,6 +24,7 @@ from torchrl_unilab.envs.gymnasium.pendulums import InvertedPendulum
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.robots.transforms import ActionDelay, ObservationDelay
 from torchrl_unilab.envs.task import MujocoTask
+from torchrl_unilab.errors import ConfigError
 
 N = 3
 SLIPPERY = Randomize("geom_friction[0]", 0.5, 1.5, when="reset")
@@ -268,6 +269,44 @@ def test_terminations_that_are_not_one_for_each_simulation_are_refused_at_the_fi
             env.step(action)
 
 
+def test_terminations_that_are_no_truth_values_are_refused_at_the_first_step():
+    with contextlib.closing(make(Ended(name="Mine", end=lambda end: end * 1.0), 0)) as env:
+        action = env.rand_action(env.reset())
+        with pytest.raises(ConfigError, match=r"terminations of Mine are of float64 \(expected"):
+            env.step(action)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen(InvertedPendulum):
+    """A pendulum that observes what a function makes of its positions."""
+
+    see: Callable[[NDArray[Any]], Any]
+
+    def observation(self, fields: Any) -> Any:
+        """What the function makes of the positions."""
+        return (self.see(fields["qpos"]),)
+
+
+@pytest.mark.parametrize(
+    ("see", "message"),
+    [
+        (
+            lambda qpos: qpos if (qpos < 1.0).all() else qpos[:, :1],
+            r"has shape \(3, 1\) \(expected \(3, 2",
+        ),
+        (
+            lambda qpos: qpos if (qpos < 1.0).all() else qpos[:2],
+            r"has shape \(2, 2\) \(expected \(3, 2",
+        ),
+        (lambda qpos: qpos.astype(str), "cannot be observed, Cannot cast"),
+    ],
+)
+def test_an_observation_that_changes_is_refused_by_its_name(see, message):
+    refused = pytest.raises(ConfigError, match=rf"'observation' of Mine {message}")
+    with contextlib.closing(make(Seen(name="Mine", see=see), 0)) as env, refused:
+        env.set_state([[2.0, 0.0]] * 3, [[0.0, 0.0]] * 3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Started(InvertedPendulum):
     """A pendulum whose episodes start where a function says."""
@@ -276,7 +315,8 @@ class Started(InvertedPendulum):
 
     def initial_state(self, rng: Any, qpos: Any, qvel: Any) -> Any:
         """What the function makes of the default pose."""
-        return self.begin(qpos), qvel
+        begun = self.begin(qpos)
+        return begun if begun is qpos else (begun, qvel)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +329,12 @@ class Started(InvertedPendulum):
 def test_states_to_start_from_that_are_none_are_refused_by_the_tasks_name(begin, message):
     refused = pytest.raises(ValueError, match=rf"initial_state of Mine: qpos has {message}")
     with contextlib.closing(make(Started(name="Mine", begin=begin), 0)) as env, refused:
+        env.reset()
+
+
+def test_a_state_to_start_from_without_velocities_is_refused_by_the_tasks_name():
+    refused = pytest.raises(ConfigError, match=r"initial_state of Mine: no pair \(expected pos")
+    with contextlib.closing(make(Started(name="Mine", begin=lambda q: q), 0)) as env, refused:
         env.reset()
 
 

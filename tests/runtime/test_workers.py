@@ -27,7 +27,7 @@ from tests.support.processes import (
     use_server,
     wait_for,
 )
-from torchrl_unilab.errors import WorkerError
+from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.runtime import link as link_module
 from torchrl_unilab.runtime import worker_process
 from torchrl_unilab.runtime import workers as workers_module
@@ -79,6 +79,10 @@ def _fail_at_start(link: Link, number: int) -> None:
     if number:
         raise LookupError("no such thing")
     threading.Event().wait()
+
+
+def _refuse_at_start(link: Link) -> None:
+    raise ConfigError("no such setting")
 
 
 def _leave_at_start(link: Link) -> None:
@@ -205,6 +209,12 @@ def test_a_worker_that_raises_while_it_starts_surfaces_though_another_is_not_rea
     error = _within(PROMPT, lambda: WorkerGroup(_fail_at_start, [(0,), (1,)], name="server"))
     assert re.match(r"server 1, process \d+, failed:(.|\n)*LookupError: no such thing", str(error))
     assert set(live_children()) == before
+
+
+def test_a_setting_that_a_worker_refuses_is_told_in_its_own_words_alone():
+    message = r"server 0, process \d+, failed:\nConfigError: no such setting\n\(expected it"
+    with pytest.raises(WorkerError, match=message):
+        WorkerGroup(_refuse_at_start, [()], name="server")
 
 
 def test_a_worker_that_ends_before_it_is_ready_reminds_of_the_main_guard():

@@ -322,6 +322,6 @@ def test_to_publish_a_policy_that_a_factory_made_needs_its_weights(weights):
     scheme, collector = UniLabShmScheme(), _Factories()
     scheme.init_on_sender(model_id="policy", context=collector)
     scheme.connect()
-    with pytest.raises(ConfigError, match="none given .* update_at_each_batch needs"):
+    with pytest.raises(ConfigError, match=r"none given .* update_at_each_batch needs"):
         scheme.send(weights)
     scheme.shutdown()

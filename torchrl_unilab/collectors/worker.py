@@ -21,6 +21,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, PhaseClock
 from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 POLICY_VERSION = ("next", "policy_version")
@@ -47,7 +48,16 @@ def close_env(env: EnvBase) -> None:
 
 @contextlib.contextmanager
 def closing_env(env: EnvBase) -> Iterator[EnvBase]:
-    """Close an environment in the end, by `close_env`."""
+    """Close an environment in the end, by `close_env`.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(env, EnvBase):
+        raise ConfigError(
+            f"create_env: it returned {type(env).__name__} (expected an environment of TorchRL). "
+            "Return what it makes."
+        )
     try:
         yield env
     finally:

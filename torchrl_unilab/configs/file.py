@@ -40,7 +40,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     try:
         values = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (UnicodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
     else:
         reason = f"it holds {type(values).__name__}"
@@ -50,6 +52,6 @@ def read_config(path: Path) -> dict[str, Any]:
                 return {str(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
             reason = f"{other[0]} is {values[other[0]]!r}"
     raise ConfigError(
-        f"{path}: cannot be read, {reason} (expected the settings of a run by name). Restore it, "
-        "or train again."
+        f"{path}: cannot be read, {reason} (expected the settings of a run by name). Correct the "
+        "path, or restore the file."
     )

@@ -117,9 +117,14 @@ class RunConfig(Settings):
             **options: Further settings of the run.
 
         Raises:
-            ConfigError: `config` is of another kind.
+            ConfigError: `config` is of another kind, or `env` no name.
             TypeError: There is no such option; says where a setting of the algorithm goes.
         """
+        if not isinstance(env, str):
+            raise ConfigError(
+                f"env: {type(env).__name__} (expected a task's name). Give 'module:Class' for a "
+                "task of your own, or create_env, which makes an environment."
+            )
         if not isinstance(config, (kind, NoneType)):
             raise ConfigError(
                 f"config: {type(config).__name__} (expected {kind.__name__}). Take "

@@ -55,6 +55,10 @@ LoggerNames = Annotated[
 _PLAIN = {bool: "True or False", int: "an integer", float: "a finite number"}
 
 
+_SHOWN = 100
+"""Characters of a refused value that are shown."""
+
+
 class Kind:
     """The values that a setting takes, by its type.
 
@@ -96,7 +100,9 @@ class Kind:
         try:
             self._adapter.validate_python(value)
         except ValidationError:
-            raise ConfigError(f"{name}: {value!r} (expected {self}). {remedy}") from None
+            given = repr(value)
+            given = given if len(given) <= _SHOWN else f"{given[:_SHOWN]}..."
+            raise ConfigError(f"{name}: {given} (expected {self}). {remedy}") from None
 
 
 def setting(default: Any, description: str, *, of: str | None = None) -> Any:

@@ -22,7 +22,13 @@ from torchrl_unilab.envs.env_state import EnvState, simulations_of
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
-from torchrl_unilab.envs.task import Array, MujocoTask, check_observations, check_task
+from torchrl_unilab.envs.task import (
+    Array,
+    MujocoTask,
+    check_task,
+    join_observation,
+    observation_shapes,
+)
 from torchrl_unilab.errors import ConfigError
 
 _FLAGS = ("done", "terminated", "truncated")
@@ -181,9 +187,8 @@ class MujocoBatchEnv(EnvBase):
         bounds = low.expand(shape), high.expand(shape)
         self.action_spec = Bounded(*bounds, shape, dtype=dtype, device=device)
         groups = self.task.observations(self._state.physics.fields)
-        check_observations(self.task.name, groups, n)
-        widths = {key: sum(part.shape[1] for part in parts) for key, parts in groups.items()}
-        observed = {key: unbounded(width) for key, width in widths.items() if self._observes}
+        self._shapes = observation_shapes(self.task.name, groups, n)
+        observed = {k: unbounded(shape[1]) for k, shape in self._shapes.items() if self._observes}
         if self._pixels is not None:
             picture = self._pixels.shape
             observed["pixels"] = Bounded(0, 255, picture, dtype=torch.uint8, device=device)
@@ -192,10 +197,8 @@ class MujocoBatchEnv(EnvBase):
             observed["reward_terms"] = Composite(terms, shape=[n], device=device)
         self.observation_spec = Composite(observed, shape=[n], device=device)
         self.reward_spec = unbounded(1)
-        self.done_spec = Composite(
-            {key: Categorical(2, shape=(n, 1), dtype=torch.bool, device=device) for key in _FLAGS},
-            shape=[n],
-        )
+        flags = {key: Categorical(2, (n, 1), dtype=torch.bool, device=device) for key in _FLAGS}
+        self.done_spec = Composite(flags, shape=[n])
 
     def get_state(self) -> tuple[Array, Array]:
         """Return copies of ``qpos`` ``(n, nq)`` and ``qvel`` ``(n, nv)``, float64.
@@ -373,8 +376,7 @@ class MujocoBatchEnv(EnvBase):
         state = self._state
         groups = self.task.observations(state.physics.seen) if self._observes else {}
         for key, parts in groups.items():
-            # cast while they are put together: one copy out of the physics
-            array = np.concatenate(parts, axis=1, dtype=self.dtype, casting="same_kind")
+            array = join_observation(self.task.name, key, parts, self._shapes[key], self.dtype)
             entries[key] = self._tensor(array)
         if self._pixels is not None:
             entries["pixels"] = self._tensor(self._pixels.current().copy())

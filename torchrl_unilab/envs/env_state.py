@@ -179,7 +179,7 @@ class EnvState:
         start = self.count("physics", start)
         outcome = task.outcome(physics.seen, before, action, self.dt)
         reward, terminated, terms = outcome.reward, outcome.terminated, outcome.terms
-        self._check_shapes(rewards=reward, terminations=terminated)
+        self._check_outcome(reward, terminated)
         if diverged is not None:
             self._report(diverged)
             # what the task makes of the jump to the default pose means nothing
@@ -205,8 +205,11 @@ class EnvState:
         physics = self.physics
         physics.randomizer.reset(ids)
         states = [self.task.initial_state(self._rngs[i], *physics.start) for i in ids]
+        what = f"initial_state of {self.task.name}"
+        if any(not isinstance(state, tuple | list) or len(state) != 2 for state in states):
+            raise ConfigError(f"{what}: no pair (expected positions and velocities). Return both.")
         qpos, qvel = zip(*states, strict=True)
-        values = self._checked_state(f"initial_state of {self.task.name}", qpos, qvel, ids)
+        values = self._checked_state(what, qpos, qvel, ids)
         self._draw_commands(ids)
         self._place(ids, *values)
         first = ids[self._to_stagger[ids]]
@@ -280,13 +283,18 @@ class EnvState:
         self.phase_seconds[phase] += now - start
         return now
 
-    def _check_shapes(self, **values: NDArray[Any]) -> None:
-        for name, value in values.items():
+    def _check_outcome(self, reward: NDArray[Any], terminated: NDArray[Any]) -> None:
+        for name, value in (("rewards", reward), ("terminations", terminated)):
             if np.shape(value) != (len(self),):
                 raise ConfigError(
                     f"MujocoBatchEnv.step: {name} of {self.task.name} have shape {np.shape(value)} "
                     f"(expected {(len(self),)}). Correct the task's `outcome`, or `failed`."
                 )
+        if (kind := np.asarray(terminated).dtype) != np.bool_:
+            raise ConfigError(
+                f"MujocoBatchEnv.step: terminations of {self.task.name} are of {kind} (expected "
+                "bool). Compare in the task's `outcome`, or `failed`."
+            )
 
     def _check_finite(self, reward: NDArray[Any], terms: Mapping[str, NDArray[Any]]) -> None:
         if not all_finite(reward):

@@ -79,6 +79,11 @@ class Simulations:
         batch.reset()
         if randomization is None:
             randomization = task.randomization
+        if not isinstance(randomization, Sequence):
+            raise ConfigError(
+                f"randomization of {task.name}: {type(randomization).__name__} (expected a "
+                "sequence of Randomize). Put it into a tuple."
+            )
         self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
         self._name, self._frame_skip = task.name, task.frame_skip
         self._has_commands = task.command_size > 0

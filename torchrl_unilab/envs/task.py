@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import mujoco
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torchrl import logger as torchrl_logger
 
 from torchrl_unilab.envs.mujoco_engine import add_contact_forces
@@ -25,11 +25,13 @@ Fields = Mapping[str, NDArray[Any]]
 Model: TypeAlias = str | Path | mujoco.MjSpec
 
 
-def check_observations(task: str, groups: Mapping[str, Sequence[Any]], nsim: int) -> None:
-    """Refuse observations of a task, by key, whose parts are not ``(nsim, width)`` each.
+def observation_shapes(
+    task: str, groups: Mapping[str, Sequence[Any]], nsim: int
+) -> dict[str, tuple[int, int]]:
+    """Return the shape of each observation of a task, whose parts are ``(nsim, width)`` each.
 
     Raises:
-        ConfigError: Names the parts' shapes.
+        ConfigError: They are not; names their shapes.
     """
     for key, parts in groups.items():
         shapes = [np.shape(part) for part in parts]
@@ -38,6 +40,34 @@ def check_observations(task: str, groups: Mapping[str, Sequence[Any]], nsim: int
                 f"MujocoBatchEnv: {key!r} of {task} has parts of shapes {shapes} (expected at "
                 f"least one, each ({nsim}, width), a row per simulation). Correct the task."
             )
+    return {k: (nsim, sum(np.shape(part)[1] for part in parts)) for k, parts in groups.items()}
+
+
+def join_observation(
+    task: str,
+    key: str,
+    parts: Sequence[NDArray[Any]],
+    shape: tuple[int, int],
+    dtype: DTypeLike,
+) -> NDArray[Any]:
+    """Return the parts of an observation beside each other, ``(nsim, width)`` of `dtype`.
+
+    Raises:
+        ConfigError: They are of another shape, or no numbers.
+    """
+    try:  # cast while they are put together: one copy out of the physics
+        array = np.concatenate(parts, axis=1, dtype=dtype, casting="same_kind")
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"MujocoBatchEnv: {key!r} of {task} cannot be observed, {error} (expected numbers, a "
+            "row per simulation). Correct the task."
+        ) from error
+    if array.shape != shape:
+        raise ConfigError(
+            f"MujocoBatchEnv: {key!r} of {task} has shape {array.shape} (expected {shape}, as when "
+            "the environment was made). Observe always as many numbers."
+        )
+    return array
 
 
 @dataclass(frozen=True)

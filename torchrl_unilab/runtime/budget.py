@@ -176,7 +176,7 @@ class ThreadPlan:
     def __str__(self) -> str:
         """Return the plan as one line for a person."""
         return (
-            f"{self.cores} cores: {self.learner_threads} learner thread(s), "
+            f"{self.cores} core(s): {self.learner_threads} learner thread(s), "
             f"{self.collectors} collector(s) with {self.physics_threads} physics thread(s) each"
         )
 
@@ -198,7 +198,7 @@ def plan_threads(
 
     Examples:
         >>> print(plan_threads(8, collectors=2))
-        8 cores: 1 learner thread(s), 2 collector(s) with 3 physics thread(s) each
+        8 core(s): 1 learner thread(s), 2 collector(s) with 3 physics thread(s) each
     """
     asked = (cores, collectors, learner_threads, 1 if physics_threads is None else physics_threads)
     if min(asked) < 1:

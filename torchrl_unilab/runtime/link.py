@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.errors import ConfigError, PeerGoneError
 
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
 _RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
@@ -251,8 +251,10 @@ def serve(
         target(link, *args)
     except PeerGoneError:
         pass  # the parent's work has ended, and so has the worker's
-    except BaseException:
-        text = traceback.format_exc()
+    except BaseException as error:
+        # Where a setting cannot work is in its words; of anything else, the traceback says it.
+        known = isinstance(error, ConfigError)
+        text = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
         if len(text) > _RELAYED_CHARACTERS:
             half = _RELAYED_CHARACTERS // 2
             text = f"{text[:half]}\n[...]\n{text[-half:]}"

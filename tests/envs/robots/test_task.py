@@ -146,6 +146,19 @@ def _mine(**methods: Any) -> Cart:
     return type("Mine", (_Mine,), methods)(name="Mine")
 
 
+@pytest.mark.parametrize("weight", [None, "1", float("nan")])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(ConfigError, match=r"Cart: the weight of 'speed' is .* \(expected a finite"):
+        Cart(weights={"speed": weight, "effort": 1.0})
+
+
+def test_a_term_that_is_true_counts_as_one() -> None:
+    rewards = {"rewards": lambda self, stride: {"speed": True, "effort": 0.0}}
+    env = make(_mine(**rewards))
+    after = env.step(env.reset().set("action", torch.zeros(3, 1)))["next"]
+    assert after["reward"].flatten().tolist() == [2.0] * 3
+
+
 @pytest.mark.parametrize("one", [2.0, 2])
 def test_a_term_that_is_a_constant_is_that_of_all_simulations(one: Any) -> None:
     def rewards(self: Cart, stride: Stride) -> Mapping[str, Any]:
@@ -161,11 +174,19 @@ def test_a_term_that_is_a_constant_is_that_of_all_simulations(one: Any) -> None:
     [
         (
             {"rewards": lambda self, stride: {"speed": np.zeros(2), "effort": 0.0}},
-            r"Mine: the reward term 'speed' has shape \(2,\) \(expected \(3,\)",
+            r"Mine: the reward term 'speed' has shape \(2,\) of float64 \(expected \(3,\)",
         ),
         (
             {"rewards": lambda self, stride: {"speed": stride.action.mean(), "effort": 0.0}},
-            r"Mine: the reward term 'speed' has shape \(\) \(expected \(3,\)",
+            r"Mine: the reward term 'speed' has shape \(\) of float32 \(expected \(3,\)",
+        ),
+        (
+            {"rewards": lambda self, stride: {"speed": np.full(3, 1j), "effort": 0.0}},
+            r"Mine: the reward term 'speed' has shape \(3,\) of complex128 \(expected \(3,\)",
+        ),
+        (
+            {"rewards": lambda self, stride: {"speed": ["fast"] * 3, "effort": 0.0}},
+            r"Mine: the reward term 'speed' has shape \(3,\) of <U4 \(expected \(3,\)",
         ),
         (
             {"rewards": lambda self, stride: np.zeros(3)},
@@ -515,6 +536,14 @@ UNNAMED = """
 def test_joints_without_names_count() -> None:
     found = joint_addresses(mujoco.MjModel.from_xml_string(UNNAMED))
     assert (found.qpos.tolist(), found.qvel.tolist()) == ([0, 1], [0, 1])
+
+
+def test_a_keyframe_that_moves_a_mocap_body_is_refused() -> None:
+    body = '<worldbody><body name="goal" mocap="true" pos="1 0 1"/>'
+    moved = UNNAMED.replace("<worldbody>", body).replace('act="0.7"', 'mpos="{} 0 1"')
+    make(Cart(model=moved.format(1), home="held")).reset()
+    with pytest.raises(ConfigError, match=r"keyframe 'held' moves mocap bodies"):
+        make(Cart(model=moved.format(2), home="held")).reset()
 
 
 def test_a_keyframe_with_activations_is_refused() -> None:

@@ -270,6 +270,24 @@ def test_a_run_directory_that_is_no_path_is_refused(run_dir):
             use(run_dir)
 
 
+def test_a_run_directory_that_cannot_be_made_or_written_in_this_locale_is_refused():
+    with pytest.raises(ConfigError, match=r"run directory /proc/none: cannot be made"):
+        _train("/proc/none")
+    with pytest.raises(ConfigError, match=r"run directory 'r\\udcfcn': no text in the locale's"):
+        _train("r\udcfcn")
+
+
+def test_an_environment_that_a_function_does_not_return_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"create_env: it returned NoneType \(expected an env"):
+        _train(tmp_path / "run", env="Mine", create_env=lambda: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_task_in_place_of_its_name_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"env: Hopper \(expected a task's name\).*create_env"):
+        train_appo(make_task("Hopper-v5"), frames=64, run_dir=tmp_path / "run")
+
+
 def test_videos_that_cannot_be_made_are_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match=r"video_interval: 9 without eval_interval"):
         _train(tmp_path / "run", video_interval=9)

@@ -128,7 +128,7 @@ class RobotTask(MujocoTask):
             by default ``ctrl``, which holds the action before.
 
     Raises:
-        ConfigError: if a command's range is not two finite numbers in order.
+        ConfigError: if a command's range is not two finite numbers in order, or a weight none.
 
     Examples:
         >>> from dataclasses import dataclass, field
@@ -168,6 +168,12 @@ class RobotTask(MujocoTask):
     def __post_init__(self) -> None:
         """Count the commands, and read what is remembered."""
         super().__post_init__()
+        for name, weight in self.weights.items():
+            if not (isinstance(weight, Real) and math.isfinite(weight)):
+                raise ConfigError(
+                    f"{self.name}: the weight of {name!r} is {weight!r} (expected a finite "
+                    "number). Correct weights."
+                )
         for name, bounds in self.commands.items():
             pair = isinstance(bounds, tuple | list) and len(bounds) == 2
             numbers = pair and all(isinstance(bound, Real) for bound in bounds)
@@ -215,6 +221,15 @@ class RobotTask(MujocoTask):
                 raise ConfigError(
                     f"{self.name}: keyframe {self.home!r} has activations {model.key_act[key]} "
                     "(expected none: episodes start with 0). Take a keyframe without."
+                )
+            bodies = np.flatnonzero(model.body_mocapid >= 0)
+            if not (
+                np.array_equal(model.key_mpos[key].reshape(-1, 3), model.body_pos[bodies])
+                and np.array_equal(model.key_mquat[key].reshape(-1, 4), model.body_quat[bodies])
+            ):
+                raise ConfigError(
+                    f"{self.name}: keyframe {self.home!r} moves mocap bodies (expected them where "
+                    "the model has them, where they stay). Place them in the model."
                 )
             qpos, qvel = model.key_qpos[key].copy(), model.key_qvel[key].copy()
         qpos.flags.writeable = qvel.flags.writeable = False
@@ -295,15 +310,15 @@ class RobotTask(MujocoTask):
 
     def _per_simulation(self, name: str, term: Any, n: int) -> Array:
         """A reward term as ``(n,)``; a constant is that of all."""
-        if type(term) in (float, int):  # a mean over simulations is no number of Python's
+        if type(term) in (float, int, bool):  # a mean over simulations is no number of Python's
             return np.full(n, float(term))
-        values = np.asarray(term, dtype=np.float64)
-        if values.shape not in ((n,), (n, 1)):
+        values = np.asarray(term)
+        if values.shape not in ((n,), (n, 1)) or values.dtype.kind not in "fiub":
             raise ConfigError(
-                f"{self.name}: the reward term {name!r} has shape {values.shape} (expected "
-                f"({n},), a number per simulation). Correct `rewards`."
+                f"{self.name}: the reward term {name!r} has shape {values.shape} of {values.dtype} "
+                f"(expected ({n},), a real number per simulation). Correct `rewards`."
             )
-        return values.reshape(n)
+        return values.reshape(n).astype(np.float64, copy=False)
 
 
 def to_body_frame(quaternion: Array, vector: Array) -> Array:

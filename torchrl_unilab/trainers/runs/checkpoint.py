@@ -374,7 +374,8 @@ def load_trainer(trainer: RankTrainer, saved: SavedRun) -> None:
     except TorchRLCheckpointError as error:
         raise CheckpointError(
             f"cannot resume from {saved.path}: {error} (expected a checkpoint of this run's "
-            "networks and environments). Resume with the versions that wrote it."
+            "networks and environments). Resume with the create_env and the versions that wrote "
+            "it."
         ) from error
     if own:
         trainer.set_seed()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,12 +39,15 @@ def run_path(run_dir: str | os.PathLike[str]) -> Path:
     """Return a run's directory, absolute, as environments may change the working directory.
 
     Raises:
-        ConfigError: It is empty, or in the home of an unknown user.
+        ConfigError: It is empty, in the home of an unknown user, or no text in this locale.
     """
     try:
-        if os.fspath(run_dir):
-            return Path(run_dir).expanduser().absolute()
+        if name := os.fspath(run_dir):
+            name.encode()  # as TensorBoard does
+            return Path(name).expanduser().absolute()
         reason = "empty"
+    except UnicodeEncodeError:
+        reason = f"no text in the locale's {sys.getfilesystemencoding()}"
     except RuntimeError as error:
         reason = str(error)
     raise ConfigError(f"run directory {str(run_dir)!r}: {reason} (expected a path). Name one.")
@@ -155,7 +159,8 @@ def load_run(
         close_env(env)
         raise CheckpointError(
             f"cannot {purpose} {run_dir}: {saved.path.name} does not load, {error} (expected one "
-            f"that fits {CONFIG_FILE}). Restore both, or train again."
+            f"that fits {CONFIG_FILE} and the environment). Restore both, or give the create_env "
+            "that it was trained with."
         ) from error
     return TrainedPolicy(settings, env, actor)
 

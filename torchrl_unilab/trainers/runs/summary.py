@@ -65,9 +65,15 @@ def run_dir_held(path: Path) -> Iterator[None]:
     """Keep other runs out of a run directory, made if needed, by a lock that ends with the process.
 
     Raises:
-        ConfigError: Another run has it.
+        ConfigError: Another run has it, or it cannot be made.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"run directory {path}: cannot be made, {error.strerror} (expected a directory that "
+            "may be written to). Choose another."
+        ) from error
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
