@@ -217,6 +217,12 @@ def test_a_setting_that_a_worker_refuses_is_told_in_its_own_words_alone():
         WorkerGroup(_refuse_at_start, [()], name="server")
 
 
+def test_a_daemonic_process_which_may_have_no_children_starts_none(monkeypatch):
+    monkeypatch.setitem(mp.current_process()._config, "daemon", True)
+    with pytest.raises(ConfigError, match=r"cannot start servers: .*daemonic.*daemon=False"):
+        WorkerGroup(_leave_at_start, [()], name="server")
+
+
 def test_a_worker_that_ends_before_it_is_ready_reminds_of_the_main_guard():
     with pytest.raises(WorkerError, match=r"exit code 3 before .*`if __name__ == \"__main__\":`"):
         WorkerGroup(_leave_at_start, [()], name="server")

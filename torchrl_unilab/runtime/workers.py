@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any
 
-from torchrl_unilab.errors import WorkerError
+from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.runtime.link import Channel, Shipment, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
 
@@ -53,6 +53,7 @@ class WorkerGroup:
 
     Raises:
         WorkerError: A worker failed while it started; the others are stopped.
+        ConfigError: This process is daemonic, and so may have none.
 
     Attributes:
         started: What each worker said when it was ready.
@@ -73,6 +74,11 @@ class WorkerGroup:
         name: str = "worker",
         num_threads: int = 1,
     ) -> None:
+        if mp.current_process().daemon:
+            raise ConfigError(
+                f"cannot start {name}s: multiprocessing made this process daemonic (expected one "
+                "that may have children). Start it with daemon=False."
+            )
         method = mp.get_start_method()
         self._context: Any = mp.get_context("spawn" if method == "fork" else method)
         self._target, self._arguments = target, arguments
