@@ -57,10 +57,12 @@ ARGUMENTS = {
     "AsyncRunner": "env_name env_cfg_overrides rl_cfg device collector_device sim_backend num_envs "
     "max_iterations save_interval log_dir",
     "SharedObsNormStats": "ctx",
-    "ReplayBuffer": "capacity obs_dim action_dim device defer_gpu critic_dim packed_cpu_storage "
-    "obs actions rewards next_obs dones truncated terminal_mask terminal_next_obs critic "
+    "ReplayBuffer": "capacity batch_size obs_dim action_dim device defer_gpu critic_dim "
+    "packed_cpu_storage obs actions rewards next_obs dones truncated terminal_mask "
+    "terminal_next_obs critic "
     "next_critic terminal_next_critic",
-    "CPUPinnedDoubleBufferReplayPipeline": "device sample_count base_seed trace_recorder "
+    "CPUPinnedDoubleBufferReplayPipeline": "replay_buffer device sample_count base_seed "
+    "trace_recorder "
     "trace_cuda_events verbose verbose_output_dir collector_pack_request_queue "
     "collector_pack_ready_queue collector_pack_shared_slots",
     "OffPolicyRunner": "learner env_name algo_type num_envs replay_buffer_n batch_size "
@@ -72,7 +74,7 @@ ARGUMENTS = {
     "build_reward_comparison_metrics": "reward_history smoothed_reward",
     "compute_timeout_bootstrap_correction": "critic collector_device gamma timeout_mask final_obs "
     "final_critic",
-    "put_latest_metrics": "msg",
+    "put_latest_metrics": "msg metrics_queue worker_name",
 }
 """Arguments on the reference pages that differ in name or that a caller would look for."""
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from unittest.mock import Mock, PropertyMock
 
 import pytest
@@ -13,7 +13,7 @@ from torchrl.objectives import ClipPPOLoss
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import (
     ObservationNormalizer,
     make_actor,
@@ -387,6 +387,101 @@ def test_a_hook_may_change_a_minibatch_and_the_optimiser_stays_the_same_one():
     )
     assert moved > 0.0  # by what the optimiser still remembers
     trainer.collector.shutdown()
+
+
+@pytest.mark.parametrize("dropped", [None, "loss_module", "optimizer"])
+def test_gradients_that_a_user_dropped_keep_no_step_from_the_networks(dropped):
+    trainer = _trainer()
+    trainer.register_op("process_optim_batch", lambda td: td)
+    if dropped is not None:
+        getattr(trainer, dropped).zero_grad()
+    before = _parameters(trainer)
+    trainer.train()
+    after = _parameters(trainer)
+    assert not any(torch.equal(before[name], value) for name, value in after.items())
+    _assert_equal(after, _hooked())
+
+
+@cache
+def _hooked() -> dict[str, torch.Tensor]:
+    trainer = _trainer()
+    trainer.register_op("process_optim_batch", lambda td: td)
+    trainer.train()
+    return _parameters(trainer)
+
+
+@pytest.mark.parametrize("seeing", [False, True])
+def test_of_two_trainers_of_one_loss_the_first_is_refused(seeing):
+    trainer = _trainer()
+    if seeing:
+        trainer.register_op("process_optim_batch", lambda td: td)
+    other = APPOTrainer(
+        collector=trainer.collector,
+        loss_module=trainer.loss_module,
+        total_frames=FRAMES,
+        config=APPOConfig(**QUICK),
+        progress_bar=False,
+    )
+    [batch] = _batches(1)
+    with trainer.collector, pytest.raises(ConfigError, match="its memory has moved"):
+        trainer.optim_steps(batch)
+    other.optim_steps(batch)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_more_minibatches_than_samples_are_refused(fused):
+    trainer = _trainer(fused=fused)
+    [batch] = _batches(1)
+    with trainer.collector, pytest.raises(ConfigError, match="minibatches: 2 of 1 samples"):
+        trainer.optim_steps(batch[:1, :1])
+
+
+def _without_log_prob(td: TensorDictBase) -> TensorDictBase:
+    return td.exclude("action_log_prob")
+
+
+def _by_component(td: TensorDictBase) -> TensorDictBase:
+    return td.clone().set("action_log_prob", td["action_log_prob"].unsqueeze(-1))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (_without_log_prob, LayoutKeyError, r"no \['action_log_prob'\] .*Collect with its actor"),
+        (_by_component, LayoutShapeError, r"'action_log_prob' has shape \(4, 16, 1\) \(expected"),
+    ],
+)
+def test_rollouts_of_a_policy_that_the_loss_cannot_learn_from_are_refused(spoil, error, message):
+    trainer = _trainer()
+    [batch] = _batches(1)
+    with trainer.collector, pytest.raises(error, match=message):
+        trainer.optim_steps(spoil(batch))
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "error", "message"),
+    [
+        ("obs", 4, LayoutKeyError, r"normalizers: no \['obs'\] in what is collected"),
+        ("observation", 2, LayoutShapeError, r"observation to normalise: .* \(expected \[..., 2"),
+    ],
+)
+def test_a_normaliser_of_what_is_not_observed_is_refused(key, size, error, message):
+    trainer = _trainer()
+    trainer.normalizers[key] = ObservationNormalizer(size)
+    [batch] = _batches(1)
+    with trainer.collector, pytest.raises(error, match=message):
+        trainer.optim_steps(batch)
+
+
+def test_parts_of_another_algorithm_are_refused_by_name():
+    loss = _loss(APPOConfig(**QUICK), ObservationNormalizer(4))
+    given = {"loss_module": loss, "total_frames": FRAMES}
+    with pytest.raises(ConfigError, match=r"config: OffPolicyConfig \(expected APPOConfig"):
+        APPOTrainer(collector=Mock(), config=OffPolicyConfig(), **given)
+    with pytest.raises(ConfigError, match=r"config: APPOConfig \(expected OffPolicyConfig"):
+        OffPolicyTrainer(collector=Mock(), config=APPOConfig(), **given)
+    with pytest.raises(ConfigError, match="collector: ReplayCollector, which fills a replay"):
+        APPOTrainer(collector=Mock(ReplayCollector), config=APPOConfig(), **given)
 
 
 @pytest.mark.parametrize("fused", [True, False])

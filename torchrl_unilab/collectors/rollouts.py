@@ -279,8 +279,14 @@ class APPOCollector(WorkerCollector):
         """Restore what `state_dict` returned.
 
         Raises:
-            ConfigError: The state is of another number of workers.
+            ConfigError: The state is of another number of workers, or of other rollouts.
         """
+        shape = self.num_envs, self.frames_per_batch // self.num_envs
+        if other := [size for size, _ in state_dict.get("waiting", ()) if tuple(size) != shape]:
+            raise ConfigError(
+                f"state with rollouts of {tuple(other[0])} (expected {shape}). Make the collector "
+                "as when it was saved."
+            )
         super().load_state_dict(state_dict)
         for lease in self._waiting:
             self.storage.release(lease)

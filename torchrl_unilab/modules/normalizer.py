@@ -11,6 +11,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
+from torchrl_unilab.errors import LayoutShapeError
+
 
 class ObservationNormalizer(nn.Module):
     """Scales observations to zero mean and unit variance by running statistics.
@@ -55,7 +57,16 @@ class ObservationNormalizer(nn.Module):
 
     @torch.no_grad()
     def moments(self, observation: torch.Tensor) -> torch.Tensor:
-        """Return what `merge` takes of a batch, [..., size]: means, variances, count; float64."""
+        """Return what `merge` takes of a batch, [..., size]: means, variances, count; float64.
+
+        Raises:
+            LayoutShapeError: Its observations are of another size.
+        """
+        if observation.shape[-1:] != self.mean.shape:
+            raise LayoutShapeError(
+                f"observation to normalise: {tuple(observation.shape)} (expected [..., "
+                f"{len(self.mean)}]). Make the ObservationNormalizer of the observation's size."
+            )
         batch = observation.reshape(-1, self.mean.shape[0]).to(self.mean)
         if not len(batch):
             return self.mean.new_zeros(2 * batch.shape[1] + 1)

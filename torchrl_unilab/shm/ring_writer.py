@@ -52,7 +52,7 @@ def check_ring(slots: int, writers: int, overflow: str) -> None:
     if overflow not in get_args(Overflow):
         raise ConfigError(
             f"ring overflow: {overflow!r} (expected one of {get_args(Overflow)}). "
-            "Leave it out to drop the oldest unread rollout."
+            "Use 'overwrite' to drop the oldest unread rollout, 'block' to wait."
         )
 
 

@@ -10,9 +10,10 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
 
+from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.data import RolloutPool
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
@@ -95,7 +96,12 @@ class APPOTrainer(RankTrainer):
         ranks: Ranks = ALONE,
         **kwargs: Any,
     ) -> None:
-        check_arguments(kwargs)
+        check_arguments(kwargs, config, APPOConfig)
+        if isinstance(collector, ReplayCollector):
+            raise ConfigError(
+                "collector: ReplayCollector, which fills a replay (expected one that yields "
+                "rollouts). Use APPOCollector."
+            )
         actor = loss_module.actor_network
         if config.final_log_std is not None and not isinstance(actor, GaussianActor):
             raise ConfigError(
@@ -187,6 +193,11 @@ class APPOTrainer(RankTrainer):
 
     def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
         """Take all passes over the pool; return the mean of each statistic."""
+        if len(pool) < self.optim_steps_per_batch:
+            raise ConfigError(
+                f"minibatches: {self.optim_steps_per_batch} of {len(pool)} samples (expected as "
+                "many samples at least). Collect longer rollouts, or lower minibatches."
+            )
         seen = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
         update = self._fused
         shuffled: Callable[[int], Iterable[Any]] = partial(self._shuffled, pool)
@@ -225,11 +236,21 @@ class APPOTrainer(RankTrainer):
         keys = loss.tensor_keys
         observations = {*loss.actor_network.in_keys, *loss.critic_network.in_keys}
         after = [("next", key) for key in (*observations, keys.reward, keys.done, keys.terminated)]
-        rollout = self.pool.add(
-            batch.select(*observations, keys.action, keys.sample_log_prob, *after)
-        )
+        needed = [*observations, keys.action, keys.sample_log_prob, *after]
+        if missing := [key for key in needed if batch.get(key, None) is None]:
+            raise LayoutKeyError(
+                f"rollouts: no {missing} (expected all that the loss reads). Collect with its "
+                "actor, which returns the action's log probability, and leave out no key."
+            )
+        if (found := batch.get(keys.sample_log_prob).shape) != batch.shape:
+            raise LayoutShapeError(
+                f"rollouts: {keys.sample_log_prob!r} has shape {tuple(found)} (expected "
+                f"{tuple(batch.shape)}, one number per action). Take a distribution of the whole "
+                "action, such as IndependentNormal."
+            )
+        rollout = self.pool.add(batch.select(*needed))
         rollout.get(("next", keys.reward)).mul_(self.config.reward_scale)
-        self._count_observations(rollout)
+        self._count_observations(self._observed(rollout))
 
 
 _MOST_SORTED = 1 << 24

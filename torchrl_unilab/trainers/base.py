@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.trainers import Trainer
 
-from torchrl_unilab.errors import ConfigError, DivergedError
+from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks
 
@@ -28,12 +28,16 @@ _OF_SETTINGS = (
 """Arguments of TorchRL's trainers that follow from the settings."""
 
 
-def check_arguments(given: Iterable[str]) -> None:
-    """Refuse arguments that follow from the settings.
+def check_arguments(given: Iterable[str], config: object, kind: type) -> None:
+    """Refuse arguments that follow from the settings, and settings of another algorithm.
 
     Raises:
         ConfigError: Names them.
     """
+    if not isinstance(config, kind):
+        raise ConfigError(
+            f"config: {type(config).__name__} (expected {kind.__name__}). Give the algorithm's."
+        )
     if own := [name for name in given if name in _OF_SETTINGS]:
         raise ConfigError(
             f"{', '.join(own)}: given (expected to follow from config). Set epochs, minibatches, "
@@ -88,11 +92,21 @@ class RankTrainer(Trainer):
         if self.auto_log_optim_steps:
             self._log(optim_steps=self._optim_count, **logged)
 
-    def _count_observations(self, data: TensorDictBase) -> None:
-        """Update the normalisers with the new observations of all ranks, each once."""
-        own = {key: one.moments(data.get(key)) for key, one in self.normalizers.items()}
-        if not own:
+    def _observed(self, data: TensorDictBase) -> dict[str, torch.Tensor]:
+        """Return the observations that the normalisers learn from."""
+        found = {key: data.get(key, None) for key in self.normalizers}
+        if missing := [key for key, seen in found.items() if seen is None]:
+            raise LayoutKeyError(
+                f"normalizers: no {missing} in what is collected (expected keys of observations, "
+                f"of {sorted(map(str, data.keys()))}). Name them by the observation's key."
+            )
+        return found
+
+    def _count_observations(self, observed: Mapping[str, torch.Tensor]) -> None:
+        """Update the normalisers with new observations by key, of all ranks, each once."""
+        if not observed:
             return
+        own = {key: self.normalizers[key].moments(seen) for key, seen in observed.items()}
         sizes = [len(moments) for moments in own.values()]
         for gathered in self.ranks.gather(torch.cat([*own.values()])):
             for normalizer, moments in zip(

@@ -77,7 +77,13 @@ class APPOStepper(OptimizationStepper):
         self.lr.clamp_(max=highest)
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """Take one step on a minibatch; return its losses, detached."""
+        """Take one step on a minibatch; return its losses, detached.
+
+        Raises:
+            ConfigError: The memory of the owner's parameters has moved.
+        """
+        if isinstance(self.owner, FusedAPPOUpdate):
+            self.owner.check()
         losses: TensorDictBase = self._losses(sub_batch)
         total = losses.get("loss_objective") + losses.get("loss_critic")
         (total + losses.get("loss_entropy")).backward()

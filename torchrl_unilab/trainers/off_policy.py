@@ -145,6 +145,7 @@ class OffPolicyTrainer(RankTrainer):
         ranks: Ranks = ALONE,
         **kwargs: Any,
     ) -> None:
+        check_arguments(kwargs, config, OffPolicyConfig)
         self.config, self.ranks = config, ranks
         self.normalizers = dict(normalizers or {})
         self._keys: Sequence[Any] = [] if storage is None else [*storage[:].keys(True, True)]
@@ -160,7 +161,6 @@ class OffPolicyTrainer(RankTrainer):
                 "which the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
             )
-        check_arguments(kwargs)
         self.update = make_update(loss_module, config, ranks)
         if isinstance(collector, ReplayCollector):
             collector.learners, collector.batch_size = ranks.size, config.batch_size
@@ -218,12 +218,13 @@ class OffPolicyTrainer(RankTrainer):
             self.storage.add(batch.select(*self._keys).reshape(-1, batch.shape[-1]))
         if self.normalizers:
             rows, self._counted = self.storage.read_since(self._counted)
-            if bad := [key for key in self.normalizers if not rows.get(key).isfinite().all()]:
+            observed = self._observed(rows)
+            if bad := [key for key, seen in observed.items() if not seen.isfinite().all()]:
                 raise DivergedError(
                     f"observations until {self.collected_frames} frames: not all of {bad[0]!r} are "
                     "finite (expected finite ones). Correct the environment or its transforms."
                 )
-            self._count_observations(rows)
+            self._count_observations(observed)
         self._ready = self._ready or not self.ranks.agree(self.storage.size < config.min_frames)
         if not self._ready:
             return

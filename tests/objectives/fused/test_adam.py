@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.fused.adam import FlatAdam
 
 
@@ -46,6 +49,47 @@ def test_parameters_and_gradients_are_views_of_one_tensor_each_and_keep_their_va
     assert all((p.grad == 2.0).all() for p in parameters)
     flat.flat.zero_()
     assert not any(p.any() for p in parameters)
+
+
+@pytest.mark.parametrize("drop", [lambda p: None, lambda p: p.grad.clone()], ids=["none", "copy"])
+def test_gradients_that_others_dropped_or_replaced_are_views_again(drop):
+    parameters = _parameters()
+    flat = FlatAdam(parameters, 1e-2)
+    flat.grad.fill_(2.0)
+    expected = [drop(p) for p in parameters]
+    for parameter, gradient in zip(parameters, expected, strict=True):
+        parameter.grad = gradient
+    flat.optimizer.zero_grad()  # drops that of the one tensor
+    flat.check()
+    assert (flat.grad == (0.0 if expected[0] is None else 2.0)).all()
+    for parameter in parameters:
+        parameter.grad.fill_(3.0)
+    assert (flat.grad == 3.0).all()
+    (group,) = flat.optimizer.param_groups
+    assert group["params"][0].grad is flat.grad
+
+
+MOVES = {
+    "clone": lambda flat, ps: setattr(ps[1], "data", ps[1].data.clone()),
+    "dtype": lambda flat, ps: setattr(ps[0], "data", ps[0].data.double()),
+    "another": lambda flat, ps: FlatAdam(ps, 1e-2),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
+def test_a_parameter_whose_memory_has_moved_is_refused(move):
+    parameters = _parameters()
+    flat = FlatAdam(parameters, 1e-2)
+    flat.check()
+    move(flat, parameters)
+    with pytest.raises(ConfigError, match=r"parameter of shape \(3.*: its memory has moved"):
+        flat.check()
+
+
+def test_a_copy_whose_parameters_are_no_views_is_refused():
+    copy = deepcopy(FlatAdam(_parameters(), 1e-2))
+    with pytest.raises(ConfigError, match="its memory has moved"):
+        copy.check()
 
 
 def test_moments_of_a_silent_unit_end_at_zero_without_denormal_numbers():

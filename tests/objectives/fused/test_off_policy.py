@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torchrl.objectives import SACLoss, SoftUpdate, TD3Loss
 
 from tests.support.off_policy import (
@@ -257,7 +258,27 @@ def test_batches_that_do_not_fit_are_refused(spoil, error, complaint):
         fused(loss).prepare(spoil(transitions_of(loss, 8, 0)))
 
 
+def test_flags_of_numbers_end_an_episode_as_those_of_truth_values_do():
+    loss = make_loss("sac")
+    update, batch = fused(loss), transitions_of(loss, 8, 0)
+    expected = update.prepare(batch)
+    assert batch["next", "terminated"].any()
+    for dtype in (torch.uint8, torch.float32):
+        terminated = batch["next", "terminated"].to(dtype)
+        numbers = batch.clone().set(("next", "terminated"), terminated)
+        assert torch.equal(update.prepare(numbers), expected)
+
+
 # Parameters and their memory
+
+
+@BOTH
+def test_networks_whose_memory_has_moved_are_refused(algorithm):
+    loss = make_loss(algorithm)
+    update, batch = fused(loss), transitions_of(loss, 8, 0)
+    vector_to_parameters(parameters_to_vector(loss.parameters()), loss.parameters())
+    with pytest.raises(ConfigError, match="its memory has moved"):
+        update.prepare(batch)
 
 
 @BOTH

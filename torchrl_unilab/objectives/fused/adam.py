@@ -12,6 +12,8 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import nn
 
+from torchrl_unilab.errors import ConfigError
+
 _ZERO_BELOW = 1e-36
 """Moments below become 0."""
 
@@ -50,7 +52,7 @@ class FlatAdam:
 
     The parameters and their gradients become views of two tensors. The modules keep their
     `nn.Parameter` objects, whose memory moves: make this before whatever holds on to that
-    memory, such as ``parameter.data``.
+    memory, such as ``parameter.data``. `check` says whether that memory has moved since.
 
     Args:
         parameters: What it steps.
@@ -67,8 +69,12 @@ class FlatAdam:
         self.flat = flatten(parameters)
         self.grad = torch.zeros_like(self.flat)
         gradients = self.grad.split([parameter.numel() for parameter in parameters])
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.view(parameter.shape)
+        self._views = [
+            (parameter, gradient.view(parameter.shape), parameter.data_ptr())
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        ]
+        for parameter, gradient, _ in self._views:
+            parameter.grad = gradient
         self._steps = 0  # counted here, as a look at the optimiser's count would wait
         self._parameter = nn.Parameter(self.flat)
         self._parameter.grad = self.grad
@@ -78,6 +84,28 @@ class FlatAdam:
             "exp_avg": torch.zeros_like(self.grad),
             "exp_avg_sq": torch.zeros_like(self.grad),
         }
+
+    def check(self) -> None:
+        """Be sure that steps reach the parameters, and take up gradients set by others.
+
+        ``zero_grad`` of a module or of the optimiser drops gradients, which are views again then.
+
+        Raises:
+            ConfigError: A parameter has other memory now, which no step would change.
+        """
+        for parameter, gradient, place in self._views:
+            if parameter.data_ptr() != place:
+                raise ConfigError(
+                    f"parameter of shape {tuple(parameter.shape)}: its memory has moved since the "
+                    "update that steps it was made (expected it to stay). Make the update, or the "
+                    "trainer, after `to`, `deepcopy`, load_state_dict(assign=True), and only one."
+                )
+            if parameter.grad is None:
+                gradient.zero_()
+            elif parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        self._parameter.grad = self.grad
 
     def step(self) -> None:
         """Do what the optimiser's ``step`` does, which takes five times the kernel's time.

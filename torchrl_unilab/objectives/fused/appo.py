@@ -147,6 +147,10 @@ class FusedAPPOUpdate:
         lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
         return lr
 
+    def check(self) -> None:
+        """Be sure that steps reach the parameters; see `FlatAdam.check`."""
+        self._adam.check()
+
     @torch.no_grad()
     def prepare(self, pool: TensorDictBase) -> torch.Tensor:
         """Pack what a pool's updates read, with all that they do not change computed.
@@ -159,7 +163,11 @@ class FusedAPPOUpdate:
         Returns:
             Columns [k, M] for `step`; any selection of them is a minibatch. Samples come
             last, so that operations on a feature run through memory.
+
+        Raises:
+            ConfigError: A parameter's memory has moved since this was made.
         """
+        self.check()
         loss, keys = self.loss, self.loss.tensor_keys
         networks = (loss.actor_network[0], loss.critic_network)[: 1 if self._one_input else 2]
         inputs = [net.normalizer(pool.get(net.in_keys[0])) for net in networks]

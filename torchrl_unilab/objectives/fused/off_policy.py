@@ -221,10 +221,10 @@ class FusedOffPolicyUpdate(abc.ABC):
     def prepare(self, batch: TensorDictBase) -> torch.Tensor:
         """Pack transitions, with all that updates do not change computed.
 
-        Observations are normalised here, by the statistics of now, which the loss's own
-        copies take over (`sync_normalizers`). ``steps_to_next_obs``, if
-        the batch has it, is the power of the discount, as in TorchRL's estimators; a
-        ``priority_weight``, if the loss uses it, weights the losses' means.
+        Observations are normalised here, by the statistics of now, which the loss's own copies
+        take over (`sync_normalizers`). ``steps_to_next_obs``, if the batch has it, is the power
+        of the discount, as in TorchRL's estimators; a ``priority_weight``, if the loss uses it,
+        weights the losses' means.
 
         Args:
             batch: Transitions [M] with the keys that the loss reads. ``done`` is not among
@@ -234,9 +234,11 @@ class FusedOffPolicyUpdate(abc.ABC):
             Rows [M, k] for `minibatches` and `step`, of the networks' dtype.
 
         Raises:
-            LayoutKeyError: The batch lacks a key.
-            LayoutShapeError: The batch has not one dimension, or a part another width.
+            LayoutError: The batch lacks a key, has not one dimension, or a part another width.
+            ConfigError: A parameter's memory has moved since this was made.
         """
+        for adam in (self._critic_adam, *self._policy_adams):
+            adam.check()
         if batch.batch_dims != 1:
             raise LayoutShapeError(
                 f"transitions: batch size {tuple(batch.batch_size)} (expected one dimension). "
@@ -269,7 +271,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         if steps is not None:
             gamma = gamma ** steps.reshape(column)
         parts.append(_required(after, keys.reward).reshape(column))
-        parts.append(gamma * ~_required(after, keys.terminated).reshape(column))
+        parts.append(gamma * _required(after, keys.terminated).reshape(column).logical_not())
         weighs = loss.use_prioritized_weights in (True, "auto")
         weight = batch.get(keys.priority_weight, None) if weighs else None
         parts.append(torch.ones_like(parts[-1]) if weight is None else weight.reshape(column))
@@ -281,10 +283,7 @@ class FusedOffPolicyUpdate(abc.ABC):
 
         Args:
             packed: From `prepare`, [M, k].
-            count: Minibatches.
-
-        Raises:
-            ConfigError: There are not that many rows.
+            count: Minibatches; a ConfigError if there are not that many rows.
         """
         if not 1 <= count <= len(packed):
             raise ConfigError(
@@ -375,9 +374,8 @@ class FusedOffPolicyUpdate(abc.ABC):
         """
 
     def _transitions(self, minibatch: torch.Tensor) -> Transitions:
-        judged, after, own, own_after, reward, discount, weight = minibatch.split(
-            self._widths, dim=1
-        )
+        parts = minibatch.split(self._widths, dim=1)
+        judged, after, own, own_after, reward, discount, weight = parts
         if self._one_input:
             own, own_after = judged[:, : after.shape[1]], after
         weight = weight.squeeze(1)
