@@ -27,6 +27,7 @@ from torchrl_unilab.trainers import (
     OffPolicyConfig,
     OffPolicyTrainer,
     appo,
+    base,
 )
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import CollectorReport, EpisodeReturns
@@ -426,6 +427,23 @@ def test_of_two_trainers_of_one_loss_the_first_is_refused(seeing):
     with trainer.collector, pytest.raises(ConfigError, match="its memory has moved"):
         trainer.optim_steps(batch)
     other.optim_steps(batch)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_collector_that_acts_by_another_policy_is_told_in_the_log(same, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(base.torchrl_logger, "warning", lambda text, *of: told.append(text % of))
+    loss = _loss(APPOConfig(**QUICK), ObservationNormalizer(4))
+    actor = loss.actor_network if same else make_actor(4, 1)
+    with APPOCollector(create_pendulum, actor, frames_per_batch=FRAMES, inline=True) as collector:
+        APPOTrainer(
+            collector=collector,
+            loss_module=loss,
+            total_frames=FRAMES,
+            config=APPOConfig(**QUICK),
+            progress_bar=False,
+        )
+    assert told == [] if same else "APPOTrainer: the collector's policy has no parameter" in told[0]
 
 
 @pytest.mark.parametrize("fused", [True, False])

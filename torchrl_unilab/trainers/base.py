@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torchrl import logger as torchrl_logger
 from torchrl.trainers import Trainer
 
+from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks
@@ -55,6 +58,17 @@ class RankTrainer(Trainer):
 
     ranks: Ranks
     normalizers: Mapping[str, ObservationNormalizer]
+
+    def __init__(self, *, collector: Any, loss_module: nn.Module, **kwargs: Any) -> None:
+        super().__init__(collector=collector, loss_module=loss_module, **kwargs)
+        if isinstance(collector, WorkerCollector):
+            acting = {*collector.policy.parameters()}
+            if acting and not acting & {*loss_module.parameters()}:
+                torchrl_logger.warning(
+                    "%s: the collector's policy has no parameter of the loss (expected the actor "
+                    "that it learns). Give both the same one, or publish by a map of your own.",
+                    type(self).__name__,
+                )
 
     def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
         """Register a hook; see TorchRL.

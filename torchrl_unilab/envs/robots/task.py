@@ -224,8 +224,8 @@ class RobotTask(MujocoTask):
                 )
             bodies = np.flatnonzero(model.body_mocapid >= 0)
             if not (
-                np.array_equal(model.key_mpos[key].reshape(-1, 3), model.body_pos[bodies])
-                and np.array_equal(model.key_mquat[key].reshape(-1, 4), model.body_quat[bodies])
+                np.allclose(model.key_mpos[key].reshape(-1, 3), model.body_pos[bodies])
+                and np.allclose(model.key_mquat[key].reshape(-1, 4), model.body_quat[bodies])
             ):
                 raise ConfigError(
                     f"{self.name}: keyframe {self.home!r} moves mocap bodies (expected them where "
