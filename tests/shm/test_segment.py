@@ -235,7 +235,7 @@ def test_a_limit_of_file_sizes_is_named():
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_limit_of_the_address_space_is_named(tmp_path):
+def test_a_limit_of_the_address_space_is_named():
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with SharedSegment(1 << 26, name=f"unilab-test-{os.getpid()}") as segment:
         held = psutil.Process().memory_info().vms

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -310,7 +309,7 @@ def test_a_worker_without_weights_of_its_own_is_named(apart):
     assert sender.version == 0
 
 
-class _Factories(SimpleNamespace):
+class _Factories:
     """What a sender needs of a collector whose policies are made by factories."""
 
     policy, policy_device = None, (CPU,)

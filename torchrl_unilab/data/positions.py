@@ -28,7 +28,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
 
     Args:
         index: A slice, range, list, tuple, array or tensor of positions; a list, array or
-            tensor of bool is a mask. A tuple of one is what is in it; ``...`` and None are all.
+            tensor of bool is a mask. A tuple of one is what is in it; ``...`` is all.
         length: How many items there are, for a slice or a mask. Other positions, negative ones
             too, stay as they are.
 
@@ -45,7 +45,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
         return index if index.ndim == 1 and index.is_cpu else index.reshape(-1).cpu()
     if isinstance(index, tuple) and len(index) == 1:
         index = index[0]
-    if index is None or index is ...:
+    if index is ...:
         index = slice(None)
     if isinstance(index, slice):
         return torch.from_numpy(np.arange(*index.indices(length), dtype=np.int64))

@@ -207,7 +207,7 @@ class TensorSchema:
             tensors: One per field, of shape [*batch_size, *field.shape].
             batch_size: Batch dimensions in front of an item's.
         """
-        return _nested(self._tree, tensors, (*batch_size, *self.batch_size), _CPU)
+        return _nested(self._tree, tensors, torch.Size((*batch_size, *self.batch_size)), _CPU)
 
     @functools.cached_property
     def _tree(self) -> _Tree:
@@ -229,8 +229,8 @@ class TensorSchema:
             torch.empty((*batch_size, *shape), dtype=dtype, device=device)
             for _, shape, dtype in self.fields
         ]
-        device = tensors[0].device
-        return _nested(self._tree, tensors, (*batch_size, *self.batch_size), device)
+        shape = torch.Size((*batch_size, *self.batch_size))
+        return _nested(self._tree, tensors, shape, tensors[0].device)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` makes the schema from: lists, integers and strings."""
@@ -268,7 +268,7 @@ def _dtypes() -> dict[str, torch.dtype]:
 
 
 def _nested(
-    tree: _Tree, tensors: Sequence[torch.Tensor], batch: tuple[int, ...], device: torch.device
+    tree: _Tree, tensors: Sequence[torch.Tensor], batch: torch.Size, device: torch.device
 ) -> TensorDict:
     nodes, inner = tree
     source = {
@@ -276,6 +276,5 @@ def _nested(
         for key, entry in nodes.items()
     }
     # The checks of the public constructor take longer than the gather of a small batch.
-    return TensorDict._new_unsafe(
-        source=source, batch_size=torch.Size((*batch, *inner)), device=device
-    )
+    shape = torch.Size((*batch, *inner)) if inner else batch
+    return TensorDict._new_unsafe(source=source, batch_size=shape, device=device)

@@ -252,9 +252,9 @@ def serve(
     except PeerGoneError:
         pass  # the parent's work has ended, and so has the worker's
     except BaseException as error:
-        # Where a setting cannot work is in its words; of anything else, the traceback says it.
-        known = isinstance(error, ConfigError)
-        text = f"{type(error).__name__}: {error}" if known else traceback.format_exc()
+        # A ConfigError says all in its own words; anything else needs its traceback.
+        plain = isinstance(error, ConfigError)
+        text = f"{type(error).__name__}: {error}\n" if plain else traceback.format_exc()
         if len(text) > _RELAYED_CHARACTERS:
             half = _RELAYED_CHARACTERS // 2
             text = f"{text[:half]}\n[...]\n{text[-half:]}"

@@ -218,10 +218,12 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         context = None if self._context_ref is None else self._context_ref()
         if type(self).prepare_weights is not WeightSyncScheme.prepare_weights:
             return self.prepare_weights(weights, self._model_id, self._strategy, context)
-        if weights is not None and not isinstance(weights, str):
+        model: Any = self._given
+        if isinstance(weights, str):
+            model = _resolve_model(context, weights)
+        elif weights is not None:
             return weights
-        model: Any = self._given if weights is None else _resolve_model(context, weights)
-        if weights is None and model is None and context is not None and self._model_id is not None:
+        elif model is None and context is not None and self._model_id is not None:
             model = _resolve_model(context, self._model_id)
             if model is None:  # the collector has a factory, and maybe a policy beside
                 model = find_model(context, self._model_id)

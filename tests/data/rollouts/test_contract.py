@@ -231,6 +231,7 @@ def test_a_position_is_contained_as_in_any_storage(compare):
         torch.tensor(1),
         torch.tensor([True, False, True]),
         slice(0, 0),
+        ...,
     ],
     ids=str,
 )

@@ -70,9 +70,9 @@ def test_gradients_that_others_dropped_or_replaced_are_views_again(drop):
 
 
 MOVES = {
-    "clone": lambda flat, ps: setattr(ps[1], "data", ps[1].data.clone()),
-    "dtype": lambda flat, ps: setattr(ps[0], "data", ps[0].data.double()),
-    "another": lambda flat, ps: FlatAdam(ps, 1e-2),
+    "clone": lambda ps: setattr(ps[1], "data", ps[1].data.clone()),
+    "dtype": lambda ps: setattr(ps[0], "data", ps[0].data.double()),
+    "another": lambda ps: FlatAdam(ps, 1e-2),
 }
 
 
@@ -81,7 +81,7 @@ def test_a_parameter_whose_memory_has_moved_is_refused(move):
     parameters = _parameters()
     flat = FlatAdam(parameters, 1e-2)
     flat.check()
-    move(flat, parameters)
+    move(parameters)
     with pytest.raises(ConfigError, match=r"parameter of shape \(3.*: its memory has moved"):
         flat.check()
 

@@ -155,6 +155,7 @@ class PackedReplayStorage(SharedReplay):
             raise
 
     def _set(self, cursor: Any, data: Any, set_cursor: bool) -> None:
+        cursor = ... if cursor is None else cursor
         data, single, shape = as_rows(data), is_single(cursor), batch_shape(cursor)
         if single or not data.batch_size:
             data = data.unsqueeze(0)

@@ -204,10 +204,11 @@ class RolloutReplayBuffer(TensorDictReplayBuffer):
 
     def __iter__(self) -> Iterator[TensorDictBase]:
         """Sample until fewer than a batch are unread; a sampler with a timeout waits for one."""
-        sampler = self.sampler
-        waits = not isinstance(sampler, RolloutRingSampler) or sampler.timeout > 0
-        if waits or self.batch_size is None or sampler.can_sample(self.storage, self.batch_size):
-            yield from super().__iter__()
+        sampler, count = self.sampler, self.batch_size
+        polls = isinstance(sampler, RolloutRingSampler) and not sampler.timeout
+        if polls and count is not None and not sampler.can_sample(self.storage, count):
+            return
+        yield from super().__iter__()
 
     def share(self, shared: bool = True) -> RolloutReplayBuffer:
         """Share the buffer and its transforms between processes."""

@@ -258,7 +258,7 @@ class RolloutRingStorage(SharedRollouts):
         if is_single(index):
             asked = [int(index)]
         else:
-            whole = isinstance(index, slice) or is_mask(index)
+            whole = index is ... or isinstance(index, slice) or is_mask(index)
             asked = flat_positions(index, len(self._hold(self.max_size)) if whole else 0).tolist()
         low, high = min(asked, default=0), max(asked, default=-1)
         unread = self._hold(self.max_size if low < 0 else high + 1)

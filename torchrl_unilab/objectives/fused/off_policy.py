@@ -283,7 +283,10 @@ class FusedOffPolicyUpdate(abc.ABC):
 
         Args:
             packed: From `prepare`, [M, k].
-            count: Minibatches; a ConfigError if there are not that many rows.
+            count: Minibatches.
+
+        Raises:
+            ConfigError: There are not that many rows.
         """
         if not 1 <= count <= len(packed):
             raise ConfigError(
@@ -374,8 +377,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         """
 
     def _transitions(self, minibatch: torch.Tensor) -> Transitions:
-        parts = minibatch.split(self._widths, dim=1)
-        judged, after, own, own_after, reward, discount, weight = parts
+        judged, after, own, own_after, reward, discount, weight = minibatch.split(self._widths, 1)
         if self._one_input:
             own, own_after = judged[:, : after.shape[1]], after
         weight = weight.squeeze(1)
