@@ -62,11 +62,13 @@ def _nothing_is_left_behind() -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """At the very end: nothing new on the shared-memory mount, whatever made it.
 
-    Semaphores of Python's live queues do not count, nor does another test run beside this one.
+    Semaphores of Python's live queues do not count, nor does another test run beside this one, nor
+    what CUDA, and torch's counts of memory on a GPU, leave there.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the others are still at work
-    others = ("sem.", "unilab-tests-")
+    on_gpu = ("cuda.shm.", "torch_") if torch.cuda.is_initialized() else ()
+    others = ("sem.", "unilab-tests-", *on_gpu)
     left = {name for name in os.listdir(_MOUNT) if not name.startswith(others)} - _BEFORE
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,6 +1,6 @@
 """One minibatch update of APPO beside the same mathematics in plain PyTorch.
 
-``python -m tests.benchmarks.bench_appo [--minibatch 256] [--sbx]``
+``python -m tests.benchmarks.bench_appo [--minibatch 256] [--sbx] [--device cpu]``
 
 All update actor and critic of 2x64 units on a minibatch of HalfCheetah's sizes with fused
 Adam, take turns in blocks, and report the same numbers: the plain loop computes losses, KL
@@ -32,18 +32,19 @@ OBSERVATION, ACTION = 17, 6
 TIMES = 20  # steps in a turn
 
 
-def make_loss(config: APPOConfig) -> APPOLoss:
+def make_loss(config: APPOConfig, device: str) -> APPOLoss:
     """Actor, critic and loss as a run on HalfCheetah has them."""
-    networks = {"normalizer": ObservationNormalizer(OBSERVATION), "hidden": config.hidden}
+    normalizer = ObservationNormalizer(OBSERVATION).to(device)
+    networks = {"normalizer": normalizer, "hidden": config.hidden}
     return APPOLoss(
         make_actor(OBSERVATION, ACTION, log_std=config.log_std, **networks),
         make_critic(OBSERVATION, **networks),
         value_clip=config.value_clip,
-    )
+    ).to(device)
 
 
 def make_minibatch(loss: APPOLoss, size: int) -> TensorDictBase:
-    """A prepared minibatch of `size` rows."""
+    """A prepared minibatch of `size` rows, on the CPU."""
     observation = torch.randn(1, size, OBSERVATION)
     with torch.no_grad(), set_exploration_type(ExplorationType.RANDOM):
         rollout = loss.actor_network(TensorDict(observation=observation, batch_size=[1, size]))
@@ -70,16 +71,19 @@ def main() -> None:
     parser.add_argument("--minibatch", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=30)
     parser.add_argument("--sbx", action="store_true", help="add SBX's PPO, one thread")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
+    device = options.device
     torch.set_num_threads(1)
     config = APPOConfig()
-    loss, other = make_loss(config), make_loss(config)
+    loss, other = make_loss(config, device), make_loss(config, device)
     stepper = APPOStepper(loss, config)
     update = FusedAPPOUpdate(
         other, lr=config.lr, desired_kl=config.desired_kl, max_grad_norm=config.max_grad_norm
     )
-    plain = PlainLearner(OBSERVATION, ACTION, config)
-    batch = make_minibatch(loss, options.minibatch)
+    with torch.device(device):
+        plain = PlainLearner(OBSERVATION, ACTION, config)
+    batch = make_minibatch(make_loss(config, "cpu"), options.minibatch).to(device)
     columns = update.prepare(batch)
     tensors = {
         "observation": batch["observation"],
@@ -100,8 +104,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         if options.sbx:
             turns["SBX's PPO"] = stack.enter_context(sbx_step("ppo", options.minibatch, TIMES))
-        medians = {name: turn / TIMES for name, turn in race(turns, options.blocks, 1).items()}
-    print(f"One update of {options.minibatch} rows, 2x64 units, one thread\n")
+        raced = race(turns, options.blocks, 1, device)
+    medians = {name: turn / TIMES for name, turn in raced.items()}
+    print(f"One update of {options.minibatch} rows, 2x64 units, one thread, {device}\n")
     print("| way | median ms | of plain |")
     print("|---|---:|---:|")
     for name, median in medians.items():

@@ -11,6 +11,8 @@ PyTorch uses autograd and fused Adam; TorchRL its loss, fused Adam and `SoftUpda
 thread comes beside torch's, whose number the table has. The products alone, which no update
 in float32 can do without, say how far each is from the processor's limit; the last column is the
 share that they would take at the rate of one large product: of the roofline.
+
+With ``--device cuda`` all of it is on the GPU; the fused updates are recorded as graphs there.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +48,7 @@ ROWS = 10_000  # of replays
 STEPS_BEFORE = 1000
 
 
-def make_loss(algorithm: str) -> LossModule:
+def make_loss(algorithm: str, device: str = "cpu") -> LossModule:
     """The loss of an algorithm, with networks of 2x256 units."""
     critic = make_q_value(OBSERVATION, ACTION)
     if algorithm == "SAC":
@@ -53,7 +56,7 @@ def make_loss(algorithm: str) -> LossModule:
     else:
         loss = TD3Loss(make_td3_actor(OBSERVATION, ACTION), critic, bounds=(-1.0, 1.0))
     loss.make_value_estimator(gamma=0.99)
-    return loss
+    return loss.to(device)
 
 
 def torchrl_step(loss: LossModule, batch: TensorDict) -> Callable[[], object]:
@@ -71,19 +74,28 @@ def torchrl_step(loss: LossModule, batch: TensorDict) -> Callable[[], object]:
     return step
 
 
-def make_update(algorithm: str, **options: Any) -> FusedSACUpdate | FusedTD3Update:
+def make_update(
+    algorithm: str, device: str = "cpu", **options: Any
+) -> FusedSACUpdate | FusedTD3Update:
     """Our update."""
-    loss, rates = make_loss(algorithm), {"lr_actor": LR, "lr_critic": LR, "tau": TAU}
+    loss, rates = make_loss(algorithm, device), {"lr_actor": LR, "lr_critic": LR, "tau": TAU}
     if algorithm == "SAC":
         return FusedSACUpdate(loss, lr_alpha=LR, **options, **rates)
     return FusedTD3Update(loss, **options, **rates)
 
 
 def fused_step(
-    algorithm: str, batch: TensorDict, *, compiled: bool = False, **options: Any
+    algorithm: str,
+    batch: TensorDict,
+    *,
+    compiled: bool = False,
+    graphs: bool = True,
+    **options: Any,
 ) -> Callable[[], object]:
-    """A step by our update."""
-    update = make_update(algorithm, **options)
+    """A step by our update, where the batch is."""
+    update = make_update(algorithm, str(batch.device or "cpu"), **options)
+    if not graphs:
+        update._graphs = None
     if compiled:
         update.compile()
     packed = update.prepare(batch)
@@ -102,13 +114,14 @@ def layers_of(algorithm: str) -> dict[int, int]:
     return {WIDTH: hidden, OBSERVATION + ACTION: 2 * 2 + 2 + judged, OBSERVATION: 3}
 
 
-def products(algorithm: str, batch: int) -> Callable[[], object]:
+def products(algorithm: str, batch: int, device: str) -> Callable[[], object]:
     """The matrix products of an update, of zeros in the caches."""
+    zeros = partial(torch.zeros, device=device)
     layers = [
-        (torch.zeros(1, batch, width), torch.zeros(1, WIDTH, width), count)
+        (zeros(1, batch, width), zeros(1, WIDTH, width), count)
         for width, count in layers_of(algorithm).items()
     ]
-    multiply, bias = products_for(layers[0][1]), torch.zeros(1, 1, WIDTH)
+    multiply, bias = products_for(layers[0][1]), zeros(1, 1, WIDTH)
 
     @torch.inference_mode()
     def step() -> None:
@@ -119,29 +132,36 @@ def products(algorithm: str, batch: int) -> Callable[[], object]:
     return step
 
 
-def roofline(batch: int) -> dict[str, float]:
+def roofline(batch: int, device: str) -> dict[str, float]:
     """Seconds that an update's products take, by algorithm, at the rate of one large product."""
-    large = torch.rand(1, LARGE, LARGE)
-    multiply, bias = products_for(large), torch.zeros(1, 1, LARGE)
+    size = LARGE if device == "cpu" else 8 * LARGE
+    large = torch.rand(1, size, size, device=device)
+    multiply, bias = products_for(large), torch.zeros(1, 1, size, device=device)
     with torch.inference_mode():
-        seconds = race({"large": lambda: multiply.affine(large, large, bias)}, 15, 3)["large"]
-    rate = LARGE**3 / seconds
+        way = {"large": lambda: multiply.affine(large, large, bias)}
+        seconds = race(way, 15, 3, device)["large"]
+    rate = size**3 / seconds
     flops = {
         algorithm: sum(batch * width * WIDTH * n for width, n in layers_of(algorithm).items())
         for algorithm in ("SAC", "TD3")
     }
-    print(f"One product of {LARGE}x{LARGE} matrices: {2e-9 * rate:,.0f} GFLOP/s on one thread\n")
+    print(f"One product of {size}x{size} matrices: {2e-9 * rate:,.0f} GFLOP/s on one thread\n")
     return {algorithm: count / rate for algorithm, count in flops.items()}
 
 
 def sampled_step(
-    algorithm: str, storage: PackedReplayStorage, batch: int, *, compiled: bool = False
+    algorithm: str,
+    storage: PackedReplayStorage,
+    batch: int,
+    device: str,
+    *,
+    compiled: bool = False,
 ) -> Callable[[], object]:
     """A step by our update on a sample from the packed replay, which counts."""
-    update = make_update(algorithm)
+    update = make_update(algorithm, device)
     if compiled:
         update.compile()
-    return lambda: update.step(update.prepare(storage.sample(batch)))
+    return lambda: update.step(update.prepare(storage.sample(batch).to(device)))
 
 
 @contextlib.contextmanager
@@ -177,39 +197,45 @@ def plain_update(algorithm: str, batch: TensorDict) -> tuple[PlainSAC | PlainTD3
         "reward": batch["next", "reward"].squeeze(1),
         "terminated": batch["next", "terminated"].squeeze(1),
     }
-    return {"SAC": PlainSAC, "TD3": PlainTD3}[algorithm](OBSERVATION, ACTION), tensors
+    with torch.device(batch.device or "cpu"):
+        return {"SAC": PlainSAC, "TD3": PlainTD3}[algorithm](OBSERVATION, ACTION), tensors
 
 
 def make_ways(
-    algorithm: str, size: int, storage: PackedReplayStorage, *, compiled: bool
+    algorithm: str, size: int, storage: PackedReplayStorage, device: str, *, compiled: bool
 ) -> dict[str, Callable[[], object]]:
     """The ways to take one step, by name."""
-    batch = make_transitions(size, OBSERVATION, ACTION)
+    batch = make_transitions(size, OBSERVATION, ACTION).to(device)
     plain, tensors = plain_update(algorithm, batch)
+    fused = partial(fused_step, algorithm, batch)
+    sampled = partial(sampled_step, algorithm, storage, size, device)
+    bfloat16 = {"matmul_dtype": torch.bfloat16}
+    on_cpu = device == "cpu"
     ways: dict[str, Callable[[], object]] = {
         "plain PyTorch": lambda: plain.update(tensors),
-        "products alone": products(algorithm, size),
-        "fused": fused_step(algorithm, batch),
-        "fused, with its sample": sampled_step(algorithm, storage, size),
-        "fused, policy's thread": fused_step(algorithm, batch, policy_thread=True),
-        "fused, bfloat16": fused_step(algorithm, batch, matmul_dtype=torch.bfloat16),
-        "TorchRL": torchrl_step(make_loss(algorithm), batch),
+        "products alone": products(algorithm, size, device),
+        "fused": fused(),
+        "fused, with its sample": sampled(),
+        "fused, bfloat16": fused(**bfloat16),
+        "TorchRL": torchrl_step(make_loss(algorithm, device), batch),
     }
+    own = {"policy's thread": {"policy_thread": True}} if on_cpu else {"written": {"graphs": False}}
+    for name, setting in own.items():
+        ways[f"fused, {name}"] = fused(**setting)
     if compiled:
-        step = torch.compile(type(plain)(OBSERVATION, ACTION).update)
-        bfloat16 = {"matmul_dtype": torch.bfloat16}
+        with torch.device(device):
+            step = torch.compile(type(plain)(OBSERVATION, ACTION).update)
         ways |= {
             "plain PyTorch, compiled": lambda: step(tensors),
-            "compiled": fused_step(algorithm, batch, compiled=True),
-            "compiled, with its sample": sampled_step(algorithm, storage, size, compiled=True),
-            "compiled, policy's thread": fused_step(
-                algorithm, batch, compiled=True, policy_thread=True
-            ),
-            "compiled, bfloat16": fused_step(algorithm, batch, compiled=True, **bfloat16),
-            "compiled, bfloat16, policy's thread": fused_step(
-                algorithm, batch, compiled=True, policy_thread=True, **bfloat16
-            ),
+            "compiled": fused(compiled=True),
+            "compiled, with its sample": sampled(compiled=True),
+            "compiled, bfloat16": fused(compiled=True, **bfloat16),
         }
+        for name, setting in own.items():
+            ways |= {
+                f"compiled, {name}": fused(compiled=True, **setting),
+                f"compiled, bfloat16, {name}": fused(compiled=True, **setting, **bfloat16),
+            }
     return ways
 
 
@@ -220,31 +246,31 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="add compiled updates")
     parser.add_argument("--sbx", action="store_true", help="add SBX, with its sample, one thread")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     options = parser.parse_args()
+    device = options.device
     print(f"One update of {options.batch} transitions, actor and two critics of 2x256 units\n")
     torch.set_num_threads(1)
-    limits = roofline(options.batch)
-    print(
-        "| algorithm | threads | way | median ms | updates/s | of plain | of one core's roofline |"
-    )
+    limits = roofline(options.batch, device)
+    print("| algorithm | threads | way | median ms | updates/s | of plain | of the roofline |")
     print("|---|---:|---|---:|---:|---:|---:|")
     with contextlib.ExitStack() as stack:
         storage = stack.enter_context(PackedReplayStorage(ROWS))
         storage.set(range(ROWS), make_transitions(ROWS, OBSERVATION, ACTION))
         for algorithm in ("SAC", "TD3"):
-            ways = make_ways(algorithm, options.batch, storage, compiled=options.compile)
+            ways = make_ways(algorithm, options.batch, storage, device, compiled=options.compile)
             sbx = {}
             if options.sbx:
                 sbx["SBX, with its sample"] = stack.enter_context(
                     sbx_step(algorithm, options.batch)
                 )
             for way in [*ways.values(), *sbx.values()]:
-                for _ in range(STEPS_BEFORE):
+                for _ in range(STEPS_BEFORE if device == "cpu" else 100):
                     way()
-            for threads in (1, 2):
+            for threads in (1, 2) if device == "cpu" else (1,):
                 torch.set_num_threads(threads)
                 contenders = ways | (sbx if threads == 1 else {})
-                medians = race(contenders, options.blocks, 10)
+                medians = race(contenders, options.blocks, 10, device)
                 for name, median in medians.items():
                     ratio = median / medians["plain PyTorch"]
                     figures = f"{median * 1e3:.2f} | {1 / median:.0f} | {ratio:.2f}x"

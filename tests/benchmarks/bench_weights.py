@@ -74,14 +74,17 @@ def timed(call: Callable[[], object], times: int) -> list[float]:
     return taken
 
 
-def publishing(megabytes: float, workers: int, publishes: int) -> dict[str, list[float]]:
+def publishing(
+    megabytes: float, workers: int, publishes: int, device: str
+) -> dict[str, list[float]]:
     """Seconds of each publish, by scheme; schemes take turns. ``memcpy`` takes turns too."""
     collectors = {
         name: MultiSyncCollector(
             [StillEnv] * workers,
-            make_policy(megabytes),
+            make_policy(megabytes).to(device),
             frames_per_batch=4 * workers,
             total_frames=-1,
+            policy_device="cpu",
             weight_sync_schemes={"policy": scheme()},
         )
         for name, scheme in SCHEMES.items()
@@ -104,9 +107,9 @@ def publishing(megabytes: float, workers: int, publishes: int) -> dict[str, list
     return seconds
 
 
-def reading(megabytes: float, times: int) -> dict[str, list[float]]:
+def reading(megabytes: float, times: int, device: str) -> dict[str, list[float]]:
     """Seconds of a worker's steps in one process: poll, pull; and of the transport's write."""
-    learner, acting = make_policy(megabytes), make_policy(megabytes)
+    learner, acting = make_policy(megabytes).to(device), make_policy(megabytes)
     sender, receiver = UniLabShmScheme(), UniLabShmScheme()
     sender.init_on_sender(model=learner, devices=[torch.device("cpu")])
     sender.connect()
@@ -133,6 +136,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, nargs="+", default=[0.1, 0.45, 6.5, 40])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--publishes", type=int, default=200)
+    parser.add_argument("--device", default="cpu", help="of the learner; workers are on the CPU")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print("Publishing, median µs (99th percentile); ratio: SharedMem to unilab\n")
@@ -141,7 +145,7 @@ def main() -> None:
     tails: list[str] = []
     for megabytes in options.megabytes:
         for workers in options.workers:
-            seconds = publishing(megabytes, workers, options.publishes)
+            seconds = publishing(megabytes, workers, options.publishes, options.device)
             ratio = statistics.median(seconds["SharedMem"]) / statistics.median(seconds["unilab"])
             cells = " | ".join(summary(values) for values in seconds.values())
             print(f"| {megabytes:g} | {workers} | {cells} | {ratio:.1f}x |", flush=True)
@@ -156,7 +160,7 @@ def main() -> None:
     print("| MB | memcpy | transport write | of memcpy | pull | poll, nothing new |")
     print("|---:|---:|---:|---:|---:|---:|")
     for megabytes in options.megabytes:
-        seconds = reading(megabytes, max(options.publishes, 100))
+        seconds = reading(megabytes, max(options.publishes, 100), options.device)
         ratio = statistics.median(seconds["write"]) / statistics.median(seconds["memcpy"])
         print(
             f"| {megabytes:g} | {summary(seconds['memcpy'])} | {summary(seconds['write'])} "

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -50,7 +51,9 @@ def gpu_refuses_to_wait() -> Callable[[], AbstractContextManager[None]]:
     @contextlib.contextmanager
     def refusing() -> Iterator[None]:
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is said to be a prototype
+            torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ MIN_LR = 1e-5
 
 
 def kl_adapted_lr(
-    lr: torch.Tensor, kl: torch.Tensor, desired_kl: float, max_lr: float
+    lr: torch.Tensor, kl: torch.Tensor, desired_kl: float, max_lr: float | torch.Tensor
 ) -> torch.Tensor:
     """Return the learning rate after one observation of the KL divergence.
 
@@ -43,7 +43,8 @@ def kl_adapted_lr(
         0.000909...
     """
     raised = torch.where((kl > 0.0) & (kl < desired_kl / 1.2), lr * 1.1, lr)
-    return torch.where(kl > desired_kl * 1.2, lr / 1.1, raised).clamp_(MIN_LR, max_lr)
+    steered = torch.where(kl > desired_kl * 1.2, lr / 1.1, raised)
+    return steered.clamp_(min=MIN_LR).clamp_(max=max_lr)
 
 
 class APPOLoss(LossModule):

@@ -10,15 +10,15 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
+from tests.support.appo import ACT, OBS, fused, make_loss, make_pool
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
-from torchrl_unilab.modules.gaussian import DiagonalNormal, GaussianActor
+from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 
-OBS, ACT = 5, 3
 NETWORKS = [((), ()), ((8,), (8,)), ((16, 16), (16, 16)), ((8, 4), (6,)), ((4, 4, 4), (7, 9))]
 SETTINGS = [
     {"value_clip": None},
@@ -26,45 +26,6 @@ SETTINGS = [
     {"value_clip": 0.5, "critic_coeff": 0.7, "clip_epsilon": 0.03},
     {"value_clip": None, "rho_bar": 0.8, "clip_epsilon": 1.5},
 ]
-
-
-def _loss(*, hidden=((16, 16), (16, 16)), dtype=torch.float64, **kwargs) -> APPOLoss:
-    torch.manual_seed(0)
-    normalizer = ObservationNormalizer(OBS, clip=2.0)
-    normalizer.update(torch.randn(50, OBS) * 3 + 1)
-    actor = make_actor(OBS, ACT, normalizer=normalizer, hidden=hidden[0], log_std=-0.3)
-    critic = make_critic(OBS, normalizer=normalizer, hidden=hidden[1])
-    loss = APPOLoss(actor, critic, **kwargs).to(dtype)
-    with torch.no_grad():
-        for parameter in (*actor.parameters(), *critic.parameters()):
-            parameter.add_(0.1 * torch.randn_like(parameter))  # biases and all deviations differ
-    return loss
-
-
-def _pool(loss: APPOLoss, size: int, *, stale: float = 0.3) -> TensorDict:
-    """Samples whose behaviour and target policies are `stale` away from the current one."""
-    torch.manual_seed(size)
-    device, dtype = loss.actor_network[0].log_std.device, loss.actor_network[0].log_std.dtype
-    pool = TensorDict(observation=4 * torch.randn(size, OBS), batch_size=[size]).to(device, dtype)
-    with torch.no_grad():
-        pool = loss.actor_network(pool)  # its action is the mean, where the gradient vanishes
-    pool["action"] = pool["loc"] + pool["scale"] * torch.randn_like(pool["loc"])
-    log_p = DiagonalNormal(pool["loc"], pool["scale"]).log_prob(pool["action"])
-    pool["target"] = TensorDict(
-        loc=pool["loc"] + stale * torch.randn_like(pool["loc"]),
-        scale=pool["scale"] * (1.0 + stale * torch.rand_like(pool["scale"])),
-        batch_size=[size],
-    )
-    pool["action_log_prob"] = log_p + stale * torch.randn_like(log_p)
-    pool["target_log_prob"] = log_p + stale * torch.randn_like(log_p)
-    for key in ("advantage", "value_target", "state_value"):
-        pool[key] = torch.randn_like(log_p)
-    pool["advantage"][0] = 0.0
-    return pool
-
-
-def _update(loss: APPOLoss, **kwargs) -> FusedAPPOUpdate:
-    return FusedAPPOUpdate(loss, **{"lr": 1e-3, "desired_kl": 0.02, "max_grad_norm": 1.0, **kwargs})
 
 
 def _learnt(loss: APPOLoss) -> dict[str, nn.Parameter]:
@@ -75,7 +36,7 @@ def _assert_equals_autograd(loss: APPOLoss, pool: TensorDict) -> None:
     other = deepcopy(loss)
     losses = other(pool)
     (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
-    update = _update(loss, max_grad_norm=float("inf"))
+    update = fused(loss, max_grad_norm=float("inf"))
     statistics = update.step(update.prepare(pool))
     expected = torch.stack([losses[key].detach().double() for key in STATISTICS])
     torch.testing.assert_close(statistics[:4], expected[:4], rtol=1e-9, atol=1e-12)
@@ -89,18 +50,18 @@ def _assert_equals_autograd(loss: APPOLoss, pool: TensorDict) -> None:
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("hidden", NETWORKS, ids=str)
 def test_gradients_and_statistics_equal_those_of_the_loss(hidden, settings, size):
-    loss = _loss(hidden=hidden, **settings)
-    _assert_equals_autograd(loss, _pool(loss, size))
+    loss = make_loss(hidden=hidden, **settings)
+    _assert_equals_autograd(loss, make_pool(loss, size))
 
 
 def test_the_pools_of_these_tests_clip_ratios_and_values():
-    loss = _loss(value_clip=0.1)
-    losses = loss(_pool(loss, 64))
+    loss = make_loss(value_clip=0.1)
+    losses = loss(make_pool(loss, 64))
     assert 0.1 < losses["clip_fraction"] < 0.9
     assert 0.1 < losses["rho_clip_fraction"] < 0.9
     assert (
-        loss(_pool(loss, 64))["loss_critic"]
-        > _loss(value_clip=None)(_pool(loss, 64))["loss_critic"]
+        loss(make_pool(loss, 64))["loss_critic"]
+        > make_loss(value_clip=None)(make_pool(loss, 64))["loss_critic"]
     )
 
 
@@ -108,10 +69,10 @@ def test_the_pools_of_these_tests_clip_ratios_and_values():
 @pytest.mark.parametrize("max_grad_norm", [0.05, 100.0])
 def test_many_steps_equal_those_of_the_stepper(dtype, rtol, max_grad_norm):
     settings = {"value_clip": 0.2, "entropy_coeff": 0.01, "tau": 0.5, "target_update_freq": 4}
-    loss = _loss(dtype=dtype, **settings)
+    loss = make_loss(dtype=dtype, **settings)
     other = deepcopy(loss)
-    pool = _pool(loss, 40, stale=0.1)
-    update = _update(loss, max_grad_norm=max_grad_norm)
+    pool = make_pool(loss, 40, stale=0.1)
+    update = fused(loss, max_grad_norm=max_grad_norm)
     stepper = APPOStepper(other, APPOConfig(lr=1e-3, max_grad_norm=max_grad_norm))
     columns = update.prepare(pool)
     rates = []
@@ -127,8 +88,8 @@ def test_many_steps_equal_those_of_the_stepper(dtype, rtol, max_grad_norm):
 
 
 def test_a_pool_is_shuffled_into_chunks_the_last_one_smaller():
-    loss = _loss()
-    update, pool = _update(loss), _pool(loss, 20)
+    loss = make_loss()
+    update, pool = fused(loss), make_pool(loss, 20)
     columns = update.prepare(pool)
     chunks = update.shuffled(columns, 3, generator=torch.Generator().manual_seed(3))
     assert [chunk.shape[1] for chunk in chunks] == [7, 7, 6]
@@ -151,8 +112,8 @@ def test_the_order_follows_the_global_seed():
 
 
 def test_the_modules_see_every_step_and_copies_of_them_do_not():
-    loss = _loss()
-    update, pool = _update(loss, lr=1e-2), _pool(loss, 16)
+    loss = make_loss()
+    update, pool = fused(loss, lr=1e-2), make_pool(loss, 16)
     before, copied = loss.critic_network(pool.clone())["state_value"], deepcopy(loss)
     update.step(update.prepare(pool))
     assert not torch.equal(loss.critic_network(pool.clone())["state_value"], before)
@@ -160,15 +121,15 @@ def test_the_modules_see_every_step_and_copies_of_them_do_not():
 
 
 def test_after_a_checkpoint_the_next_steps_are_the_same():
-    loss = _loss(dtype=torch.float32, target_update_freq=3)
-    update, pool = _update(loss), _pool(loss, 16)
+    loss = make_loss(dtype=torch.float32, target_update_freq=3)
+    update, pool = fused(loss), make_pool(loss, 16)
     columns = update.prepare(pool)
     for _ in range(4):
         update.step(columns)
     file = io.BytesIO()
     torch.save({"loss": loss.state_dict(), "optimizer": update.optimizer.state_dict()}, file)
-    restored = _loss(dtype=torch.float32, target_update_freq=3)
-    resumed = _update(restored, lr=7e-3)
+    restored = make_loss(dtype=torch.float32, target_update_freq=3)
+    resumed = fused(restored, lr=7e-3)
     resumed.step(columns)  # something to forget
     file.seek(0)
     checkpoint = torch.load(file)
@@ -182,18 +143,18 @@ def test_after_a_checkpoint_the_next_steps_are_the_same():
 
 
 def test_a_step_never_looks_at_a_value(no_looks):
-    loss = _loss(value_clip=0.1, target_update_freq=2)
-    update = _update(loss)
-    columns = update.prepare(_pool(loss, 21))
+    loss = make_loss(value_clip=0.1, target_update_freq=2)
+    update = fused(loss)
+    columns = update.prepare(make_pool(loss, 21))
     with no_looks():
         for minibatch in update.shuffled(columns, 2):
             update.step(minibatch)
 
 
 def test_statistics_are_ordinary_tensors():
-    loss = _loss()
-    update = _update(loss)
-    statistics = update.step(update.prepare(_pool(loss, 4)))
+    loss = make_loss()
+    update = fused(loss)
+    statistics = update.step(update.prepare(make_pool(loss, 4)))
     assert not statistics.is_inference()
     assert not statistics.requires_grad
     assert statistics.shape == (len(STATISTICS),)
@@ -206,7 +167,7 @@ class _StateDependent(nn.Module):
 
 def _replaced(**parts) -> APPOLoss:
     """A supported loss but for one part."""
-    loss = _loss()
+    loss = make_loss()
     head, critic = loss.actor_network[0], loss.critic_network
     head.net = parts.get("actor_net", head.net)
     critic.net = parts.get("critic_net", critic.net)
@@ -221,7 +182,7 @@ def _state_dependent() -> APPOLoss:
 
 def _other_actor() -> APPOLoss:
     actor = ProbabilisticActor(
-        _loss().actor_network[0],
+        make_loss().actor_network[0],
         in_keys=["loc", "scale"],
         distribution_class=IndependentNormal,
         return_log_prob=True,
@@ -275,41 +236,44 @@ def test_other_networks_are_refused(case):
     loss = UNSUPPORTED[case]()
     assert not FusedAPPOUpdate.supports(loss)
     with pytest.raises(ConfigError, match="APPOStepper"):
-        _update(loss)
+        fused(loss)
 
 
 def test_networks_without_a_normaliser_share_one_copy_of_the_observations():
     loss = APPOLoss(make_actor(OBS, ACT), make_critic(OBS))
-    update = _update(loss)
-    pool = _pool(loss, 8)
+    update = fused(loss)
+    pool = make_pool(loss, 8)
     columns = update.prepare(pool)
     assert torch.equal(columns[:OBS], pool["observation"].t())
-    normalised = _loss(dtype=torch.float32)
-    assert _update(normalised).prepare(_pool(normalised, 8)).shape == columns.shape
+    normalised = make_loss(dtype=torch.float32)
+    assert fused(normalised).prepare(make_pool(normalised, 8)).shape == columns.shape
 
 
 @pytest.mark.parametrize("normalizer", [nn.Identity(), ObservationNormalizer(OBS)], ids=str)
 def test_a_critic_may_normalise_in_its_own_way(normalizer):
     loss = _replaced(critic_normalizer=normalizer)
-    _assert_equals_autograd(loss, _pool(loss, 7))
+    _assert_equals_autograd(loss, make_pool(loss, 7))
 
 
 def test_a_critic_may_read_another_observation():
-    loss = _loss()
+    loss = make_loss()
     loss.critic_network.in_keys = ("state",)
     loss.critic_network.normalizer = ObservationNormalizer(2)
     loss.critic_network.net[0] = nn.Linear(2, 16, dtype=torch.float64)
-    pool = _pool(loss, 7)
+    pool = make_pool(loss, 7)
     pool["state"] = torch.randn(7, 2, dtype=torch.float64)
     _assert_equals_autograd(loss, pool)
 
 
 @pytest.mark.gpu
 def test_a_step_on_a_gpu_does_not_wait_for_it(gpu_refuses_to_wait):
-    loss = _loss(dtype=torch.float32, target_update_freq=2).to("cuda")
-    update = _update(loss)
-    columns = update.prepare(_pool(loss, 32))
-    update.step(columns)  # lets the libraries set themselves up
+    loss = make_loss(dtype=torch.float32, target_update_freq=2).to("cuda")
+    update = fused(loss)
+    columns = update.prepare(make_pool(loss, 32))
+    for _ in range(4):  # lets the libraries set themselves up, and records
+        update.step(columns)
     with gpu_refuses_to_wait():
         statistics = [update.step(columns) for _ in range(3)]
+        update._graphs = None
+        statistics.append(update.step(columns))
     assert torch.stack(statistics).isfinite().all()

@@ -26,6 +26,7 @@ from torchrl_unilab.trainers import (
     OffPolicyConfig,
     evaluate_run,
     load_policy,
+    resume_run,
     train_appo,
     train_off_policy,
 )
@@ -106,6 +107,8 @@ def test_a_run_learns_on_a_gpu_and_is_evaluated_on_the_cpu(config, tmp_path: Pat
     assert evaluate_run(tmp_path / "run", episodes=2)["mean"] == pytest.approx(
         summary["eval_return"]
     )
+    resumed = resume_run(tmp_path / "run", frames=512, progress_bar=False, eval_episodes=2)
+    assert resumed["optim_steps"] > summary["optim_steps"]
 
 
 def _acting(action_spec: TensorSpec) -> SimpleNamespace:

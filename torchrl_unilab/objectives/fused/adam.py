@@ -5,7 +5,8 @@ The fused updates step with it: one operation for all parameters, one for the gr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -13,6 +14,7 @@ from tensordict.utils import NestedKey
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.objectives.fused.graphs import DeviceNumber, recorder_of
 
 _ZERO_BELOW = 1e-36
 """Moments below become 0."""
@@ -76,6 +78,8 @@ class FlatAdam:
         for parameter, gradient, _ in self._views:
             parameter.grad = gradient
         self._steps = 0  # counted here, as a look at the optimiser's count would wait
+        device = self.flat.device
+        self._rate = None if recorder_of(device) is None else DeviceNumber(device)
         self._parameter = nn.Parameter(self.flat)
         self._parameter.grad = self.grad
         self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
@@ -107,13 +111,33 @@ class FlatAdam:
             parameter.grad = gradient
         self._parameter.grad = self.grad
 
+    def constants(self) -> tuple[Hashable, ...]:
+        """Return what a recorded `step` does not read again: numbers, and where its memory is.
+
+        Settings may have changed, and a state may have been loaded.
+        """
+        group, state, lr = *self._settings(), self._lr()
+        memory = [*state.values(), *([lr] if isinstance(lr, torch.Tensor) else ())]
+        places = (tensor.data_ptr() for tensor in memory)
+        return *group["betas"], group["weight_decay"], group["eps"], *places
+
+    def _settings(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        return self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
+
+    def _lr(self) -> Any:
+        """Return the learning rate, a number or a tensor."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        if self._rate is None or isinstance(lr, torch.Tensor):
+            return lr
+        return self._rate.of(lr)
+
     def step(self) -> None:
         """Do what the optimiser's ``step`` does, which takes five times the kernel's time.
 
         The moments of silent units would decay to denormal numbers (below 1.2e-38), on which Adam
         takes seven times as long on a CPU. They become 0.
         """
-        group, state = self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
+        group, state = self._settings()
         state["step"].add_(1)
         torch._fused_adam_(
             [self._parameter],
@@ -122,7 +146,7 @@ class FlatAdam:
             [state["exp_avg_sq"]],
             [],
             [state["step"]],
-            lr=group["lr"],
+            lr=self._lr(),
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             weight_decay=group["weight_decay"],

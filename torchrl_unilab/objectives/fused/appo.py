@@ -5,6 +5,8 @@ Samples are columns. `APPOTrainer` makes it where `FusedAPPOUpdate.supports` the
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -15,6 +17,7 @@ from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, GaussianActor, Gaussia
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
 from torchrl_unilab.objectives.fused.adam import FlatAdam
+from torchrl_unilab.objectives.fused.graphs import DeviceNumber, graphs_of
 from torchrl_unilab.objectives.fused.networks import TanhNetwork, is_tanh_mlp
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
@@ -140,6 +143,8 @@ class FusedAPPOUpdate:
         factors = [-1.0, 0.5 * loss.critic_coeff, 0.0, -1.0, 1.0, 1.0]
         self._factors = self._adam.flat.new_tensor(factors)
         self._max_grad_norm = self._adam.flat.new_tensor(max_grad_norm)
+        self._highest = DeviceNumber(rate.device)
+        self._graphs = graphs_of(self._adam.flat.device, ranks)
 
     @property
     def lr(self) -> torch.Tensor:
@@ -213,18 +218,28 @@ class FusedAPPOUpdate:
         Returns:
             Losses and statistics as `STATISTICS` names them, [6].
         """
+        steers = not self.loss.target_is_current
+        take = partial(self._step, self._highest.of(self.max_lr) if steers else None)
         with torch.inference_mode():  # each operation takes less time than without gradients
-            statistics = self._differentiate(columns)
-            gradient = self._adam.grad
-            self.ranks.mean_([gradient], [statistics])
-            norm = torch.linalg.vector_norm(gradient)
-            gradient.mul_((self._max_grad_norm / norm.add_(1e-6)).clamp_(max=1.0))
-            self._adam.step()
-            if not self.loss.target_is_current:
-                kl = statistics[3]
-                self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, self.max_lr))
+            if self._graphs is None:
+                statistics = take(columns)
+            else:
+                constants = (steers, self.desired_kl, *self._adam.constants())
+                statistics = self._graphs(take, columns, *constants)
             self.loss.step_target()
         return statistics.clone()  # outside, so that it can be used like any other tensor
+
+    def _step(self, highest: torch.Tensor | None, columns: torch.Tensor) -> torch.Tensor:
+        """Move the parameters, and the learning rate unless `highest` is None."""
+        statistics, gradient = self._differentiate(columns), self._adam.grad
+        self.ranks.mean_([gradient], [statistics])
+        norm = torch.linalg.vector_norm(gradient)
+        gradient.mul_((self._max_grad_norm / norm.add_(1e-6)).clamp_(max=1.0))
+        self._adam.step()
+        if highest is not None:
+            kl = statistics[3]
+            self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, highest))
+        return statistics
 
     def _differentiate(self, columns: torch.Tensor) -> torch.Tensor:
         """Write the gradients of a minibatch, [k, N]; return its statistics."""

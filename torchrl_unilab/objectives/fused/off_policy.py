@@ -10,41 +10,25 @@ import abc
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from tensordict.utils import NestedKey
 from torch import nn
 from torchrl.objectives import LossModule, ValueEstimators
 
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten, trained
+from torchrl_unilab.objectives.fused.graphs import graphs_of
 from torchrl_unilab.objectives.fused.networks import Network, is_relu_mlp, relu_networks
 from torchrl_unilab.objectives.fused.threads import at_once
-from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
+from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
+from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
-
-
-class Transitions(NamedTuple):
-    """Columns of packed transitions by name: views, [n, ...]."""
-
-    state_action: torch.Tensor  # what the critics judge, side by side
-    next_state: torch.Tensor
-    observation: torch.Tensor
-    next_observation: torch.Tensor
-    reward: torch.Tensor
-    discount: torch.Tensor  # 0 where terminated
-    weight: torch.Tensor
-
-    @property
-    def state(self) -> torch.Tensor:
-        """What the critics see of the state, [n, state size]."""
-        return self.state_action[:, : self.next_state.shape[1]]
 
 
 def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
@@ -166,15 +150,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         loss._erase_cache()
         for name in loss._has_update_associated:  # spares a warning that targets stand still
             loss._has_update_associated[name] = True
-        self._head = actor
-        self._one_input = actor.in_keys[0] == critic.in_keys[0] and (
-            actor.normalizer is critic.normalizer
-            or {type(actor.normalizer), type(critic.normalizer)} == {nn.Identity}
-        )
-        actions = len(actor.center)
-        state = critic.net[0].in_features - actions
-        own = 0 if self._one_input else actor.net[0].in_features
-        self._widths = [state + actions, state, own, own, 1, 1, 1]
+        self._rows = TransitionRows(loss, actor)
         flat = self._critic_adam.flat
         self._center, self._reach = actor.center.to(flat), actor.reach.to(flat)
         self._observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
@@ -182,6 +158,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._of_critics = self._observed[: self.statistics.index("td_error") + 1]
         self._of_policy = self._observed[self.statistics.index("loss_actor") :]
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
+        self._graphs = None if policy_thread else graphs_of(flat.device, ranks)
 
     def _network(self, net: nn.Module, weights: TensorDictBase, **kind: Any) -> Network:
         """Return networks whose copies of parameters each step renews."""
@@ -239,43 +216,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         """
         for adam in (self._critic_adam, *self._policy_adams):
             adam.check()
-        if batch.batch_dims != 1:
-            raise LayoutShapeError(
-                f"transitions: batch size {tuple(batch.batch_size)} (expected one dimension). "
-                "Flatten the batch by reshape(-1)."
-            )
-        sync_normalizers(self.loss)
-        loss, keys, critic = self.loss, self.loss.tensor_keys, self.loss.qvalue_network
-        after = _required(batch, "next")
-        # In the order of a minibatch's columns; the first width is of two of them.
-        columns = [
-            (critic.normalizer, batch, critic.in_keys[0], self._widths[1]),
-            (None, batch, keys.action, self._widths[0] - self._widths[1]),
-            (critic.normalizer, after, critic.in_keys[0], self._widths[1]),
-        ]
-        if not self._one_input:
-            head, width = self._head, self._widths[2]
-            columns += [(head.normalizer, td, head.in_keys[0], width) for td in (batch, after)]
-        parts = []
-        for normalizer, source, key, width in columns:
-            part = _required(source, key)
-            if part.shape[1:] != (width,):
-                raise LayoutShapeError(
-                    f"transitions: {key!r} has shape {tuple(part.shape)} (expected "
-                    f"({len(batch)}, {width})). Make the networks of the environment's sizes."
-                )
-            parts.append(part if normalizer is None else normalizer(part))
-
-        gamma, column = loss.value_estimator.gamma, (len(batch), 1)
-        steps = batch.get(loss.value_estimator.tensor_keys.steps_to_next_obs, None)
-        if steps is not None:
-            gamma = gamma ** steps.reshape(column)
-        parts.append(_required(after, keys.reward).reshape(column))
-        parts.append(gamma * _required(after, keys.terminated).reshape(column).logical_not())
-        weighs = loss.use_prioritized_weights in (True, "auto")
-        weight = batch.get(keys.priority_weight, None) if weighs else None
-        parts.append(torch.ones_like(parts[-1]) if weight is None else weight.reshape(column))
-        return torch.cat([part.to(self._critic_adam.flat.dtype) for part in parts], dim=1)
+        return self._rows.pack(batch, self._critic_adam.flat.dtype)
 
     @staticmethod
     def minibatches(packed: torch.Tensor, count: int) -> Sequence[torch.Tensor]:
@@ -315,17 +256,29 @@ class FusedOffPolicyUpdate(abc.ABC):
             last step that moved it, NaN before the first. Means are weighted as the losses
             are.
         """
+        adams = [self._critic_adam, *(self._policy_adams if update_policy else ())]
+        take = partial(self._step, adams, generator)
         with torch.inference_mode():  # each operation takes less time than without gradients
-            for network in self._networks:  # here, as others may have set parameters since
-                network.refresh()
-            self._differentiate(self._transitions(minibatch), update_policy, generator)
-            adams = [self._critic_adam, *(self._policy_adams if update_policy else ())]
-            self.ranks.mean_([adam.grad for adam in adams], [self._observed])
-            for adam in adams:
-                adam.step()
-            for target, source in self._followers:
-                target.lerp_(source, self.tau)
+            if self._graphs is None or generator is not None:
+                self._error = take(minibatch)
+            else:
+                constants = (adam.constants() for adam in adams)
+                self._error = self._graphs(take, minibatch, self.tau, *constants)
         return self._observed.clone()  # outside, so that it can be used like any other tensor
+
+    def _step(
+        self, adams: list[FlatAdam], generator: torch.Generator | None, minibatch: torch.Tensor
+    ) -> torch.Tensor:
+        """Do a step's work; return the temporal differences of both critics, [2, n]."""
+        for network in self._networks:  # here, as others may have set parameters since
+            network.refresh()
+        self._differentiate(self._rows.unpack(minibatch), self._actor_adam in adams, generator)
+        self.ranks.mean_([adam.grad for adam in adams], [self._observed])
+        for adam in adams:
+            adam.step()
+        for target, source in self._followers:
+            target.lerp_(source, self.tau)
+        return self._error
 
     def _differentiate(
         self, data: Transitions, update_policy: bool, generator: torch.Generator | None
@@ -376,25 +329,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         The noise is standard normal, [policy_draws, n, actions].
         """
 
-    def _transitions(self, minibatch: torch.Tensor) -> Transitions:
-        judged, after, own, own_after, reward, discount, weight = minibatch.split(self._widths, 1)
-        if self._one_input:
-            own, own_after = judged[:, : after.shape[1]], after
-        weight = weight.squeeze(1)
-        scalars = reward.squeeze(1), discount.squeeze(1), weight / weight.sum()
-        return Transitions(judged, after, own, own_after, *scalars)
-
     def _target_values(self, data: Transitions, action: torch.Tensor) -> torch.Tensor:
         """Return what the more cautious target critic says of the next actions, [n]."""
         judged = torch.cat([data.next_state, action], dim=1)
         return self._target_critics.forward(judged)[0].squeeze(2).amin(0)
-
-
-def _required(batch: TensorDictBase, key: NestedKey) -> TensorDictBase | torch.Tensor:
-    value = batch.get(key, None)
-    if value is None:
-        raise LayoutKeyError(
-            f"transitions: no {key!r} among {sorted(map(str, batch.keys()))} (expected the keys "
-            "that the loss reads). Store it, or name it by loss.set_keys."
-        )
-    return value

@@ -18,7 +18,8 @@ from torchrl_unilab.modules.squashed import (
 )
 from torchrl_unilab.objectives.fused.adam import FlatAdam
 from torchrl_unilab.objectives.fused.networks import Pass, is_relu_mlp
-from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate
+from torchrl_unilab.objectives.fused.transitions import Transitions
 
 
 class FusedSACUpdate(FusedOffPolicyUpdate):

@@ -11,7 +11,8 @@ from torchrl.objectives import LossModule, TD3Loss
 from torchrl_unilab.modules.squashed import SquashedPoint
 from torchrl_unilab.objectives.fused.adam import flatten, trained
 from torchrl_unilab.objectives.fused.networks import is_relu_mlp
-from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate, Transitions
+from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate
+from torchrl_unilab.objectives.fused.transitions import Transitions
 from torchrl_unilab.objectives.targets import targets_of
 
 
