@@ -45,10 +45,14 @@ class _Notes(TorchDispatchMode):
 
 
 class _Graph:
+    stream: Any
+    device: torch.device
+
     def __init__(self) -> None:
         self.notes = _Notes()
         self.replays = 0
 
+    @torch.inference_mode()
     def replay(self) -> None:
         self.replays += 1
         for func, args, kwargs, out in self.notes.operations:
@@ -57,23 +61,52 @@ class _Graph:
                     noted.copy_(new)
 
 
+class _Stream:
+    def __init__(self, twin: GraphTwin, name: str, device: torch.device) -> None:
+        self.twin, self.name, self.device = twin, name, device
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.twin.order.append(f"{self.name} waits for {other.name}")
+
+
 class GraphTwin:
-    """Has what `StepGraphs` uses of ``torch.cuda``.
+    """Has what `StepGraphs` uses of ``torch.cuda``; work is done at once, in the order of launches.
 
     Attributes:
         made: All graphs, the oldest first.
+        order: Which stream waited for which.
     """
 
     def __init__(self) -> None:
         self.made: list[_Graph] = []
+        self.order: list[str] = []
+        self._device: torch.device | None = None
 
     def CUDAGraph(self) -> _Graph:  # noqa: N802
         self.made.append(_Graph())
         return self.made[-1]
 
+    def Stream(self, device: torch.device) -> _Stream:  # noqa: N802
+        return _Stream(self, "side", device)
+
+    def current_stream(self, device: torch.device) -> _Stream:
+        return _Stream(self, "main", device)
+
     @contextlib.contextmanager
-    def graph(self, graph: _Graph, *, capture_error_mode: str) -> Iterator[None]:
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        yield
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self._device = self._device, device
+        yield
+        self._device = before
+
+    @contextlib.contextmanager
+    def graph(self, graph: _Graph, *, stream: _Stream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
+        assert not torch.is_inference_mode_enabled()  # torch would keep tensors for all graphs
+        graph.stream, graph.device = stream, self._device
         random = torch.get_rng_state()
         with graph.notes:
             yield

@@ -71,8 +71,8 @@ class OffPolicyTrainer(RankTrainer):
     """Trains by an off-policy loss while the collector's workers fill the replay.
 
     Per tick of the collector: publish, let the normalisers count the new rows, take one
-    large sample and as many updates as `config` says. Nothing but one look per tick waits
-    for the learner's device. While it trains, torch's thread count follows from
+    large sample and as many updates as `config` says. For the learner's device wait
+    one look per tick, and copies to and from it. While it trains, torch's thread count follows from
     ``config.learner_threads``. A tick is an epoch to hooks; those of ``process_optim_batch`` see
     each of its minibatches before the first of its updates.
 

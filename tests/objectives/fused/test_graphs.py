@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -9,28 +11,30 @@ from tests.support import appo
 from tests.support.cuda_graphs import GraphTwin, record_by
 from tests.support.off_policy import fused, make_loss, transitions_of
 from torchrl_unilab.objectives.fused.graphs import StepGraphs, graphs_of
+from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch) -> str:
-    """A GPU, or the processor with graphs as a GPU has them."""
-    if request.param == "cpu":
-        record_by(GraphTwin(), monkeypatch)
-    return request.param
+@pytest.fixture
+def twin() -> GraphTwin:
+    return GraphTwin()
 
 
-def same(device: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
-    """Equal, but for how a GPU's library may sum otherwise in a graph."""
-    tolerance = {"rtol": 1e-4, "atol": 1e-6} if device == "cuda" else {"rtol": 0.0, "atol": 0.0}
-    torch.testing.assert_close(ours, theirs, equal_nan=True, **tolerance)
+@pytest.fixture
+def steps(twin) -> StepGraphs:
+    return StepGraphs(twin, CPU)
 
 
-def test_a_step_is_written_twice_and_repeated_ever_after():
-    twin, written, total = GraphTwin(), [], torch.zeros(2)
-    steps = StepGraphs(twin)
+def add_one(rows: torch.Tensor) -> torch.Tensor:
+    return rows + 1.0
+
+
+def test_a_step_is_written_twice_and_repeated_ever_after(twin, steps):
+    written, total = [], torch.zeros(2)
 
     def step(rows: torch.Tensor) -> torch.Tensor:
         written.append(len(rows))
@@ -43,80 +47,212 @@ def test_a_step_is_written_twice_and_repeated_ever_after():
     assert [graph.replays for graph in twin.made] == [4]
 
 
-def test_other_rows_and_other_constants_are_recorded_apart():
-    twin, factors = GraphTwin(), []
-    steps = StepGraphs(twin)
-    for size, factor in [(3, 1.0), (4, 1.0), (3, 2.0)] * 3:
-        rows = torch.ones(size, 1)
-        factors.append(steps(lambda rows, by=factor: rows.sum() * by, rows, factor).item())
-    assert factors == [3.0, 4.0, 6.0] * 3
-    assert [graph.replays for graph in twin.made] == [2, 2, 2]
+def test_other_rows_and_other_constants_are_recorded_apart(twin, steps):
+    factors = []
+    kinds = [(3, 1.0, torch.float32), (4, 1.0, torch.float32), (3, 2.0, torch.float32)]
+    for size, factor, dtype in [*kinds, (3, 1.0, torch.float64)] * 3:
+        rows = torch.ones(size, 1, dtype=dtype)
+        step = steps(lambda rows, by=factor: rows.sum() * by, rows, factor)
+        assert step.dtype == dtype
+        factors.append(step.item())
+    assert factors == [3.0, 4.0, 6.0, 3.0] * 3
+    assert [graph.replays for graph in twin.made] == [2] * 4
 
 
-def test_graphs_are_kept_of_sixteen_kinds():
-    steps = StepGraphs(GraphTwin())
-    for size in [*range(20)] * 3:  # each is gone before it comes again
-        steps(lambda rows: rows + 1.0, torch.ones(size))
-    assert not steps._cuda.made
-    for size in [*range(16)] * 3:
-        steps(lambda rows: rows + 1.0, torch.ones(size))
-    assert len(steps._cuda.made) == 16
+def test_graphs_are_kept_of_the_sixteen_kinds_that_were_used_last(twin, steps):
+    for _ in range(3):
+        steps(add_one, torch.ones(1))
+    for size in [*range(2, 22)] * 3:  # each is gone before it comes again
+        steps(add_one, torch.ones(size))
+        steps(add_one, torch.ones(1))
+    assert len(twin.made) == 1
+    for size in [*range(1, 17)] * 3:
+        steps(add_one, torch.ones(size))
+    assert len(twin.made) == 16
 
 
-def test_steps_are_written_on_a_processor_and_where_ranks_average():
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_step_that_failed_is_written_again_before_it_is_recorded(twin, steps, when):
+    calls = []
+
+    def step(rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(twin.made))
+        if len(calls) == when + 1:
+            raise KeyboardInterrupt
+        return rows + 1.0
+
+    for i in range(4):
+        if i == when:
+            with pytest.raises(KeyboardInterrupt):
+                steps(step, torch.ones(2))
+        else:
+            assert steps(step, torch.ones(2)).tolist() == [2.0, 2.0]
+    assert calls == ([0, 0, 1] if when == 0 else [0, 1, 1, 2])
+
+
+def test_a_device_is_recorded_on_a_stream_of_its_own(twin):
+    device = torch.device("cuda:1")
+    steps = StepGraphs(twin, device)
+    for _ in range(3):
+        steps(add_one, torch.ones(2))
+    (graph,) = twin.made
+    assert graph.stream.device == graph.device == device
+
+
+def test_what_runs_on_a_side_stream_is_forked_and_joined(twin):
+    twin.order.clear()
+    side = StepGraphs(twin, CPU).branch()
+    at_once(side, lambda: twin.order.append("here"), lambda: twin.order.append("there"))
+    assert twin.order == ["side waits for main", "there", "here", "main waits for side"]
+    with pytest.raises(ZeroDivisionError):
+        at_once(side, lambda: 1 / 0, lambda: None)
+    assert twin.order[-1] == "main waits for side"
+
+
+def test_steps_are_written_on_a_processor_and_where_ranks_average(twin, monkeypatch):
     assert graphs_of(CPU, ALONE) is None
-    assert graphs_of(CUDA, Ranks(0, 2)) is None
-    assert isinstance(graphs_of(CUDA, ALONE), StepGraphs)
+    record_by(twin, monkeypatch)
+    assert graphs_of(CPU, Ranks(0, 2)) is None
+    assert isinstance(graphs_of(CPU, ALONE), StepGraphs)
 
 
-@pytest.mark.parametrize("algorithm", ["sac", "td3"])
-def test_recorded_off_policy_steps_equal_written_ones(algorithm, device):
-    losses, updates = [], []
+def written_and_recorded(
+    make: Callable[[Any], Any], losses: Iterable[Any], device: str, monkeypatch
+) -> list[Any]:
+    """Two updates, of which the first one's steps are not recorded."""
+    updates = []
+    for loss in losses:
+        updates.append(make(loss))
+        if device == "cpu":  # from the second one on
+            record_by(GraphTwin(), monkeypatch)
+    updates[0]._graphs = None
+    return updates
+
+
+def assert_same(device: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Equal, but for how a GPU's library may sum otherwise in a graph."""
+    tolerance = {"rtol": 1e-3, "atol": 1e-5} if device == "cuda" else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(ours, theirs, equal_nan=True, **tolerance)
+
+
+def load_itself(optimizer: torch.optim.Optimizer) -> None:
+    """Give its state other memory."""
+    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+
+
+def set_group(**settings: Any) -> Callable[[Any], None]:
+    def change(update: Any) -> None:
+        for optimizer in update.optimizers.values():
+            optimizer.param_groups[0].update(settings)
+
+    return change
+
+
+OFF_POLICY_CHANGES: list[Callable[[Any], Any]] = [
+    lambda update: None,
+    set_group(eps=1e-4),
+    set_group(betas=(0.5, 0.9)),
+    set_group(weight_decay=0.5),
+    lambda update: setattr(update, "tau", 0.5),
+    lambda update: [load_itself(optimizer) for optimizer in update.optimizers.values()],
+    lambda update: set_group(lr=torch.tensor(2.0**-9))(update),
+]
+
+
+@DEVICES
+@BOTH
+def test_recorded_off_policy_steps_equal_written_ones(algorithm, device, monkeypatch):
+    losses = []
     for _ in range(2):
-        loss = make_loss(algorithm, layer_norm=True, normalized=True).to(device)
-        loss.qvalue_network.normalizer.to(device)
-        losses.append(loss)
-        updates.append(fused(loss))
+        losses.append(make_loss(algorithm, layer_norm=True, normalized=True).to(device))
+        losses[-1].qvalue_network.normalizer.to(device)
+    updates = written_and_recorded(fused, losses, device, monkeypatch)
     written, recorded = updates
-    graphs, written._graphs = recorded._graphs, None
-    for i in range(48):
-        batch = transitions_of(losses[0], 12 + i % 2, seed=i).to(device)
-        observed = []
+    for change in OFF_POLICY_CHANGES:
         for update in updates:
-            for optimizer in update.optimizers.values():
-                optimizer.param_groups[0]["lr"] = 1e-3 / (1 + i)  # as `anneal` does
-                optimizer.param_groups[0]["eps"] = 1e-8 if i < 16 else 1e-4
-                if i == 32:  # its state's memory is another one from then on
-                    optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
-            torch.manual_seed(i)
-            observed.append(update.step(update.prepare(batch), update_policy=i % 3 > 0))
-        same(device, *observed)
-        same(device, recorded.td_error, written.td_error)
-        for ours, theirs in zip(losses[1].parameters(), losses[0].parameters(), strict=True):
-            same(device, ours.detach(), theirs.detach())
-    # Two sizes, with and without the policy, in each of three times; rates are no kinds.
-    assert len(graphs._graphs) == 2 * 2 * 3
-    assert None not in graphs._graphs.values()
+            change(update)
+        for i in range(8):
+            batch = transitions_of(losses[0], 12 + i % 2, seed=i).to(device)
+            observed = []
+            for update in updates:
+                for optimizer in update.optimizers.values():  # as `anneal`, or a scheduler, does
+                    group, rate = optimizer.param_groups[0], 2.0 ** -(9 + i % 4)
+                    if isinstance(group["lr"], torch.Tensor):
+                        group["lr"].fill_(rate)
+                    else:
+                        group["lr"] = rate
+                torch.manual_seed(i)
+                observed.append(update.step(update.prepare(batch), update_policy=i % 4 > 1))
+            assert_same(device, *observed)
+            assert_same(device, recorded.td_error, written.td_error)
+            for ours, theirs in zip(losses[1].parameters(), losses[0].parameters(), strict=True):
+                assert_same(device, ours.detach(), theirs.detach())
+    # Two sizes, with and without the policy, after each change: more than are kept.
+    assert len(recorded._graphs._graphs) == 16
+    assert None not in recorded._graphs._graphs.values()
 
 
-def test_recorded_appo_steps_equal_written_ones(device):
+@BOTH
+def test_off_policy_steps_by_a_generator_are_written(algorithm, twin, monkeypatch):
+    record_by(twin, monkeypatch)
+    loss = make_loss(algorithm)
+    update, generator = fused(loss), torch.Generator()
+    packed = update.prepare(transitions_of(loss, 8, 0))
+    for _ in range(3):
+        update.step(packed, generator=generator)
+    assert not twin.made
+
+
+@BOTH
+def test_what_was_recorded_before_compile_is_not_repeated(algorithm, twin, monkeypatch):
+    record_by(twin, monkeypatch)
+    loss = make_loss(algorithm)
+    update, called = fused(loss), []
+    packed = update.prepare(transitions_of(loss, 8, 0))
+    update.step(packed)
+    update.step(packed)
+    monkeypatch.setattr(
+        "torchrl_unilab.objectives.fused.off_policy.compiled",
+        lambda function, **_: lambda *args: (called.append(len(twin.made)), function(*args))[1],
+    )
+    update.compile()
+    for _ in range(3):
+        update.step(packed)
+    assert called == [1, 1, 2, 2]  # critics and policy: written once, and recorded
+
+
+APPO_CHANGES: list[Callable[[Any], Any]] = [
+    lambda update: None,
+    lambda update: setattr(update, "desired_kl", 1e-4),
+    lambda update: update.optimizer.param_groups[0].update(eps=1e-3),
+    lambda update: load_itself(update.optimizer),
+]
+
+
+@DEVICES
+def test_recorded_appo_steps_equal_written_ones(device, monkeypatch):
     losses = [
         appo.make_loss(dtype=torch.float32, target_update_freq=3, value_clip=0.1).to(device)
         for _ in range(2)
     ]
     for loss in losses:
         loss.critic_network.normalizer.to(device)
-    written, recorded = updates = [appo.fused(loss) for loss in losses]
-    written._graphs = None
-    for i in range(30):
-        pool = appo.make_pool(losses[0], 12 + i % 2)
-        observed = []
+    updates = written_and_recorded(appo.fused, losses, device, monkeypatch)
+    written, recorded = updates
+    for change in APPO_CHANGES:
         for update in updates:
-            update.max_lr = 1e-3 if i < 10 else 5e-4 / i
-            observed.append(update.step(update.prepare(pool)))
-        same(device, *observed)
-        same(device, recorded.lr, written.lr)
-        assert 0.0 < written.lr.item() <= written.max_lr * (1 + 1e-6)
-        for ours, theirs in zip(losses[1].parameters(), losses[0].parameters(), strict=True):
-            same(device, ours.detach(), theirs.detach())
-    assert sum(graph is not None for graph in recorded._graphs._graphs.values()) >= 2
+            change(update)
+        for i in range(12):
+            pool = appo.make_pool(losses[0], 12 + i % 2)
+            observed = []
+            for update in updates:
+                update.max_lr = 1e-3 if i < 10 else 5e-4 / i
+                update.loss._estimated_at = update.loss.steps  # each third one does not steer
+                observed.append(update.step(update.prepare(pool)))
+            assert_same(device, *observed)
+            assert_same(device, recorded.lr, written.lr)
+            assert 0.0 < written.lr.item() <= 1e-3 * (1.0 + 1e-6)
+            for ours, theirs in zip(losses[1].parameters(), losses[0].parameters(), strict=True):
+                assert_same(device, ours.detach(), theirs.detach())
+    assert len(recorded._graphs._graphs) == 2 * 2 * len(APPO_CHANGES)
+    assert None not in recorded._graphs._graphs.values()

@@ -83,6 +83,7 @@ class FlatAdam:
         self._parameter = nn.Parameter(self.flat)
         self._parameter.grad = self.grad
         self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
+        self.optimizer.register_load_state_dict_post_hook(self._return_rate)
         self.optimizer.state[self._parameter] = {
             "step": torch.zeros((), device=self.flat.device),
             "exp_avg": torch.zeros_like(self.grad),
@@ -117,19 +118,24 @@ class FlatAdam:
         Settings may have changed, and a state may have been loaded.
         """
         group, state, lr = *self._settings(), self._lr()
-        memory = [*state.values(), *([lr] if isinstance(lr, torch.Tensor) else ())]
-        places = (tensor.data_ptr() for tensor in memory)
+        memory = [state["step"], state["exp_avg"], state["exp_avg_sq"]]
+        places = (tensor.data_ptr() for tensor in (*memory, lr) if isinstance(tensor, torch.Tensor))
         return *group["betas"], group["weight_decay"], group["eps"], *places
 
     def _settings(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         return self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
 
     def _lr(self) -> Any:
-        """Return the learning rate, a number or a tensor."""
+        """Return the learning rate, a number or a tensor, as a step reads it."""
         lr = self.optimizer.param_groups[0]["lr"]
-        if self._rate is None or isinstance(lr, torch.Tensor):
-            return lr
-        return self._rate.of(lr)
+        there = isinstance(lr, torch.Tensor) and lr.device == self.flat.device
+        return lr if self._rate is None or there else self._rate.of(float(lr))
+
+    def _return_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring a rate that was loaded to the device that it is read on."""
+        group = optimizer.param_groups[0]
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"] = group["lr"].to(self.flat.device)
 
     def step(self) -> None:
         """Do what the optimiser's ``step`` does, which takes five times the kernel's time.

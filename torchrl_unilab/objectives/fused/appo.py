@@ -47,7 +47,8 @@ class FusedAPPOUpdate:
 
     The parameters of actor and critic become views of one tensor (`FlatAdam`), so that the
     optimiser and the gradient's norm take one operation each. Make this before whatever
-    holds on to a parameter's memory. Nothing here waits for the device.
+    holds on to a parameter's memory. Nothing here waits for the device. On a GPU steps are
+    recorded as graphs (`StepGraphs`), unless ranks learn together.
 
     Args:
         loss: The loss, which must be supported. Its coefficients stay as they are now.
@@ -124,7 +125,7 @@ class FusedAPPOUpdate:
         head, critic = loss.actor_network[0], loss.critic_network
         parameters = [*head.parameters(), *critic.parameters()]
         # A tensor, so that steering it takes no look at its value.
-        rate = torch.tensor(lr, device=parameters[0].device)
+        rate = torch.tensor(lr, device=parameters[0].device, dtype=torch.float32)
         self._adam = FlatAdam(parameters, rate)
         self.optimizer = self._adam.optimizer
         self._actor, self._critic = TanhNetwork(head.net), TanhNetwork(critic.net)

@@ -6,7 +6,9 @@ updates take their steps by `StepGraphs`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +17,8 @@ from torchrl_unilab.runtime.ranks import Ranks
 
 _MOST = 16
 """Graphs that are kept: of sizes one row apart, with and without the policy, and some more."""
+
+_ONE_AT_A_TIME = threading.Lock()  # CUDA records for one thread of a process
 
 
 def recorder_of(device: torch.device) -> Any:
@@ -37,7 +41,8 @@ class DeviceNumber:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._memory, self._value = torch.zeros((), device=device), 0.0
+        # A GPU's Adam reads rates of this dtype alone.
+        self._memory, self._value = torch.zeros((), device=device, dtype=torch.float32), 0.0
 
     def of(self, value: float) -> torch.Tensor:
         """Return the memory, which has the value once the device comes to it."""
@@ -58,15 +63,18 @@ class StepGraphs:
 
     The first step of a kind is taken as it is written, which lets the libraries set themselves up;
     the second is recorded, which waits for the GPU; others repeat the record. Random numbers of
-    the device's global generator go on.
+    the device's global generator go on. What holds for the whole process, such as the precision
+    of products, stays as it was when the step was recorded.
 
     Args:
-        cuda: ``torch.cuda``, or what has its ``CUDAGraph`` and ``graph``.
+        cuda: ``torch.cuda``, or what has its ``CUDAGraph``, ``Stream``, ``device`` and ``graph``.
+        device: The GPU.
     """
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
-        self._graphs: dict[Hashable, _Graph | None] = {}
+    def __init__(self, cuda: Any, device: torch.device) -> None:
+        self._cuda, self._device = cuda, device
+        self._stream = cuda.Stream(device)  # by itself CUDA would record the current device
+        self._graphs: dict[Hashable, _Graph | None] = {}  # the kind of the last step comes last
 
     def __call__(
         self,
@@ -82,25 +90,60 @@ class StepGraphs:
             rows: What changes from step to step.
             constants: All else that it depends on: flags, numbers, addresses of memory.
         """
-        kind = (rows.shape, *constants)
+        kind = (rows.shape, rows.dtype, rows.device, *constants)
         if kind not in self._graphs:
+            output = step(rows)
             if len(self._graphs) == _MOST:
-                del self._graphs[next(iter(self._graphs))]  # the oldest
+                del self._graphs[next(iter(self._graphs))]
             self._graphs[kind] = None
-            return step(rows)
-        recorded = self._graphs[kind]
-        if recorded is None:
-            recorded = self._graphs[kind] = self._record(step, rows)
+            return output
+        recorded = self._graphs.pop(kind) or self._record(step, rows)
+        self._graphs[kind] = recorded
         recorded.input.copy_(rows)
         recorded.graph.replay()
         return recorded.output
 
+    def branch(self) -> SideStream:
+        """Return a stream for a part of each step."""
+        return SideStream(self._cuda, self._device)
+
     def _record(self, step: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> _Graph:
-        own, graph = rows.clone(), self._cuda.CUDAGraph()
-        # Other threads, as the one that packs samples, use the GPU meanwhile.
-        with self._cuda.graph(graph, capture_error_mode="thread_local"):
+        own, graph = torch.empty_like(rows), self._cuda.CUDAGraph()
+        with (
+            _ONE_AT_A_TIME,
+            self._cuda.device(self._device),
+            torch.inference_mode(False),  # what torch keeps for all graphs is for others, too
+            # Other threads, as the one that packs samples, use the GPU meanwhile.
+            self._cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
+            torch.inference_mode(),
+        ):
             output = step(own)
         return _Graph(own, graph, output)
+
+
+class SideStream:
+    """A second stream of a GPU: work there and work here are two branches in a recorded step.
+
+    What one branch reads must outlive both.
+
+    Args:
+        cuda: ``torch.cuda``, or what has its ``Stream``, ``current_stream`` and ``stream``.
+        device: The GPU.
+    """
+
+    def __init__(self, cuda: Any, device: torch.device) -> None:
+        self._cuda, self._device, self._stream = cuda, device, cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[None]:
+        """Launch what follows there, after the current stream's work of before."""
+        self._stream.wait_stream(self._cuda.current_stream(self._device))
+        with self._cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Have the current stream go on after the work there."""
+        self._cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def graphs_of(device: torch.device, ranks: Ranks) -> StepGraphs | None:
@@ -109,4 +152,4 @@ def graphs_of(device: torch.device, ranks: Ranks) -> StepGraphs | None:
     So they are where ranks exchange gradients in the middle of a step.
     """
     recorder = recorder_of(device)
-    return None if recorder is None or ranks.size > 1 else StepGraphs(recorder)
+    return None if recorder is None or ranks.size > 1 else StepGraphs(recorder, device)

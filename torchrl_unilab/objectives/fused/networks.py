@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from torchrl_unilab.objectives.fused.graphs import SideStream
 from torchrl_unilab.objectives.fused.products import (
     BatchedProducts,
     OneDNNProducts,
@@ -194,7 +195,7 @@ class ReluNetwork:
         self,
         gradient: torch.Tensor,
         passes: list[Pass],
-        thread: ThreadPoolExecutor | None = None,
+        thread: ThreadPoolExecutor | SideStream | None = None,
     ) -> None:
         """Write the parameters' gradients, given the outputs', [k, n, out].
 
@@ -289,7 +290,7 @@ class ReluNetworks:
         self,
         gradient: torch.Tensor,
         passes: list[Pass],
-        thread: ThreadPoolExecutor | None = None,
+        thread: ThreadPoolExecutor | SideStream | None = None,
     ) -> None:
         """See `ReluNetwork.backward`; a thread takes the first network meanwhile."""
         first, *others = [

@@ -23,7 +23,7 @@ from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten, trained
-from torchrl_unilab.objectives.fused.graphs import graphs_of
+from torchrl_unilab.objectives.fused.graphs import SideStream, graphs_of
 from torchrl_unilab.objectives.fused.networks import Network, is_relu_mlp, relu_networks
 from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
@@ -63,7 +63,8 @@ class FusedOffPolicyUpdate(abc.ABC):
     The base of `FusedSACUpdate` and `FusedTD3Update`. Parameters of actor, critics and targets
     become views of one tensor each. The loss, and the actor that it was made of, keep their
     `nn.Parameter` objects, whose memory moves: make this after the loss is on its device, and
-    before what holds on to that memory, as ``parameter.data``. Nothing waits for the device.
+    before what holds on to that memory, as ``parameter.data``. Nothing waits for the device. On a
+    GPU steps are recorded as graphs (`StepGraphs`), unless ranks learn together.
 
     Args:
         loss: A supported loss. Its settings stay as they are now.
@@ -72,7 +73,8 @@ class FusedOffPolicyUpdate(abc.ABC):
         tau: Share of the networks that their targets take over in each step.
         matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`.
         policy_thread: Take the policy's gradient in a thread of its own, beside the critics',
-            and where there is none, the targets: the results are the same, bit for bit.
+            and where there is none, the targets: the results are the same, bit for bit. On a GPU
+            both are branches of a graph in any case.
         ranks: Processes over whose minibatches gradients and statistics are averaged.
 
     Raises:
@@ -132,7 +134,7 @@ class FusedOffPolicyUpdate(abc.ABC):
             )
         actor_parameters = loss.actor_network_params.get((*self.head_path, "net"))
         self.loss, self.ranks, self.tau = loss, ranks, tau
-        self._thread = ThreadPoolExecutor(1, "policy") if policy_thread else None
+        self._thread: ThreadPoolExecutor | SideStream | None = None
         self._critics_are_whole = False  # taken by one thread
         critic = loss.qvalue_network
         online, target = loss.qvalue_network_params, targets_of(loss, "qvalue_network")
@@ -158,7 +160,11 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._of_critics = self._observed[: self.statistics.index("td_error") + 1]
         self._of_policy = self._observed[self.statistics.index("loss_actor") :]
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
-        self._graphs = None if policy_thread else graphs_of(flat.device, ranks)
+        self._graphs = graphs_of(flat.device, ranks)
+        if self._graphs is not None:
+            self._thread = self._graphs.branch()
+        elif policy_thread:
+            self._thread = ThreadPoolExecutor(1, "policy")
 
     def _network(self, net: nn.Module, weights: TensorDictBase, **kind: Any) -> Network:
         """Return networks whose copies of parameters each step renews."""
@@ -177,11 +183,12 @@ class FusedOffPolicyUpdate(abc.ABC):
         for name in ("_differentiate_critics", "_differentiate_policy"):
             setattr(self, name, compiled(getattr(self, name), dynamic=False, options=options))
         self._critics_are_whole = True  # they take less time so than shared with the thread
+        self._graphs = graphs_of(self._observed.device, self.ranks)  # without steps of before
 
     def close(self) -> None:
         """End the policy's thread; a step after it takes none. Idempotent."""
         thread, self._thread = self._thread, None
-        if thread is not None:
+        if isinstance(thread, ThreadPoolExecutor):
             thread.shutdown()
 
     @property
@@ -249,7 +256,8 @@ class FusedOffPolicyUpdate(abc.ABC):
             minibatch: Some of `prepare`'s rows, [n, k].
             update_policy: Whether the policy learns too; critics and targets always move.
             generator: Source of the noise; the device's global one by default. It is drawn in
-                the order in which the loss draws it; on the CPU torch fills by 16 numbers.
+                the order in which the loss draws it; on the CPU torch fills by 16 numbers. With
+                one, steps are not recorded as graphs.
 
         Returns:
             Losses and statistics as `statistics` names them. Those of the policy are of the
@@ -272,37 +280,40 @@ class FusedOffPolicyUpdate(abc.ABC):
         """Do a step's work; return the temporal differences of both critics, [2, n]."""
         for network in self._networks:  # here, as others may have set parameters since
             network.refresh()
-        self._differentiate(self._rows.unpack(minibatch), self._actor_adam in adams, generator)
+        data, update_policy = self._rows.unpack(minibatch), self._actor_adam in adams
+        error = self._differentiate(data, update_policy, generator)
         self.ranks.mean_([adam.grad for adam in adams], [self._observed])
         for adam in adams:
             adam.step()
         for target, source in self._followers:
             target.lerp_(source, self.tau)
-        return self._error
+        return error
 
     def _differentiate(
         self, data: Transitions, update_policy: bool, generator: torch.Generator | None
-    ) -> None:
-        """Write the gradients of all parameters that move, and the statistics."""
+    ) -> torch.Tensor:
+        """Write the gradients of all that moves, and the statistics; return the differences."""
         draws = 1 + self.policy_draws * update_policy
         noise = data.weight.new_empty(draws, len(data.weight), len(self._reach))
         noise.normal_(generator=generator)  # in one call, in the order in which the loss draws
         critics = partial(self._differentiate_critics, data, noise[0])
-        if update_policy:
-            policy = partial(self._differentiate_policy, data, noise[1:])
-            at_once(self._thread, partial(critics, None), policy)
-        else:
-            critics(None if self._critics_are_whole else self._thread)
+        if not update_policy:
+            return critics(None if self._critics_are_whole else self._thread)
+        policy = partial(self._differentiate_policy, data, noise[1:])
+        return at_once(self._thread, partial(critics, None), policy)[0]
 
     def _differentiate_critics(
-        self, data: Transitions, noise: torch.Tensor, thread: ThreadPoolExecutor | None
-    ) -> None:
+        self,
+        data: Transitions,
+        noise: torch.Tensor,
+        thread: ThreadPoolExecutor | SideStream | None,
+    ) -> torch.Tensor:
         """Write the critics' gradients and statistics; a thread takes the targets, and then one."""
         judge = partial(self._critics.forward, data.state_action)
         look_ahead = partial(self._next_value, data, noise)
         (values, passes), next_value = at_once(thread, judge, look_ahead)
         values = values.squeeze(2)
-        self._error = error = values - torch.addcmul(data.reward, data.discount, next_value)
+        error = values - torch.addcmul(data.reward, data.discount, next_value)
         distance = error.abs()
         if self.loss.loss_function == "l2":
             loss, slope = error.square(), error * 2.0
@@ -314,6 +325,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._critics.backward((slope * data.weight).unsqueeze(2), passes, thread)
         rows = torch.stack([loss.sum(0), values.mean(0), distance.mean(0)])
         self._of_critics.copy_(rows @ data.weight)
+        return error
 
     @abc.abstractmethod
     def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:

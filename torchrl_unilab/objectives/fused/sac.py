@@ -139,12 +139,12 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
 
     def _differentiate(
         self, data: Transitions, update_policy: bool, generator: torch.Generator | None
-    ) -> None:
+    ) -> torch.Tensor:
         loss = self.loss
         if loss.min_log_alpha is not None or loss.max_log_alpha is not None:
             self._log_alpha.clamp_(loss.min_log_alpha, loss.max_log_alpha)
         self._observed[3] = self._alpha = self._log_alpha.exp()
-        super()._differentiate(data, update_policy, generator)
+        return super()._differentiate(data, update_policy, generator)
 
     def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:
         """Soft value of the next state: ``min_i Q_i(s', a') - alpha log p(a')`` (eq. 3)."""

@@ -1,4 +1,4 @@
-"""Two computations at once: one in this thread, one in another that sleeps when idle.
+"""Two computations at once: one in this thread, one in another that sleeps when idle, or on a GPU.
 
 Torch's own threads share each operation and wait for each other by spinning, so that beside a
 busy program two of them are several times slower than one. Threads that share whole
@@ -13,17 +13,20 @@ from typing import TypeVar
 
 import torch
 
+from torchrl_unilab.objectives.fused.graphs import SideStream
+
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
 
 def at_once(
-    thread: ThreadPoolExecutor | None, here: Callable[[], _T], there: Callable[[], _U]
+    thread: ThreadPoolExecutor | SideStream | None, here: Callable[[], _T], there: Callable[[], _U]
 ) -> tuple[_T, _U]:
     """Return what both functions return; raise once both have ended.
 
     Args:
-        thread: Runs `there`, in inference mode; without one `there` runs after `here`.
+        thread: Runs `there`, in inference mode; without one `there` runs after `here`. Or a stream,
+            on which it is launched before `here`.
         here: Runs in this thread.
         there: Writes nothing that `here` reads or writes, and the other way round.
 
@@ -36,6 +39,13 @@ def at_once(
     """
     if thread is None:
         return here(), there()
+    if isinstance(thread, SideStream):
+        with thread.fork():
+            beside = there()
+        try:
+            return here(), beside
+        finally:
+            thread.join()
 
     def infer() -> _U:
         with torch.inference_mode():  # of each thread

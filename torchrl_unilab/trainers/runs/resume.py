@@ -40,10 +40,10 @@ def resume_run(
     """Continue a run from its newest checkpoint, in its directory.
 
     Counters, curve, clock, versions of weights and logs continue; what was logged after the
-    checkpoint is logged anew. A run in lock-step continues bit for bit as if it had never ended:
-    APPO with ``lockstep``, SAC and TD3 with ``sync_collection``, on `MujocoBatchEnv`. Other runs
-    continue from the same networks, optimisers and replay, in the same episodes where the
-    environment is a `MujocoBatchEnv`.
+    checkpoint is logged anew. A run in lock-step that learns on the CPU continues bit for bit as
+    if it had never ended: APPO with ``lockstep``, SAC and TD3 with ``sync_collection``, on
+    `MujocoBatchEnv`. Other runs continue from the same networks, optimisers and replay, in the
+    same episodes where the environment is a `MujocoBatchEnv`.
 
     Args:
         run_dir: The run.
