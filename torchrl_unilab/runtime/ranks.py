@@ -68,6 +68,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self.device, self.timeout = device, timeout
         self._store: Any = None
+        self._checks = 0
         self._handler: Any = None  # of SIGTERM, before
         self._waits = False  # for the others, and if it was interrupted in that
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
@@ -244,9 +245,11 @@ class Ranks:
         """
         if self.size == 1:
             return
-        self._store.set(f"settings/{self.rank}", json.dumps(settings, default=str))
+        self._checks += 1  # so that a rank that is ahead writes over nothing
+        keys = [f"settings/{self._checks}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(settings, default=str))
         self.agree(False)  # all have written theirs, or one has failed
-        found = [json.loads(self._store.get(f"settings/{rank}")) for rank in range(self.size)]
+        found = [json.loads(self._store.get(key)) for key in keys]
         for name in dict.fromkeys(name for one in found for name in one):
             values = [one.get(name) for one in found]
             if any(value != values[0] for value in values):

@@ -176,7 +176,6 @@ class OffPolicyTrainer(RankTrainer):
         self.updates = 0
         self._tick = 0
         self._ready = False  # all ranks have enough rows
-        self._policy_moved = False  # since this trainer was made
         self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
         self.pipeline = DoubleBufferReplayPipeline(
             self.storage,
@@ -255,34 +254,38 @@ class OffPolicyTrainer(RankTrainer):
         if self._process_optim_batch_ops or self._post_optim_log_ops:
             parts = [*map(self._process_optim_batch_hook, sample.chunk(config.updates_per_step))]
             sample = torch.cat(parts)
-        observed, young = [], not self._policy_moved
+        observed, young = [], self.updates < config.policy_frequency
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
             self.updates += 1
             policy = self.updates % config.policy_frequency == 0
             observed.append(update.step(minibatch, update_policy=policy))
-            self._policy_moved |= policy
             self._post_optim_hook()
             if parts:
                 self._post_optim_log(parts[len(observed) - 1])
         self._post_epoch_log_hook(sample)
         self._post_epoch_hook()
         stacked = torch.stack(observed)
-        # Before the policy's first step here its statistics are NaN; later, and elsewhere, none is.
+        # Before the policy's first step its statistics are NaN; later, and elsewhere, none is.
         means = stacked.nanmean(0) if young else stacked.mean(0)
         named = zip(update.statistics, means.tolist(), strict=True)  # one look at the device
         return {n: mean for n, mean in named if mean == mean or not young or n == "loss_qvalue"}
 
     def _own_state(self) -> dict[str, Any]:
         """Return what a resumed trainer needs beside the loss and TorchRL's counts."""
-        state = {name: part.state_dict() for name, part in self._parts.items()}
-        return {**state, "updates": self.updates, "tick": self._tick, "counted": [*self._counted]}
+        state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
+        state |= {"updates": self.updates, "tick": self._tick, "counted": [*self._counted]}
+        if not isinstance(self.update, LossUpdate):
+            state["observed"] = self.update.observed.clone()
+        return state
 
     def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
         for name, part in self._parts.items():
             part.load_state_dict(state_dict[name])
         self.updates = state_dict["updates"]
         self._tick, self._counted = state_dict["tick"], state_dict["counted"]
+        if not isinstance(self.update, LossUpdate):
+            self.update.observed.copy_(state_dict["observed"])
 
     def close(self) -> None:
         """Close the pipeline, and end the update's thread. Idempotent."""

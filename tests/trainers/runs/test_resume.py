@@ -139,7 +139,8 @@ def test_a_run_resumed_from_what_was_on_the_disk_equals_the_unbroken_one_bit_for
     one, other = (contents(run / "checkpoint" / name) for run in (unbroken, broken))
     assert [name for name in differences(one, other) if timeless(name)] == []
     assert sum("loss_module" in name for name in one) > 8
-    for key in ("optim_steps", "policy_version", "policy_lag", "policy_lag_max"):
+    update = () if algorithm == "appo" else ("loss_actor", "loss_qvalue", "td_error")
+    for key in ("optim_steps", "policy_version", "policy_lag", "policy_lag_max", *update):
         logged = [run / "logs" / "scalars" / f"{key}.csv" for run in (unbroken, broken)]
         assert logged[0].read_text() == logged[1].read_text(), key
         assert len(logged[0].read_text().splitlines()) > 3
@@ -312,6 +313,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(run_dir, tmp_pa
         ({"frames": FRAMES}, "192 of 192 frames have been collected"),
         ({}, "192 of 192 frames have been collected"),
         ({"frames": 2 * FRAMES, "eval_episodes": 0}, "eval_episodes: 0"),
+        ({"seed": 4, "lr": 1e-4}, r"\['lr', 'seed'\] \(expected some of check.*: train anew\."),
         ({"frames": 2 * FRAMES, "keep_checkpoints": -1}, "keep_checkpoints: -1"),
     ],
 )
@@ -414,7 +416,7 @@ def test_none_switches_off_what_a_run_did_before(run_dir):
     assert read_config(file)["eval_interval"] is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"frames": null}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"frames": null}', '{"frames": 1e999}'])
 def test_a_damaged_summary_does_not_keep_a_run_from_being_resumed(run_dir, text):
     (run_dir / "summary.json").write_text(text)
     assert resume_run(run_dir, frames=FRAMES + 32, **QUIET)["frames"] == FRAMES + 32
@@ -447,6 +449,17 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_ended_by_resuming_it
     assert found["frames"] == expected["frames"]
     with pytest.raises(ConfigError, match="have been collected"):
         resume_run(run_dir, **QUIET)
+
+
+def test_so_is_one_whose_last_rollout_brought_more_frames_than_asked_for(tmp_path):
+    assert train(tmp_path, "appo", frames=100)["frames"] == 128
+    with pytest.raises(ConfigError, match="128 of 100 frames have been collected"):
+        resume_run(tmp_path, **QUIET)
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(ConfigError, match="128 of 99 frames have been collected"):
+        resume_run(tmp_path, frames=99, **QUIET)
+    assert resume_run(tmp_path, **QUIET)["frames"] == 128
+    assert (tmp_path / "summary.json").exists()
 
 
 def test_a_line_of_a_log_that_is_none_is_left_out_by_a_resumed_run(run_dir):

@@ -77,6 +77,9 @@ class FusedOffPolicyUpdate(abc.ABC):
             both are branches of a graph in any case.
         ranks: Processes over whose minibatches gradients and statistics are averaged.
 
+    Attributes:
+        observed: What the last `step` returned; a resumed update takes it over, in place.
+
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
     """
@@ -155,10 +158,10 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._rows = TransitionRows(loss, actor)
         flat = self._critic_adam.flat
         self._center, self._reach = actor.center.to(flat), actor.reach.to(flat)
-        self._observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
+        self.observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
         # What each of two threads writes; compiled code may write all of what it is given.
-        self._of_critics = self._observed[: self.statistics.index("td_error") + 1]
-        self._of_policy = self._observed[self.statistics.index("loss_actor") :]
+        self._of_critics = self.observed[: self.statistics.index("td_error") + 1]
+        self._of_policy = self.observed[self.statistics.index("loss_actor") :]
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
         self._graphs = graphs_of(flat.device, ranks)
         if self._graphs is not None:
@@ -179,11 +182,11 @@ class FusedOffPolicyUpdate(abc.ABC):
         Raises:
             ConfigError: There is no compiler.
         """
-        options = {"cpp_wrapper": self._observed.device.type == "cpu"}
+        options = {"cpp_wrapper": self.observed.device.type == "cpu"}
         for name in ("_differentiate_critics", "_differentiate_policy"):
             setattr(self, name, compiled(getattr(self, name), dynamic=False, options=options))
         self._critics_are_whole = True  # they take less time so than shared with the thread
-        self._graphs = graphs_of(self._observed.device, self.ranks)  # without steps of before
+        self._graphs = graphs_of(self.observed.device, self.ranks)  # without steps of before
 
     def close(self) -> None:
         """End the policy's thread; a step after it takes none. Idempotent."""
@@ -272,7 +275,7 @@ class FusedOffPolicyUpdate(abc.ABC):
             else:
                 constants = (adam.constants() for adam in adams)
                 self._error = self._graphs(take, minibatch, self.tau, *constants)
-        return self._observed.clone()  # outside, so that it can be used like any other tensor
+        return self.observed.clone()  # outside, so that it can be used like any other tensor
 
     def _step(
         self, adams: list[FlatAdam], generator: torch.Generator | None, minibatch: torch.Tensor
@@ -282,7 +285,7 @@ class FusedOffPolicyUpdate(abc.ABC):
             network.refresh()
         data, update_policy = self._rows.unpack(minibatch), self._actor_adam in adams
         error = self._differentiate(data, update_policy, generator)
-        self.ranks.mean_([adam.grad for adam in adams], [self._observed])
+        self.ranks.mean_([adam.grad for adam in adams], [self.observed])
         for adam in adams:
             adam.step()
         for target, source in self._followers:

@@ -143,7 +143,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         loss = self.loss
         if loss.min_log_alpha is not None or loss.max_log_alpha is not None:
             self._log_alpha.clamp_(loss.min_log_alpha, loss.max_log_alpha)
-        self._observed[3] = self._alpha = self._log_alpha.exp()
+        self.observed[3] = self._alpha = self._log_alpha.exp()
         return super()._differentiate(data, update_policy, generator)
 
     def _next_value(self, data: Transitions, noise: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,9 @@ Evaluation            seed + i
 ====================  ==================================================================
 
 A checkpoint has the state of all of them, so that a run in lock-step that resumes from one
-equals, bit for bit, the run that was never interrupted. Of several ranks it has rank 0's: the
-others resume with its networks and replay, and begin episodes and noise that were not before.
+equals, bit for bit, the run that was never interrupted. What Ctrl-C or an error leaves has no
+collectors' state: they may have been in the midst of something. Of several ranks it has rank 0's:
+the others resume with its networks and replay, and begin episodes and noise that were not before.
 """
 
 from __future__ import annotations

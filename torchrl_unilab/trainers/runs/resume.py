@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -27,6 +28,9 @@ _TAKEN_OVER = (
 )
 """What a run does as before, unless it is told otherwise."""
 
+_CHANGEABLE = {field.name for field in dataclasses.fields(RunConfig)} - {"env", "frames", "seed"}
+"""What a resumed run may be told otherwise."""
+
 
 def resume_run(
     run_dir: str | os.PathLike[str],
@@ -43,7 +47,8 @@ def resume_run(
     checkpoint is logged anew. A run in lock-step that learns on the CPU continues bit for bit as
     if it had never ended: APPO with ``lockstep``, SAC and TD3 with ``sync_collection``, on
     `MujocoBatchEnv`. Other runs continue from the same networks, optimisers and replay, in the
-    same episodes where the environment is a `MujocoBatchEnv`.
+    same episodes where the environment is a `MujocoBatchEnv`. What Ctrl-C left has no episodes:
+    they begin anew, and so does their count.
 
     Args:
         run_dir: The run.
@@ -70,6 +75,11 @@ def resume_run(
         >>> resume_run("run", frames=2048, progress_bar=False)["frames"]
         2048
     """
+    if of_the_run := options.keys() - _CHANGEABLE:
+        raise ConfigError(
+            f"cannot resume {run_dir}: {sorted(of_the_run)} (expected some of "
+            f"{', '.join(sorted(_CHANGEABLE))}). Task, seed and settings of a run stay: train anew."
+        )
     path = run_path(run_dir)
     saved = RunCheckpoints(path / CHECKPOINT).newest()
     file = path / CONFIG_FILE
@@ -96,15 +106,12 @@ def resume_run(
         )
     before = {name: said[name] for name in _TAKEN_OVER if name in said}
     before |= {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
-    run = RunConfig(
-        saved.run["env"],
-        max(saved.total_frames, said.get("frames", 0)) if frames is None else frames,
-        saved.run["seed"],
-        **(before | options),
-    )
-    # Where that is less, the run was killed between its last checkpoint and its summary.
-    summed_up = _summed_up(path / SUMMARY)
-    if run.frames < saved.frames or run.frames == saved.frames == summed_up:
+    planned = max(saved.total_frames, said.get("frames", 0))
+    frames = planned if frames is None else frames
+    run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(before | options))
+    # Where it is not summed up, it was killed between its last checkpoint and its summary.
+    ended = run.frames < planned or _summed_up(path / SUMMARY) >= saved.frames
+    if run.frames <= saved.frames and ended:
         raise RunCompleteError(
             f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). To go on, ask for more: frames, or --frames."
@@ -124,5 +131,5 @@ def _summed_up(summary: Path) -> int:
     """Return the frames of a run's summary; 0 if there is none, or none that can be read."""
     try:
         return int(json.loads(summary.read_text())["frames"])
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return 0
