@@ -74,7 +74,7 @@ RUNS: Mapping[str, tuple[str, APPOConfig | OffPolicyConfig]] = {
             num_collectors=2,
             n_step=3,
             updates_per_step=3,
-            policy_frequency=2,
+            policy_frequency=5,
             sync_collection=True,
         ),
     ),
