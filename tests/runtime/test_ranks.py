@@ -13,7 +13,13 @@ from torch.distributed import HashStore
 
 from tests.support.processes import DEADLINE, receive
 from tests.support.worlds import world
-from torchrl_unilab.errors import ConfigError, DivergedError, PeerGoneError, WaitTimeoutError
+from torchrl_unilab.errors import (
+    ConfigError,
+    DivergedError,
+    PeerGoneError,
+    UsageError,
+    WaitTimeoutError,
+)
 from torchrl_unilab.runtime import Ranks
 from torchrl_unilab.runtime.ranks import ALONE
 
@@ -245,6 +251,14 @@ def test_a_rank_that_no_world_has_is_refused(rank, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(ConfigError, match=rf"RANK is {rank} \(expected 0 to 0, as WORLD_SIZE is 1"):
         Ranks.of_torchrun()
+
+
+@pytest.mark.parametrize(
+    "verb", [lambda ranks: ranks.agree(True), lambda ranks: ranks.check_same({"seed": 1})]
+)
+def test_ranks_that_have_not_joined_are_told_how_to(verb):
+    with pytest.raises(UsageError, match=r"rank 1 of 2: not among .* Use it in a with statement"):
+        verb(Ranks(1, 2))
 
 
 def test_alone_each_verb_leaves_all_as_it_is(monkeypatch):

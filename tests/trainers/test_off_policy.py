@@ -19,7 +19,7 @@ from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError, DivergedError
+from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.modules import make_td3_actor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
@@ -148,6 +148,29 @@ def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainer
         done = storage[:]["next", "done"].view(-1, 4)
         assert before[:-1][~done[:-1]].equal(after[1:][~done[:-1]])
         trainer.close()
+
+
+def test_rollouts_without_a_key_of_the_replays_rows_are_refused():
+    config = OffPolicyConfig(**QUICK)
+    env = create_pendulum()
+    learner = build_off_policy(env, config)
+    row = env.fake_tensordict()[0].select(*transition_keys(env)).set("index", torch.tensor(0))
+    env.close()
+    with PackedReplayStorage(100, example=row) as storage:
+        trainer = OffPolicyTrainer(
+            collector=APPOCollector(
+                create_pendulum, learner.actor, frames_per_batch=16, inline=True, seed=0
+            ),
+            loss_module=learner.loss,
+            total_frames=64,
+            config=config,
+            storage=storage,
+            progress_bar=False,
+        )
+        with pytest.raises(LayoutKeyError, match=r"rollouts: no \['index'\] \(expected all"):
+            trainer.train()
+        trainer.close()
+        trainer.collector.shutdown()
 
 
 def _trained(trainer: OffPolicyTrainer) -> dict[str, torch.Tensor]:

@@ -30,7 +30,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import Self
 
-from torchrl_unilab.errors import ConfigError, DivergedError, PeerGoneError, WaitTimeoutError
+from torchrl_unilab.errors import (
+    ConfigError,
+    DivergedError,
+    PeerGoneError,
+    UsageError,
+    WaitTimeoutError,
+)
 
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
 _LOOK_SECONDS = 0.05
@@ -245,6 +251,7 @@ class Ranks:
         """
         if self.size == 1:
             return
+        self._check_joined()
         self._checks += 1  # so that a rank that is ahead writes over nothing
         keys = [f"settings/{self._checks}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(settings, default=str))
@@ -259,8 +266,16 @@ class Ranks:
                     "directory."
                 )
 
+    def _check_joined(self) -> None:
+        if self._store is None:
+            raise UsageError(
+                f"rank {self.rank} of {self.size}: not among the others (expected to have joined, "
+                "and not left). Use it in a with statement."
+            )
+
     def _together(self, tensor: torch.Tensor, verb: Callable[..., Any], *arguments: Any) -> None:
         """Call a verb of ``torch.distributed`` on a tensor, and wait for the others."""
+        self._check_joined()
         try:
             self._waits = True
             work, pause = verb(*arguments, async_op=True), 0.0

@@ -17,7 +17,7 @@ from torchrl_unilab.configs.off_policy import (
     compute_train_start_threshold,
 )
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
-from torchrl_unilab.errors import ConfigError, DivergedError
+from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
@@ -214,6 +214,11 @@ class OffPolicyTrainer(RankTrainer):
         """Take a tick's updates, if the replay has enough rows."""
         config = self.config
         if batch is not None and self._keys:
+            if missing := [key for key in self._keys if batch.get(key, None) is None]:
+                raise LayoutKeyError(
+                    f"rollouts: no {missing} (expected all keys of the replay's rows). Fill the "
+                    "replay by its own `add`, or by a PackedReplayWriter, which adds no key."
+                )
             self.storage.add(batch.select(*self._keys).reshape(-1, batch.shape[-1]))
         if self.normalizers:
             rows, self._counted = self.storage.read_since(self._counted)

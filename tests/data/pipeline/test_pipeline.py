@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchrl.data import ReplayBuffer
 
 from tests.support.bounds import DEADLINE
 from tests.support.tables import COUNT, Table, drawn, rows_of
@@ -181,6 +182,11 @@ def test_settings_that_cannot_work_are_refused(table, setting, message):
     with pytest.raises(ConfigError, match=message):
         make(table, **setting)
     assert table.batches == 0
+
+
+def test_a_buffer_in_place_of_its_storage_is_refused():
+    with pytest.raises(ConfigError, match=r"source ReplayBuffer \(expected a storage\)"):
+        DoubleBufferReplayPipeline(ReplayBuffer(), sample_count=8)
 
 
 # What is drawn, and what is said about it

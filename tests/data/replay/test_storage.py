@@ -167,6 +167,16 @@ def test_rows_that_leave_a_gap_are_refused():
         assert len(storage) == 5
 
 
+@pytest.mark.parametrize("other", [{"a": torch.zeros(3)}, {"b": torch.zeros(2)}])
+def test_a_list_of_rows_of_several_forms_is_refused(other):
+    rows = [TensorDict(a=torch.zeros(2)), TensorDict(other)]
+    with PackedReplayStorage(20) as storage:
+        for write in (storage.append, storage.add, ReplayBuffer(storage=storage).extend):
+            with pytest.raises(LayoutShapeError, match=r"2 of several forms \(expected the same"):
+                write(rows)
+        assert storage.size == 0
+
+
 def test_add_of_one_row_and_of_a_list_of_rows():
     rows = transitions(4)
     buffer = ReplayBuffer(storage=PackedReplayStorage(10), batch_size=2)

@@ -270,6 +270,13 @@ def test_a_run_directory_that_is_no_path_is_refused(run_dir):
             use(run_dir)
 
 
+@pytest.mark.parametrize("run_dir", [None, b"run", 5])
+def test_a_run_directory_of_another_type_is_refused(run_dir):
+    for use in (_train, evaluate_run, resume_run):
+        with pytest.raises(ConfigError, match=rf"a {type(run_dir).__name__} \(expected a path\)"):
+            use(run_dir)
+
+
 def test_a_run_directory_that_cannot_be_made_or_written_in_this_locale_is_refused():
     with pytest.raises(ConfigError, match=r"run directory /proc/none: cannot be made"):
         _train("/proc/none")

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
+from torchrl.data import ReplayBuffer
 
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
@@ -132,6 +133,11 @@ class DoubleBufferReplayPipeline(Owner):
                 f"replay pipeline: batches of {sample_count} rows, {timeout:g} s to wait, seed "
                 f"{base_seed} (expected at least 1 row, some time, no negative seed). Check the "
                 "settings."
+            )
+        if isinstance(source, ReplayBuffer):
+            raise ConfigError(
+                f"replay pipeline: source {type(source).__name__} (expected a storage). Pass "
+                "buffer.storage."
             )
         if packer not in ("thread", "inline"):
             raise ConfigError(

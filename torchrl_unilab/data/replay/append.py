@@ -237,12 +237,19 @@ def as_rows(data: Any) -> TensorDictBase:
 
     Raises:
         LayoutDtypeError: They are none.
+        LayoutShapeError: Those of a list differ in keys or shapes.
     """
     stray = data
     if isinstance(data, list):
         stray = next((row for row in data if not isinstance(row, TensorDictBase)), None)
         if data and stray is None:
-            return LazyStackedTensorDict.maybe_dense_stack(data)
+            rows = LazyStackedTensorDict.maybe_dense_stack(data)
+            if isinstance(rows, LazyStackedTensorDict):
+                raise LayoutShapeError(
+                    f"cannot write rows: {len(data)} of several forms (expected the same keys and "
+                    "shapes). Pad them, or leave keys out."
+                )
+            return rows
     elif isinstance(data, TensorDictBase):
         return data
     raise LayoutDtypeError(

@@ -41,11 +41,13 @@ def run_path(run_dir: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: It is empty, in the home of an unknown user, or no text in this locale.
     """
+    reason = "empty"
     try:
-        if name := os.fspath(run_dir):
+        if not isinstance(run_dir, (str, os.PathLike)):
+            reason = f"a {type(run_dir).__name__}"
+        elif name := os.fspath(run_dir):
             name.encode()  # as TensorBoard does
             return Path(name).expanduser().absolute()
-        reason = "empty"
     except UnicodeEncodeError:
         reason = f"no text in the locale's {sys.getfilesystemencoding()}"
     except RuntimeError as error:
