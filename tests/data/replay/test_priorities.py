@@ -169,6 +169,39 @@ def test_a_buffer_that_is_set_back_draws_by_the_priorities_of_then(storage, to_d
     assert _raw(buffer) == expected
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_rows_that_a_checkpoint_left_out_are_not_drawn(within, storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(CAPACITY))
+    buffer.update_priority(torch.arange(CAPACITY), torch.tensor([9.0] * 5 + [2.0] * 11))
+    saved = buffer.state_dict()
+    saved["_storage"]["header"]["floors"][0] += 5  # overwritten before they were copied
+    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as again:
+        other = _buffer(again, max_priority_within_buffer=within)
+        other.load_state_dict(saved)
+        assert set(other.sample()["index"].tolist()) == set(range(5, CAPACITY))
+        other.extend(_rows(1))
+        assert _raw(other) == [1 if within else 9, 0, 0, 0, 0] + [2] * 11
+        assert set(other.sample()["index"].tolist()) == {0, *range(5, CAPACITY)}
+
+
+@pytest.mark.parametrize("way", ["state", "sampler"])
+def test_priorities_of_a_fuller_buffer_are_taken_for_the_rows_that_there_are(way, storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(CAPACITY))
+    buffer.update_priority(torch.arange(CAPACITY), torch.full((CAPACITY,), 2.0))
+    buffer.sample()
+    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as again:
+        other = _buffer(again)
+        if way == "state":
+            other.sampler.load_state_dict(buffer.sampler.state_dict())
+        else:
+            other.set_sampler(buffer.sampler)
+        other.extend(_rows(4))
+        assert set(other.sample()["x"].tolist()) == {0.0, 1.0, 2.0, 3.0}
+        assert _raw(other) == [2, 2, 2, 2]
+
+
 def test_an_emptied_buffer_forgets_priorities(storage):
     buffer = _buffer(storage)
     buffer.extend(_rows(8))

@@ -280,7 +280,12 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             )
         ]
         positions = rows.positions(torch.cat(new))
-        if known != source:  # a checkpoint may have priorities
+        if known != source:  # a checkpoint may have priorities, also of rows that are not here
+            away = torch.ones(self._max_capacity, dtype=torch.bool, device="cpu")
+            away[positions] = False
+            others = away.nonzero().squeeze(1)
+            self._sum_tree[others] = 0.0
+            self._maybe_erase_max_priority(others)
             positions = positions[self._sum_tree[positions] == 0]
         if len(positions):
             most = float(self.default_priority)
