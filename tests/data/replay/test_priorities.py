@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, RoundRobinWriter, TensorDictReplayBuffer, Writer
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RoundRobinWriter,
+    TensorDictReplayBuffer,
+    Writer,
+)
 
 from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
@@ -357,6 +363,77 @@ def test_state_of_a_sampler_of_another_capacity_is_refused(storage):
     other = PackedPrioritizedSampler(CAPACITY - 1, ALPHA, BETA)
     with pytest.raises(CheckpointError, match=f"of {CAPACITY - 1} rows .expected {CAPACITY}"):
         _buffer(storage).sampler.load_state_dict(other.state_dict())
+
+
+def test_files_of_a_sampler_of_another_capacity_are_refused_and_nothing_is_changed(tmp_path):
+    PackedPrioritizedSampler(CAPACITY - 1, 0.1, 0.2, eps=0.3).dumps(tmp_path)
+    sampler = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
+    sampler.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
+    with pytest.raises(CheckpointError, match=f"of {CAPACITY - 1} rows .expected {CAPACITY}"):
+        sampler.loads(tmp_path)
+    assert (sampler.alpha, sampler.beta, sampler._eps) == (ALPHA, BETA, 1e-8)
+    assert sampler.default_priority == 3.0
+
+
+@pytest.mark.parametrize(
+    ("writes", "reads"),
+    [
+        (PackedPrioritizedSampler, PackedPrioritizedSampler),
+        (PackedPrioritizedSampler, PrioritizedSampler),
+        (PrioritizedSampler, PackedPrioritizedSampler),
+    ],
+)
+def test_files_go_both_ways_between_it_and_a_stock_sampler(writes, reads, tmp_path):
+    one, other = (
+        PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, dtype=torch.float64) for _ in range(2)
+    )
+    one.update_priority(torch.arange(3), torch.tensor([1.0, 1e39, 2.0], dtype=torch.float64))
+    writes.dumps(one, tmp_path)
+    reads.loads(other, tmp_path)
+    index = torch.arange(CAPACITY)
+    for loaded, saved in (other._sum_tree, one._sum_tree), (other._min_tree, one._min_tree):
+        torch.testing.assert_close(loaded[index], saved[index], rtol=1e-6, atol=0)
+    assert (other.default_priority, other._max_priority[1]) == (1e39, 1)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_files_are_loaded_as_often_as_one_likes(times, storage, tmp_path):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(2))
+    buffer.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
+    buffer.dumps(tmp_path)
+    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as again:
+        other = _buffer(again)
+        for _ in range(times):
+            other.loads(tmp_path)
+            other.extend(_rows(1))
+            assert _raw(other) == [1, 3, 3]
+
+
+def test_a_sampler_that_knows_no_highest_priority_is_saved_and_loaded(storage, tmp_path):
+    other = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
+    other.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
+    fresh = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
+    overwritten = _buffer(storage, max_priority_within_buffer=True)
+    overwritten.extend(_rows(4))
+    for name, sampler in ("fresh", fresh), ("overwritten", overwritten.sampler):
+        sampler.dumps(tmp_path / name)
+        other.loads(tmp_path / name)
+        assert other.default_priority == 1.0
+        index = torch.arange(CAPACITY)
+        assert torch.equal(other._sum_tree[index], sampler._sum_tree[index])
+
+
+def test_a_state_stays_what_it_was(tmp_path):
+    sampler = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
+    sampler.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
+    sampler.dumps(tmp_path)
+    sampler.update_priority(torch.arange(2), torch.tensor([1.0, 7.0]))
+    state = sampler.state_dict()
+    sampler.loads(tmp_path)
+    assert sampler.default_priority == 3.0
+    sampler.load_state_dict(state)
+    assert sampler.default_priority == 7.0
 
 
 @pytest.mark.parametrize("zeros", [1, 4])

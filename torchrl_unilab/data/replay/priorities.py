@@ -7,10 +7,13 @@ none, and gives rows of other processes the highest priority so far, too, before
 
 from __future__ import annotations
 
+import json
 import math
 import weakref
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
@@ -125,17 +128,41 @@ class PackedPrioritizedSampler(PrioritizedSampler):
                 "the max_capacity). Load it into a sampler of that size."
             )
         super().load_state_dict(state_dict)
-        tree, self._seen = self._sum_tree, (None, (), ())
-        if not isinstance(tree, PriorityTree):  # TorchRL's
-            index = torch.arange(self._max_capacity, device="cpu")
-            self._sum_tree = PriorityTree(self._max_capacity, self.dtype)
-            self._sum_tree[index] = tree[index]
-        self._min_tree = PriorityTreeMinima(self._sum_tree)
+        tree, (most, row) = self._sum_tree, self._max_priority
+        self._init()
+        index = torch.arange(self._max_capacity, device="cpu")
+        self._sum_tree[index] = tree.values if isinstance(tree, PriorityTree) else tree[index]
+        if most is not None:  # files, and TorchRL's samplers after them, have plain numbers
+            self._max_priority = (
+                torch.as_tensor(most, dtype=torch.float64, device="cpu"),
+                torch.as_tensor(row, dtype=torch.int64, device="cpu"),
+            )
 
-    def loads(self, path: Any) -> None:
-        """Restore what `dumps` wrote; rows that are loaded beside it are not new."""
-        super().loads(path)
-        self._seen = (None, (), ())
+    def dumps(self, path: str | Path) -> None:
+        """Save to the files that TorchRL's ``dumps`` writes."""
+        path, state = Path(path), self.state_dict()
+        path.mkdir(parents=True, exist_ok=True)
+        del state["_min_tree"]
+        values = state.pop("_sum_tree").values
+        minima = values.masked_fill(values == 0.0, math.inf)
+        values.numpy().tofile(path / "sumtree.memmap")
+        minima.numpy().tofile(path / "mintree.memmap")
+        most = [None if number is None else float(number) for number in state.pop("_max_priority")]
+        numbers = {key: float(number) for key, number in state.items()}
+        metadata = numbers | {"_max_priority": most, "_max_capacity": self._max_capacity}
+        (path / "sampler_metadata.json").write_text(json.dumps(metadata))
+
+    def loads(self, path: str | Path) -> None:
+        """Restore what `dumps` wrote, as `load_state_dict` does.
+
+        Raises:
+            CheckpointError: It is of a sampler of another capacity; nothing was changed.
+        """
+        path = Path(path)
+        state = json.loads((path / "sampler_metadata.json").read_text())
+        rows = int(state["_max_capacity"])  # a file that was longer before is so still
+        tree = torch.from_numpy(np.fromfile(path / "sumtree.memmap", count=rows))
+        self.load_state_dict(state | {"_sum_tree": tree, "_min_tree": None})
 
     def mark_update(self, index: torch.Tensor | int, *, storage: Storage | None = None) -> None:
         """Give rows that were written the highest priority so far."""

@@ -66,6 +66,11 @@ class PriorityTree:
             return float(values[index])
         return values.index_select(0, index).to(self._dtype)
 
+    @property
+    def values(self) -> torch.Tensor:
+        """The priorities of all rows, float64 [capacity]."""
+        return self._sums[0].view(-1)[: self._capacity]
+
     def least(self) -> float:
         """Return the least priority of the rows that have one; infinity if none has."""
         self._update()
