@@ -504,6 +504,15 @@ def test_priorities_are_those_of_a_stock_sampler(writer, within, steps):
         assert _raw(buffer) == [round(model.raw[i], 4) for i in range(len(buffer))]
 
 
+@pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
+def test_more_rows_than_fit_get_the_highest_priority_that_was_there(writer, storage):
+    buffer = _buffer(storage, writer=writer(), max_priority_within_buffer=True)
+    buffer.extend(_rows(CAPACITY))
+    buffer.update_priority(torch.arange(CAPACITY), torch.tensor([50.0] + [1.0] * (CAPACITY - 1)))
+    buffer.extend(_rows(CAPACITY + 1))
+    assert _raw(buffer) == [50] * CAPACITY
+
+
 def test_rows_that_are_written_in_place_get_the_highest_priority_too(storage):
     buffer = _buffer(storage, writer=RoundRobinWriter())
     buffer.extend(_rows(CAPACITY))

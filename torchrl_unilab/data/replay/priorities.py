@@ -166,9 +166,13 @@ class PackedPrioritizedSampler(PrioritizedSampler):
 
     def mark_update(self, index: torch.Tensor | int, *, storage: Storage | None = None) -> None:
         """Give rows that were written the highest priority so far."""
+        index = torch.as_tensor(index, device="cpu").view(-1)
         new = self._mark_new(storage) if isinstance(storage, PackedReplayStorage) else None
-        if new is None or not torch.equal(new, torch.as_tensor(index, device="cpu").view(-1)):
-            super().mark_update(index, storage=storage)
+        if new is not None:
+            if torch.equal(new, index):
+                return
+            index = index[~torch.isin(index, new)]  # more rows than fit repeat positions
+        super().mark_update(index, storage=storage)
 
     def update_priority(
         self, index: Any, priority: Any, *, storage: TensorStorage | None = None
