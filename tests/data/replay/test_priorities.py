@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -223,10 +225,37 @@ def test_a_device_is_refused():
         PackedPrioritizedSampler(8, ALPHA, BETA, device="cuda")
 
 
-@pytest.mark.parametrize("exponent", ["alpha", "beta"])
-def test_an_exponent_below_0_is_refused(exponent):
-    with pytest.raises(ConfigError, match=f"{exponent}: -1"):
-        PackedPrioritizedSampler(8, **{"alpha": ALPHA, "beta": BETA, exponent: -1})
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["alpha", "beta", "eps"])
+def test_numbers_below_0_or_not_finite_are_refused(name, bad):
+    with pytest.raises(ConfigError, match=f"{name}: {bad} .*finite"):
+        PackedPrioritizedSampler(8, **{"alpha": ALPHA, "beta": BETA, name: bad})
+
+
+@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["alpha", "beta"])
+def test_an_exponent_stays_what_it_was_when_another_is_refused(name, bad):
+    sampler = PackedPrioritizedSampler(8, 0.5, 0.5)
+    with pytest.raises(ConfigError, match=f"{name}: {bad} .*finite"):
+        setattr(sampler, name, bad)
+    assert getattr(sampler, name) == 0.5
+    setattr(sampler, name, 0.25)
+    assert getattr(sampler, name) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "expected"),
+    [
+        ("max_capacity", 0, "at least 1"),
+        ("reduction", "sum", "max or min or median or mean"),
+        ("dtype", torch.float16, "torch.float32 or torch.float64"),
+        ("dtype", torch.int64, "torch.float32 or torch.float64"),
+    ],
+)
+def test_what_no_sampler_can_be_is_refused(name, bad, expected):
+    settings = {"max_capacity": 8, "alpha": ALPHA, "beta": BETA, name: bad}
+    with pytest.raises(ConfigError, match=f"{name}: {bad} .expected {expected}"):
+        PackedPrioritizedSampler(**settings)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])

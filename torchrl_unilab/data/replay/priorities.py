@@ -47,7 +47,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         device: The CPU.
 
     Raises:
-        ConfigError: Another device, or an exponent below 0.
+        ConfigError: A setting cannot work.
 
     Examples:
         >>> import torch
@@ -86,11 +86,22 @@ class PackedPrioritizedSampler(PrioritizedSampler):
                 f"PackedPrioritizedSampler device: {device} (expected cpu or None). Rows are drawn "
                 "where they are, in shared memory of the host; move what is sampled."
             )
-        for name, value in (("alpha", alpha), ("beta", beta)):
-            if value < 0:
+        for name, number in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+            _check_number(name, number)
+        if max_capacity < 1:
+            raise ConfigError(
+                f"PackedPrioritizedSampler max_capacity: {max_capacity} (expected at least 1). "
+                "Make it as large as the storage."
+            )
+        choices: dict[str, tuple[object, tuple[object, ...]]] = {
+            "dtype": (dtype, (torch.float32, torch.float64)),
+            "reduction": (reduction, ("max", "min", "median", "mean")),
+        }
+        for name, (value, known) in choices.items():
+            if value not in known:
                 raise ConfigError(
-                    f"PackedPrioritizedSampler {name}: {value} (expected at least 0). 0 draws "
-                    "all rows alike, or does not weight them."
+                    f"PackedPrioritizedSampler {name}: {value} (expected "
+                    f"{' or '.join(map(str, known))}). Choose one of them."
                 )
         # Not TorchRL's, which warns that its extension is not there.
         Sampler.__init__(self)
@@ -99,6 +110,26 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         self._max_priority_within_buffer = max_priority_within_buffer
         self._device = None
         self._init()
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of priorities; those that there are follow it."""
+        return self._alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        _check_number("alpha", value)
+        PrioritizedSampler.alpha.fset(self, value)
+
+    @property
+    def beta(self) -> float:
+        """Exponent of the weights' correction."""
+        return self._beta
+
+    @beta.setter
+    def beta(self, value: float) -> None:
+        _check_number("beta", value)
+        self._beta = value
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was seen of this process's storage."""
@@ -323,3 +354,11 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             self._set(positions, torch.tensor([most], dtype=torch.float64, device="cpu"), most)
             self._maybe_erase_max_priority(positions)
         return positions
+
+
+def _check_number(name: str, value: float) -> None:
+    if not 0.0 <= value < math.inf:  # nor is NaN
+        raise ConfigError(
+            f"PackedPrioritizedSampler {name}: {value} (expected a finite number of at least 0). "
+            "Change the setting."
+        )
