@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -482,6 +483,45 @@ def test_as_many_priorities_as_rows_are_asked_for(storage):
     buffer.update_priority(torch.arange(0), torch.ones(0))
     buffer.update_priority(torch.arange(4), torch.full((4, 1), 2.0))
     assert _raw(buffer) == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        torch.tensor([True, False, True, False]),
+        np.array([True, False, True, False]),
+        slice(None, None, 2),
+        [0, 2],
+        torch.tensor([[0], [2]], dtype=torch.int32),
+    ],
+    ids=["mask", "array", "slice", "list", "column"],
+)
+def test_priorities_are_set_where_an_index_says(index, storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(4))
+    buffer.update_priority(index, torch.tensor([5.0, 6.0]))
+    assert _raw(buffer) == [5, 1, 6, 1]
+
+
+@pytest.mark.parametrize("index", [1, np.int64(1), np.array(1), torch.tensor(1)])
+def test_a_priority_is_set_of_one_row(index, storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(4))
+    buffer.update_priority(index, 5.0)
+    assert _raw(buffer) == [1, 5, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [1.7, torch.tensor(1.7), torch.tensor([1.7]), True, torch.tensor([True, False])],
+    ids=str,
+)
+def test_positions_that_are_none_are_refused_and_no_priority_is_set(index, storage):
+    buffer = _buffer(storage)
+    buffer.extend(_rows(4))
+    with pytest.raises(IndexError, match="expected"):
+        buffer.update_priority(index, 5.0)
+    assert _raw(buffer) == [1, 1, 1, 1]
 
 
 class _Stock:

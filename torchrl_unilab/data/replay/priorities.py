@@ -19,6 +19,7 @@ from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
+from torchrl_unilab.data.positions import flat_positions, is_single
 from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeMinima
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
@@ -197,7 +198,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
 
     def mark_update(self, index: torch.Tensor | int, *, storage: Storage | None = None) -> None:
         """Give rows that were written the highest priority so far."""
-        index = torch.as_tensor(index, device="cpu").view(-1)
+        index = self._positions(index, storage)
         new = self._mark_new(storage) if isinstance(storage, PackedReplayStorage) else None
         if new is not None:
             if torch.equal(new, index):
@@ -211,16 +212,17 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """Set the priorities of rows.
 
         Args:
-            index: Their positions, [n].
+            index: Their positions, as an index of the storage; negative ones are left out.
             priority: As many, or one for all.
             storage: What they are of; rows that it does not have are left out.
 
         Raises:
             ConfigError: A priority is below 0, or not finite, or its power is 0 or no number;
                 none was set.
+            IndexError: A mask is of another length, or positions are no integers; none was set.
             LayoutShapeError: There are not as many as rows, nor one; none was set.
         """
-        index = torch.as_tensor(index, dtype=torch.int64, device="cpu").reshape(-1)
+        index = self._positions(index, storage)
         priority = torch.as_tensor(priority, device="cpu").detach().reshape(-1)
         if len(priority) not in (1, len(index)):
             raise LayoutShapeError(
@@ -248,6 +250,12 @@ class PackedPrioritizedSampler(PrioritizedSampler):
                 f"0 in {self.dtype}). Give the sampler an eps above 0, or a smaller alpha."
             )
         self._set(index, priority, most)
+
+    def _positions(self, index: Any, storage: Storage | None) -> torch.Tensor:
+        """Return an index as positions, int64 [n]."""
+        if is_single(index):
+            index = torch.as_tensor(index, device="cpu").view(1)
+        return flat_positions(index, self._max_capacity if storage is None else len(storage))
 
     def _power(self, priority: float) -> float:
         try:
