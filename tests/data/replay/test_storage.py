@@ -167,6 +167,29 @@ def test_rows_that_leave_a_gap_are_refused():
         assert len(storage) == 5
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("max_size", 1e6), ("max_size", 1), ("writers", 1.5), ("n_step", "3"), ("n_step", 0)],
+)
+def test_counts_that_are_no_integers_or_too_small_are_refused(setting, value):
+    settings = {"max_size": 10, "writers": 2, setting: value}
+    with pytest.raises(
+        ConfigError, match=rf"storage {setting}: {value!r} \(expected an integer of"
+    ):
+        PackedReplayStorage(**settings)
+
+
+@pytest.mark.parametrize("count", [-1, 0, 1.5])
+def test_as_many_rows_as_there_cannot_be_are_not_sampled(count):
+    with PackedReplayStorage(10) as storage:
+        storage.append(transitions(3))
+        for sample in (storage.sample, storage.empty_batch):
+            with pytest.raises(
+                ConfigError, match=rf"rows to sample: {count} \(expected an integer"
+            ):
+                sample(count)
+
+
 @pytest.mark.parametrize("other", [{"a": torch.zeros(3)}, {"b": torch.zeros(2)}])
 def test_a_list_of_rows_of_several_forms_is_refused(other):
     rows = [TensorDict(a=torch.zeros(2)), TensorDict(other)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -50,9 +51,10 @@ class SharedReplay(SharedStorage):
             ("max_size", max_size, writers),
             ("n_step", n_step, 1),
         ):
-            if count < least:
+            if not isinstance(count, Integral) or count < least:
                 raise ConfigError(
-                    f"replay storage {setting}: {count} (expected at least {least}). Raise it."
+                    f"replay storage {setting}: {count!r} (expected an integer of at least "
+                    f"{least}). Change it."
                 )
         if non_finite not in ("refuse", "count", "pass"):
             raise ConfigError(
@@ -308,7 +310,11 @@ class SharedReplay(SharedStorage):
         Args:
             count: Rows.
             pin_memory: Page-lock it.
+
+        Raises:
+            ConfigError: `count` is not positive.
         """
+        _check_count(count)
         self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
         batches = self._batches
         flat = torch.zeros(
@@ -347,8 +353,7 @@ class SharedReplay(SharedStorage):
             WaitTimeoutError: A writer did not finish in time; names it.
             ConfigError: `count` is not positive, or `out` was not made for as many rows.
         """
-        if count < 1:
-            raise ConfigError(f"rows to sample: {count} (expected at least 1). Ask for some.")
+        _check_count(count)
         rows, batches, gatherer = self.rows, self._batches, self._gatherer
         window = rows.readable()
         whole = snapshot.window if snapshot is not None and snapshot.window else window
@@ -374,3 +379,10 @@ class SharedReplay(SharedStorage):
 
         rows.read(whole, rows.draw(count, whole, source), gatherer.into(memory), redraw)
         return batches.tensordict(memory, index=True) if out is None else out
+
+
+def _check_count(count: int) -> None:
+    if not isinstance(count, Integral) or count < 1:
+        raise ConfigError(
+            f"rows to sample: {count!r} (expected an integer of at least 1). Ask for some."
+        )
