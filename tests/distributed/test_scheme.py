@@ -20,7 +20,7 @@ from torchrl.collectors import Collector
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, UsageError, WaitTimeoutError
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.weight_update.transport import named_tensors
 
@@ -235,6 +235,19 @@ def test_a_node_without_a_learner_says_what_is_missing(monkeypatch):
 def test_a_scheme_without_a_ray_collector_or_its_policy_is_refused(given):
     with pytest.raises(ConfigError, match="RayCollector"):
         UniLabRayScheme().init_on_sender(model_id="policy", **given)
+
+
+def test_a_second_collector_is_refused_and_the_first_goes_on(learner, node):
+    scheme, _ = learner
+    scheme.connect()
+    other = {"model": torch.nn.Linear(2, 2), "remote_collectors": [None] * 2}
+    with pytest.raises(UsageError, match=r"serves one collector\)\. Give each its own"):
+        scheme.init_on_sender(model_id="other", **other)
+    scheme.send()
+    rollouts = iter(node)
+    while versions(rollouts) != [FIRST + 1]:
+        pass
+    scheme.wait_applied()
 
 
 def test_versions_do_not_begin_below_zero():

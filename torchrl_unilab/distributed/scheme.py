@@ -105,6 +105,20 @@ class UniLabRayScheme(WeightSyncScheme):
 
     # Sender
 
+    def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
+        """Serve a `RayCollector`.
+
+        Raises:
+            UsageError: It has served one before.
+            ConfigError: No `RayCollector` calls, or it has no policy.
+        """
+        if self.initialized_on_sender:  # TorchRL's own would forget it, where this one refuses
+            raise UsageError(
+                "weight_sync_schemes: a UniLabRayScheme that has a collector (expected a new one, "
+                "as a scheme serves one collector). Give each its own."
+            )
+        super().init_on_sender(*args, **kwargs)
+
     def _init_on_sender_impl(
         self,
         *,
@@ -114,11 +128,7 @@ class UniLabRayScheme(WeightSyncScheme):
         remote_collectors: Sequence[Any] | None = None,
         **_: Any,
     ) -> None:
-        """Open the mailbox, with the model's weights: the nodes' collectors wait for it.
-
-        Raises:
-            ConfigError: No `RayCollector` calls, or it has no policy.
-        """
+        """Open the mailbox, with the model's weights: the nodes' collectors wait for it."""
         model = model if self._policy is None else self._policy
         if remote_collectors is None or model is None:
             raise ConfigError(
