@@ -112,6 +112,15 @@ def load_ray() -> Any:
     return ray
 
 
+def session() -> tuple[str, str] | None:
+    """Return what names the Ray that this process is connected to; None if it is to none."""
+    ray = load_ray()
+    if not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return context.get_node_id(), context.get_job_id()  # each cluster counts its jobs from 1
+
+
 def open_mailbox(name: str) -> Any:
     """Return a new mailbox on this machine, which ends with its learner."""
     ray = load_ray()

@@ -24,6 +24,7 @@ from torchrl_unilab.distributed.mailbox import (
     StoredWeights,
     load_ray,
     open_mailbox,
+    session,
 )
 from torchrl_unilab.distributed.node import POLL_SECONDS, NodeScheme
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
@@ -92,6 +93,7 @@ class UniLabRayScheme(WeightSyncScheme):
         self._last_reports: Reports = {}
         self._name = f"unilab-mailbox-{uuid.uuid4().hex}"
         self._mailbox: Any = None
+        self._session: tuple[str, str] | None = None
         self._nodes = 0
 
     def node(self, *, pull: PullAt = "rollout", slots: int = DEFAULT_SLOTS) -> NodeScheme:
@@ -144,6 +146,7 @@ class UniLabRayScheme(WeightSyncScheme):
         self._layout = BlockLayout.of(tensors)
         self._optional = ModuleWeights(model).optional
         self._mailbox = open_mailbox(self._name)
+        self._session = session()
         self._post(tensors, self.version)
         self._thread = threading.Thread(target=self._post_again, name="mailbox", daemon=True)
         self._thread.start()
@@ -177,11 +180,12 @@ class UniLabRayScheme(WeightSyncScheme):
             worker_ids: Accepted, as `RayCollector` gives it: all nodes get them.
 
         Raises:
-            UsageError: Not initialised on the sender, or shut down.
+            UsageError: Not initialised on the sender, or shut down, or Ray is.
             LayoutError: Keys, shapes or dtypes differ from the policy's; nothing was posted.
         """
         if not self._initialized_on_sender or self._mailbox is None:
             raise UsageError("Must be initialized on sender before sending weights")
+        self._check_session()
         with span("publish"):
             tensors = named_tensors(self.model if weights is None else weights)
             if absent := self._optional - tensors.keys():  # RayCollector leaves out extra state
@@ -207,9 +211,17 @@ class UniLabRayScheme(WeightSyncScheme):
     def _post_again(self) -> None:
         """Post the newest version now and then, until the end: a restarted mailbox has none."""
         ray, mailbox = load_ray(), self._mailbox
-        while not self._ended.wait(POLL_SECONDS) and ray.is_initialized():
+        while not self._ended.wait(POLL_SECONDS) and session() == self._session:
             with contextlib.suppress(ray.exceptions.RayError):  # it is stopped, or being restarted
                 mailbox.post.remote(self._letter)
+
+    def _check_session(self) -> None:
+        """Refuse if the mailbox is gone with its Ray: a call would start Ray anew."""
+        if (found := session()) != self._session:
+            raise UsageError(
+                f"Ray: {'not running' if found is None else 'started again'} (expected the one "
+                "that the scheme's mailbox is in). Make the collector and its scheme again."
+            )
 
     # What the nodes report
 
@@ -263,6 +275,7 @@ class UniLabRayScheme(WeightSyncScheme):
         """Return what nodes reported, or reported last where the mailbox does not answer."""
         if self._mailbox is None:
             raise UsageError("Must be initialized on sender before its nodes report")
+        self._check_session()
         ray = load_ray()
         try:
             reports: Reports = ray.get(self._mailbox.reports.remote(), timeout=_ANSWER_SECONDS)
@@ -298,6 +311,5 @@ class UniLabRayScheme(WeightSyncScheme):
             self._ended.set()
             if self._thread is not None:
                 self._thread.join()
-            ray = load_ray()
-            if ray.is_initialized():
-                ray.kill(mailbox)
+            if session() == self._session:  # else it has gone with its Ray
+                load_ray().kill(mailbox)

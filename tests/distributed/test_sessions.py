@@ -1,0 +1,48 @@
+"""A Ray that ends, or is another one, under a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from torch import nn
+
+from torchrl_unilab.distributed import UniLabRayScheme
+from torchrl_unilab.errors import UsageError
+
+
+def start() -> None:
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+
+
+@pytest.fixture
+def scheme() -> Iterator[UniLabRayScheme]:
+    """A scheme whose Ray has been shut down."""
+    start()
+    policy = nn.Linear(2, 2)
+    found = UniLabRayScheme(policy)
+    found.init_on_sender(model_id="policy", remote_collectors=[])
+    ray.shutdown()
+    yield found
+    ray.shutdown()
+
+
+def test_a_scheme_whose_ray_has_ended_is_refused_and_starts_none(scheme):
+    for use in (scheme.send, scheme.wait_applied, lambda: scheme.lag):
+        with pytest.raises(UsageError, match=r"^Ray: not running .* Make .* again\.$"):
+            use()
+        assert not ray.is_initialized()
+    assert scheme.version == 0
+    scheme.shutdown()
+    scheme.shutdown()
+
+
+def test_a_scheme_of_a_ray_before_is_refused_and_leaves_this_one_alone(scheme):
+    start()
+    for use in (scheme.send, scheme.wait_applied, lambda: scheme.lag):
+        with pytest.raises(UsageError, match="Ray: started again"):
+            use()
+    scheme.shutdown()
+    scheme.shutdown()
+    assert ray.get(ray.put(1)) == 1
