@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -248,6 +249,25 @@ def test_a_second_collector_is_refused_and_the_first_goes_on(learner, node):
     while versions(rollouts) != [FIRST + 1]:
         pass
     scheme.wait_applied()
+
+
+def test_a_scheme_that_nobody_holds_leaves_no_mailbox_and_no_thread():
+    from ray.util import list_named_actors
+
+    before = {*threading.enumerate()}
+    scheme = UniLabRayScheme(make_policy(1.0))
+    scheme.init_on_sender(model_id="policy", remote_collectors=[])
+    scheme.connect()
+    assert scheme._name in list_named_actors()
+    (thread,) = (t for t in threading.enumerate() if t not in before and t.name == "mailbox")
+    name = scheme._name
+    del scheme
+    thread.join(timeout=60.0)
+    assert not thread.is_alive()
+    deadline = time.monotonic() + 60.0
+    while name in list_named_actors() and time.monotonic() < deadline:
+        pass
+    assert name not in list_named_actors()
 
 
 def test_versions_do_not_begin_below_zero():

@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -148,7 +149,9 @@ class UniLabRayScheme(WeightSyncScheme):
         self._mailbox = open_mailbox(self._name)
         self._session = session()
         self._post(tensors, self.version)
-        self._thread = threading.Thread(target=self._post_again, name="mailbox", daemon=True)
+        self._thread = threading.Thread(
+            target=_post_again, args=(weakref.ref(self), self._ended), name="mailbox", daemon=True
+        )
         self._thread.start()
 
     def _setup_connection_and_weights_on_sender_impl(
@@ -208,12 +211,12 @@ class UniLabRayScheme(WeightSyncScheme):
         except ray.exceptions.PendingCallsLimitExceeded:
             self.skipped += 1
 
-    def _post_again(self) -> None:
-        """Post the newest version now and then, until the end: a restarted mailbox has none."""
-        ray, mailbox = load_ray(), self._mailbox
-        while not self._ended.wait(POLL_SECONDS) and session() == self._session:
-            with contextlib.suppress(ray.exceptions.RayError):  # it is stopped, or being restarted
-                mailbox.post.remote(self._letter)
+    def _repost(self) -> None:
+        """Post the newest version again; the mailbox may be stopped, or being restarted."""
+        if session() == self._session:
+            ray = load_ray()
+            with contextlib.suppress(ray.exceptions.RayError):
+                self._mailbox.post.remote(self._letter)
 
     def _check_session(self) -> None:
         """Refuse if the mailbox is gone with its Ray: a call would start Ray anew."""
@@ -307,9 +310,16 @@ class UniLabRayScheme(WeightSyncScheme):
         """End the mailbox. Idempotent; a copy on a node ends nothing."""
         mailbox = self.__dict__.get("_mailbox")
         if mailbox is not None:
-            self._mailbox = None
             self._ended.set()
-            if self._thread is not None:
+            if self._thread not in (None, threading.current_thread()):  # it may collect the garbage
                 self._thread.join()
+            self._mailbox = None
             if session() == self._session:  # else it has gone with its Ray
                 load_ray().kill(mailbox)
+
+
+def _post_again(scheme: weakref.ref[UniLabRayScheme], ended: threading.Event) -> None:
+    """Post the newest version now and then, until the end: a restarted mailbox has none."""
+    while not ended.wait(POLL_SECONDS) and (living := scheme()) is not None:
+        living._repost()
+        del living  # a scheme that nobody else holds ends its mailbox
