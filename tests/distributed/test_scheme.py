@@ -220,6 +220,17 @@ def test_a_node_of_another_policy_is_refused(learner):
         )
 
 
+def test_the_learners_scheme_in_place_of_its_node_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"UniLabRayScheme's node\(\)\.$"):
+        APPOCollector(
+            partial(MujocoBatchEnv, "Hopper-v5", 2, num_threads=1),
+            make_policy(0.0),
+            frames_per_batch=8,
+            weight_sync_schemes={"policy": UniLabRayScheme()},
+            inline=True,
+        )
+
+
 def test_a_node_without_a_learner_says_what_is_missing(monkeypatch):
     monkeypatch.setattr("torchrl_unilab.distributed.node.FIRST_SECONDS", 0.1)
     with pytest.raises(WaitTimeoutError, match="weight_sync_schemes"):

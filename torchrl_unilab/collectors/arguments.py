@@ -176,7 +176,7 @@ def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmSc
     if not isinstance(scheme, UniLabShmScheme) or (schemes is not None and len(schemes) != 1):
         raise ConfigError(
             f"weight_sync_schemes: {schemes!r} (expected {{'policy': UniLabShmScheme()}}). "
-            "Leave it out."
+            "Leave it out, or give a UniLabRayScheme's node()."
         )
     if scheme.pull_at == "manual":
         raise ConfigError(
