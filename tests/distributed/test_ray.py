@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
-from torchrl.collectors import MultiAsyncCollector
+from torchrl.collectors import Collector, MultiAsyncCollector
 
 from tests.support.nodes import ENVS, IDS, NODES, STEPS, VERSION, followed, node_of, ray_collector
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 pytestmark = pytest.mark.ray
@@ -82,6 +84,38 @@ def test_collectors_that_do_not_follow_the_scheme_are_refused(cluster):
     try:
         with pytest.raises(ConfigError, match=r"collectors \[0, 1\].*scheme.node\(\)"):
             collector.update_policy_weights_()
+    finally:
+        collector.shutdown(shutdown_ray=False)
+
+
+def test_collectors_without_workers_are_refused_on_the_learners_side(cluster):
+    scheme = UniLabRayScheme()
+    with pytest.raises(ConfigError, match="^collector_class: Collector "):
+        ray_collector(collector_class=Collector, **followed(scheme))
+    assert not scheme.initialized_on_sender
+
+
+def test_a_collector_that_fails_leaves_no_mailbox(cluster):
+    from ray.exceptions import RayError
+    from ray.util import list_named_actors
+
+    with pytest.raises(RayError, match="unknown"):
+        ray_collector(**followed(UniLabRayScheme(), unknown=1))
+    deadline = time.monotonic() + 60.0
+    while list_named_actors() and time.monotonic() < deadline:
+        gc.collect()
+    assert list_named_actors() == []
+
+
+def test_a_second_ray_collector_is_refused_and_the_first_goes_on(cluster):
+    scheme = UniLabRayScheme()
+    collector = ray_collector(**followed(scheme))
+    try:
+        with pytest.raises(UsageError, match="serves one collector"):
+            ray_collector(**followed(scheme))
+        collector.update_policy_weights_()
+        newest = scheme.version
+        assert any(rollout[VERSION].min() >= newest for rollout in collector)
     finally:
         collector.shutdown(shutdown_ray=False)
 

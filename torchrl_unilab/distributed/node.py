@@ -30,6 +30,15 @@ _GRACE_SECONDS = 2.0  # for the answer, after the poll's own
 _FETCH_SECONDS = 5.0
 
 
+def check_collector_class(kind: type) -> None:
+    """Refuse collectors without workers; a ConfigError."""
+    if issubclass(kind, Collector):
+        raise ConfigError(
+            f"collector_class: {kind.__name__} (expected one with workers, which pull). Give "
+            "RayCollector APPOCollector or MultiAsyncCollector."
+        )
+
+
 class NodeScheme(UniLabShmScheme):
     """Publishes the mailbox's versions, under their own numbers, to the workers of one node.
 
@@ -57,11 +66,7 @@ class NodeScheme(UniLabShmScheme):
             WaitTimeoutError: There are none in time.
             LayoutError: They are not of the collector's policy.
         """
-        if isinstance(source.get("context"), Collector):
-            raise ConfigError(
-                f"collector_class: {type(source['context']).__name__} (expected one with workers, "
-                "which pull). Give RayCollector APPOCollector or MultiAsyncCollector."
-            )
+        check_collector_class(type(source.get("context")))
         initial = super()._initial_weights(**source)
         if initial.per_worker:
             raise ConfigError(

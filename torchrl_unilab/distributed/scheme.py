@@ -27,7 +27,7 @@ from torchrl_unilab.distributed.mailbox import (
     open_mailbox,
     session,
 )
-from torchrl_unilab.distributed.node import POLL_SECONDS, NodeScheme
+from torchrl_unilab.distributed.node import POLL_SECONDS, NodeScheme, check_collector_class
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm import BlockLayout
@@ -113,9 +113,9 @@ class UniLabRayScheme(WeightSyncScheme):
 
         Raises:
             UsageError: It has served one before.
-            ConfigError: No `RayCollector` calls, or it has no policy.
+            ConfigError: No `RayCollector` calls, or it has no policy, or no workers.
         """
-        if self.initialized_on_sender:  # TorchRL's own would forget it, where this one refuses
+        if self.initialized_on_sender:  # before TorchRL's own, which a refusal resets
             raise UsageError(
                 "weight_sync_schemes: a UniLabRayScheme that has a collector (expected a new one, "
                 "as a scheme serves one collector). Give each its own."
@@ -139,9 +139,10 @@ class UniLabRayScheme(WeightSyncScheme):
                 "(expected a RayCollector with one). Use UniLabShmScheme on one machine; beside a "
                 "policy_factory make UniLabRayScheme(policy)."
             )
-        self._model_id, self.model = model_id, model
-        if context is not None:
+        if context is not None:  # a RayCollector, whose collectors would fail in their own words
+            check_collector_class(context.collector_class)
             self.context = context
+        self._model_id, self.model = model_id, model
         self._nodes = len(remote_collectors)
         tensors = named_tensors(model)
         self._layout = BlockLayout.of(tensors)
@@ -311,7 +312,7 @@ class UniLabRayScheme(WeightSyncScheme):
         mailbox = self.__dict__.get("_mailbox")
         if mailbox is not None:
             self._ended.set()
-            if self._thread not in (None, threading.current_thread()):  # it may collect the garbage
+            if self._thread not in (None, threading.current_thread()):  # by its garbage
                 self._thread.join()
             self._mailbox = None
             if session() == self._session:  # else it has gone with its Ray
