@@ -90,7 +90,7 @@ def test_collectors_that_do_not_follow_the_scheme_are_refused(cluster):
 
 def test_collectors_without_workers_are_refused_on_the_learners_side(cluster):
     scheme = UniLabRayScheme()
-    with pytest.raises(ConfigError, match="^collector_class: Collector "):
+    with pytest.raises(ConfigError, match=r"^collector_class: Collector "):
         ray_collector(collector_class=Collector, **followed(scheme))
     assert not scheme.initialized_on_sender
 
