@@ -32,7 +32,7 @@ class APPOTrainer(RankTrainer):
 
     For each rollout that arrives: copy it into the pool in place of the oldest, update the
     observation normalisers once, compute V-trace on the pool, take minibatch steps,
-    publish. For the learner's device wait one look per rollout, and copies to and from it.
+    publish. Only one look per rollout, and copies to and from it, wait for the learner's device.
 
     With networks that `FusedAPPOUpdate` supports (and unless ``config.fused`` is false), it
     takes the steps; hooks that look into minibatches or change them

@@ -71,8 +71,8 @@ class OffPolicyTrainer(RankTrainer):
     """Trains by an off-policy loss while the collector's workers fill the replay.
 
     Per tick of the collector: publish, let the normalisers count the new rows, take one
-    large sample and as many updates as `config` says. For the learner's device wait
-    one look per tick, and copies to and from it. While it trains, torch's thread count follows from
+    large sample and as many updates as `config` says. Only one look per tick, and copies to and
+    from it, wait for the learner's device. While it trains, torch's thread count follows from
     ``config.learner_threads``. A tick is an epoch to hooks; those of ``process_optim_batch`` see
     each of its minibatches before the first of its updates.
 
@@ -176,6 +176,7 @@ class OffPolicyTrainer(RankTrainer):
         self.updates = 0
         self._tick = 0
         self._ready = False  # all ranks have enough rows
+        self._policy_moved = False  # so that its statistics are known
         self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
         self.pipeline = DoubleBufferReplayPipeline(
             self.storage,
@@ -259,19 +260,20 @@ class OffPolicyTrainer(RankTrainer):
         if self._process_optim_batch_ops or self._post_optim_log_ops:
             parts = [*map(self._process_optim_batch_hook, sample.chunk(config.updates_per_step))]
             sample = torch.cat(parts)
-        observed, young = [], self.updates < config.policy_frequency
+        observed, young = [], not self._policy_moved
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
             self.updates += 1
             policy = self.updates % config.policy_frequency == 0
             observed.append(update.step(minibatch, update_policy=policy))
+            self._policy_moved |= policy
             self._post_optim_hook()
             if parts:
                 self._post_optim_log(parts[len(observed) - 1])
         self._post_epoch_log_hook(sample)
         self._post_epoch_hook()
         stacked = torch.stack(observed)
-        # Before the policy's first step its statistics are NaN; later, and elsewhere, none is.
+        # Before the policy's first step here its statistics are NaN; later, and elsewhere, none is.
         means = stacked.nanmean(0) if young else stacked.mean(0)
         named = zip(update.statistics, means.tolist(), strict=True)  # one look at the device
         return {n: mean for n, mean in named if mean == mean or not young or n == "loss_qvalue"}
@@ -289,8 +291,9 @@ class OffPolicyTrainer(RankTrainer):
             part.load_state_dict(state_dict[name])
         self.updates = state_dict["updates"]
         self._tick, self._counted = state_dict["tick"], state_dict["counted"]
-        if not isinstance(self.update, LossUpdate):
+        if "observed" in state_dict and not isinstance(self.update, LossUpdate):
             self.update.observed.copy_(state_dict["observed"])
+            self._policy_moved = self.updates >= self.config.policy_frequency
 
     def close(self) -> None:
         """Close the pipeline, and end the update's thread. Idempotent."""
