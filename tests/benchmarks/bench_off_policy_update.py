@@ -12,7 +12,7 @@ thread comes beside torch's, whose number the table has. The products alone, whi
 in float32 can do without, say how far each is from the processor's limit; the last column is the
 share that they would take at the rate of one large product: of the roofline.
 
-With ``--device cuda`` all of it is on the GPU; the fused updates are recorded as graphs there.
+With ``--device cuda`` all of it is on the GPU; the fused updates are replayed as graphs there.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def make_ways(
         "fused, bfloat16": fused(**bfloat16),
         "TorchRL": torchrl_step(make_loss(algorithm, device), batch),
     }
-    own = {"policy's thread": {"policy_thread": True}} if on_cpu else {"written": {"graphs": False}}
+    own = {"policy's thread": {"policy_thread": True}} if on_cpu else {"eager": {"graphs": False}}
     for name, setting in own.items():
         ways[f"fused, {name}"] = fused(**setting)
     if compiled:

@@ -26,7 +26,7 @@ class _Notes(TorchDispatchMode):
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage | None]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func is not torch.ops.aten._local_scalar_dense.default, "a recorded step looked"
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a captured step looked"
         kwargs = kwargs or {}
         for tensor in _tensors(args, kwargs):
             storage = tensor.untyped_storage()
@@ -114,7 +114,7 @@ class GraphTwin:
         torch.set_rng_state(random)
 
 
-def record_by(twin: GraphTwin, monkeypatch: Any) -> None:
-    """Have steps on the CPU recorded as those on a GPU are."""
+def capture_by(twin: GraphTwin, monkeypatch: Any) -> None:
+    """Have steps on the CPU captured as those on a GPU are."""
     for module in (adam, graphs):
-        monkeypatch.setattr(module, "recorder_of", lambda device: twin)
+        monkeypatch.setattr(module, "capturer_of", lambda device: twin)

@@ -312,7 +312,7 @@ class UniLabRayScheme(WeightSyncScheme):
         mailbox = self.__dict__.get("_mailbox")
         if mailbox is not None:
             self._ended.set()
-            if self._thread not in (None, threading.current_thread()):  # by its garbage
+            if self._thread not in (None, threading.current_thread()):  # `__del__` may run there
                 self._thread.join()
             self._mailbox = None
             if session() == self._session:  # else it has gone with its Ray

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.objectives.fused.adam import FlatAdam
+from torchrl_unilab.objectives.fused.adam import FlatAdam, _rate_to
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -106,3 +106,9 @@ def test_moments_of_a_silent_unit_end_at_zero_without_denormal_numbers():
     assert (moments[:, 2] > 0.8).all()
     assert moments[:, 3].isnan().all()
     assert moments[0, :2].tolist() == [0.0, 0.0]
+
+
+def test_a_learning_rate_that_is_loaded_comes_to_the_device_of_the_parameters():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=torch.tensor(1e-3))
+    _rate_to(torch.device("meta"), optimizer)
+    assert optimizer.param_groups[0]["lr"].device.type == "meta"

@@ -270,7 +270,7 @@ def test_a_step_on_a_gpu_does_not_wait_for_it(gpu_refuses_to_wait):
     loss = make_loss(dtype=torch.float32, target_update_freq=2).to("cuda")
     update = fused(loss)
     columns = update.prepare(make_pool(loss, 32))
-    for _ in range(4):  # lets the libraries set themselves up, and records
+    for _ in range(4):  # lets the libraries set themselves up, and captures
         update.step(columns)
     with gpu_refuses_to_wait():
         statistics = [update.step(columns) for _ in range(3)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import appo
-from tests.support.cuda_graphs import GraphTwin, record_by
+from tests.support.cuda_graphs import GraphTwin, capture_by
 from tests.support.off_policy import fused, make_loss, transitions_of
 from torchrl_unilab.objectives.fused.graphs import StepGraphs, graphs_of
 from torchrl_unilab.objectives.fused.threads import at_once
@@ -33,21 +33,21 @@ def add_one(rows: torch.Tensor) -> torch.Tensor:
     return rows + 1.0
 
 
-def test_a_step_is_written_twice_and_repeated_ever_after(twin, steps):
-    written, total = [], torch.zeros(2)
+def test_a_step_is_eager_then_captured_and_replayed_ever_after(twin, steps):
+    run, total = [], torch.zeros(2)
 
     def step(rows: torch.Tensor) -> torch.Tensor:
-        written.append(len(rows))
+        run.append(len(rows))
         return total.add_(rows.sum(0)) * 2.0
 
     for i in range(1, 6):
         returned = steps(step, torch.full((3, 2), float(i)))
         assert returned.tolist() == [2.0 * sum(range(1, i + 1)) * 3.0] * 2
-    assert written == [3, 3]
+    assert run == [3, 3]
     assert [graph.replays for graph in twin.made] == [4]
 
 
-def test_other_rows_and_other_constants_are_recorded_apart(twin, steps):
+def test_other_rows_and_other_constants_are_captured_apart(twin, steps):
     factors = []
     kinds = [(3, 1.0, torch.float32), (4, 1.0, torch.float32), (3, 2.0, torch.float32)]
     for size, factor, dtype in [*kinds, (3, 1.0, torch.float64)] * 3:
@@ -72,7 +72,7 @@ def test_graphs_are_kept_of_the_sixteen_kinds_that_were_used_last(twin, steps):
 
 
 @pytest.mark.parametrize("when", [0, 1])
-def test_a_step_that_failed_is_written_again_before_it_is_recorded(twin, steps, when):
+def test_a_step_that_failed_is_eager_again_before_it_is_captured(twin, steps, when):
     calls = []
 
     def step(rows: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ def test_a_step_that_failed_is_written_again_before_it_is_recorded(twin, steps, 
     assert calls == ([0, 0, 1] if when == 0 else [0, 1, 1, 2])
 
 
-def test_a_device_is_recorded_on_a_stream_of_its_own(twin):
+def test_a_device_is_captured_on_a_stream_of_its_own(twin):
     device = torch.device("cuda:1")
     steps = StepGraphs(twin, device)
     for _ in range(3):
@@ -104,27 +104,29 @@ def test_what_runs_on_a_side_stream_is_forked_and_joined(twin):
     side = StepGraphs(twin, CPU).branch()
     at_once(side, lambda: twin.order.append("here"), lambda: twin.order.append("there"))
     assert twin.order == ["side waits for main", "there", "here", "main waits for side"]
-    with pytest.raises(ZeroDivisionError):
-        at_once(side, lambda: 1 / 0, lambda: None)
-    assert twin.order[-1] == "main waits for side"
+    for failing in ((lambda: 1 / 0, lambda: None), (lambda: None, lambda: 1 / 0)):
+        twin.order.clear()
+        with pytest.raises(ZeroDivisionError):
+            at_once(side, *failing)
+        assert twin.order[-1] == "main waits for side"
 
 
-def test_steps_are_written_on_a_processor_and_where_ranks_average(twin, monkeypatch):
+def test_steps_are_eager_on_a_processor_and_where_ranks_average(twin, monkeypatch):
     assert graphs_of(CPU, ALONE) is None
-    record_by(twin, monkeypatch)
+    capture_by(twin, monkeypatch)
     assert graphs_of(CPU, Ranks(0, 2)) is None
     assert isinstance(graphs_of(CPU, ALONE), StepGraphs)
 
 
-def written_and_recorded(
+def eager_and_replayed(
     make: Callable[[Any], Any], losses: Iterable[Any], device: str, monkeypatch
 ) -> list[Any]:
-    """Two updates, of which the first one's steps are not recorded."""
+    """Two updates, of which the first one's steps are eager."""
     updates = []
     for loss in losses:
         updates.append(make(loss))
         if device == "cpu":  # from the second one on
-            record_by(GraphTwin(), monkeypatch)
+            capture_by(GraphTwin(), monkeypatch)
     updates[0]._graphs = None
     return updates
 
@@ -161,13 +163,13 @@ OFF_POLICY_CHANGES: list[Callable[[Any], Any]] = [
 
 @DEVICES
 @BOTH
-def test_recorded_off_policy_steps_equal_written_ones(algorithm, device, monkeypatch):
+def test_replayed_off_policy_steps_equal_eager_ones(algorithm, device, monkeypatch):
     losses = []
     for _ in range(2):
         losses.append(make_loss(algorithm, layer_norm=True, normalized=True).to(device))
         losses[-1].qvalue_network.normalizer.to(device)
-    updates = written_and_recorded(fused, losses, device, monkeypatch)
-    written, recorded = updates
+    updates = eager_and_replayed(fused, losses, device, monkeypatch)
+    eager, replayed = updates
     for change in OFF_POLICY_CHANGES:
         for update in updates:
             change(update)
@@ -184,17 +186,17 @@ def test_recorded_off_policy_steps_equal_written_ones(algorithm, device, monkeyp
                 torch.manual_seed(i)
                 observed.append(update.step(update.prepare(batch), update_policy=i % 4 > 1))
             assert_same(device, *observed)
-            assert_same(device, recorded.td_error, written.td_error)
+            assert_same(device, replayed.td_error, eager.td_error)
             for ours, theirs in zip(losses[1].parameters(), losses[0].parameters(), strict=True):
                 assert_same(device, ours.detach(), theirs.detach())
     # Two sizes, with and without the policy, after each change: more than are kept.
-    assert len(recorded._graphs._graphs) == 16
-    assert None not in recorded._graphs._graphs.values()
+    assert len(replayed._graphs._graphs) == 16
+    assert None not in replayed._graphs._graphs.values()
 
 
 @BOTH
-def test_off_policy_steps_by_a_generator_are_written(algorithm, twin, monkeypatch):
-    record_by(twin, monkeypatch)
+def test_off_policy_steps_by_a_generator_are_eager(algorithm, twin, monkeypatch):
+    capture_by(twin, monkeypatch)
     loss = make_loss(algorithm)
     update, generator = fused(loss), torch.Generator()
     packed = update.prepare(transitions_of(loss, 8, 0))
@@ -204,8 +206,8 @@ def test_off_policy_steps_by_a_generator_are_written(algorithm, twin, monkeypatc
 
 
 @BOTH
-def test_what_was_recorded_before_compile_is_not_repeated(algorithm, twin, monkeypatch):
-    record_by(twin, monkeypatch)
+def test_what_was_captured_before_compile_is_not_replayed(algorithm, twin, monkeypatch):
+    capture_by(twin, monkeypatch)
     loss = make_loss(algorithm)
     update, called = fused(loss), []
     packed = update.prepare(transitions_of(loss, 8, 0))
@@ -218,7 +220,7 @@ def test_what_was_recorded_before_compile_is_not_repeated(algorithm, twin, monke
     update.compile()
     for _ in range(3):
         update.step(packed)
-    assert called == [1, 1, 2, 2]  # critics and policy: written once, and recorded
+    assert called == [1, 1, 2, 2]  # critics and policy: eager once, and captured
 
 
 APPO_CHANGES: list[Callable[[Any], Any]] = [
@@ -230,15 +232,15 @@ APPO_CHANGES: list[Callable[[Any], Any]] = [
 
 
 @DEVICES
-def test_recorded_appo_steps_equal_written_ones(device, monkeypatch):
+def test_replayed_appo_steps_equal_eager_ones(device, monkeypatch):
     losses = [
         appo.make_loss(dtype=torch.float32, target_update_freq=3, value_clip=0.1).to(device)
         for _ in range(2)
     ]
     for loss in losses:
         loss.critic_network.normalizer.to(device)
-    updates = written_and_recorded(appo.fused, losses, device, monkeypatch)
-    written, recorded = updates
+    updates = eager_and_replayed(appo.fused, losses, device, monkeypatch)
+    eager, replayed = updates
     for change in APPO_CHANGES:
         for update in updates:
             change(update)
@@ -250,9 +252,9 @@ def test_recorded_appo_steps_equal_written_ones(device, monkeypatch):
                 update.loss._estimated_at = update.loss.steps  # each third one does not steer
                 observed.append(update.step(update.prepare(pool)))
             assert_same(device, *observed)
-            assert_same(device, recorded.lr, written.lr)
-            assert 0.0 < written.lr.item() <= 1e-3 * (1.0 + 1e-6)
+            assert_same(device, replayed.lr, eager.lr)
+            assert 0.0 < eager.lr.item() <= 1e-3 * (1.0 + 1e-6)
             for ours, theirs in zip(losses[1].parameters(), losses[0].parameters(), strict=True):
                 assert_same(device, ours.detach(), theirs.detach())
-    assert len(recorded._graphs._graphs) == 2 * 2 * len(APPO_CHANGES)
-    assert None not in recorded._graphs._graphs.values()
+    assert len(replayed._graphs._graphs) == 2 * 2 * len(APPO_CHANGES)
+    assert None not in replayed._graphs._graphs.values()

@@ -606,7 +606,7 @@ def test_a_step_on_a_gpu_does_not_wait_for_it(algorithm, gpu_refuses_to_wait):
     def steps() -> list[torch.Tensor]:
         return [update.step(packed, update_policy=bool(i % 2)) for i in range(4)]
 
-    steps()  # lets the libraries set themselves up, and records
+    steps()  # lets the libraries set themselves up, and captures
     with gpu_refuses_to_wait():
         observed = steps()
         update._graphs = None

@@ -112,25 +112,17 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         self._device = None
         self._init()
 
-    @property
-    def alpha(self) -> float:
-        """Exponent of priorities; those that there are follow it."""
-        return self._alpha
-
-    @alpha.setter
+    @PrioritizedSampler.alpha.setter
     def alpha(self, value: float) -> None:
+        """Set the exponent of priorities; those that there are follow it."""
         _check_number("alpha", value)
         PrioritizedSampler.alpha.fset(self, value)
 
-    @property
-    def beta(self) -> float:
-        """Exponent of the weights' correction."""
-        return self._beta
-
-    @beta.setter
+    @PrioritizedSampler.beta.setter
     def beta(self, value: float) -> None:
+        """Set the exponent of the weights."""
         _check_number("beta", value)
-        self._beta = value
+        PrioritizedSampler.beta.fset(self, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was seen of this process's storage."""
@@ -255,7 +247,10 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """Return an index as positions, int64 [n]."""
         if is_single(index):
             index = torch.as_tensor(index, device="cpu").view(1)
-        return flat_positions(index, self._max_capacity if storage is None else len(storage))
+        # Of other indices than positions, which need no look into shared memory.
+        asked = not isinstance(index, torch.Tensor) or index.dtype is torch.bool
+        length = len(storage) if asked and storage is not None else self._max_capacity
+        return flat_positions(index, length)
 
     def _power(self, priority: float) -> float:
         try:

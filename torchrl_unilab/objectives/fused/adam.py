@@ -6,6 +6,7 @@ The fused updates step with it: one operation for all parameters, one for the gr
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tensordict.utils import NestedKey
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.objectives.fused.graphs import DeviceNumber, recorder_of
+from torchrl_unilab.objectives.fused.graphs import DeviceNumber, capturer_of
 
 _ZERO_BELOW = 1e-36
 """Moments below become 0."""
@@ -79,11 +80,11 @@ class FlatAdam:
             parameter.grad = gradient
         self._steps = 0  # counted here, as a look at the optimiser's count would wait
         device = self.flat.device
-        self._rate = None if recorder_of(device) is None else DeviceNumber(device)
+        self._rate = None if capturer_of(device) is None else DeviceNumber(device)
         self._parameter = nn.Parameter(self.flat)
         self._parameter.grad = self.grad
         self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
-        self.optimizer.register_load_state_dict_post_hook(self._return_rate)
+        self.optimizer.register_load_state_dict_post_hook(partial(_rate_to, device))
         self.optimizer.state[self._parameter] = {
             "step": torch.zeros((), device=self.flat.device),
             "exp_avg": torch.zeros_like(self.grad),
@@ -113,7 +114,7 @@ class FlatAdam:
         self._parameter.grad = self.grad
 
     def constants(self) -> tuple[Hashable, ...]:
-        """Return what a recorded `step` does not read again: numbers, and where its memory is.
+        """Return what a replayed `step` does not read again: numbers, and where its memory is.
 
         Settings may have changed, and a state may have been loaded.
         """
@@ -130,12 +131,6 @@ class FlatAdam:
         lr = self.optimizer.param_groups[0]["lr"]
         there = isinstance(lr, torch.Tensor) and lr.device == self.flat.device
         return lr if self._rate is None or there else self._rate.of(float(lr))
-
-    def _return_rate(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring a rate that was loaded to the device that it is read on."""
-        group = optimizer.param_groups[0]
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"] = group["lr"].to(self.flat.device)
 
     def step(self) -> None:
         """Do what the optimiser's ``step`` does, which takes five times the kernel's time.
@@ -164,3 +159,10 @@ class FlatAdam:
         if self.flat.device.type == "cpu" and self._steps % _ZERO_EVERY == 0:
             for moment in (state["exp_avg"], state["exp_avg_sq"]):
                 torch.ops.aten.hardshrink.out(moment, _ZERO_BELOW, out=moment)
+
+
+def _rate_to(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
+    """Bring a learning rate that was loaded to the device that it is read on."""
+    group = optimizer.param_groups[0]
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"] = group["lr"].to(device)

@@ -48,7 +48,7 @@ class FusedAPPOUpdate:
     The parameters of actor and critic become views of one tensor (`FlatAdam`), so that the
     optimiser and the gradient's norm take one operation each. Make this before whatever
     holds on to a parameter's memory. Nothing here waits for the device. On a GPU steps are
-    recorded as graphs (`StepGraphs`), unless ranks learn together.
+    replayed graphs (`StepGraphs`), unless ranks learn together.
 
     Args:
         loss: The loss, which must be supported. Its coefficients stay as they are now.

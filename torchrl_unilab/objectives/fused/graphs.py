@@ -1,4 +1,4 @@
-"""Steps recorded as CUDA graphs: one launch, where each operation would be one of its own.
+"""Steps captured as CUDA graphs, and replayed: one launch, where each operation would be its own.
 
 The networks are so small that a GPU computes in less time than Python takes to launch. The fused
 updates take their steps by `StepGraphs`.
@@ -18,16 +18,16 @@ from torchrl_unilab.runtime.ranks import Ranks
 _MOST = 16
 """Graphs that are kept: of sizes one row apart, with and without the policy, and some more."""
 
-_ONE_AT_A_TIME = threading.Lock()  # CUDA records for one thread of a process
+_ONE_AT_A_TIME = threading.Lock()  # CUDA captures for one thread of a process
 
 
-def recorder_of(device: torch.device) -> Any:
-    """Return what records a device's work, ``torch.cuda``; None for other devices."""
+def capturer_of(device: torch.device) -> Any:
+    """Return what captures a device's work, ``torch.cuda``; None for other devices."""
     return torch.cuda if device.type == "cuda" else None
 
 
 class DeviceNumber:
-    """A number that may change, in memory of a device, where recorded steps read it again.
+    """A number that may change, in memory of a device, where replayed steps read it again.
 
     Args:
         device: The device.
@@ -61,10 +61,10 @@ class _Graph(NamedTuple):
 class StepGraphs:
     """Takes steps of a GPU as graphs.
 
-    The first step of a kind is taken as it is written, which lets the libraries set themselves up;
-    the second is recorded, which waits for the GPU; others repeat the record. Random numbers of
-    the device's global generator go on. What holds for the whole process, such as the precision
-    of products, stays as it was when the step was recorded.
+    The first step of a kind is eager, which lets the libraries set themselves up; the second is
+    captured, which waits for the GPU; it and all others are replayed. Random numbers of the
+    device's global generator go on. What holds for the whole process, such as the precision of
+    products, stays as it was at the capture.
 
     Args:
         cuda: ``torch.cuda``, or what has its ``CUDAGraph``, ``Stream``, ``device`` and ``graph``.
@@ -73,7 +73,7 @@ class StepGraphs:
 
     def __init__(self, cuda: Any, device: torch.device) -> None:
         self._cuda, self._device = cuda, device
-        self._stream = cuda.Stream(device)  # by itself CUDA would record the current device
+        self._stream = cuda.Stream(device)  # by itself torch would capture the current device
         self._graphs: dict[Hashable, _Graph | None] = {}  # the kind of the last step comes last
 
     def __call__(
@@ -97,17 +97,17 @@ class StepGraphs:
                 del self._graphs[next(iter(self._graphs))]
             self._graphs[kind] = None
             return output
-        recorded = self._graphs.pop(kind) or self._record(step, rows)
-        self._graphs[kind] = recorded
-        recorded.input.copy_(rows)
-        recorded.graph.replay()
-        return recorded.output
+        captured = self._graphs.pop(kind) or self._capture(step, rows)
+        self._graphs[kind] = captured
+        captured.input.copy_(rows)
+        captured.graph.replay()
+        return captured.output
 
     def branch(self) -> SideStream:
         """Return a stream for a part of each step."""
         return SideStream(self._cuda, self._device)
 
-    def _record(self, step: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> _Graph:
+    def _capture(self, step: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> _Graph:
         own, graph = torch.empty_like(rows), self._cuda.CUDAGraph()
         with (
             _ONE_AT_A_TIME,
@@ -122,7 +122,7 @@ class StepGraphs:
 
 
 class SideStream:
-    """A second stream of a GPU: work there and work here are two branches in a recorded step.
+    """A second stream of a GPU: work there and work here are two branches in a captured step.
 
     What one branch reads must outlive both.
 
@@ -147,9 +147,9 @@ class SideStream:
 
 
 def graphs_of(device: torch.device, ranks: Ranks) -> StepGraphs | None:
-    """Return what takes steps of a device; None where they are taken as they are written.
+    """Return what takes steps of a device; None where they are eager.
 
     So they are where ranks exchange gradients in the middle of a step.
     """
-    recorder = recorder_of(device)
-    return None if recorder is None or ranks.size > 1 else StepGraphs(recorder, device)
+    cuda = capturer_of(device)
+    return None if cuda is None or ranks.size > 1 else StepGraphs(cuda, device)

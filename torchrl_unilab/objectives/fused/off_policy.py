@@ -64,7 +64,7 @@ class FusedOffPolicyUpdate(abc.ABC):
     become views of one tensor each. The loss, and the actor that it was made of, keep their
     `nn.Parameter` objects, whose memory moves: make this after the loss is on its device, and
     before what holds on to that memory, as ``parameter.data``. Nothing waits for the device. On a
-    GPU steps are recorded as graphs (`StepGraphs`), unless ranks learn together.
+    GPU steps are replayed graphs (`StepGraphs`), unless ranks learn together.
 
     Args:
         loss: A supported loss. Its settings stay as they are now.
@@ -260,7 +260,7 @@ class FusedOffPolicyUpdate(abc.ABC):
             update_policy: Whether the policy learns too; critics and targets always move.
             generator: Source of the noise; the device's global one by default. It is drawn in
                 the order in which the loss draws it; on the CPU torch fills by 16 numbers. With
-                one, steps are not recorded as graphs.
+                one, steps are eager on a GPU, too.
 
         Returns:
             Losses and statistics as `statistics` names them. Those of the policy are of the

@@ -1,4 +1,4 @@
-"""Two computations at once: one in this thread, one in another that sleeps when idle, or on a GPU.
+"""Two computations at once: in this thread and one that sleeps when idle, or on two streams.
 
 Torch's own threads share each operation and wait for each other by spinning, so that beside a
 busy program two of them are several times slower than one. Threads that share whole
@@ -25,8 +25,8 @@ def at_once(
     """Return what both functions return; raise once both have ended.
 
     Args:
-        thread: Runs `there`, in inference mode; without one `there` runs after `here`. Or a stream,
-            on which it is launched before `here`.
+        thread: Runs `there`, in inference mode; a stream has it launched before `here`. Without
+            one it runs after `here`.
         here: Runs in this thread.
         there: Writes nothing that `here` reads or writes, and the other way round.
 
@@ -40,9 +40,9 @@ def at_once(
     if thread is None:
         return here(), there()
     if isinstance(thread, SideStream):
-        with thread.fork():
-            beside = there()
         try:
+            with thread.fork():
+                beside = there()
             return here(), beside
         finally:
             thread.join()
