@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
 
 import pytest
@@ -56,6 +57,14 @@ def test_each_node_has_the_last_of_its_own_reports():
         assert await mailbox.reports() == {0: {0: 3, 1: 3}, 1: {0: 2}}
 
     asyncio.run(scenario())
+
+
+def test_its_process_needs_no_torch():
+    code = (
+        "import sys, torchrl_unilab.distributed.mailbox\n"
+        "assert sys.modules.keys().isdisjoint({'torch', 'torchrl', 'ray'})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_without_ray_the_scheme_says_what_to_install(monkeypatch):

@@ -16,19 +16,20 @@ def start() -> None:
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
 
 
-@pytest.fixture
-def scheme() -> Iterator[UniLabRayScheme]:
-    """A scheme whose Ray has been shut down."""
+@pytest.fixture(scope="module")
+def schemes() -> Iterator[Iterator[UniLabRayScheme]]:
+    """Schemes whose Ray has been shut down, one for each test."""
     start()
-    policy = nn.Linear(2, 2)
-    found = UniLabRayScheme(policy)
-    found.init_on_sender(model_id="policy", remote_collectors=[])
+    found = [UniLabRayScheme(nn.Linear(2, 2)) for _ in range(2)]
+    for scheme in found:
+        scheme.init_on_sender(model_id="policy", remote_collectors=[])
     ray.shutdown()
-    yield found
+    yield iter(found)
     ray.shutdown()
 
 
-def test_a_scheme_whose_ray_has_ended_is_refused_and_starts_none(scheme):
+def test_a_scheme_whose_ray_has_ended_is_refused_and_starts_none(schemes):
+    scheme = next(schemes)
     for use in (scheme.send, scheme.wait_applied, lambda: scheme.lag):
         with pytest.raises(UsageError, match=r"^Ray: not running .* Make .* again\.$"):
             use()
@@ -38,7 +39,8 @@ def test_a_scheme_whose_ray_has_ended_is_refused_and_starts_none(scheme):
     scheme.shutdown()
 
 
-def test_a_scheme_of_a_ray_before_is_refused_and_leaves_this_one_alone(scheme):
+def test_a_scheme_of_a_ray_before_is_refused_and_leaves_this_one_alone(schemes):
+    scheme = next(schemes)
     start()
     for use in (scheme.send, scheme.wait_applied, lambda: scheme.lag):
         with pytest.raises(UsageError, match="Ray: started again"):

@@ -5,6 +5,8 @@ that was started again has none. Each node has one call under way, which returns
 newer version, or after a while; so the mailbox, an actor beside the learner, holds no list of
 nodes, and a node that is stopped, lost or new needs no care. Weights themselves are in Ray's object
 store: a machine fetches each version once, however many of its nodes take it.
+
+Imports no torch, so that a mailbox that was lost is back in a second, and takes little memory.
 """
 
 from __future__ import annotations
@@ -14,32 +16,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
-from torchrl_unilab.shm import BlockLayout
 
 _PENDING = 8  # calls under way: each post holds its weights, also while a mailbox is stopped
 _FIND_SECONDS = 0.05
 
 Reports = dict[int, dict[int, int | None]]
 """Node to what its workers act with: worker to version, or None."""
-
-
-@dataclass(frozen=True)
-class StoredWeights:
-    """Weights as the object store has them.
-
-    Attributes:
-        version: Their number.
-        layout: Where in the block each tensor is.
-        block: uint8 [layout.nbytes].
-    """
-
-    version: int
-    layout: BlockLayout
-    block: npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)

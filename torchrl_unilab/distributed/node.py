@@ -6,16 +6,19 @@ so a collector that is started again, on whichever machine, acts with that from 
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torchrl.collectors import Collector
 
-from torchrl_unilab.distributed.mailbox import Letter, StoredWeights, find, load_ray
+from torchrl_unilab.distributed.mailbox import Letter, find, load_ray
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
+from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update import UniLabShmScheme
 from torchrl_unilab.weight_update.initial_weights import InitialWeights
@@ -28,6 +31,21 @@ BEHIND_SECONDS = 0.02
 """How long a poll waits: while a worker has yet to apply what was published, its report is due."""
 _GRACE_SECONDS = 2.0  # for the answer, after the poll's own
 _FETCH_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights as the object store has them.
+
+    Attributes:
+        version: Their number.
+        layout: Where in the block each tensor is.
+        block: uint8 [layout.nbytes].
+    """
+
+    version: int
+    layout: BlockLayout
+    block: npt.NDArray[np.uint8]
 
 
 def check_collector_class(kind: type) -> None:
@@ -78,7 +96,7 @@ class NodeScheme(UniLabShmScheme):
             snapshot.layout.select(named_tensors(weights))
         self.first_version = snapshot.version
         named = dict(zip(snapshot.layout.keys, _views(snapshot), strict=True))
-        return dataclasses.replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
+        return replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
 
     def _first(self) -> StoredWeights:
         """Return the newest version, once there is one; the mailbox may be being started."""

@@ -22,12 +22,16 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 from torchrl_unilab.distributed.mailbox import (
     Letter,
     Reports,
-    StoredWeights,
     load_ray,
     open_mailbox,
     session,
 )
-from torchrl_unilab.distributed.node import POLL_SECONDS, NodeScheme, check_collector_class
+from torchrl_unilab.distributed.node import (
+    POLL_SECONDS,
+    NodeScheme,
+    StoredWeights,
+    check_collector_class,
+)
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm import BlockLayout
