@@ -198,11 +198,11 @@ def _train(options: argparse.Namespace) -> int:
         with _telling_what_is_saved(options):
             summary = resume_run(options.run_dir, settings=known, announce=print, **run)
     else:
-        plan, config = _planned(options)
-        if options.print_config:
-            from torchrl_unilab.envs.registry import make_task
+        from torchrl_unilab.envs.registry import make_task
 
-            make_task(plan.env)  # or refuse it
+        plan, config = _planned(options)
+        make_task(plan.env)  # or refuse it, before torch is imported
+        if options.print_config:
             print(as_yaml(run_settings(plan, config)), end="")
             return 0
         _start_fork_server()
@@ -261,7 +261,7 @@ def _start_fork_server() -> None:
     # System libraries other than Linux's do not survive a fork.
     if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
         multiprocessing.set_start_method("forkserver")
-        multiprocessing.set_forkserver_preload(["torchrl_unilab.trainers", "torchrl_unilab.envs"])
+        multiprocessing.set_forkserver_preload(["torchrl_unilab.trainers"])
         # Ctrl-C, and the end of a terminal, go to the server, too, and to what it forks.
         signals = (signal.SIGINT, signal.SIGHUP)
         handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]

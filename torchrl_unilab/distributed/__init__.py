@@ -4,14 +4,15 @@ Needs the extra ``torchrl-unilab[ray]``; importing it starts nothing. The scheme
 is first asked for: the mailbox's process has no use for torch.
 """
 
-from __future__ import annotations
+import typing
 
-from typing import Any
+if typing.TYPE_CHECKING:
+    from torchrl_unilab.distributed.scheme import UniLabRayScheme
 
 __all__ = ["UniLabRayScheme"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name in __all__:
         from torchrl_unilab.distributed import scheme
 

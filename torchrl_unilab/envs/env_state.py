@@ -6,6 +6,7 @@ All that later steps follow from is here, so that a snapshot of it is one of the
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torchrl import logger as torchrl_logger
 
 from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.randomization import Randomize
@@ -22,6 +22,8 @@ from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
+
+_logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 
 Ids = NDArray[np.intp]
 
@@ -344,7 +346,7 @@ class EnvState:
         known, count = self.num_diverged, int(diverged.sum())
         self.num_diverged = known + count
         if self.num_diverged.bit_length() > known.bit_length():
-            torchrl_logger.warning(
+            _logger.warning(
                 "MujocoBatchEnv: simulations %s of %s diverged (expected finite states); "
                 "%d have since the start. They were reset. Check the actions, or give the "
                 "model a smaller timestep.",

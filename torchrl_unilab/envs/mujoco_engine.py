@@ -13,12 +13,13 @@ MuJoCo's stopwatch costs a small robot a tenth of its physics. `Simulations` sto
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache
 from pathlib import Path
 
 import mujoco
-from torchrl import logger as torchrl_logger
 
+_logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 _NAME = "torchrl_unilab.contact_forces"
 
 
@@ -121,6 +122,6 @@ def stop_physics_clock() -> None:
         library = ctypes.CDLL(mujoco._callbacks.__file__)
         callback = ctypes.c_void_p.in_dll(library, "mjcb_time")
     except (OSError, ValueError) as error:
-        torchrl_logger.debug("MuJoCo's clock keeps running: %s", error)
+        _logger.debug("MuJoCo's clock keeps running: %s", error)
         return
     callback.value = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,11 +14,12 @@ from typing import Any, TypeAlias
 import mujoco
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
-from torchrl import logger as torchrl_logger
 
 from torchrl_unilab.envs.mujoco_engine import add_contact_forces
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.errors import ConfigError
+
+_logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 
 Array = NDArray[np.float64]
 State: TypeAlias = tuple[Array, Array]
@@ -285,7 +287,7 @@ class MujocoTask(ABC):
 def _logged_warnings() -> Iterator[None]:
     """Log MuJoCo's warnings, which it would print and write to the working directory."""
     handler = mujoco.get_mju_user_warning()
-    mujoco.set_mju_user_warning(lambda message: torchrl_logger.debug("mujoco: %s", message))
+    mujoco.set_mju_user_warning(lambda message: _logger.debug("mujoco: %s", message))
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -293,7 +295,7 @@ def _logged_warnings() -> Iterator[None]:
     finally:
         mujoco.set_mju_user_warning(handler)
     for warning in caught:
-        torchrl_logger.debug("mujoco: %s", warning.message)
+        _logger.debug("mujoco: %s", warning.message)
 
 
 def check_task(task: object) -> MujocoTask:
