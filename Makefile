@@ -17,6 +17,9 @@ FRAMES ?= 1000000
 SCREEN_ENV ?= Swimmer-v5
 # Variants: SCREEN = --set "" --set "lr=3e-4 anneal=1"
 SCREEN ?=
+# Else each process of a test, of which some have many, compiles the package for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 RUN_DIR ?= runs/$(TRAIN_ENV)-appo-$(SEED)-$(shell date +%Y%m%d-%H%M%S)
 
 ROBOT_DIR ?= runs/quadruped-$(SEED)-$(shell date +%Y%m%d-%H%M%S)

@@ -41,8 +41,9 @@ def ray_alone() -> Iterator[None]:
     """Ray on one node, the smallest that there is."""
     import ray
 
+    before = {*psutil.Process().children(recursive=True)}
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
-    started = psutil.Process().children(recursive=True)
+    started = {*psutil.Process().children(recursive=True)} - before
     yield
     ray.shutdown()
     psutil.wait_procs(started, timeout=30.0)  # which it has asked to end
