@@ -28,6 +28,7 @@ def test_all_is_exactly_what_a_package_exports(package):
         if not name.startswith("_") and not inspect.ismodule(value)
     ]
     assert sorted(declared) == sorted(exported)
+    assert {*declared} <= {*dir(module)}
 
 
 @pytest.mark.parametrize("package", PACKAGES)

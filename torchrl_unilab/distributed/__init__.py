@@ -18,3 +18,7 @@ def __getattr__(name: str) -> typing.Any:
 
         return getattr(scheme, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -39,3 +39,7 @@ def __getattr__(name: str) -> typing.Any:
     from torchrl_unilab.envs.robots import transforms
 
     return getattr(batch_env if name == "MujocoBatchEnv" else transforms, name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
