@@ -359,7 +359,7 @@ class Run:
             "ranks": self.ranks.size,
             "threads": dataclasses.asdict(self.threads),
             "curve": returns.curve,
-            "versions": package_versions(),
+            "versions": {**package_versions()},
         }
         if evaluations := self.evaluation.evaluations if self.evaluation else []:
             summary["evaluations"] = evaluations
