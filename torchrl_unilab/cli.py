@@ -290,7 +290,7 @@ def _show(summary: Mapping[str, Any]) -> None:
     console, table = Console(), Table(*cells)
     table.add_row(*cells.values(), style="bold")
     table.title = summary["env"]
-    table.caption = "deterministic: at the end, without exploration; busy: of one core, at work"
+    table.caption = "deterministic: without exploration; busy: all but waits, collectors' cores"
     if console.width < 80:  # it would cut numbers
         for name, cell in cells.items():
             print(f"{name}: {cell}")

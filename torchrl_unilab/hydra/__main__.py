@@ -64,7 +64,7 @@ def main() -> None:
         name, known = unknown.full_key, map(str, unknown.parent_node)
         sys.exit(
             f"error: {name}: unknown (expected a key of the configuration)."
-            f"{nearest(str(unknown.key), known)} Correct it, or add it by +{name}."
+            f"{nearest(str(unknown.key), known)} Correct the name."
         )
 
 

@@ -38,7 +38,7 @@ class WorkerVersions:
         if self._transport is None:
             raise UsageError(
                 "cannot use the scheme: it was shut down or never initialised (expected "
-                "init_on_sender). Build a new scheme."
+                "init_on_sender). Give a new one to a collector."
             )
         return self._transport
 

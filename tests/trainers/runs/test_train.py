@@ -235,6 +235,20 @@ def test_elsewhere_than_in_a_terminal_there_are_lines_and_no_bar(tmp_path, monke
     assert capsys.readouterr().err == ""
 
 
+def test_the_final_evaluation_is_no_work_of_the_learner(tmp_path, monkeypatch):
+    at_its_end = []
+
+    def evaluate(run: Run) -> float:
+        at_its_end.append(busy := run.trainer.busy_time.busy)
+        while run.trainer.busy_time.busy == busy:  # time passes
+            pass
+        return 0.0
+
+    monkeypatch.setattr(Run, "_evaluate", evaluate)
+    summary = _train(tmp_path / "run", frames=1024)
+    assert summary["busy"]["learner"] <= at_its_end[0] < 1.0
+
+
 def test_a_run_that_has_ended_leaves_no_child(appo_run):
     assert not live_children()
 

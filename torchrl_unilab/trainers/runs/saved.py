@@ -125,9 +125,10 @@ def load_run(
         **env_options: Of `MujocoBatchEnv`, if it makes it.
 
     Raises:
-        CheckpointError: There is no run with a whole checkpoint in `run_dir`; names an older one
-            that is whole, if there is one.
-        ConfigError: The environment refuses the options.
+        ConfigError: `run_dir` is not that of a run with a checkpoint, or the environment refuses
+            the options.
+        CheckpointError: The checkpoint is damaged, or does not fit the environment; names an
+            older one that is whole, if there is one.
     """
     path = run_path(run_dir)
     if not (path / CONFIG_FILE).is_file() or not (path / CHECKPOINT).exists():
@@ -182,7 +183,8 @@ def load_policy(
         ``torchrl.envs.set_exploration_type(ExplorationType.RANDOM)`` is on.
 
     Raises:
-        CheckpointError: There is no run with a checkpoint in `run_dir`.
+        ConfigError: `run_dir` is not that of a run with a checkpoint.
+        CheckpointError: The checkpoint is damaged, or does not fit the environment.
 
     Examples:
         >>> import torch
@@ -218,7 +220,8 @@ def evaluate_run(
         the run cuts its own (``eval_max_steps``).
 
     Raises:
-        CheckpointError: There is no run with a checkpoint in `run_dir`.
+        ConfigError: `run_dir` is not that of a run with a checkpoint.
+        CheckpointError: The checkpoint is damaged, or does not fit the environment.
 
     Examples:
         >>> from torchrl_unilab.trainers import evaluate_run, train_appo

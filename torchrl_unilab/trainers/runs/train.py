@@ -338,7 +338,7 @@ class Run:
     def summarise(self, interrupted: bool) -> dict[str, Any]:
         """Return the summary; rank 0 evaluates, writes it, and plots the learning curve."""
         options, trainer, returns = self.options, self.trainer, self.trainer.returns
-        eval_return = None
+        eval_return, learner_busy = None, trainer.busy_time.busy  # before it evaluates
         with contextlib.suppress(KeyboardInterrupt):  # after a second Ctrl-C, too
             eval_return = self._evaluate() if self.leads else None
         summary = {
@@ -355,7 +355,7 @@ class Run:
             "policy_lag": dict(sorted(trainer.lag.histogram.items())),
             # A phase that took no time has an endless rate, which JSON does not know.
             "collector": {k: v for k, v in returns.last.items() if math.isfinite(v)},
-            "busy": {"learner": trainer.busy_time.busy, "collectors": self.cpu.busy},
+            "busy": {"learner": learner_busy, "collectors": self.cpu.busy},
             "ranks": self.ranks.size,
             "threads": dataclasses.asdict(self.threads),
             "curve": returns.curve,
