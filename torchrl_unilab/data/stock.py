@@ -1,4 +1,4 @@
-"""TorchRL's own storages, as far as ours stand in for them: arguments and checkpoints.
+"""TorchRL's own storages, as far as ours stand in for them: arguments, checkpoints, writers.
 
 Nothing that is read here can execute code: a checkpoint with a pickle in it is refused.
 `PackedReplayStorage` and `RolloutRingStorage` call it.
@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
+from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter, Writer
+from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_unilab.data.positions import is_single
 from torchrl_unilab.errors import CheckpointError, ConfigError
 
 STORAGE: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -99,3 +102,39 @@ def _no_rows(what: str, found: str) -> CheckpointError:
         "a stock storage of TensorDicts). Load it where it was saved, and extend this storage "
         "by what you read there."
     )
+
+
+def writers_ahead(storage: Storage, cursor: Any, head: int) -> list[RoundRobinWriter]:
+    """Return stock writers that are to write at `cursor`: they advance before they write.
+
+    Args:
+        storage: What they write to.
+        cursor: Where.
+        head: How many rows have ever been written.
+    """
+    single = is_single(cursor)
+    if not single and not (isinstance(cursor, torch.Tensor) and len(cursor)):
+        return []  # no writer's
+    after = (int(cursor if single else cursor[-1]) + 1) % storage.max_size
+    writers = _writers_of(storage, RoundRobinWriter)
+    return [each for each in writers if each._cursor == after != head % storage.max_size]
+
+
+def set_back_writers(storage: Storage, cursor: Any, head: int) -> None:
+    """Undo the move of stock writers' cursors, and forget what they rank of rows to come.
+
+    The arguments are those of `writers_ahead`; what was to be written was not.
+    """
+    for writer in writers_ahead(storage, cursor, head):
+        writer._cursor = head % storage.max_size
+        writer._write_count -= 1 if is_single(cursor) else len(cursor)
+    for writer in _writers_of(storage, TensorDictMaxValueWriter):
+        there = sorted(pair for pair in writer._current_top_values if pair[1] < len(storage))
+        writer._write_count -= len(writer._current_top_values) - len(there)
+        writer._current_top_values[:] = there
+        writer._cursor = len(storage) % storage.max_size
+
+
+def _writers_of(storage: Storage, kind: type[Writer]) -> list[Any]:
+    writers = [b.writer for b in storage._attached_entities if isinstance(b, ReplayBuffer)]
+    return [writer for writer in writers if isinstance(writer, kind)]

@@ -258,6 +258,48 @@ def test_hindsight_goals_are_those_of_the_stock_storage(strategy):
     assert_alike(buffers)
 
 
+def _hindsight(**settings: Any) -> HERReplayBuffer:
+    return HERReplayBuffer(
+        reward_fn=lambda rows: torch.zeros(len(rows), 1),
+        storage=PackedReplayStorage(12),
+        **settings,
+    )
+
+
+def _episodes_of(length: int, first: int) -> TensorDict:
+    """12 steps of episodes of a length, whose goal is the number of the episode."""
+    steps, zeros = torch.arange(12), torch.zeros(12, 1)
+    number = (first + steps // length).float().unsqueeze(1)
+    rows = {"desired_goal": zeros, "achieved_goal": number, "episode": number}
+    after = {"desired_goal": zeros, "achieved_goal": number, "reward": zeros}
+    done = ((steps + 1) % length == 0).unsqueeze(1)
+    return TensorDict({**rows, "next": {**after, "done": done}}, [12])
+
+
+def test_hindsight_takes_no_goal_of_another_episode_after_a_whole_lap_or_a_load():
+    buffer = _hindsight(her_ratio=1.0, strategy="final", batch_size=64)
+    with buffer.storage:
+        buffer.extend(_episodes_of(6, 0))
+        buffer.sample()
+        saved = buffer.storage.state_dict()
+        buffer.extend(_episodes_of(4, 100))
+        batch = buffer.sample()
+        assert batch["desired_goal"].equal(batch["episode"])
+        buffer.storage.load_state_dict(saved)
+        batch = buffer.sample()
+        assert batch["desired_goal"].equal(batch["episode"])
+
+
+def test_hindsight_looks_for_ends_in_flags_that_no_writer_changes_meanwhile():
+    buffer = _hindsight(batch_size=4)
+    with buffer.storage as storage:
+        buffer.extend(_episodes_of(6, 0))
+        before = storage[:]["next", "done"]
+        buffer.extend(_episodes_of(4, 0))
+        assert before.equal(_episodes_of(6, 0)["next", "done"])
+        assert storage[:]["episode"].data_ptr() == storage.get("episode").data_ptr()
+
+
 def test_slices_copy_no_more_than_they_return(monkeypatch):
     buffer = both(TensorDictReplayBuffer, sampler=SliceSampler(slice_len=4, traj_key="episode"))[1]
     gathered = []

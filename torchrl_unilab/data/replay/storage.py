@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torchrl.data import ReplayBuffer, RoundRobinWriter, TensorDictMaxValueWriter, Writer
+from torchrl.data import HERReplayBuffer
 from typing_extensions import Self
 
 from torchrl_unilab.data.positions import (
@@ -27,7 +27,7 @@ from torchrl_unilab.data.positions import (
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
 from torchrl_unilab.data.replay.shared import SharedReplay
-from torchrl_unilab.data.stock import rows_of_state_dict
+from torchrl_unilab.data.stock import rows_of_state_dict, set_back_writers, writers_ahead
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
 
 
@@ -40,8 +40,9 @@ class PackedReplayStorage(SharedReplay):
     (`from_spec`), or from the first write.
 
     ``storage[:]``, other slices, ``storage[i]`` and ``storage.get(key)`` are views of the rows:
-    they cost nothing, and writing through them changes the rows. Batches are copies of whole
-    rows, also while other processes write; views are not protected from them.
+    they cost nothing, and writing through them changes the rows (not the flags of ``storage[:]``
+    in a ``HERReplayBuffer``, which are copies). Batches are copies of whole rows, also while other
+    processes write; views are not protected from them.
 
     The rows lie in `writers` shards, in turns: position ``i`` is in shard ``i % writers``. Each
     writing process claims one; more processes than shards share them, one append at a time.
@@ -130,7 +131,14 @@ class PackedReplayStorage(SharedReplay):
         head = self.ptr
         return (head - 1) % self.max_size if head else None
 
-    _last_cursor = _last_cursor_index
+    @property
+    def _last_cursor(self) -> int | None:
+        """The same, plus a multiple of `max_size` that changes whenever rows do.
+
+        Hindsight takes it modulo `max_size`, and keeps the ends of episodes until it changes.
+        """
+        newest = self._last_cursor_index
+        return None if newest is None else newest + self.max_size * self._mutation_revision
 
     # Writing
 
@@ -151,7 +159,7 @@ class PackedReplayStorage(SharedReplay):
         try:
             self._set(cursor, data, set_cursor)
         except BaseException:
-            self._set_back_writers(cursor)
+            set_back_writers(self, cursor, self.ptr if self.initialized else 0)
             raise
 
     def _set(self, cursor: Any, data: Any, set_cursor: bool) -> None:
@@ -179,7 +187,7 @@ class PackedReplayStorage(SharedReplay):
     ) -> None:
         """Write rows at positions, int64 [n]; see `set`."""
         first, begin = self.ptr % self.max_size, int(positions[0])
-        if set_cursor and begin != first and self._ahead(positions):
+        if set_cursor and begin != first and writers_ahead(self, positions, self.ptr):
             self.continue_at(begin)
             first = self.ptr % self.max_size
         run = set_cursor and self.writers == 1 and is_run(positions, first, self.max_size)
@@ -212,30 +220,6 @@ class PackedReplayStorage(SharedReplay):
         """
         if self.writers == 1 and len(self) == self.max_size:
             self.rows.continue_at(0, position)
-
-    def _ahead(self, cursor: Any) -> list[RoundRobinWriter]:
-        """Return stock writers that are to write at `cursor`: they advance before they write."""
-        single = is_single(cursor)
-        if not single and not (isinstance(cursor, torch.Tensor) and len(cursor)):
-            return []  # no writer's
-        head = self.ptr % self.max_size if self.initialized else 0
-        after = (int(cursor if single else cursor[-1]) + 1) % self.max_size
-        return [w for w in self._writers(RoundRobinWriter) if w._cursor == after != head]
-
-    def _writers(self, kind: type[Writer]) -> list[Any]:
-        writers = [b.writer for b in self._attached_entities if isinstance(b, ReplayBuffer)]
-        return [writer for writer in writers if isinstance(writer, kind)]
-
-    def _set_back_writers(self, cursor: Any) -> None:
-        """Undo the move of stock writers' cursors, and forget what they rank of rows to come."""
-        for writer in self._ahead(cursor):
-            writer._cursor = self.ptr % self.max_size if self.initialized else 0
-            writer._write_count -= 1 if is_single(cursor) else len(cursor)
-        for writer in self._writers(TensorDictMaxValueWriter):
-            there = sorted(pair for pair in writer._current_top_values if pair[1] < len(self))
-            writer._write_count -= len(writer._current_top_values) - len(there)
-            writer._current_top_values[:] = there
-            writer._cursor = len(self) % self.max_size
 
     def _append_at(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
         """Append rows at positions that have not been written, in the order of these."""
@@ -285,7 +269,7 @@ class PackedReplayStorage(SharedReplay):
             index = range(*index.indices(length))  # no view counts down
         if index is None or index is ... or isinstance(index, (str, tuple, slice)):
             views = views if length == self.max_size else views[:length]
-            return views.copy() if index == slice(None) else views[index]
+            return self._all(views) if index == slice(None) else views[index]
         if is_single(index):
             at = int(index)
             check_range(at, at, length, "row", "written")
@@ -301,6 +285,18 @@ class PackedReplayStorage(SharedReplay):
         batch = batches.tensordict(memory, index=False)
         shape = batch_shape(index)
         return batch if shape is None else batch.view(*shape, *batch.batch_size[1:])
+
+    def _all(self, views: TensorDict) -> TensorDict:
+        """Return views of all rows; copies of flags for hindsight, which looks for ends in them.
+
+        PyTorch counts the true ones, then writes that many: not safe where they change meanwhile.
+        """
+        rows = views.copy()
+        if any(isinstance(each, HERReplayBuffer) for each in self._attached_entities):
+            for key, column in views.items(include_nested=True, leaves_only=True):
+                if column.dtype is torch.bool:
+                    rows.set(key, column.clone())
+        return rows
 
     def read_since(self, counted: Sequence[int]) -> tuple[TensorDict, tuple[int, ...]]:
         """Return rows that were written since the last call, and what to call with next.
