@@ -34,7 +34,7 @@ def test_a_trained_policy_acts_and_is_exported_as_the_page_to_start_with_has_it(
 ):
     monkeypatch.chdir(tmp_path)
     small = APPOConfig.for_task("HalfCheetah-v5", num_envs=4)
-    train_appo("HalfCheetah-v5", frames=64, run_dir="runs/cheetah", config=small, eval_episodes=1)
+    train_appo("HalfCheetah-v5", frames=64, run_dir="runs/python", config=small, eval_episodes=1)
     page = (README.parent / "tutorials" / "getting-started.md").read_text()
     loop, export = [code for code in FENCED.findall(page) if "load_policy" in code]
     capsys.readouterr()
