@@ -8,7 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_unilab.data.positions import check_range, flat_positions, is_single, last_of_each
+from torchrl_unilab.data.positions import (
+    batch_shape,
+    check_range,
+    flat_positions,
+    is_mask,
+    is_single,
+    last_of_each,
+)
 
 bounds = st.none() | st.integers(-12, 12)
 slices = st.builds(slice, bounds, bounds, st.none() | st.integers(-4, 4).filter(bool))
@@ -37,7 +44,11 @@ def test_the_same_positions_in_any_form_are_the_same(positions, dtype):
 @given(st.lists(st.booleans(), min_size=1))
 def test_a_mask_in_any_form_is_where_it_is_true(mask):
     expected = [i for i, chosen in enumerate(mask) if chosen]
-    for index in (mask, np.array(mask), torch.tensor(mask)):
+    array, tensor = np.array(mask), torch.tensor(mask)
+    bytes_ = (array.astype(np.uint8), list(array.astype(np.uint8)), tensor.to(torch.uint8))
+    for index in (mask, array, tensor, *bytes_):
+        assert is_mask(index)
+        assert batch_shape(index) is None
         assert flat_positions(index, len(mask)).tolist() == expected
 
 

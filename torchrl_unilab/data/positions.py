@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+MASKS = (torch.bool, torch.uint8, bool, np.bool_, np.uint8)
+"""What a mask is made of; uint8, too, as in torch."""
+
 
 def is_single(index: Any) -> bool:
     """Whether an index asks for one item, without a batch dimension."""
@@ -20,7 +23,7 @@ def batch_shape(index: Any) -> tuple[int, ...] | None:
     """Return the batch dimensions that an index of several asks for; None for one of all items."""
     if not isinstance(index, (torch.Tensor, np.ndarray)) or index.ndim < 2:
         return None
-    return None if index.dtype in (torch.bool, np.bool_) else tuple(index.shape)
+    return None if index.dtype in MASKS else tuple(index.shape)
 
 
 def flat_positions(index: Any, length: int) -> torch.Tensor:
@@ -28,7 +31,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
 
     Args:
         index: A slice, range, list, tuple, array or tensor of positions; a list, array or
-            tensor of bool is a mask. A tuple of one is what is in it; ``...`` is all.
+            tensor of bool or uint8 is a mask. A tuple of one is what is in it; ``...`` is all.
         length: How many items there are, for a slice or a mask. Other positions, negative ones
             too, stay as they are.
 
@@ -58,7 +61,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
             )
         index = list(index)
         index = torch.as_tensor(index or np.empty(0, np.int64), device="cpu")
-    if index.dtype is torch.bool:
+    if index.dtype in MASKS:
         if index.numel() != length:
             raise IndexError(
                 f"mask of {index.numel()} (expected {length}, one for each item that there is). "
@@ -95,8 +98,8 @@ def last_of_each(positions: torch.Tensor) -> torch.Tensor:
 def is_mask(index: Any) -> bool:
     """Whether an index says of each item if it is meant."""
     if isinstance(index, (torch.Tensor, np.ndarray)):
-        return index.dtype in (torch.bool, np.bool_)
-    return isinstance(index, list) and bool(index) and isinstance(index[0], (bool, np.bool_))
+        return index.dtype in MASKS
+    return isinstance(index, list) and bool(index) and type(index[0]) in MASKS
 
 
 def check_range(low: int, high: int, length: int, what: str, state: str) -> None:

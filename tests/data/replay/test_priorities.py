@@ -490,11 +490,12 @@ def test_as_many_priorities_as_rows_are_asked_for(storage):
     [
         torch.tensor([True, False, True, False]),
         np.array([True, False, True, False]),
+        torch.tensor([1, 0, 1, 0], dtype=torch.uint8),
         slice(None, None, 2),
         [0, 2],
         torch.tensor([[0], [2]], dtype=torch.int32),
     ],
-    ids=["mask", "array", "slice", "list", "column"],
+    ids=["mask", "array", "bytes", "slice", "list", "column"],
 )
 def test_priorities_are_set_where_an_index_says(index, storage):
     buffer = _buffer(storage)

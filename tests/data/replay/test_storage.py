@@ -151,6 +151,19 @@ def test_every_kind_of_index_reads_what_it_does_in_a_tensor(index):
         assert same(storage.get(index), expected)
 
 
+@pytest.mark.parametrize("form", [torch.as_tensor, torch.Tensor.numpy], ids=["tensor", "array"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_a_mask_reads_and_writes_where_it_says(dtype, form):
+    data, chosen = transitions(20), torch.arange(20) % 3 == 0
+    mask = form(chosen.to(dtype))
+    with PackedReplayStorage(20) as storage:
+        storage.set(range(20), data)
+        assert same(storage[mask], data[chosen])
+        storage.set(mask, data[~chosen][:7])
+        data[chosen] = data[~chosen][:7]
+        assert same(storage[:], data)
+
+
 @pytest.mark.parametrize("index", [20, -21, [0, 20], torch.tensor([-21])], ids=str)
 def test_an_index_out_of_range_is_refused(index):
     with PackedReplayStorage(40) as storage:

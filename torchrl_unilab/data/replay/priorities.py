@@ -19,7 +19,7 @@ from torchrl.data import PrioritizedSampler
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 
-from torchrl_unilab.data.positions import flat_positions, is_single
+from torchrl_unilab.data.positions import MASKS, flat_positions, is_single
 from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeMinima
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
@@ -248,7 +248,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         if is_single(index):
             index = torch.as_tensor(index, device="cpu").view(1)
         # Of other indices than positions, which need no look into shared memory.
-        asked = not isinstance(index, torch.Tensor) or index.dtype is torch.bool
+        asked = not isinstance(index, torch.Tensor) or index.dtype in MASKS
         length = len(storage) if asked and storage is not None else self._max_capacity
         return flat_positions(index, length)
 
