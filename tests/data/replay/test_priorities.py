@@ -301,6 +301,31 @@ def test_priorities_of_rows_that_are_gone_are_left_out(storage):
     assert set(buffer.sample()["x"].tolist()) == {100.0, 101.0}
 
 
+@pytest.mark.parametrize("written", [2, 4, 8])
+@pytest.mark.parametrize("writers", [1, 2])
+def test_priorities_of_rows_beyond_the_storage_are_left_out(writers, written):
+    with PackedReplayStorage(4, example=_rows(1)[0], writers=writers) as storage:
+        buffer = _buffer(storage, count=64)
+        for shard in range(writers):
+            storage.use_writer(shard)
+            _written_by_others(storage, _rows(written))
+        buffer.update_priority(torch.tensor([0, 5, 15]), torch.tensor([1.0, 1000.0, 1000.0]))
+        assert int(buffer.sample()["index"].max()) < 4
+        assert not buffer.sampler._sum_tree.values[4:].any()
+        with pytest.raises(ConfigError, match="max_capacity"):
+            buffer.update_priority(CAPACITY, 1.0)
+
+
+@pytest.mark.parametrize("index", [0, [0], torch.tensor([0, -1])], ids=str)
+def test_where_nothing_was_written_no_priority_is_set(index):
+    with PackedReplayStorage(CAPACITY) as storage:
+        buffer = _buffer(storage)
+        buffer.update_priority(index, 1.0)
+        assert not buffer.sampler._sum_tree.values.any()
+        buffer.extend(_rows(2))
+        assert _raw(buffer) == [1, 1]
+
+
 @pytest.mark.parametrize("writers", [1, 2])
 def test_priorities_of_rows_that_another_process_emptied_are_left_out(writers):
     with PackedReplayStorage(CAPACITY, example=_rows(1)[0], writers=writers) as storage:

@@ -265,18 +265,22 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """
         first, last = map(int, index.aminmax())
         self._check_capacity(last + 1)
-        written = None
+        written, length = None, self._max_capacity
         if isinstance(storage, PackedReplayStorage):
-            self._mark_new(storage)
-            _, bases, heads = self._seen  # whatever other processes have done since
+            heads: tuple[int, ...] = ()
+            if storage.initialized:
+                self._mark_new(storage)
+                _, bases, heads = self._seen  # whatever other processes have done since
             if not heads:
                 return torch.zeros_like(index, dtype=torch.bool)
             if last >= storage.writers * min(map(int.__sub__, heads, bases)):
                 written = ~storage.rows.hidden(index, Window(bases, heads))
-        elif storage is not None and last >= len(storage):
-            written = index < len(storage)
-        if first < 0:
-            written = index >= 0 if written is None else written & (index >= 0)
+            length = storage.max_size  # more may have been written
+        elif storage is not None:
+            length = len(storage)
+        if first < 0 or last >= length:
+            there = (index >= 0) & (index < length)
+            written = there if written is None else written & there
         return written
 
     def _set(self, index: torch.Tensor, priority: torch.Tensor, most: float) -> None:
