@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 from multiprocessing import resource_tracker
 
+import numpy as np
 import pytest
 import torch
-from torchrl.data import Composite, ReplayBuffer, Unbounded
+from torchrl.data import Composite, LazyTensorStorage, ReplayBuffer, Unbounded
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 
 from tests.support.rollouts import make_rollout
@@ -74,6 +75,28 @@ def test_length_is_what_is_there_whatever_a_stock_writer_says(cls):
         assert [i in storage for i in (-4, -3, 2, 3)] == [False, True, True, False]
         there = storage.contains(torch.tensor([-4, -3, 2, 3]))
         assert there.tolist() == [False, True, True, False]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int64])
+def test_a_tensor_of_any_integers_contains_what_it_does_of_a_stock_storage(cls, dtype):
+    stock = LazyTensorStorage(4)
+    stock.set(range(2), transitions(2))
+    item = torch.tensor([1, 0, 2, 100, -1, -3]).to(dtype)
+    with filled(cls) as storage:
+        assert storage.contains(item).tolist() == stock.contains(item).tolist()
+        assert [bool(storage.contains(i)) for i in item] == stock.contains(item).tolist()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "item",
+    [2.5, None, "x", [0], slice(2), np.array([0]), torch.tensor([0.0]), torch.tensor([1j])],
+    ids=str,
+)
+def test_what_is_no_position_is_not_asked_for(cls, item):
+    with filled(cls) as storage, pytest.raises(ConfigError, match=f"position in a {cls.__name__}"):
+        storage.contains(item)
 
 
 @BOTH

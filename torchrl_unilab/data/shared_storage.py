@@ -10,6 +10,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torchrl.data import Composite
@@ -18,6 +19,7 @@ from torchrl.data.replay_buffers.storages import Storage, TensorStorage
 from torchrl.data.replay_buffers.writers import Writer
 from typing_extensions import Self
 
+from torchrl_unilab.data.positions import MASKS
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError
 from torchrl_unilab.shm.segment import Owner
 
@@ -90,11 +92,25 @@ class SharedStorage(Owner, TensorStorage):
             )
 
     def contains(self, item: Any) -> Any:
-        """Whether there is an item at a position: a bool, or one each for a tensor."""
+        """Whether there is an item at a position: a bool, or one each for a tensor.
+
+        Raises:
+            ConfigError: It is no position.
+        """
         length = len(self)
         if isinstance(item, torch.Tensor):
-            return (item >= -length) & (item < length)
-        return -length <= item < length
+            if item.dtype in MASKS:  # each is one, and right in itself, as in stock storages
+                return torch.ones_like(item, dtype=torch.bool)
+            if not item.is_floating_point() and not item.is_complex():
+                item = item.long()  # some others cannot be compared
+                return (item >= -length) & (item < length)
+        elif isinstance(item, (int, np.integer)):
+            return -length <= int(item) < length
+        what = item.dtype if isinstance(item, torch.Tensor) else type(item).__name__
+        raise ConfigError(
+            f"position in a {type(self).__name__}: {what} (expected an int, or a tensor of "
+            "integers). Convert it."
+        )
 
     # What TorchRL keeps counters for
 
