@@ -52,6 +52,18 @@ def test_a_mask_in_any_form_is_where_it_is_true(mask):
         assert flat_positions(index, len(mask)).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    "index",
+    [[[0, 1], [2, 3]], [(0, 1), (2, 3)], [range(2)], [[[0], [1]]], [[], []], [np.arange(2)]],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy:UserWarning")
+def test_lists_of_lists_are_positions_of_that_shape(index):
+    expected = np.array(index, dtype=np.int64)
+    assert batch_shape(index) == expected.shape
+    assert flat_positions(index, 9).tolist() == expected.flatten().tolist()
+
+
 @given(st.lists(st.integers(0, 9), max_size=20))
 def test_of_equal_positions_the_last_is_named(positions):
     last = {position: i for i, position in enumerate(positions)}
@@ -73,6 +85,29 @@ def test_one_position_is_single(index):
 def test_positions_that_are_no_integers_are_refused(index):
     with pytest.raises(IndexError, match=r"positions of (torch\.)?float\d* \(expected integers or"):
         flat_positions(index, 3)
+
+
+@pytest.mark.parametrize("index", [["x"], [None], [[0], [1, 2]], [[0], "x"]], ids=repr)
+def test_a_list_of_what_is_no_position_is_refused(index):
+    with pytest.raises(IndexError, match=r"positions of list: .* \(expected integers or"):
+        flat_positions(index, 3)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8"])
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_a_mask_of_another_shape_than_the_items_is_refused(length, dtype):
+    for shape in ((), (length, 1), (1, length), (length + 1,)):
+        mask = np.ones(shape, dtype)
+        for index in (mask, torch.as_tensor(mask)):
+            with pytest.raises(IndexError, match=rf"expected \[{length}\], one for each"):
+                flat_positions(index, length)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8"])
+def test_a_mask_of_no_dimension_is_no_position(dtype):
+    for index in (np.array(1, dtype), torch.as_tensor(np.array(1, dtype))):
+        with pytest.raises(IndexError, match=rf"positions of (torch\.)?{dtype} \(expected"):
+            is_single(index)
 
 
 @pytest.mark.parametrize(

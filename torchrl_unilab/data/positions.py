@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,22 @@ MASKS = (torch.bool, torch.uint8, bool, np.bool_, np.uint8)
 
 
 def is_single(index: Any) -> bool:
-    """Whether an index asks for one item, without a batch dimension."""
+    """Whether an index asks for one item, without a batch dimension.
+
+    Raises:
+        IndexError: It is a mask of no dimension.
+    """
     if isinstance(index, (torch.Tensor, np.ndarray)):
+        if not index.ndim and index.dtype in MASKS:  # torch adds a dimension, and takes all
+            raise _no_positions(str(index.dtype))
         return not index.ndim
-    return isinstance(index, (int, np.integer))
+    return isinstance(index, (int, np.integer)) and not isinstance(index, bool)
 
 
 def batch_shape(index: Any) -> tuple[int, ...] | None:
     """Return the batch dimensions that an index of several asks for; None for one of all items."""
+    if isinstance(index, list) and index and isinstance(index[0], (Sequence, np.ndarray)):
+        index = _as_tensor(index)
     if not isinstance(index, (torch.Tensor, np.ndarray)) or index.ndim < 2:
         return None
     return None if index.dtype in MASKS else tuple(index.shape)
@@ -36,7 +44,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
             too, stay as they are.
 
     Raises:
-        IndexError: A mask is of another length, or positions are no integers.
+        IndexError: A mask is of another shape, or positions are no integers.
 
     Examples:
         >>> flat_positions(slice(-2, None), 5), flat_positions([0, -1], 5)
@@ -52,26 +60,38 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
         index = slice(None)
     if isinstance(index, slice):
         return torch.from_numpy(np.arange(*index.indices(length), dtype=np.int64))
-    if isinstance(index, np.ndarray):
-        index = torch.from_numpy(index)
-    elif not isinstance(index, torch.Tensor):
-        if not isinstance(index, Iterable):
-            raise IndexError(
-                f"positions of {type(index).__name__} (expected integers or bool). Convert them."
-            )
-        index = list(index)
-        index = torch.as_tensor(index or np.empty(0, np.int64), device="cpu")
+    if not isinstance(index, torch.Tensor):
+        index = _as_tensor(index)
     if index.dtype in MASKS:
-        if index.numel() != length:
+        if index.shape != (length,):
             raise IndexError(
-                f"mask of {index.numel()} (expected {length}, one for each item that there is). "
-                "Make it of their number."
+                f"mask of {list(index.shape)} (expected [{length}], one for each item that there "
+                "is). Make it of their number."
             )
         index = index.nonzero()
     elif index.is_floating_point() or index.is_complex():
-        raise IndexError(f"positions of {index.dtype} (expected integers or bool). Convert them.")
+        raise _no_positions(str(index.dtype))
     flat: torch.Tensor = index.reshape(-1).to(device="cpu", dtype=torch.int64)
     return flat
+
+
+def _as_tensor(index: Any) -> torch.Tensor:
+    """Return several positions, or a mask, of another form as a tensor."""
+    if isinstance(index, np.ndarray):
+        return torch.from_numpy(index)
+    if not isinstance(index, Iterable):
+        raise _no_positions(type(index).__name__)
+    try:
+        found = torch.as_tensor(list(index), device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise _no_positions(f"{type(index).__name__}: {error}") from error
+    return found if found.numel() else found.long()  # of none, torch knows no type
+
+
+def _no_positions(what: str) -> IndexError:
+    return IndexError(
+        f"positions of {what} (expected integers or a mask of all items). Convert them."
+    )
 
 
 def is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:

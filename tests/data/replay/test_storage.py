@@ -136,6 +136,7 @@ def test_transforms_and_prefetch_see_the_same_batches():
         [1, -2, 1],
         torch.tensor(2),
         torch.tensor([[1, 2], [3, 4]]),
+        [[1, 2], [3, 4]],
         torch.arange(20) % 3 == 0,
         [i % 3 == 0 for i in range(20)],
         np.array([5, 6]),
@@ -161,6 +162,27 @@ def test_a_mask_reads_and_writes_where_it_says(dtype, form):
         assert same(storage[mask], data[chosen])
         storage.set(mask, data[~chosen][:7])
         data[chosen] = data[~chosen][:7]
+        assert same(storage[:], data)
+
+
+def test_rows_are_written_in_the_shape_of_lists_of_lists():
+    data = transitions(4)
+    with PackedReplayStorage(4) as storage:
+        storage.set(range(4), data)
+        storage.set([[3, 2], [1, 0]], data.reshape(2, 2))
+        assert same(storage[:], data[[3, 2, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    "index", [torch.tensor(True), np.array(True), True, ["x"], [[0], [1, 2]]], ids=repr
+)
+def test_what_are_no_positions_is_neither_read_nor_written(index):
+    data = transitions(4)
+    with PackedReplayStorage(4) as storage:
+        storage.set(range(4), data)
+        for use in (lambda: storage[index], lambda: storage.set(index, data[3])):
+            with pytest.raises(IndexError, match=r"positions of .* \(expected integers or"):
+                use()
         assert same(storage[:], data)
 
 
