@@ -244,3 +244,14 @@ def test_frames_alone_are_restored_where_the_workers_states_were_lost():
     assert collector.getattr_rb("write_count") == 12 + ENVS
     assert len(_rows(collector)["action"].unique()) == 1  # no more at random
     collector.shutdown()
+
+
+def test_frames_per_second_go_on_where_the_workers_states_were_lost():
+    with _collector(inline=True) as lost:
+        _ticks(lost, 4)
+        state, before = lost.state_dict(workers=False), lost.metrics()
+    with _collector(inline=True) as collector:
+        collector.load_state_dict(state)
+        after = collector.metrics()
+    assert after.frames == before.frames == 4 * ENVS
+    assert after.fps == pytest.approx(before.fps)

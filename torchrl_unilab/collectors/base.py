@@ -321,14 +321,16 @@ class WorkerCollector(BaseCollector, abc.ABC):
         """Return the workers' states and the count of frames. Safe while iterating.
 
         Args:
-            workers: Whether to ask the workers; if one was lost, only the count is left.
+            workers: Whether to ask the workers; if one was lost, only the counts are left.
 
         Raises:
             WorkerError: A worker failed.
         """
         self._open_sink()
         if not workers:
-            return OrderedDict(workers=None, frames=self._frames)
+            told = self.metrics()
+            counts = {"counted": told.frames, "seconds": told.seconds}
+            return OrderedDict(workers=None, frames=self._frames, **counts)
         return OrderedDict(workers=self._settle().ask_all("state"), frames=self._frames)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
@@ -344,7 +346,9 @@ class WorkerCollector(BaseCollector, abc.ABC):
         team = self._settle()
         states, frames = state_dict["workers"], state_dict["frames"]
         if states is None:
-            team.ask_all("frames", frames // self.num_workers)
+            counted, seconds = state_dict.get("counted", frames), state_dict.get("seconds", {})
+            shares = {phase: total / self.num_workers for phase, total in seconds.items()}
+            team.ask_all("counts", counted // self.num_workers, shares)
         else:
             team.ask([("load", state) for state in states])
         self._frames = frames

@@ -125,7 +125,7 @@ class WorkerService:
             "run": self._run,
             "seed": rollouts.seed,
             "reset": rollouts.reset,
-            "frames": self._set_frames,
+            "counts": self._set_counts,
             "state": rollouts.state_dict,
             "load": self._load,
             "resume": self._resume,
@@ -137,8 +137,9 @@ class WorkerService:
 
         Args:
             kind: ``"collect"`` (the number of a tick), ``"run"`` (whether to), ``"seed"``
-                (of the environment, of torch), ``"reset"``, ``"frames"`` (a count),
-                ``"state"``, ``"load"`` (a state) or ``"resume"`` (a snapshot of metrics).
+                (of the environment, of torch), ``"reset"``, ``"counts"`` (frames, seconds
+                per phase), ``"state"``, ``"load"`` (a state) or ``"resume"`` (a snapshot of
+                metrics).
             *arguments: As in brackets.
         """
         return self._requests[kind](*arguments)
@@ -181,8 +182,9 @@ class WorkerService:
     def _run(self, running: bool) -> None:
         self.running = running
 
-    def _set_frames(self, frames: int) -> None:
+    def _set_counts(self, frames: int, seconds: Mapping[str, float]) -> None:
         self.rollouts.frames = frames
+        self.rollouts.clock.seconds.update(seconds)
         self.publish()
 
     def _load(self, state: Mapping[str, Any]) -> None:
