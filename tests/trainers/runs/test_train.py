@@ -189,6 +189,11 @@ def test_the_logs_end_with_what_the_summary_says(appo_run):
         assert _logged(appo_run, key)[-1] == (1024, pytest.approx(summary[name]))
 
 
+def test_each_batchs_return_is_logged_once_also_the_last(appo_run):
+    steps = [step for step, _ in _logged(appo_run, "return")]
+    assert steps == [frames for _, frames, _ in appo_run.summary["curve"]]
+
+
 def test_the_curve_has_seconds_frames_and_return(appo_run):
     assert appo_run.summary["curve"]
     for seconds, frames, mean in appo_run.summary["curve"]:

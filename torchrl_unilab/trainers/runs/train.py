@@ -369,7 +369,7 @@ class Run:
         write_whole(self.path / SUMMARY, json.dumps(summary, allow_nan=False))
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         frames = trainer.collected_frames
-        if returns.curve:  # the last batch may not have been one that is logged
+        if returns.curve and trainer._last_log.get("return") != frames:  # else it has been
             trainer.logger.log_scalar("return", returns.mean, step=frames)
         if eval_return is not None and frames not in [one.frames for one in evaluations]:
             trainer.logger.log_scalar("eval_return", eval_return, step=frames)
