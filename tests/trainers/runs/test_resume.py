@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,10 +330,12 @@ def test_a_run_that_was_to_go_on_for_longer_does_so_without_being_told_again(run
 
 def test_a_resumed_run_logs_and_evaluates_as_before(run_dir):
     file = run_dir / "config.yaml"
-    file.write_text(file.read_text().replace("logger: csv,tensorboard\n", "logger: csv\n"))
+    said = {**read_config(file), "logger": "csv"}
+    file.write_text(as_yaml(said))
     resume_run(run_dir, frames=2 * FRAMES, progress_bar=False)
     after = read_config(file)
-    assert (after["logger"], after["eval_episodes"]) == ("csv", 1)
+    for name in ("logger", "eval_episodes"):
+        assert after[name] == said[name]
     assert len(list((run_dir / "tensorboard").glob("events.*"))) == 1
 
 
@@ -344,11 +347,38 @@ def test_a_checkpoint_in_the_directory_of_another_run_is_refused(run_dir):
     refused(run_dir, "config.yaml: cannot be read", frames=2 * FRAMES)
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            {"env": "InvertedDoublePendulum-v5"},
+            r"is of a run with \{'env': 'InvertedPendulum-v5'\}",
+        ),
+        ({"algo": "td3"}, r"it is a run of sac \(expected td3\)"),
+        ({"hidden": 8}, r"is of a run with \{'hidden': \[8\]\} \(expected \{'hidden': 8\}\)"),
+    ],
+)
+def test_a_policy_is_not_used_as_that_of_another_run_that_config_yaml_is_of(
+    run_dir, tmp_path, said, message
+):
+    """Two tasks may observe and act in as many numbers."""
+    file = run_dir / "config.yaml"
+    file.write_text(as_yaml({**read_config(file), **said}))
+    film = partial(play_run, video=tmp_path / "film.mp4")
+    uses = {"evaluate": evaluate_run, "play": film, "load": load_policy, "resume": resume_run}
+    for purpose, use in uses.items():
+        with pytest.raises(ConfigError, match=f"cannot {purpose} .*{message}"):
+            use(run_dir)
+    assert not (tmp_path / "film.mp4").exists()
+
+
 def test_a_run_on_a_gpu_is_evaluated_where_there_is_none(run_dir):
     before = evaluate_run(run_dir, episodes=1)
     saved = RunCheckpoints(run_dir / "checkpoint").newest().path
     for file in saved.rglob("state.json"):
         file.write_text(file.read_text().replace('"device":"cpu"', '"device":"cuda:0"'))
+    record = saved / "manifest.json"
+    record.write_text(record.read_text().replace('device": "cpu"', 'device": "cuda"'))
     sealed = saved / DIGESTS
     sealed.unlink()
     sealed.write_text(json.dumps(_digests(saved)))

@@ -15,7 +15,14 @@ from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError, RunCompleteError
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, run_path, saved_config, task_of
+from torchrl_unilab.trainers.runs.saved import (
+    CHECKPOINT,
+    SUMMARY,
+    check_run,
+    run_path,
+    saved_config,
+    task_of,
+)
 from torchrl_unilab.trainers.runs.train import Run
 
 _TAKEN_OVER = (
@@ -84,20 +91,7 @@ def resume_run(
     saved = RunCheckpoints(path / CHECKPOINT).newest()
     file = path / CONFIG_FILE
     said = read_config(file) if file.is_file() else {}  # the checkpoint has all that is needed
-    known = {name: value for name, value in said.items() if name in saved.run}
-    known = json.loads(json.dumps(known | dict(settings or {})))
-    other = {key: saved.run.get(key) for key in known if saved.run.get(key) != known[key]}
-    if "algo" in other:
-        raise ConfigError(
-            f"cannot resume {run_dir}: it is a run of {saved.run['algo']} (expected "
-            f"{known['algo']}). Resume it as what it is: train {saved.run['algo']}."
-        )
-    if other:
-        raise ConfigError(
-            f"cannot resume {run_dir}: {saved.path.name} is of a run with {other} (expected "
-            f"{ {key: known[key] for key in other} }). Leave the settings out, or train anew "
-            "in another directory."
-        )
+    check_run(saved, said, f"cannot resume {run_dir}", settings)
     ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
     if ranks != found:
         raise ConfigError(

@@ -7,6 +7,7 @@ commands `eval` and `play` start here; `resume_run` shares `saved_config`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ def run_path(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def saved_config(settings: Mapping[str, Any]) -> Any:
-    """Return the settings that ``config.yaml`` or a checkpoint has."""
+    """Return the settings that a checkpoint has."""
     make = SETTINGS[settings["algo"]].for_task
     names = {field.name for field in dataclasses.fields(make(settings["env"]))} - {"algorithm"}
     kept = {key: value for key, value in settings.items() if key in names}
@@ -67,7 +68,7 @@ def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
     """Return the task of a run; a ConfigError if it is none, or the run had another environment.
 
     Args:
-        settings: What ``config.yaml`` or a checkpoint has.
+        settings: What a checkpoint has.
         refusal: How the error begins.
     """
     if settings.get(OWN_ENVIRONMENT):
@@ -81,6 +82,42 @@ def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
         raise ConfigError(
             f"{refusal}: {error} Where the run was given create_env, give it here, too."
         ) from error
+
+
+def check_run(
+    saved: SavedRun,
+    said: Mapping[str, Any],
+    refusal: str,
+    settings: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse a checkpoint of another run than its directory's; a ConfigError says what differs.
+
+    Args:
+        saved: The checkpoint.
+        said: What ``config.yaml`` says.
+        refusal: How the error begins.
+        settings: What the run is known to be, whatever ``config.yaml`` says.
+    """
+    known = {key: value for key, value in said.items() if key in saved.run}
+    try:
+        known = json.loads(json.dumps(known | dict(settings or {})))  # lists for tuples
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{refusal}: settings cannot be compared, {error} (expected some by name, as "
+            f"{CONFIG_FILE} has them). Correct them, or leave them out."
+        ) from error
+    other = {key: saved.run.get(key) for key in known if saved.run.get(key) != known[key]}
+    if "algo" in other:
+        raise ConfigError(
+            f"{refusal}: it is a run of {other['algo']} (expected {known['algo']}). Restore "
+            f"{CONFIG_FILE}, or resume it as what it is: train {other['algo']}."
+        )
+    if other:
+        raise ConfigError(
+            f"{refusal}: {saved.path.name} is of a run with {other} (expected "
+            f"{ {key: known[key] for key in other} }). Restore {CONFIG_FILE}, leave the settings "
+            "out, or train anew in another directory."
+        )
 
 
 def check_newest(saved: SavedRun | None, run_dir: Path) -> None:
@@ -100,7 +137,7 @@ class TrainedPolicy:
     """A run's policy, with an environment of its task.
 
     Attributes:
-        settings: What ``config.yaml`` says.
+        settings: What its checkpoint has, and ``config.yaml`` beside that.
         env: New; the caller closes it.
         actor: The policy of the run's checkpoint.
     """
@@ -136,36 +173,27 @@ def load_run(
             f"cannot {purpose} {run_dir}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
             "run directory). Train first."
         )
+    refusal = f"cannot {purpose} {run_dir}"
     try:
-        settings = read_config(path / CONFIG_FILE)
-        config = saved_config(settings)
-    except ConfigError as error:
-        raise ConfigError(f"cannot {purpose} {run_dir}: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"cannot {purpose} {run_dir}: {CONFIG_FILE} says {error!r} (expected the settings of a "
-            "run). Restore it, or train again."
-        ) from error
-    if create_env is None:
-        task = task_of(settings, f"cannot {purpose} {run_dir}")
-        create_env = partial(MujocoBatchEnv, task, **env_options)
-    try:
+        said = read_config(path / CONFIG_FILE)
         saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
-    except CheckpointError as error:
-        raise CheckpointError(f"cannot {purpose} {run_dir}: {error}") from error
+    except (CheckpointError, ConfigError) as error:
+        raise type(error)(f"{refusal}: {error}") from error
+    check_run(saved, said, refusal)
+    if create_env is None:
+        create_env = partial(MujocoBatchEnv, task_of(saved.run, refusal), **env_options)
     env = create_env()
     try:
-        here = dataclasses.replace(config, device="cpu", collector_device="cpu")
+        here = saved_config(saved.run).replace(device="cpu", collector_device="cpu")
         actor = build_learner(env, here).actor
         Checkpoint(policy=actor).load(saved.path, map_location="cpu")
     except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
         close_env(env)
         raise CheckpointError(
-            f"cannot {purpose} {run_dir}: {saved.path.name} does not load, {error} (expected one "
-            f"that fits {CONFIG_FILE} and the environment). Restore both, or give the create_env "
-            "that it was trained with."
+            f"{refusal}: {saved.path.name} does not load, {error} (expected one that fits the "
+            "environment). Restore the task, or give the create_env that it was trained with."
         ) from error
-    return TrainedPolicy(settings, env, actor)
+    return TrainedPolicy({**said, **saved.run}, env, actor)
 
 
 def load_policy(
