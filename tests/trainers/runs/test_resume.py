@@ -328,13 +328,13 @@ def test_a_run_that_was_to_go_on_for_longer_does_so_without_being_told_again(run
     assert resume_run(run_dir, **QUIET)["frames"] == 2 * FRAMES
 
 
-def test_a_resumed_run_logs_and_evaluates_as_before(run_dir):
+def test_a_resumed_run_logs_evaluates_and_waits_for_ranks_as_before(run_dir):
     file = run_dir / "config.yaml"
-    said = {**read_config(file), "logger": "csv"}
+    said = {**read_config(file), "logger": "csv", "rank_timeout": 3600.0}
     file.write_text(as_yaml(said))
     resume_run(run_dir, frames=2 * FRAMES, progress_bar=False)
     after = read_config(file)
-    for name in ("logger", "eval_episodes"):
+    for name in ("logger", "eval_episodes", "rank_timeout"):
         assert after[name] == said[name]
     assert len(list((run_dir / "tensorboard").glob("events.*"))) == 1
 

@@ -32,6 +32,7 @@ _TAKEN_OVER = (
     "eval_interval",
     "video_interval",
     "trace",
+    "rank_timeout",
 )
 """What a run does as before, unless it is told otherwise."""
 
@@ -65,8 +66,9 @@ def resume_run(
             the run was to collect.
         create_env: As it was given to the run.
         announce: Is called with lines for a person.
-        **options: As for `train_appo`. Loggers, evaluations, videos, trace, and how checkpoints
-            are kept are as they were by default; what ended the run is not taken over.
+        **options: As for `train_appo`. Loggers, evaluations, videos, trace, ``rank_timeout``, and
+            how checkpoints are kept are as they were by default; what ended the run is not taken
+            over.
 
     Returns:
         The summary; ``resumed`` has the frames at which the run was resumed.
