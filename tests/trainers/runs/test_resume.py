@@ -372,6 +372,16 @@ def test_a_policy_is_not_used_as_that_of_another_run_that_config_yaml_is_of(
     assert not (tmp_path / "film.mp4").exists()
 
 
+@pytest.mark.parametrize("steps", [0, "abc"])
+def test_an_evaluation_without_steps_is_refused_as_a_resume_refuses_it(run_dir, steps):
+    file = run_dir / "config.yaml"
+    file.write_text(as_yaml({**read_config(file), "eval_max_steps": steps}))
+    message = f"eval_max_steps: {steps!r} \\(expected an integer of at least 1\\)"
+    for use in (evaluate_run, partial(resume_run, frames=2 * FRAMES)):
+        with pytest.raises(ConfigError, match=message):
+            use(run_dir)
+
+
 def test_a_run_on_a_gpu_is_evaluated_where_there_is_none(run_dir):
     before = evaluate_run(run_dir, episodes=1)
     saved = RunCheckpoints(run_dir / "checkpoint").newest().path

@@ -264,6 +264,8 @@ def evaluate_run(
     run.env.set_seed(seed)
     with closing_env(run.env):
         max_steps = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
+        steps = RunConfig.kinds()["eval_max_steps"]  # a person may have changed it
+        steps.check("eval_max_steps", max_steps, "Leave it out for the default.")
         returns = evaluate(run.env, run.actor, episodes=episodes, max_steps=max_steps)
     return {
         "env": run.settings["env"],
