@@ -17,7 +17,7 @@ UniLabError
 ├── PeerGoneError           (RuntimeError)    the other process has ended
 │   └── WorkerError                           read its traceback
 └── ConfigError             (ValueError)      change the setting
-    └── RunCompleteError                      ask for more frames
+    └── RunCompleteError                      ask for more
 ```
 
 Each class also derives from the builtin that TorchRL raises for the same misuse, so
@@ -123,4 +123,4 @@ class ConfigError(UniLabError, ValueError):
 
 
 class RunCompleteError(ConfigError):
-    """A run that is to go on has all frames that were asked for."""
+    """A run that is to go on has come to all that was asked for."""

@@ -13,6 +13,23 @@ from collections.abc import Callable
 from tensordict import TensorDictBase
 from torchrl.trainers import Trainer
 
+from torchrl_unilab.trainers.reports import LearningCurve
+
+
+def reached(returns: LearningCurve, stop_at: float | None, max_seconds: float | None) -> str | None:
+    """Say what training has come to at which it is to stop; None if it goes on.
+
+    Args:
+        returns: How far it is.
+        stop_at: Mean return at which to stop.
+        max_seconds: Seconds since training began after which to stop.
+    """
+    if stop_at is not None and returns.mean >= stop_at:
+        return f"return {returns.mean:g} reached"
+    if max_seconds is not None and returns.seconds >= max_seconds:
+        return f"{returns.seconds:g} seconds are over"
+    return None
+
 
 def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None) -> None:
     """End training once a return is reached or the time is up.
@@ -24,11 +41,8 @@ def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None
     """
 
     def look(batch: TensorDictBase | None) -> None:
-        mean, seconds = trainer.returns.mean, trainer.returns.seconds
-        if stop_at is not None and mean >= stop_at:
-            trainer.request_stop(f"return {mean:g} reached")
-        elif max_seconds is not None and seconds >= max_seconds:
-            trainer.request_stop(f"{seconds:g} seconds are over")
+        if reason := reached(trainer.returns, stop_at, max_seconds):
+            trainer.request_stop(reason)
 
     trainer.register_op("pre_steps_log", look)
 

@@ -491,6 +491,19 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_is_ended_by_resuming_it
         resume_run(run_dir, **QUIET)
 
 
+@pytest.mark.parametrize("limit", [{"stop_at": 1.0}, {"max_seconds": 1e-3}])
+def test_a_run_that_came_to_its_limit_is_complete_until_more_is_asked_for(run_dir, limit):
+    assert json.loads((run_dir / "summary.json").read_text())["final_return"] > 1.0
+    more = {"frames": FRAMES + 32, **limit}
+    refused(run_dir, r"run is complete: .* (reached|are over) \(expected less\)", **more)
+    summary = run_dir / "summary.json"
+    summary.unlink()  # as where it was killed between the last checkpoint and its summary
+    assert resume_run(run_dir, **QUIET, **more)["frames"] == FRAMES
+    assert summary.exists()
+    higher = {**more, **dict.fromkeys(limit, 1e6)}
+    assert resume_run(run_dir, **QUIET, **higher)["frames"] == FRAMES + 32
+
+
 def test_so_is_one_whose_last_rollout_brought_more_frames_than_asked_for(tmp_path):
     assert train(tmp_path, "appo", frames=100)["frames"] == 128
     with pytest.raises(ConfigError, match="128 of 100 frames have been collected"):

@@ -14,7 +14,9 @@ from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError, RunCompleteError
 from torchrl_unilab.runtime.ranks import Ranks
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
+from torchrl_unilab.trainers.progress import reached
+from torchrl_unilab.trainers.reports import LearningCurve
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun, run_checkpoint
 from torchrl_unilab.trainers.runs.saved import (
     CHECKPOINT,
     SUMMARY,
@@ -76,7 +78,7 @@ def resume_run(
     Raises:
         CheckpointError: There is no whole checkpoint.
         ConfigError: It is of another run than the directory or `settings` say, of an unknown task,
-            or nothing is left to collect. The directory is as it was.
+            or nothing is left to collect, or to reach. The directory is as it was.
 
     Examples:
         >>> from torchrl_unilab.trainers import resume_run, train_appo
@@ -106,11 +108,16 @@ def resume_run(
     frames = planned if frames is None else frames
     run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(before | options))
     # Where it is not summed up, it was killed between its last checkpoint and its summary.
-    ended = run.frames < planned or _summed_up(path / SUMMARY) >= saved.frames
-    if run.frames <= saved.frames and ended:
+    summed_up = _summed_up(path / SUMMARY) >= saved.frames
+    if run.frames <= saved.frames and (run.frames < planned or summed_up):
         raise RunCompleteError(
             f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). To go on, ask for more: frames, or --frames."
+        )
+    if summed_up and (end := _reached(saved, run)):
+        raise RunCompleteError(
+            f"{run_dir} is complete: {end} (expected less). To go on, ask for more, or leave "
+            "stop_at and max_seconds out."
         )
     if create_env is None:
         task_of(saved.run, f"cannot resume {run_dir}")
@@ -121,6 +128,16 @@ def resume_run(
     if left := ends.keys() - options.keys():
         resumed.announce(f"not taken over, as they ended the run: {', '.join(sorted(left))}")
     return resumed()
+
+
+def _reached(saved: SavedRun, run: RunConfig) -> str | None:
+    """Say what a checkpoint had come to at which the run is to stop; None if it goes on."""
+    if run.stop_at is None and run.max_seconds is None:
+        return None
+    returns = LearningCurve()
+    part = {"trainer_module.learning_curve": returns}
+    run_checkpoint(**part).load(saved.path, components=part)
+    return reached(returns, run.stop_at, run.max_seconds)
 
 
 def _summed_up(summary: Path) -> int:

@@ -30,7 +30,7 @@ from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
-from torchrl_unilab.trainers.progress import can_draw, stop_when, tell_progress
+from torchrl_unilab.trainers.progress import can_draw, reached, stop_when, tell_progress
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
@@ -304,7 +304,8 @@ class Run:
         if self.leads:
             trainer.logger = self._start_writing()
         try:
-            if trainer.collected_frames < self.options.frames:  # else it was killed after its end
+            stop = reached(trainer.returns, self.options.stop_at, self.options.max_seconds)
+            if trainer.collected_frames < self.options.frames and not stop:  # else it was killed
                 trainer.train()
             if self.evaluation is not None:
                 self.evaluation.finish()  # one that runs although another rank has stopped
