@@ -429,6 +429,18 @@ def test_the_command_line_resumes_what_it_is_told_and_refuses_another_run(
     assert RunCheckpoints(run_dir / "checkpoint").newest().interval == 32
 
 
+def test_a_run_without_a_checkpoint_is_not_replaced_by_another_one(tmp_path, capsys):
+    begun = tmp_path / "run" / "config.yaml"
+    begun.parent.mkdir()
+    begun.write_text("algo: appo\nenv: Hopper-v5\nseed: 3\n")
+    command = ["train", "appo", "--env", "HalfCheetah-v5", "--frames", "300000", "--resume"]
+    assert main([*command, "--run-dir", str(begun.parent)]) == 2
+    said = capsys.readouterr().err
+    assert "it is of a run with {'env': 'Hopper-v5', 'algo': 'appo', 'seed': 3} (expected" in said
+    assert [*begun.parent.iterdir()] == [begun]
+    assert begun.read_text().startswith("algo: appo\nenv: Hopper-v5")
+
+
 def test_a_file_of_settings_counts_for_a_resumed_run_as_flags_do(run_dir, tmp_path, capsys):
     resume = ["train", "sac", "--resume", "--run-dir", str(run_dir), "--no-progress"]
     file, said = tmp_path / "other.yaml", read_config(run_dir / "config.yaml")

@@ -21,6 +21,7 @@ from torchrl.record.loggers.csv import CSVLogger
 from torchrl.record.loggers.tensorboard import TensorboardLogger
 from torchrl.record.loggers.utils import get_logger
 
+from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.evaluation import Evaluation
 
@@ -39,12 +40,19 @@ def check_loggers(names: Sequence[str]) -> None:
         )
 
 
-def check_run_dir(path: Path) -> None:
+def check_run_dir(path: Path, begun: Mapping[str, Any] | None = None) -> None:
     """Refuse a directory for a new run that is not empty, or cannot be made.
+
+    Args:
+        path: The directory.
+        begun: Settings of the run that ended there without a checkpoint, and starts again.
 
     Raises:
         ConfigError: Says why.
     """
+    if begun is not None:
+        _check_begun(path, begun)
+        return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         found, way = "a file", ""
         if path.is_dir():
@@ -58,6 +66,16 @@ def check_run_dir(path: Path) -> None:
         raise ConfigError(
             f"run directory {path}: cannot be made in {parent} (expected a directory that "
             "may be written to). Choose another."
+        )
+
+
+def _check_begun(path: Path, settings: Mapping[str, Any]) -> None:
+    said = read_config(path / CONFIG_FILE)
+    asked = {key: settings[key] for key in ("env", "algo", "seed")}
+    found = {key: said.get(key) for key in asked}
+    if found != asked:
+        raise ConfigError(
+            f"run directory {path}: it is of a run with {found} (expected {asked}). Choose another."
         )
 
 

@@ -205,8 +205,8 @@ class Run:
 
     def prepare(self) -> None:
         """Build the networks and refuse a run that does not fit the memory that is free."""
-        if self.leads and not (self.saved or self._again):
-            check_run_dir(self.path)
+        if self.leads and not self.saved:
+            check_run_dir(self.path, self.settings if self._again else None)
         self.announce(str(self.threads))
         if not self.saved and (line := without_own_settings(self.options.env, self.config)):
             self.announce(line)
