@@ -316,6 +316,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_older_one_works(run_dir, tmp_pa
         ({"frames": 2 * FRAMES, "eval_episodes": 0}, "eval_episodes: 0"),
         ({"seed": 4, "lr": 1e-4}, r"\['lr', 'seed'\] \(expected some of check.*: train anew\."),
         ({"frames": 2 * FRAMES, "keep_checkpoints": -1}, "keep_checkpoints: -1"),
+        ({"frames": 2 * FRAMES, "create_env": print}, r"create_env for a run without one \(expec"),
     ],
 )
 def test_another_run_or_nothing_to_do_is_refused(free, settings, reason):

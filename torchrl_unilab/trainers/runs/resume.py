@@ -11,6 +11,7 @@ from typing import Any
 
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.configs import RunConfig
+from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.errors import ConfigError, RunCompleteError
 from torchrl_unilab.runtime.ranks import Ranks
@@ -121,6 +122,11 @@ def resume_run(
         )
     if create_env is None:
         task_of(saved.run, f"cannot resume {run_dir}")
+    elif not saved.run.get(OWN_ENVIRONMENT):
+        raise ConfigError(
+            f"cannot resume {run_dir}: create_env for a run without one (expected None: its "
+            f"environment is MujocoBatchEnv of {saved.run['env']}). Leave it out, or train anew."
+        )
     config = saved_config(saved.run)
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
