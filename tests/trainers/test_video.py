@@ -53,12 +53,15 @@ def test_a_video_that_is_not_finished_leaves_what_was_there(tmp_path):
         ("out.mp4", (63, 48), "63 x 48 pixels .expected even numbers"),
         ("out.mp4", (64, 0), "64 x 0 pixels"),
         ("out.mp4", (100_000, 64), "100000 x 64 pixels"),
+        ("out.mp4", (64.0, 48), "64.0 x 48 pixels"),
+        ("out.mp4", (64, "x"), "64 x x pixels"),
+        (None, (64, 48), "video None: not a file name"),
     ],
 )
 def test_what_cannot_be_a_video_is_refused(tmp_path, name, size, message):
     (tmp_path / "directory.mp4").mkdir()
     with pytest.raises(ConfigError, match=message):
-        check_video(tmp_path / name, *size)
+        check_video(name and tmp_path / name, *size)
 
 
 @pytest.mark.parametrize(("count", "fps"), [(0, 30), (2, 0)])

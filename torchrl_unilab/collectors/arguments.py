@@ -132,11 +132,12 @@ def the_policy(
 
 
 def check_factory(create_env: Any) -> None:
-    """Refuse an environment where a function is expected that makes one."""
-    if isinstance(create_env, EnvBase):
+    """Refuse an environment, or anything else, in place of a function that makes one."""
+    if isinstance(create_env, EnvBase) or not callable(create_env):
+        kind = ", an environment" if isinstance(create_env, EnvBase) else ""
         raise ConfigError(
-            f"create_env: {type(create_env).__name__}, an environment (expected a function that "
-            "makes one). Pass the function: each worker makes its own."
+            f"create_env: {type(create_env).__name__}{kind} (expected a function that makes an "
+            "environment). Pass the function: each worker makes its own."
         )
 
 
@@ -144,8 +145,8 @@ def env_factories(
     create_env_fn: CreateEnv | Sequence[CreateEnv], num_collectors: int | None
 ) -> list[CreateEnv]:
     """Return one environment function per worker; a ConfigError if the counts differ."""
-    check_factory(create_env_fn)
     if callable(create_env_fn):
+        check_factory(create_env_fn)
         workers = 1 if num_collectors is None else num_collectors
         if workers < 1:
             raise ConfigError(f"num_collectors: {workers} (expected at least 1). Use 1.")

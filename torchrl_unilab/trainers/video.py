@@ -105,17 +105,19 @@ def check_video(path: str | os.PathLike[str], width: int, height: int) -> None:
             directory, or a side is odd or not positive.
     """
     _av()
-    path = Path(path)
-    if path.suffix != ".mp4" or path.is_dir():
+    named = isinstance(path, (str, os.PathLike))
+    if not named or Path(path).suffix != ".mp4" or Path(path).is_dir():
         raise ConfigError(
             f"video {path}: not a file name that ends in .mp4 (expected one). Rename it."
         )
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+    directory = Path(path).parent
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
         raise ConfigError(
-            f"video {path}: cannot be written in {path.parent} (expected a directory that may "
+            f"video {path}: cannot be written in {directory} (expected a directory that may "
             "be written to). Make it, or choose another."
         )
-    if not all(2 <= side <= _MOST_PIXELS and side % 2 == 0 for side in (width, height)):
+    even = range(2, _MOST_PIXELS + 1, 2)
+    if not all(isinstance(side, int) and side in even for side in (width, height)):
         raise ConfigError(
             f"video {path}: {width} x {height} pixels (expected even numbers up to {_MOST_PIXELS}, "
             "which H.264 needs). Use for example 640 x 480."

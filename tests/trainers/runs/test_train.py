@@ -35,6 +35,8 @@ from torchrl_unilab.trainers import (
     APPOTrainer,
     OffPolicyConfig,
     evaluate_run,
+    load_policy,
+    play_run,
     resume_run,
     train_appo,
     train_off_policy,
@@ -307,6 +309,28 @@ def test_an_environment_that_a_function_does_not_return_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"create_env: it returned NoneType \(expected an env"):
         _train(tmp_path / "run", env="Mine", create_env=lambda: None)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("use", "asked", "message"),
+    [
+        (evaluate_run, {"episodes": "3"}, r"episodes: '3' \(expected an integer of at least 1\)"),
+        (evaluate_run, {"episodes": True}, r"episodes: True \(expected an integer"),
+        (evaluate_run, {"seed": 2.5}, r"seed: 2.5 \(expected an integer within"),
+        (evaluate_run, {"create_env": 5}, r"create_env: int \(expected a function"),
+        (load_policy, {"create_env": 5}, r"create_env: int \(expected a function"),
+        (partial(_train, frames=64), {"create_env": 5}, r"create_env: int \(expected a function"),
+        (partial(play_run, video="run.mp4"), {"episodes": 1.5}, r"episodes: 1.5 \(expected an int"),
+        (partial(play_run, video="run.mp4"), {"seed": "x"}, r"seed: 'x' \(expected an integer"),
+    ],
+)
+def test_what_is_asked_of_a_policy_is_refused_by_its_type(
+    appo_run, tmp_path, monkeypatch, use, asked, message
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        use(run_dir=appo_run.run_dir, **asked)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_task_in_place_of_its_name_is_refused(tmp_path):

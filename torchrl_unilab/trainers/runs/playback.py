@@ -10,8 +10,7 @@ import torch
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.worker import closing_env
-from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.runs.saved import load_run
+from torchrl_unilab.trainers.runs.saved import check_episodes, load_run
 from torchrl_unilab.trainers.video import check_video, film_episodes
 
 
@@ -60,8 +59,7 @@ def play_run(
         >>> play_run("run", "run/first.mp4", max_steps=5)["episodes"]
         1
     """
-    if episodes < 1:
-        raise ConfigError(f"play: {episodes} episodes (expected at least 1). Use for example 1.")
+    check_episodes(episodes, seed)
     check_video(video, width, height)
     run = load_run(
         run_dir,

@@ -20,7 +20,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 
-from torchrl_unilab.collectors.arguments import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
 from torchrl_unilab.collectors.worker import close_env, closing_env
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
@@ -182,6 +182,7 @@ def load_run(
     check_run(saved, said, refusal)
     if create_env is None:
         create_env = partial(MujocoBatchEnv, task_of(saved.run, refusal), **env_options)
+    check_factory(create_env)
     env = create_env()
     try:
         here = saved_config(saved.run).replace(device="cpu", collector_device="cpu")
@@ -194,6 +195,13 @@ def load_run(
             "environment). Restore the task, or give the create_env that it was trained with."
         ) from error
     return TrainedPolicy({**said, **saved.run}, env, actor)
+
+
+def check_episodes(episodes: int, seed: int) -> None:
+    """Refuse a number of episodes, or a seed, that no run takes."""
+    kinds = RunConfig.kinds()
+    kinds["eval_episodes"].check("episodes", episodes)
+    kinds["seed"].check("seed", seed)
 
 
 def load_policy(
@@ -257,8 +265,7 @@ def evaluate_run(
         >>> evaluate_run("run", episodes=3)["episodes"]
         3
     """
-    if episodes < 1:
-        raise ConfigError(f"episodes: {episodes} (expected at least 1). Ask for some.")
+    check_episodes(episodes, seed)
     cores = available_cores()
     run = load_run(run_dir, "evaluate", create_env, num_envs=episodes, num_threads=cores)
     run.env.set_seed(seed)
