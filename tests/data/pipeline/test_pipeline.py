@@ -11,11 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchrl.data import ReplayBuffer
+from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.support.bounds import DEADLINE
 from tests.support.tables import COUNT, Table, drawn, rows_of
@@ -172,11 +174,23 @@ def test_another_batch_size_is_refused_and_changes_nothing(pipeline, ask):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"sample_count": 0}, "batches of 0 rows"),
-        ({"timeout": 0.0}, "0 s to wait"),
-        ({"base_seed": -1}, "seed -1"),
+        ({"sample_count": 0}, "sample_count 0"),
+        ({"sample_count": True}, "sample_count True"),
+        ({"sample_count": "8"}, "sample_count '8'"),
+        ({"sample_count": None}, "sample_count None"),
+        ({"timeout": 0.0}, "timeout 0.0"),
+        ({"timeout": float("nan")}, "timeout nan"),
+        ({"timeout": None}, "timeout None"),
+        ({"base_seed": -1}, "base_seed -1"),
+        ({"base_seed": 1.5}, "base_seed 1.5"),
+        ({"base_seed": float("nan")}, "base_seed nan"),
+        ({"base_seed": torch.tensor(1.0)}, "base_seed tensor"),
         ({"packer": "gpu"}, "packer 'gpu'"),
+        ({"device": 5}, "device 5"),
+        ({"device": None}, "device None"),
+        ({"device": "nope"}, "device 'nope'"),
     ],
+    ids=str,
 )
 def test_settings_that_cannot_work_are_refused(table, setting, message):
     with pytest.raises(ConfigError, match=message):
@@ -184,9 +198,46 @@ def test_settings_that_cannot_work_are_refused(table, setting, message):
     assert table.batches == 0
 
 
-def test_a_buffer_in_place_of_its_storage_is_refused():
-    with pytest.raises(ConfigError, match=r"source ReplayBuffer \(expected a storage\)"):
-        DoubleBufferReplayPipeline(ReplayBuffer(), sample_count=8)
+@pytest.mark.parametrize(
+    "source",
+    [ReplayBuffer(), LazyTensorStorage(10), TensorDict(), None],
+    ids=lambda source: type(source).__name__,
+)
+def test_what_a_pipeline_cannot_sample_from_is_refused(source):
+    message = rf"source {type(source).__name__} \(expected a PackedReplayStorage\)"
+    with pytest.raises(ConfigError, match=message):
+        DoubleBufferReplayPipeline(source, sample_count=8)
+
+
+@pytest.mark.parametrize("ask", ["start_prepare", "batch_ready", "sample_large_batch"])
+@pytest.mark.parametrize("tick", [-1, 1.5, "1", None, True], ids=repr)
+def test_a_tick_that_is_no_number_of_one_is_refused(pipeline, ask, tick):
+    with pytest.raises(ConfigError, match=rf"tick {tick!r} \(expected an integer of at least 0"):
+        getattr(pipeline, ask)(tick, COUNT)
+    assert rows_of(pipeline.sample_large_batch(1, COUNT)) == drawn(1)
+
+
+def test_integers_of_numpy_are_integers(table, packer):
+    with make(
+        table, sample_count=np.int32(COUNT), base_seed=np.int64(3), packer=packer
+    ) as pipeline:
+        for tick in np.arange(2):
+            assert pipeline.start_prepare(tick, np.int64(COUNT)) is True
+            assert rows_of(pipeline.sample_large_batch(tick, COUNT)) == drawn(3 + int(tick))
+            assert type(pipeline.last_metadata.tick_id) is int
+            pipeline.after_tick()
+        assert repr(pipeline.state_dict()) == "{'base_seed': 3}"
+
+
+@pytest.mark.parametrize(
+    "state", [{}, None, *({"base_seed": seed} for seed in (-5, None, "x", 1.5, True))], ids=str
+)
+def test_a_state_without_a_seed_is_refused_and_changes_nothing(pipeline, state):
+    pipeline.wait_until_ready(3, COUNT)
+    with pytest.raises(ConfigError, match=r"base_seed .* \(expected an integer of at least 0"):
+        pipeline.load_state_dict(state)
+    assert pipeline.batch_ready(3, COUNT)
+    assert pipeline.state_dict() == {"base_seed": 0}
 
 
 # What is drawn, and what is said about it

@@ -19,12 +19,13 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torchrl.data import ReplayBuffer
 
+from torchrl_unilab.data.pipeline.protocols import ReplaySource
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
@@ -128,23 +129,28 @@ class DoubleBufferReplayPipeline(Owner):
         timeout: float = 60.0,
         transfer: MakeTransfer | None = None,
     ) -> None:
-        if sample_count < 1 or timeout <= 0 or base_seed < 0:
+        sample_count = _integer("sample_count", sample_count, 1)
+        base_seed = _integer("base_seed", base_seed, 0)
+        if not isinstance(timeout, (float, Real)) or not timeout > 0:  # nor is NaN
             raise ConfigError(
-                f"replay pipeline: batches of {sample_count} rows, {timeout:g} s to wait, seed "
-                f"{base_seed} (expected at least 1 row, some time, no negative seed). Check the "
-                "settings."
+                f"replay pipeline: timeout {timeout!r} (expected seconds above 0). Change it."
             )
-        if isinstance(source, ReplayBuffer):
+        if not isinstance(source, ReplaySource):
             raise ConfigError(
-                f"replay pipeline: source {type(source).__name__} (expected a storage). Pass "
-                "buffer.storage."
+                f"replay pipeline: source {type(source).__name__} (expected a "
+                "PackedReplayStorage). Pass one, of a buffer as buffer.storage."
             )
         if packer not in ("thread", "inline"):
             raise ConfigError(
                 f"replay pipeline: packer {packer!r} (expected 'thread' or 'inline'). Use 'thread' "
                 "to pack while the learner learns."
             )
-        self._device = torch.device(device)
+        try:
+            self._device = torch.device(str(device))  # a number would be an accelerator's
+        except RuntimeError as error:
+            raise ConfigError(
+                f"replay pipeline: device {device!r} (expected one of torch). Use 'cpu' or 'cuda'."
+            ) from error
         make_transfer = transfer or transfer_to(self._device)
         pinned = self._device.type == "cuda"
         self._source = source
@@ -206,7 +212,7 @@ class DoubleBufferReplayPipeline(Owner):
             SegmentClosedError: The pipeline is closed.
             Exception: Packing in the learner's thread failed.
         """
-        self._check(tick_id, sample_count)
+        tick_id = self._check(tick_id, sample_count)
         if tick_id in (self._tick, self._hot):
             return False
         if self._tick is not None:
@@ -230,7 +236,7 @@ class DoubleBufferReplayPipeline(Owner):
             SegmentClosedError: The pipeline is closed.
             Exception: What packing it failed with.
         """
-        self._check(tick_id, sample_count)
+        tick_id = self._check(tick_id, sample_count)
         if self._hot == tick_id:
             return True
         if self._tick != tick_id or not self._prepared.done():
@@ -283,14 +289,13 @@ class DoubleBufferReplayPipeline(Owner):
             SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: What packing it failed with.
         """
+        tick_id = self._check(tick_id, sample_count)
         if self._hot is None:
             with span("sample"):
                 self.start_prepare(tick_id, sample_count)
                 with span("replay wait"):
                     self.last_metadata = self._outcome()
             self._tick, self._hot, self._slot = None, tick_id, 1 - self._slot
-        else:
-            self._check(tick_id, sample_count)
         if self._hot != tick_id:
             raise UsageError(
                 f"cannot sample tick {tick_id}: tick {self._hot} is being learnt (expected it to "
@@ -312,9 +317,15 @@ class DoubleBufferReplayPipeline(Owner):
         return {"base_seed": self.base_seed}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Restore what `state_dict` returned; no batch of before is used."""
+        """Restore what `state_dict` returned; no batch of before is used.
+
+        Raises:
+            ConfigError: It has no seed; nothing was changed.
+        """
+        seed = state_dict.get("base_seed") if isinstance(state_dict, Mapping) else None
+        seed = _integer("base_seed", seed, 0)
         self.discard()
-        self.base_seed = state_dict["base_seed"]
+        self.base_seed = seed
 
     def discard(self) -> None:
         """End the tick, and drop the batch that is being prepared, also if that fails."""
@@ -360,15 +371,27 @@ class DoubleBufferReplayPipeline(Owner):
             self._tick = None
         return self._prepared.result()
 
-    def _check(self, tick_id: int, sample_count: int) -> None:
+    def _check(self, tick_id: int, sample_count: int) -> int:
+        """Return the tick as an int."""
         if self._closing.is_set():
             raise _closed()
-        if sample_count != self.sample_count or tick_id < 0:
+        if sample_count != self.sample_count:
             raise ConfigError(
                 f"replay batch of tick {tick_id}: {sample_count} rows (expected "
-                f"{self.sample_count}, of a tick that is not negative). The batch size of a "
-                "pipeline stays what it is; make another pipeline for another one."
+                f"{self.sample_count}). The batch size of a pipeline stays what it is; make "
+                "another pipeline for another one."
             )
+        return _integer("tick", tick_id, 0)
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    """Return what is an integer, also one of NumPy, and at least `least`."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ConfigError(
+            f"replay pipeline: {name} {value!r} (expected an integer of at least {least}). "
+            "Change it."
+        )
+    return int(value)
 
 
 def _closed() -> SegmentClosedError:

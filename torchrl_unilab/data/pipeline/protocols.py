@@ -1,13 +1,15 @@
-"""What a replay pipeline is to a learner: any object with these methods.
+"""What a replay pipeline is to a learner, and rows to a pipeline: any object with these methods.
 
-`DoubleBufferReplayPipeline` is one; the protocol types a loop of one's own.
+`DoubleBufferReplayPipeline` is one; its protocol types a loop of one's own.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+
+from torchrl_unilab.data.replay.gather import ReplaySnapshot
 
 
 class ReplayPipeline(Protocol):
@@ -46,3 +48,17 @@ class ReplayPipeline(Protocol):
 
     def close(self) -> None:
         """End all waiting and free the memory. Idempotent."""
+
+
+@runtime_checkable
+class ReplaySource(Protocol):
+    """What a pipeline samples from, as `PackedReplayStorage`."""
+
+    def empty_batch(self, count: int, *, pin_memory: bool = False) -> TensorDict:
+        """Make memory for batches of `count` rows."""
+
+    def snapshot(self) -> ReplaySnapshot:
+        """Return what there is to sample from."""
+
+    def sample(self, count: int, **draw: Any) -> TensorDictBase:
+        """Sample rows."""
