@@ -182,7 +182,7 @@ def test_without_a_recipe_their_names_are_said(monkeypatch, tmp_path):
     [
         ("settings.epoch=3", r"error: settings\.epoch: unknown .* Did you mean epochs\?"),
         ("+settings.epoch=3", r"error: unexpected setting 'epoch' .* Did you mean epochs\?"),
-        ("nothing=3", r"error: nothing: unknown .*configuration\)\. Correct it"),
+        ("nothing=3", r"error: nothing: unknown .*configuration\)\. Correct the name"),
         ("settings.epochs=0", r"error: epochs: 0 \(expected an integer of at least 1\)"),
         ("settings.hidden=16", r"error: hidden: 16 \(expected a tuple of integers"),
         ("seed=-1", r"error: trainer=appo seed: -1 \(expected at least 0\)"),
