@@ -159,7 +159,7 @@ class PackedReplayStorage(SharedReplay):
         try:
             self._set(cursor, data, set_cursor)
         except BaseException:
-            set_back_writers(self, cursor, self.ptr if self.initialized else 0)
+            set_back_writers(self, cursor, self.ptr)
             raise
 
     def _set(self, cursor: Any, data: Any, set_cursor: bool) -> None:

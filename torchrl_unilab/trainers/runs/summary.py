@@ -248,7 +248,7 @@ def plot_returns(
     figure = Figure(figsize=(9, 3.6))
     FigureCanvasAgg(figure)
     margins = {"left": 0.09, "right": 0.97, "bottom": 0.15, "top": 0.88, "wspace": 0.08}
-    axes = figure.subplots(1, 2, sharey=True, gridspec_kw=margins)  # a solver takes half a second
+    axes = figure.subplots(1, 2, sharey=True, gridspec_kw=margins)  # a layout solver is slow
     returns = [point[2] for point in curve]
     for axis, column, label in zip(axes, (0, 1), ("seconds", "frames"), strict=True):
         axis.plot([point[column] for point in curve], returns)
