@@ -333,12 +333,14 @@ def test_a_run_that_was_to_go_on_for_longer_does_so_without_being_told_again(run
 
 def test_a_resumed_run_logs_evaluates_and_waits_for_ranks_as_before(run_dir):
     file = run_dir / "config.yaml"
-    said = {**read_config(file), "logger": "csv", "rank_timeout": 3600.0}
+    edited = {"logger": "csv", "rank_timeout": 3600.0, "keep_checkpoints": 1}
+    said = {**read_config(file), **edited, "checkpoint_interval": 2 * FRAMES}
     file.write_text(as_yaml(said))
     resume_run(run_dir, frames=2 * FRAMES, progress_bar=False)
     after = read_config(file)
-    for name in ("logger", "eval_episodes", "rank_timeout"):
+    for name in (*edited, "eval_episodes", "checkpoint_interval"):
         assert after[name] == said[name]
+    assert len(list((run_dir / "checkpoint").glob("frames-*"))) == 1
     assert len(list((run_dir / "tensorboard").glob("events.*"))) == 1
 
 

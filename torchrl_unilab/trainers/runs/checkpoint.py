@@ -215,10 +215,14 @@ class RunCheckpoints(CheckpointRotation):
             refused = _refused_by_disk(error)
             if not refused:
                 raise
+            then = (
+                "resume from the checkpoint before, or keep fewer (keep_checkpoints)"
+                if self.paths()
+                else "train again"
+            )
             raise OSError(
                 f"cannot save a checkpoint in {directory}: {refused} (expected room for it; "
-                f"{shutil.disk_usage(directory).free} bytes are free). Make room and resume from "
-                "the checkpoint before, or keep fewer (keep_checkpoints)."
+                f"{shutil.disk_usage(directory).free} bytes are free). Make room and {then}."
             ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)

@@ -35,6 +35,8 @@ _TAKEN_OVER = (
     "eval_interval",
     "video_interval",
     "trace",
+    "checkpoint_interval",
+    "keep_checkpoints",
     "rank_timeout",
 )
 """What a run does as before, unless it is told otherwise."""
@@ -103,8 +105,8 @@ def resume_run(
             f"cannot resume {run_dir}: {found} ranks for a run of {ranks} (expected as many). "
             f"Start it with torchrun --nproc-per-node {ranks}."
         )
-    before = {name: said[name] for name in _TAKEN_OVER if name in said}
-    before |= {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
+    before = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
+    before |= {name: said[name] for name in _TAKEN_OVER if said.get(name) is not None}
     planned = max(saved.total_frames, said.get("frames", 0))
     frames = planned if frames is None else frames
     run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(before | options))
