@@ -51,7 +51,7 @@ def test_an_appo_run_shows_what_learner_and_collectors_do(tmp_path, capsys):
     events = _train(tmp_path, "appo", *APPO)
     found = _by_process(events, "X")
     assert set(found) == {"learner", *WORKERS}
-    assert found["learner"] >= {"publish", "sample", "wait", "update"}
+    assert found["learner"] >= {"publish", "sample", "wait", "update", "checkpoint"}
     for worker in WORKERS:
         assert found[worker] >= {"pull", "claim", "rollout", "commit"}
     counters = _by_process(events, "C")
@@ -69,7 +69,7 @@ def test_a_sac_run_shows_what_learner_and_collectors_do(tmp_path):
     found = _by_process(events, "X")
     assert set(found) == {"learner", *WORKERS}
     of_pipeline = {"replay pack", "replay submit", "replay wait"}
-    assert found["learner"] == {"publish", "sample", "wait", "update", *of_pipeline}
+    assert found["learner"] == {"publish", "sample", "wait", "update", "checkpoint", *of_pipeline}
     for worker in WORKERS:
         assert found[worker] == {"pull", "wait", "rollout", "commit"}
     assert _by_process(events, "C")["learner"] == {"policy_lag", "replay_size", "restarts"}

@@ -53,6 +53,7 @@ from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
+from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.base import RankTrainer
 
 FORMAT = 5
@@ -200,17 +201,18 @@ class RunCheckpoints(CheckpointRotation):
             shutil.rmtree(leftover, ignore_errors=True)
         draft = directory / f".{path.name}"
         try:
-            checkpoint.save(
-                draft,
-                components=components,
-                component_options=component_options,
-                metadata=metadata,
-                format="directory",
-            )
-            (draft / DIGESTS).write_text(json.dumps(_digests(draft)))
-            for entry in (*draft.rglob("*"), draft):
-                _sync(entry)
-            draft.rename(path)
+            with span("checkpoint"):
+                checkpoint.save(
+                    draft,
+                    components=components,
+                    component_options=component_options,
+                    metadata=metadata,
+                    format="directory",
+                )
+                (draft / DIGESTS).write_text(json.dumps(_digests(draft)))
+                for entry in (*draft.rglob("*"), draft):
+                    _sync(entry)
+                draft.rename(path)
         except (OSError, RuntimeError) as error:
             refused = _refused_by_disk(error)
             if not refused:
