@@ -70,7 +70,7 @@ def _wait_for_a_worker() -> None:
 
 
 def _sleep_on(link: Link) -> None:
-    link.ready({})
+    link.ready()
     link.request(block=True)
 
 

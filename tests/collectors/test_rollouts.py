@@ -348,6 +348,17 @@ def test_a_state_with_rollouts_of_another_length_is_refused(pair):
         pair.load_state_dict(state)
 
 
+@pytest.mark.parametrize("batch", [(), (2, 1)])
+def test_what_waits_of_a_round_is_restored_whatever_the_environments_batch(batch):
+    env = partial(CountingEnv, batch)
+    with _collector(make_policy(0.0), [env, env], lockstep=True) as collector:
+        batches = iter(collector)
+        while not (state := collector.state_dict())["waiting"]:
+            next(batches)
+        collector.load_state_dict(state)
+        assert next(batches).batch_size == (*batch, FRAMES // max(1, math.prod(batch)))
+
+
 def test_a_state_restores_frames_and_noise(pair):
     batches = iter(pair)
     while not (state := pair.state_dict())["waiting"]:  # the other of a round of two

@@ -11,6 +11,7 @@ import torch
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
+from torchrl.envs import GymEnv, SerialEnv
 from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
 
@@ -233,3 +234,13 @@ def test_what_makes_no_environment_is_refused(create_env):
 def test_values_that_are_none_leave_a_setting_to_the_task():
     settings = make_settings("appo", "Swimmer-v5", gamma=None, epochs=3, hidden=[8, 4])
     assert (settings.gamma, settings.epochs, settings.hidden) == (0.998, 3, (8, 4))
+
+
+def test_torchrls_batches_of_environments_are_trained_on():
+    config = APPOConfig(num_envs=2, num_steps=8, minibatches=2, hidden=(8,))
+    batch = partial(SerialEnv, 2, partial(GymEnv, "Pendulum-v1"))
+    trainer = make_appo_trainer(
+        config=config, create_env_fn=batch, total_frames=32, progress_bar=False
+    )
+    trainer.train()
+    assert trainer.collected_frames == 32

@@ -223,9 +223,15 @@ def test_a_last_deviation_is_refused_for_an_actor_of_another_kind():
         APPOTrainer(collector=None, loss_module=loss, total_frames=FRAMES, config=config)
 
 
-def test_the_loss_of_another_algorithm_is_refused_by_name():
-    loss = ClipPPOLoss(make_actor(4, 1), make_critic(4))
-    with pytest.raises(ConfigError, match=r"loss_module: ClipPPOLoss \(expected APPOLoss, which"):
+@pytest.mark.parametrize(
+    ("loss", "name"),
+    [
+        (ClipPPOLoss(make_actor(4, 1), make_critic(4)), "ClipPPOLoss"),
+        (torch.nn.Identity(), "Identity"),
+    ],
+)
+def test_the_loss_of_another_algorithm_is_refused_by_name(loss, name):
+    with pytest.raises(ConfigError, match=rf"loss_module: {name} \(expected APPOLoss, which"):
         APPOTrainer(collector=None, loss_module=loss, total_frames=1, config=APPOConfig(**QUICK))
 
 
@@ -567,8 +573,9 @@ def test_rollouts_that_aged_beyond_the_bound_are_not_learnt_from(behind, stale):
 
 def test_a_bound_of_the_lag_needs_the_scheme_that_counts_it():
     config = APPOConfig(max_policy_lag=2)
+    loss = _loss(config, ObservationNormalizer(4))
     with pytest.raises(ConfigError, match=r"max_policy_lag: 2 without a scheme"):
-        APPOTrainer(collector=Mock(), loss_module=Mock(), total_frames=1, config=config)
+        APPOTrainer(collector=Mock(), loss_module=loss, total_frames=1, config=config)
 
 
 def test_torchrls_own_collector_will_do():

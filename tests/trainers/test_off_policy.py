@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, call
@@ -403,16 +404,21 @@ def test_a_resumed_trainer_whose_first_updates_leave_the_policy_has_not_diverged
         one.close()
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_training_goes_on_after_an_interrupt_in_mid_update(prefetch):
-    trainer = _trainer(20, prefetch=prefetch)
+def _interrupt(at: int) -> Callable[[], None]:
+    """Return what Ctrl-C comes in once, in its call number `at`."""
     calls = itertools.count()
 
     def interrupt() -> None:
-        if next(calls) == 3:
+        if next(calls) == at:
             raise KeyboardInterrupt
 
-    trainer.register_op("post_optim", interrupt)
+    return interrupt
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_training_goes_on_after_an_interrupt_in_mid_update(prefetch):
+    trainer = _trainer(20, prefetch=prefetch)
+    trainer.register_op("post_optim", _interrupt(at=3))
     with trainer.collector:
         for batch in trainer.collector:
             try:
@@ -423,6 +429,23 @@ def test_training_goes_on_after_an_interrupt_in_mid_update(prefetch):
         assert before == 4  # in the midst of a tick's two
         trainer.optim_steps(None)
         assert trainer.updates == before + QUICK["updates_per_step"]
+    trainer.close()
+
+
+def test_and_after_one_between_a_sample_and_its_first_update(monkeypatch):
+    trainer = _trainer(20, prefetch=True)
+    prepare, interrupt = trainer.pipeline.start_prepare, _interrupt(at=1)
+
+    def interrupted(*arguments: int) -> None:
+        interrupt()
+        prepare(*arguments)
+
+    monkeypatch.setattr(trainer.pipeline, "start_prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    before = trainer.updates
+    trainer.optim_steps(None)
+    assert trainer.updates == before + QUICK["updates_per_step"]
     trainer.close()
 
 

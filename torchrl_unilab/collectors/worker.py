@@ -46,6 +46,15 @@ def close_env(env: EnvBase) -> None:
         env.close()
 
 
+def check_env(env: object) -> None:
+    """Refuse what is no environment of TorchRL by a ConfigError."""
+    if not isinstance(env, EnvBase):
+        raise ConfigError(
+            f"create_env: it returned {type(env).__name__} (expected an environment of TorchRL). "
+            "Return what it makes."
+        )
+
+
 @contextlib.contextmanager
 def closing_env(env: EnvBase) -> Iterator[EnvBase]:
     """Close an environment in the end, by `close_env`.
@@ -53,11 +62,7 @@ def closing_env(env: EnvBase) -> Iterator[EnvBase]:
     Raises:
         ConfigError: It is none.
     """
-    if not isinstance(env, EnvBase):
-        raise ConfigError(
-            f"create_env: it returned {type(env).__name__} (expected an environment of TorchRL). "
-            "Return what it makes."
-        )
+    check_env(env)
     try:
         yield env
     finally:

@@ -7,7 +7,6 @@ and the collector's node has what differs.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
@@ -146,7 +146,7 @@ def _make_trainer(
     network_seed, acting_seed = child_seeds(seed, 2)
     torch.set_num_threads(run_threads(config).learner_threads)
     torch.manual_seed(network_seed)
-    with contextlib.closing(create_env()) as env:
+    with closing_env(create_env()) as env:
         learner = build_learner(env, config)
     algorithm = ALGORITHMS[config.algorithm]
     collecting = algorithm.collector(

@@ -200,7 +200,7 @@ class Link:
             raise PeerGoneError(_NO_PARENT) from None
 
     ready = answer
-    """Report that the worker has started, once, with what the parent wants to know."""
+    """Report that the worker has started, once."""
 
     def close(self) -> None:
         """Close this end. Idempotent."""

@@ -55,15 +55,12 @@ class WorkerGroup:
         WorkerError: A worker failed while it started; the others are stopped.
         ConfigError: This process is daemonic, and so may have none.
 
-    Attributes:
-        started: What each worker said when it was ready.
-
     Examples:
         >>> from torchrl_unilab.runtime import WorkerGroup
         >>> from torchrl_unilab.runtime.link import Link
-        >>> with WorkerGroup(Link.ready, [("hello",)]) as group:
-        ...     group.started
-        ['hello']
+        >>> with WorkerGroup(Link.ready, [()]) as group:
+        ...     len(group.pids)
+        1
     """
 
     def __init__(
@@ -94,9 +91,8 @@ class WorkerGroup:
         try:
             for index in range(len(arguments)):
                 self._workers.append(self._start(index))
-            self.started = [
-                self._receive(worker, START_SECONDS, self._workers) for worker in self._workers
-            ]
+            for worker in self._workers:
+                self._receive(worker, START_SECONDS, self._workers)
         except BaseException:
             self.stop(FAILED_START_SECONDS)
             raise
@@ -219,11 +215,8 @@ class WorkerGroup:
         process.kill()
         process.join()
 
-    def restart(self, index: int) -> Any:
+    def restart(self, index: int) -> None:
         """Start a worker anew in place of one that failed.
-
-        Returns:
-            What it said when it was ready.
 
         Raises:
             WorkerError: It failed while it started.
@@ -234,8 +227,7 @@ class WorkerGroup:
         old.channel.close()
         old.process.close()
         self._failed = None
-        self.started[index] = self._receive(worker, START_SECONDS, [worker])
-        return self.started[index]
+        self._receive(worker, START_SECONDS, [worker])
 
     def _wait(
         self, objects: Sequence[Any], timeout: float | None, watched: Sequence[WorkerProcess]

@@ -102,6 +102,11 @@ class APPOTrainer(RankTrainer):
                 "collector: ReplayCollector, which fills a replay (expected one that yields "
                 "rollouts). Use APPOCollector."
             )
+        if not isinstance(loss_module, APPOLoss):
+            raise ConfigError(
+                f"loss_module: {type(loss_module).__name__} (expected APPOLoss, which knows the "
+                "target policy). Train by TorchRL's PPOTrainer, or by APPOLoss."
+            )
         actor = loss_module.actor_network
         if config.final_log_std is not None and not isinstance(actor, GaussianActor):
             raise ConfigError(
@@ -112,11 +117,6 @@ class APPOTrainer(RankTrainer):
             raise ConfigError(
                 f"max_policy_lag: {config.max_policy_lag} without a scheme (expected the "
                 "collector's, which counts versions). Pass scheme=, or leave max_policy_lag out."
-            )
-        if not isinstance(loss_module, APPOLoss):
-            raise ConfigError(
-                f"loss_module: {type(loss_module).__name__} (expected APPOLoss, which knows the "
-                "target policy). Train by TorchRL's PPOTrainer, or by APPOLoss."
             )
         self.config, self.ranks = config, ranks
         self.stale = 0

@@ -236,10 +236,10 @@ class OffPolicyTrainer(RankTrainer):
         self._pre_optim_hook()
         count = config.batch_size * config.updates_per_step
         sample = self.pipeline.sample_large_batch(self._tick, count)
-        self._tick += 1
-        if config.prefetch:
-            self.pipeline.start_prepare(self._tick, count)
         try:
+            self._tick += 1
+            if config.prefetch:
+                self.pipeline.start_prepare(self._tick, count)
             with span("update"):
                 logged = self._learn(sample)
         finally:

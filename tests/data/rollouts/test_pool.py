@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from torchrl_unilab.data.rollouts.pool import RolloutPool
-from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutError, LayoutShapeError
 
 N, T = 2, 3
 
@@ -82,7 +82,7 @@ def test_what_add_returns_is_the_copy_in_the_pool_and_the_rollout_stays_as_it_wa
 def test_a_rollout_of_another_kind_is_refused_and_nothing_changes(other):
     pool = RolloutPool(2)
     pool.add(_rollout(1))
-    with pytest.raises(LayoutShapeError, match=r"expected \(2, 3\)"):
+    with pytest.raises(LayoutError, match=r"^(shape of '|keys: missing)"):
         pool.add(other)
     assert len(pool) == 1
     assert (pool.data == _rollout(1).transpose(0, 1)).all()
@@ -101,7 +101,7 @@ def test_tensors_of_another_shape_or_dtype_are_refused_and_nothing_changes(obser
     pool.add(_rollout(1))
     pool.add(_rollout(2))
     before = pool.data.clone()
-    with pytest.raises(error, match=r"^rollout for the pool, 'observation': torch.float"):
+    with pytest.raises(error, match=r"^(shape|dtype) of 'observation': "):
         pool.add(_rollout(3).set("observation", observation))
     assert pool.added == 2
     assert (pool.data == before).all()

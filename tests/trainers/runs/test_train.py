@@ -311,6 +311,11 @@ def test_an_environment_that_a_function_does_not_return_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_nor_is_a_run_evaluated_on_it(off_policy_runs):
+    with pytest.raises(ConfigError, match=r"create_env: it returned int \(expected an env"):
+        evaluate_run(off_policy_runs["sac"].run_dir, create_env=lambda: 7)
+
+
 @pytest.mark.parametrize(
     ("use", "asked", "message"),
     [

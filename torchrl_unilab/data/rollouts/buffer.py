@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -141,22 +140,17 @@ class RolloutRingSampler(RolloutSampler):
         self._remaining_batches = 0
 
     def dumps(self, path: str | Path) -> None:
-        """Save to ``path/sampler.json``."""
-        path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "sampler.json").write_text(json.dumps(self.state_dict()))
+        """Save nothing: an iteration begins anew."""
 
     def loads(self, path: str | Path) -> None:
-        """Load what `dumps` saved."""
-        self.load_state_dict(json.loads((Path(path) / "sampler.json").read_text()))
+        """Load nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether the last sample was the last of its iteration."""
-        return {"ran_out": self.ran_out}
+        """Return nothing."""
+        return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`."""
-        self.ran_out = state_dict["ran_out"]
+        """Load nothing."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(take={self.take!r})"

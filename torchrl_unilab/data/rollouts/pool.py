@@ -13,8 +13,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.configs.appo import MAX_POOL
-from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutShapeError
-from torchrl_unilab.shm.layout import dotted
+from torchrl_unilab.data.schema import TensorSchema
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
 
 
 class RolloutPool:
@@ -81,22 +81,7 @@ class RolloutPool:
                 device=self.device,
             )
         column = self._memory[:, self.added % self.size]
-        found, kept = ({*items.keys(True, True)} for items in (rollout, column))
-        if given.batch_size != column.batch_size or found != kept:
-            raise LayoutShapeError(
-                f"rollout for the pool: {tuple(rollout.batch_size)} with keys "
-                f"{sorted(map(str, found))} (expected {tuple(column.batch_size[::-1])} with "
-                f"{sorted(map(str, kept))}). Use one pool per kind of rollout."
-            )
-        for key, old in column.items(True, True):
-            new = given.get(key)
-            if new.shape != old.shape or new.dtype is not old.dtype:
-                wrong = LayoutShapeError if new.shape != old.shape else LayoutDtypeError
-                raise wrong(
-                    f"rollout for the pool, {dotted(key)!r}: {new.dtype} {tuple(new.shape)} "
-                    f"(expected {old.dtype} {tuple(old.shape)}, time first). Use one pool per "
-                    "kind of rollout."
-                )
+        TensorSchema.of(column).select(given)
         column.update_(given)
         self.added += 1
         return column

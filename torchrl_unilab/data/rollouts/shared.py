@@ -111,6 +111,17 @@ class SharedRollouts(SharedStorage):
             )
         return self._ring
 
+    @property
+    def rollout_size(self) -> torch.Size:
+        """Batch size of a rollout, [*batch].
+
+        Raises:
+            UsageError: The schema is not known yet.
+        """
+        _ = self.ring
+        assert self._schema is not None
+        return self._schema.batch_size
+
     def _rollout(self, slot: int) -> TensorDict:
         if slot not in self._rollouts:
             assert self._schema is not None
@@ -278,11 +289,6 @@ class SharedRollouts(SharedStorage):
         """
         self._check_writer(writer)
         return self.ring.recover(writer)
-
-    def unread(self, writer: int) -> int:
-        """Return the number of unread rollouts of a writer."""
-        held = sum(lease.writer == writer for lease in self._unread())
-        return held + self.ring.available(writer)
 
     def _unread(self) -> list[Lease]:
         """Rollouts that this process holds unread, oldest first."""

@@ -21,7 +21,7 @@ from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 
 from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
-from torchrl_unilab.collectors.worker import close_env, closing_env
+from torchrl_unilab.collectors.worker import check_env, close_env, closing_env
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
@@ -184,6 +184,7 @@ def load_run(
         create_env = partial(MujocoBatchEnv, task_of(saved.run, refusal), **env_options)
     check_factory(create_env)
     env = create_env()
+    check_env(env)
     try:
         here = saved_config(saved.run).replace(device="cpu", collector_device="cpu")
         actor = build_learner(env, here).actor
