@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchrl.envs import RewardScaling, TransformedEnv
 
+from tests.support.processes import DEADLINE, wait_for
 from tests.support.videos import read_video
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, WorkerError
@@ -208,6 +209,26 @@ def test_an_episode_that_nothing_ends_is_cut():
         finally:
             background.close()
     assert [one.mean_length for one in background.evaluations] == [7.0]
+
+
+@pytest.mark.parametrize("filmed", [False, True])
+def test_it_ends_with_the_learner_in_the_midst_of_an_episode(filmed, tmp_path):
+    endless = partial(MujocoBatchEnv, "HalfCheetah-v5", 1, num_threads=1, max_episode_steps=10**8)
+    cheetah, steps = make_actor(17, 6), 1 if filmed else 10**8
+    videos = Videos(endless, tmp_path, interval=1) if filmed else None
+    settings = {"interval": 1, "max_steps": steps, "videos": videos}
+    with contextlib.closing(UniLabShmTransport.from_state_dict(cheetah)) as published:
+        background = BackgroundEvaluation(endless, cheetah, published, **settings)
+        try:
+            background.register(_trainer())
+            _collect(background, background._trainer, 1)
+            (worker,) = background._process._workers
+            wait_for(lambda: not filmed or any(tmp_path.glob("*.part")))
+            worker.channel.close()  # as when the learner is killed
+            worker.process.join(DEADLINE)
+            assert worker.process.exitcode == 0
+        finally:
+            background.close()
 
 
 @pytest.mark.parametrize("episodes", [1, 2, 5])

@@ -281,7 +281,7 @@ class APPOCollector(WorkerCollector):
         Raises:
             ConfigError: The state is of another number of workers, or of other rollouts.
         """
-        shape = tuple(self.storage.rollout_size)
+        shape = self.storage.rollout_size
         if other := [size for size, _ in state_dict.get("waiting", ()) if tuple(size) != shape]:
             raise ConfigError(
                 f"state with rollouts of {tuple(other[0])} (expected {shape}). Make the collector "

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
+from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -26,6 +28,8 @@ from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.trainers.video import film_episodes
 from torchrl_unilab.weight_update import UniLabShmTransport
+
+Policy = Callable[[TensorDictBase], TensorDictBase]
 
 _NICENESS = 10  # learner and collectors come first
 
@@ -63,9 +67,7 @@ def evaluate(
     return _play(env, policy, episodes, max_steps)[0]
 
 
-def _play(
-    env: EnvBase, policy: TensorDictModuleBase, episodes: int | None, max_steps: int
-) -> torch.Tensor:
+def _play(env: EnvBase, policy: Policy, episodes: int | None, max_steps: int) -> torch.Tensor:
     """Return returns and lengths of episodes, float64 [2, episodes]."""
     envs = env.batch_size.numel()
     count = envs if episodes is None else episodes
@@ -79,7 +81,7 @@ def _play(
 
 
 @torch.no_grad()
-def _play_round(env: EnvBase, policy: TensorDictModuleBase, max_steps: int) -> torch.Tensor:
+def _play_round(env: EnvBase, policy: Policy, max_steps: int) -> torch.Tensor:
     """Return returns and lengths of each environment's next episode, float64 [2, N]."""
     returns = torch.zeros(env.batch_size.numel(), dtype=torch.float64, device=env.device)
     lengths = torch.zeros_like(returns)
@@ -267,6 +269,12 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
     """Evaluate on request, until the learner ends."""
     os.nice(_NICENESS)
     create_env, create_stage, policy, episodes, max_steps, seed = cloudpickle.loads(payload)
+
+    def act(current: TensorDictBase) -> TensorDictBase:
+        link.request(block=False)  # raises if the learner has ended: none comes before the answer
+        acted: TensorDictBase = policy(current)
+        return acted
+
     with closing_env(create_env()) as env:
         link.ready()
         with contextlib.suppress(PeerGoneError):
@@ -276,13 +284,13 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
                 frames, video = request
                 version = transport.read_weights_into(policy)
                 env.set_seed(seed)
-                returns, lengths = _play(env, policy, episodes, max_steps)
+                returns, lengths = _play(env, act, episodes, max_steps)
                 if video is not None:
-                    _film(create_stage, policy, video, seed)
+                    _film(create_stage, act, video, seed)
                 link.answer((frames, version, returns.mean().item(), lengths.mean().item()))
 
 
-def _film(create_env: CreateEnv, policy: TensorDictModuleBase, path: Path, seed: int) -> None:
+def _film(create_env: CreateEnv, policy: Policy, path: Path, seed: int) -> None:
     path.parent.mkdir(exist_ok=True)
     with (
         closing_env(create_env()) as env,

@@ -9,7 +9,7 @@ import importlib
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict.nn import TensorDictModuleBase
+from tensordict import TensorDictBase
 from torchrl.record.loggers.csv import CSVLogger
 from tqdm import tqdm
 
@@ -199,7 +199,7 @@ class Film(NamedTuple):
 @torch.no_grad()
 def film_episodes(
     env: MujocoBatchEnv,
-    actor: TensorDictModuleBase,
+    actor: Callable[[TensorDictBase], TensorDictBase],
     path: str | os.PathLike[str],
     episodes: int = 1,
     *,

@@ -112,7 +112,7 @@ class SharedRollouts(SharedStorage):
         return self._ring
 
     @property
-    def rollout_size(self) -> torch.Size:
+    def rollout_size(self) -> tuple[int, ...]:
         """Batch size of a rollout, [*batch].
 
         Raises:
