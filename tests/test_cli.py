@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -182,6 +185,20 @@ def test_a_run_ends_with_a_table_of_what_came_of_it(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     for part in ("Hopper-v5", "1,234.6", "none", "5,000", "2.0", "2,500", "50%", "25%, 75%"):
         assert part in shown
+
+
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        (errno.ENOSPC, r"\[Errno \d+\] No space .*: 'a' \(expected room .* Make room, or "),
+        (errno.EMFILE, r"\[Errno \d+\] Too many .*: 'a' \(expected more, .* Raise `ulimit -n`\.$"),
+    ],
+)
+def test_an_error_of_the_system_says_what_to_do(code, end, monkeypatch, capsys):
+    error = OSError(code, os.strerror(code), "a")
+    monkeypatch.setattr("torchrl_unilab.cli._tasks", Mock(side_effect=error))
+    assert main(["tasks"]) == 2
+    assert re.match("error: " + end, capsys.readouterr().err)
 
 
 def test_a_narrow_terminal_cuts_no_number_of_the_table(capsys, monkeypatch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import json
 import multiprocessing
 import os
@@ -32,7 +33,11 @@ from torchrl_unilab.configs.flags import add_settings, given
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, RunCompleteError, UniLabError, WorkerError
 
-_OF_THE_PARSER = ("run", "parser")
+_REMEDIES = {
+    errno.ENOSPC: " (expected room for a run's files). Make room, or choose another directory.",
+    errno.EMFILE: " (expected more, for logs and workers). Raise `ulimit -n`.",
+}
+"""What to do about errors of the system."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _leave_terminal()
         return 141
     except (UniLabError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        remedy = _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+        print(f"error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
         return 2
     except (AttributeError, ImportError, RuntimeError) as error:
         if "MUJOCO_GL" not in os.environ or "mujoco" in sys.modules:
@@ -164,8 +170,7 @@ def _add_algorithms(
 
 def _add_training(train: argparse.ArgumentParser) -> None:
     add = train.add_argument
-    directory = "new directory for everything written (default: runs/TASK-ALGORITHM-SEED-TIME)"
-    add("--run-dir", help=directory)
+    add("--run-dir", help="new directory of the run (default: runs/TASK-ALGORITHM-SEED-TIME)")
     resume = (
         "continue the run in --run-dir; its task, frames and settings need not be given; where "
         "they are, and it has no checkpoint yet, start it: one command for both"
@@ -300,8 +305,7 @@ def _show(summary: Mapping[str, Any]) -> None:
 
 def _asked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what flags ask for, on top of ``--config``: of the run, and settings."""
-    kind = type(SETTINGS[options.algorithm].for_task(""))
-    run, settings = given(options, RunConfig), given(options, kind)
+    run, settings = given(options, RunConfig), given(options, SETTINGS[options.algorithm].kind)
     if options.config is None:
         return run, settings
     saved_run, saved = split_settings(read_config(Path(options.config)), options.algorithm)
@@ -332,9 +336,8 @@ def _tasks(_: argparse.Namespace) -> int:
     for task in (*TASKS, *EXAMPLES):
         own = [name for name, algorithm in SETTINGS.items() if task in algorithm.tasks]
         known = known_of(task)
-        choose = known[0].algorithm if known else "-"
         words = "; ".join(map(str, known)) or "not measured"
-        print(line(task, " ".join(own) or "-", choose, words))
+        print(line(task, " ".join(own) or "-", known[0].algorithm if known else "-", words))
     print(
         "Known: a training return that every seed reached with the task's own settings, and the "
         "median of seconds and frames to it on two cores, which some shared with others. Choose "
@@ -353,11 +356,10 @@ def _budget(options: argparse.Namespace) -> int:
     from torchrl_unilab.trainers.runs.builders import plan_run
 
     algorithm = SETTINGS[options.algorithm]
-    settings = given(options, type(algorithm.for_task("")))
+    settings = given(options, algorithm.kind)
     budget = plan_run(options.env, algorithm.for_task(options.env, **settings))
     print(json.dumps(budget.as_dict()) if options.json else budget)
-    refusal = budget.refusal()
-    if refusal is not None:
+    if (refusal := budget.refusal()) is not None:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     return 0
@@ -393,6 +395,6 @@ def _name_or_number(camera: str) -> str | int:
 
 def _print_result(command: str, options: argparse.Namespace) -> int:
     """Call a function of the package with the options by name, and print what it returns."""
-    arguments = {key: value for key, value in vars(options).items() if key not in _OF_THE_PARSER}
+    arguments = {key: value for key, value in vars(options).items() if key not in ("run", "parser")}
     print(json.dumps(getattr(torchrl_unilab, command)(**arguments)))
     return 0

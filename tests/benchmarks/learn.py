@@ -236,7 +236,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 def _run_all(options: argparse.Namespace) -> None:
     out = options.out or results_path(options.task, options.algorithm)
-    kind = type(SETTINGS[options.algorithm].for_task(""))
+    kind = SETTINGS[options.algorithm].kind
     overrides = parse_settings(kind, options.set)
     for seed in options.seeds:
         name = f"{options.task.replace(':', '.')}-{options.algorithm}-{seed}"

@@ -181,9 +181,7 @@ def test_every_recorded_command_gives_the_recorded_settings():
         kind = SETTINGS_OF[group.algorithm]
         words = shlex.split(page.command(group))
         (given,) = [word[4:] for word in words if word.startswith("SET=")] or [""]
-        settings = kind.for_task(
-            group.task, **parse_settings(type(kind.for_task("")), given.split())
-        )
+        settings = kind.for_task(group.task, **parse_settings(kind.kind, given.split()))
         recorded = group.runs[0]["settings"]
         now = json.loads(json.dumps(dataclasses.asdict(settings)))
         assert {name: now[name] for name in recorded.keys() & now.keys()} == {

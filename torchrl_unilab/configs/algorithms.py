@@ -27,22 +27,30 @@ class AlgorithmSettings:
 
     Attributes:
         title: What it is called in full.
+        kind: Their class.
         for_task: Returns the settings of a task, with overrides by name.
         tasks: The tasks that have settings of their own.
     """
 
     title: str
+    kind: type[Settings]
     for_task: Callable[..., Any]
     tasks: Collection[str]
 
 
 SETTINGS: Mapping[str, AlgorithmSettings] = {
-    "appo": AlgorithmSettings("asynchronous PPO", APPOConfig.for_task, APPO_TASKS),
+    "appo": AlgorithmSettings("asynchronous PPO", APPOConfig, APPOConfig.for_task, APPO_TASKS),
     "sac": AlgorithmSettings(
-        "soft actor-critic", partial(OffPolicyConfig.for_task, algorithm="sac"), OFF_POLICY_TASKS
+        "soft actor-critic",
+        OffPolicyConfig,
+        partial(OffPolicyConfig.for_task, algorithm="sac"),
+        OFF_POLICY_TASKS,
     ),
     "td3": AlgorithmSettings(
-        "twin delayed DDPG", partial(OffPolicyConfig.for_task, algorithm="td3"), OFF_POLICY_TASKS
+        "twin delayed DDPG",
+        OffPolicyConfig,
+        partial(OffPolicyConfig.for_task, algorithm="td3"),
+        OFF_POLICY_TASKS,
     ),
 }
 """The settings of all algorithms, by name."""
@@ -92,7 +100,7 @@ def split_settings(
             f"{OWN_ENVIRONMENT}: the run was given create_env (expected a task by name). Repeat it "
             "in Python, or leave this line out for a task."
         )
-    run, config = _names(RunConfig), _names(type(SETTINGS[algorithm].for_task("")))
+    run, config = _names(RunConfig), _names(SETTINGS[algorithm].kind)
     for name in values:
         if name not in {"algo", *run, *config}:
             raise ConfigError(

@@ -359,7 +359,7 @@ NODES: Mapping[tuple[str, str], type] = {
     ("trainer", "appo"): APPOTrainerNode,
     ("trainer", "off_policy"): OffPolicyTrainerNode,
     **{
-        ("settings", name): _settings_node(name, type(algorithm.for_task("")))
+        ("settings", name): _settings_node(name, algorithm.kind)
         for name, algorithm in SETTINGS.items()
     },
 }
