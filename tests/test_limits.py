@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.limits import (
     available_cores,
     available_memory,
@@ -131,3 +132,9 @@ def test_ranks_share_the_cores_of_the_affinity_that_control_groups_leave(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr("torchrl_unilab.limits.cgroup_cores", lambda: share)
     assert available_cores() == max(1, cores // ranks)
+
+
+def test_a_number_of_ranks_that_is_none_is_refused_by_its_name(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
+    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE is 'two' \(expected an integer"):
+        available_cores()

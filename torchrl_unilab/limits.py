@@ -13,10 +13,26 @@ from pathlib import Path
 
 import psutil
 
+from torchrl_unilab.errors import ConfigError
+
+
+def of_launcher(name: str, default: int) -> int:
+    """Return what torchrun, or another launcher, has set an environment variable to.
+
+    Raises:
+        ConfigError: It is no integer.
+    """
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        raise ConfigError(
+            f"ranks: {name} is {os.environ[name]!r} (expected an integer, from torchrun). Unset it."
+        ) from None
+
 
 def local_ranks() -> int:
     """Return how many ranks torchrun started on this machine, which they share; 1 without it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, of_launcher("LOCAL_WORLD_SIZE", 1))
 
 
 def available_memory() -> int:

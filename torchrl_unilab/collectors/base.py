@@ -36,7 +36,7 @@ from torchrl_unilab.collectors.arguments import (
     without_creators,
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
-from torchrl_unilab.collectors.places import first_seed, first_trajectory
+from torchrl_unilab.collectors.places import first_seed, first_trajectory, random_seed
 from torchrl_unilab.collectors.service import Sink, WorkerService, WorkerSetup, run_worker
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, close_env, on_host, reward_terms
@@ -293,10 +293,10 @@ class WorkerCollector(BaseCollector, abc.ABC):
             raise ConfigError(f"seed: {seed} (expected at least 0). Choose another.")
         team = self._settle()
         if seed is None:
-            seed = int(np.random.SeedSequence().generate_state(1)[0])
+            seed = random_seed()
         if not static_seed:
-            begun, environments = self.scheme.first_version, self.num_workers * self.num_envs
-            seed = first_seed(seed, self.worker_idx, begun, environments)
+            version, environments = self.scheme.first_version, self.num_workers * self.num_envs
+            seed = first_seed(seed, self.worker_idx, version, environments)
         team.seed = seed
         requests = []
         for worker in range(self.num_workers):

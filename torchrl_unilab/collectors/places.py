@@ -1,41 +1,49 @@
 """What tells the collectors below a distributed one apart: their trajectory ids and seeds.
 
-A collector has a place among them, its ``worker_idx``, and the version of the weights that it
-began with, by which one that is started again differs from the one that was lost.
+A collector has a number among them, its ``worker_idx``, and the version of the weights that it
+started with, by which one that is started again differs from the one that was lost.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_PLACE, _BEGUN = 1 << 40, 1 << 20
+_PLACE, _VERSION = 1 << 40, 1 << 20
 
 
-def first_trajectory(place: int | None, begun: int) -> int:
+def first_trajectory(worker_idx: int | None, first_version: int) -> int:
     """Return a collector's first trajectory id.
 
     Args:
-        place: Its place; None for a collector by itself.
-        begun: The version that it began with.
+        worker_idx: Its number; None for a collector by itself.
+        first_version: The version of the weights that it started with.
 
     Examples:
         >>> from torchrl_unilab.collectors.places import first_trajectory
         >>> first_trajectory(None, 0), first_trajectory(1, 0) >> 40
         (0, 1)
     """
-    return 0 if place is None else place * _PLACE + begun % _BEGUN * _BEGUN
+    return 0 if worker_idx is None else worker_idx * _PLACE + first_version % _VERSION * _VERSION
 
 
-def first_seed(seed: int, place: int | None, begun: int, environments: int) -> int:
+def first_seed(seed: int, worker_idx: int | None, first_version: int, environments: int) -> int:
     """Return the seed of a collector's first environment.
 
     Args:
         seed: That of all collectors.
-        place: As in `first_trajectory`.
-        begun: As in `first_trajectory`.
+        worker_idx: As in `first_trajectory`.
+        first_version: As in `first_trajectory`.
         environments: Of each collector: seeds of those before it are left to them.
     """
-    if place is None:
+    if worker_idx is None:
         return seed
-    seed += place * environments
-    return int(np.random.SeedSequence((seed, begun)).generate_state(1)[0]) if begun else seed
+    seed += worker_idx * environments
+    return random_seed(seed, first_version) if first_version else seed
+
+
+def random_seed(*entropy: int) -> int:
+    """Return a seed that follows from `entropy`, or from the operating system's without any.
+
+    It has 31 bits: environments count on from theirs, which has to stay a seed for NumPy.
+    """
+    return int(np.random.SeedSequence(entropy or None).generate_state(1)[0]) >> 1

@@ -37,6 +37,7 @@ from torchrl_unilab.errors import (
     UsageError,
     WaitTimeoutError,
 )
+from torchrl_unilab.limits import local_ranks, of_launcher
 
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
 _LOOK_SECONDS = 0.05
@@ -88,7 +89,7 @@ class Ranks:
         Raises:
             ConfigError: What a launcher sets in the environment cannot be.
         """
-        rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+        rank, size = of_launcher("RANK", 0), of_launcher("WORLD_SIZE", 1)
         if not 0 <= rank < size:
             raise ConfigError(
                 f"ranks: RANK is {rank} (expected 0 to {size - 1}, as WORLD_SIZE is {size}). Unset "
@@ -155,11 +156,11 @@ class Ranks:
     def _choose_backend(self) -> str:
         if self.device != "cuda":  # "cuda:1" is one that all ranks share
             return "gloo"
-        local, gpus = _number("LOCAL_RANK", 0), torch.cuda.device_count()
+        local, gpus = of_launcher("LOCAL_RANK", 0), torch.cuda.device_count()
         if gpus:  # `build_learner` refuses the device otherwise
             torch.cuda.set_device(local % gpus)
         # NCCL wants a GPU for each rank; decisions are exchanged by processors.
-        own = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own = gpus >= local_ranks()
         return "cpu:gloo,cuda:nccl" if own else "gloo"
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -328,16 +329,6 @@ class Ranks:
         except RuntimeError:
             return state
         return state and f"{state}, process {pid}"
-
-
-def _number(name: str, default: int) -> int:
-    """Return what a launcher has set an environment variable to."""
-    try:
-        return int(os.environ.get(name, default))
-    except ValueError:
-        raise ConfigError(
-            f"ranks: {name} is {os.environ[name]!r} (expected an integer, from torchrun). Unset it."
-        ) from None
 
 
 def _check_finite(gathered: Iterable[torch.Tensor], what: str) -> None:

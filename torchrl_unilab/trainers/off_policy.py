@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -273,10 +274,14 @@ class OffPolicyTrainer(RankTrainer):
         self._post_epoch_log_hook(sample)
         self._post_epoch_hook()
         stacked = torch.stack(observed)
-        # Before the policy's first step here its statistics are NaN; later, and elsewhere, none is.
-        means = stacked.nanmean(0) if young else stacked.mean(0)
-        named = zip(update.statistics, means.tolist(), strict=True)  # one look at the device
-        return {n: mean for n, mean in named if mean == mean or not young or n == "loss_qvalue"}
+        means = (
+            stacked.nanmean(0) if young else stacked.mean(0)
+        ).tolist()  # one look at the device
+        logged = dict(zip(update.statistics, means, strict=True))
+        if not young:
+            return logged
+        # The policy's are NaN until its first step; those of the critics are an error.
+        return {n: mean for n, mean in logged.items() if not math.isnan(mean) or n == "loss_qvalue"}
 
     def _own_state(self) -> dict[str, Any]:
         """Return what a resumed trainer needs beside the loss and TorchRL's counts."""
