@@ -18,7 +18,7 @@ from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
 from torchrl_unilab.objectives.fused.adam import FlatAdam
 from torchrl_unilab.objectives.fused.graphs import DeviceNumber, graphs_of
-from torchrl_unilab.objectives.fused.networks import TanhNetwork, is_tanh_mlp
+from torchrl_unilab.objectives.fused.networks import TanhNetwork, is_tanh_mlp, one_input
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
 STATISTICS = (
@@ -131,10 +131,7 @@ class FusedAPPOUpdate:
         self._actor, self._critic = TanhNetwork(head.net), TanhNetwork(critic.net)
         self._log_std = head.log_std.detach()
         self._log_std_grad = head.log_std.grad
-        identities = {type(head.normalizer), type(critic.normalizer)} == {nn.Identity}
-        self._one_input = head.in_keys[0] == critic.in_keys[0] and (
-            identities or head.normalizer is critic.normalizer
-        )
+        self._one_input = one_input(head, critic)
         # Rows of each part that `prepare` packs.
         actions = len(head.log_std)
         inputs = [head.net[0].in_features, 0 if self._one_input else critic.net[0].in_features]

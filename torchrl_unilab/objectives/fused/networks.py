@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from torchrl_unilab.objectives.fused.graphs import SideStream
@@ -28,6 +29,13 @@ from torchrl_unilab.objectives.fused.products import (
 from torchrl_unilab.objectives.fused.threads import at_once
 
 ALL = slice(None)
+
+
+def one_input(head: TensorDictModuleBase, critic: TensorDictModuleBase) -> bool:
+    """Whether actor and critic read one observation, normalised alike."""
+    kinds = {type(head.normalizer), type(critic.normalizer)}
+    alike = head.normalizer is critic.normalizer or kinds == {nn.Identity}
+    return alike and head.in_keys[0] == critic.in_keys[0]
 
 
 class TanhNetwork:

@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
-from torch import nn
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.errors import LayoutKeyError, LayoutShapeError
+from torchrl_unilab.objectives.fused.networks import one_input
 from torchrl_unilab.objectives.targets import sync_normalizers
 
 
@@ -43,10 +43,7 @@ class TransitionRows:
     def __init__(self, loss: LossModule, head: TensorDictModuleBase) -> None:
         critic = loss.qvalue_network
         self._loss, self._head = loss, head
-        self._one_input = head.in_keys[0] == critic.in_keys[0] and (
-            head.normalizer is critic.normalizer
-            or {type(head.normalizer), type(critic.normalizer)} == {nn.Identity}
-        )
+        self._one_input = one_input(head, critic)
         actions = len(head.center)
         state = critic.net[0].in_features - actions
         own = 0 if self._one_input else head.net[0].in_features

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from torchrl_unilab.collectors.places import first_seed, random_seed
+
+
+def test_seeds_that_were_drawn_leave_room_to_count_on_from():
+    seeds = [random_seed() for _ in range(50)]
+    seeds += [first_seed(7, 1, version, 4) for version in range(1, 50)]
+    assert max(seeds) < 2**31
+    assert len({*seeds}) == 99
+
+
+def test_a_collector_that_is_started_again_has_other_seeds_and_the_first_ones_count_on():
+    assert [first_seed(7, number, 0, 4) for number in (None, 0, 1, 2)] == [7, 7, 11, 15]
+    assert first_seed(7, 1, 3, 4) not in {first_seed(7, 1, 0, 4), first_seed(7, 1, 4, 4)}
