@@ -192,7 +192,7 @@ class WorkerTeam:
                 raise lost
             self.restarts += 1
             torchrl_logger.warning(
-                "Worker %d is replaced (%d of %d times). %s",
+                "Collector %d is replaced (%d of %d times). %s",
                 lost.worker,
                 self.restarts,
                 self._restart_workers,
