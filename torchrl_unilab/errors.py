@@ -14,6 +14,7 @@ UniLabError
 ├── CheckpointError         (ValueError)      load another checkpoint
 ├── DivergedError           (ArithmeticError) lower the learning rates, look at rewards
 ├── UsageError              (RuntimeError)    call it in another order, or in another process
+│   └── PositionError       (IndexError)      write first, or sample again
 ├── PeerGoneError           (RuntimeError)    the other process has ended
 │   └── WorkerError                           read its traceback
 └── ConfigError             (ValueError)      change the setting
@@ -37,6 +38,7 @@ __all__ = [
     "LayoutKeyError",
     "LayoutShapeError",
     "PeerGoneError",
+    "PositionError",
     "RunCompleteError",
     "SegmentClosedError",
     "SegmentError",
@@ -102,6 +104,10 @@ class DivergedError(UniLabError, ArithmeticError):
 
 class UsageError(UniLabError, RuntimeError):
     """A call came in the wrong order, or from the wrong process; nothing was changed."""
+
+
+class PositionError(UsageError, IndexError):
+    """There is no item at a position: not yet, or not any more."""
 
 
 class PeerGoneError(UniLabError, RuntimeError):

@@ -124,13 +124,19 @@ def test_a_range_is_refused_where_a_list_refuses_an_end_of_it(one, other, length
         items = list(range(length))
         items[low], items[high]
     except IndexError:
-        with pytest.raises(IndexError, match=f"{length} are there .expected {-length} to "):
+        with pytest.raises(IndexError, match=f"{length} are there .expected at least"):
             check_range(low, high, length, "thing", "there")
     else:
         check_range(low, high, length, "thing", "there")
 
 
-@pytest.mark.parametrize(("low", "high", "named"), [(0, 3, 3), (-4, 2, -4), (-4, 3, -4)])
-def test_the_position_that_is_not_there_is_named(low, high, named):
-    with pytest.raises(IndexError, match=f"^no row {named}: 3 are written"):
-        check_range(low, high, 3, "row", "written")
+@pytest.mark.parametrize(
+    ("low", "high", "length", "named", "least"),
+    [(0, 3, 3, 3, 4), (-4, 2, 3, -4, 4), (-4, 3, 3, -4, 4), (0, 0, 0, 0, 1), (-1, -1, 0, -1, 1)],
+)
+def test_the_position_that_is_not_there_and_how_many_it_takes_are_named(
+    low, high, length, named, least
+):
+    message = rf"^no row {named}: {length} are written \(expected at least {least}\)\. Write first"
+    with pytest.raises(IndexError, match=message):
+        check_range(low, high, length, "row", "written")

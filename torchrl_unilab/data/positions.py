@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchrl_unilab.errors import PositionError
+
 MASKS = (torch.bool, torch.uint8, bool, np.bool_, np.uint8)
 """What a mask is made of; uint8, too, as in torch."""
 
@@ -133,10 +135,11 @@ def check_range(low: int, high: int, length: int, what: str, state: str) -> None
         state: What items that are there are.
 
     Raises:
-        IndexError: There is no such item.
+        PositionError: There is no such item.
     """
     if low < -length or high >= length:
-        raise IndexError(
-            f"no {what} {low if low < -length else high}: {length} are {state} (expected "
-            f"{-length} to {length - 1}). Write first."
+        at = low if low < -length else high
+        raise PositionError(
+            f"no {what} {at}: {length} are {state} (expected at least {max(-at, at + 1)}). "
+            "Write first."
         )

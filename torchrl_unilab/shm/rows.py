@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from torchrl_unilab.errors import ConfigError, ContentionError
+from torchrl_unilab.errors import ConfigError, ContentionError, PositionError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.shards import (
     BASE,
@@ -295,7 +295,7 @@ class SharedRows(Shards):
             gather: Copies rows.
 
         Raises:
-            IndexError: A position has not been written.
+            PositionError: A position has not been written, or rows were cleared meanwhile.
             ContentionError: Rows are overwritten faster than they are read.
             WaitTimeoutError: A writer did not finish in time; names it.
         """
@@ -328,9 +328,10 @@ class SharedRows(Shards):
         """Refuse positions that have not been written; a shard may be ahead of the others."""
         missing = positions[self.hidden(positions, Window(self.load(BASE), window.heads))]
         if len(missing):
-            raise IndexError(
-                f"no row {int(missing[0])}: {length} are written (expected 0 to {length - 1}). "
-                "Write first."
+            at = int(missing[0])
+            raise PositionError(
+                f"no row {at}: {length} are written (expected at least {at + 1}). Write first, or "
+                "sample again: another process may have emptied the replay."
             )
 
     def hidden(self, positions: torch.Tensor, window: Window) -> torch.Tensor:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -13,7 +16,10 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SliceSampler
 
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter, PackedSliceSampler
 from torchrl_unilab.data.replay import slices
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, PositionError, UsageError
+from torchrl_unilab.shm.liveness import this_process
+from torchrl_unilab.shm.rows import SharedRows
+from torchrl_unilab.shm.shards import LOADING, Window
 
 CAPACITY = 12
 KEYS = pytest.mark.parametrize(
@@ -168,3 +174,75 @@ def test_a_storage_of_several_writers_is_refused_as_by_torchrl():
         buffer.extend(_rows([False] * 4))
         with pytest.raises(ConfigError, match="slices of a replay with writers=2"):
             buffer.sample()
+
+
+@KEYS
+def test_an_emptied_storage_is_refused(key):
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+        buffer = _buffer(PackedSliceSampler(slice_len=2, **key), storage)
+        buffer.extend(_rows([False] * 4))
+        buffer.sample()
+        storage._empty()
+        with pytest.raises(UsageError, match=r"^cannot sample slices: 0 rows"):
+            buffer.sample()
+
+
+def _begin_to_clear(rows: SharedRows) -> None:
+    """Leave rows as a process does that is killed when it begins to clear them."""
+    rows._words[LOADING] = this_process()
+
+
+def _after_look(
+    number: int, action: Callable[[], object], rows: SharedRows
+) -> Callable[[], Window]:
+    """Return `rows.window`, which another process's action follows once."""
+    looks, look = count(1), rows.window
+
+    def window() -> Window:
+        found = look()
+        if next(looks) == number:
+            action()
+        return found
+
+    return window
+
+
+@pytest.mark.parametrize("empty", [SharedRows.clear, _begin_to_clear])
+@pytest.mark.parametrize("number", range(1, 5))
+def test_rows_that_go_away_while_slices_are_sampled_are_missed(number, empty, monkeypatch):
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+        buffer = _buffer(PackedSliceSampler(slice_len=2, traj_key="episode"), storage)
+        buffer.extend(_rows([False] * CAPACITY))
+        buffer.sample()
+        rows = storage.rows
+        monkeypatch.setattr(rows, "window", _after_look(number, lambda: empty(rows), rows))
+        with pytest.raises(PositionError, match=r"^no row \d+: 0 are written"):
+            buffer.sample()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_slices_do_not_go_round_fewer_rows_that_take_their_place(number, monkeypatch):
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+        buffer = _buffer(PackedSliceSampler(slice_len=CAPACITY, traj_key="episode"), storage)
+        buffer.extend(_rows([False] * CAPACITY))
+        buffer.sample()
+        replace = partial(storage.load_rows, _rows([False] * 5))
+        monkeypatch.setattr(storage.rows, "window", _after_look(number, replace, storage.rows))
+        with pytest.raises(PositionError, match=r"^no row 5: 5 are written"):
+            buffer.sample()
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_thread_beside_one_that_has_seen_newer_rows_gets_whole_slices(number, monkeypatch):
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+        buffer = _buffer(PackedSliceSampler(slice_len=2, traj_key="episode"), storage)
+        buffer.extend(_rows([False] * 4))
+        buffer.sample()
+
+        def overtake() -> None:
+            storage.append(_rows([False] * 5, first=1))
+            buffer.sampler.sample(storage, 2)
+
+        rows = storage.rows
+        monkeypatch.setattr(rows, "window", _after_look(number, overtake, rows))
+        assert (buffer.sample()["step"].view(-1, 2).diff(dim=1) == 1).all()

@@ -33,6 +33,7 @@ from torchrl_unilab.errors import (
     LayoutShapeError,
     SegmentClosedError,
     SegmentSpaceError,
+    UsageError,
 )
 
 
@@ -192,6 +193,18 @@ def test_an_index_out_of_range_is_refused(index):
         storage.set(range(20), transitions(20))
         with pytest.raises(IndexError, match="20 are written"):
             storage.get(index)
+
+
+@pytest.mark.parametrize("index", [3, torch.tensor([3])], ids=str)
+def test_a_row_that_was_emptied_is_refused_as_a_wrong_index_and_an_error_of_ours(index):
+    with PackedReplayStorage(8) as storage:
+        storage.append(transitions(4))
+        storage._empty()
+        with pytest.raises(
+            UsageError, match=r"^no row 3: 0 are written .expected at least 4"
+        ) as no:
+            storage.get(index)
+        assert isinstance(no.value, IndexError)
 
 
 def test_rows_that_leave_a_gap_are_refused():

@@ -16,6 +16,8 @@ from torchrl.data import SliceSampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
+from torchrl_unilab.errors import UsageError
+from torchrl_unilab.shm.shards import Window
 
 _Boundaries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -71,13 +73,24 @@ class PackedSliceSampler(SliceSampler):
         return state | {"_known": None}
 
     def _get_stop_and_length(self, storage: Storage, fallback: bool = True) -> _Boundaries:
-        """Return first and last positions of trajectories, int64 [n, 1], and lengths [n]."""
-        found = self._found(storage) if isinstance(storage, PackedReplayStorage) else None
+        """Return first and last positions of trajectories, int64 [n, 1], and lengths [n].
+
+        Raises:
+            UsageError: The storage is empty.
+        """
+        found = None
+        if isinstance(storage, PackedReplayStorage):
+            window = storage.rows.readable()
+            if not window.size:
+                raise UsageError(
+                    "cannot sample slices: 0 rows (expected at least 1). Extend the buffer."
+                )
+            found = self._found(storage, window)
         return super()._get_stop_and_length(storage, fallback) if found is None else found
 
-    def _found(self, storage: PackedReplayStorage) -> _Boundaries | None:
-        """Return the same by what is known; None if that is left to TorchRL."""
-        if not len(storage) or self._cache or self._gpu_device is not None:
+    def _found(self, storage: PackedReplayStorage, window: Window) -> _Boundaries | None:
+        """Return the same of a window, by what is known; None if that is left to TorchRL."""
+        if self._cache or self._gpu_device is not None:
             return None
         if self._traj_key_auto:
             self._resolve_traj_key(storage)
@@ -87,9 +100,10 @@ class PackedSliceSampler(SliceSampler):
         if column is None or storage.writers > 1 or column.numel() != len(column):
             return None
         source = (weakref.ref(storage), key, rows.rewritten)
-        (floor,), (head,) = rows.window()
+        (floor,), (head,) = window
         known = self._known
-        if known is None or known.source != source or known.seen < floor:
+        # A thread beside this one may have seen newer rows:
+        if known is None or known.source != source or not floor <= known.seen <= head:
             known = _Ends(source, floor, torch.empty(0, dtype=torch.int64, device="cpu"))
         if self._fetch_traj:  # rows end a trajectory if the next ones are of another
             first = max(floor, known.seen - 1)
@@ -102,6 +116,12 @@ class PackedSliceSampler(SliceSampler):
         numbers = torch.cat([numbers, ends.nonzero().squeeze(1).add_(first)])
         self._known = _Ends(source, head, numbers)
         return _boundaries(numbers, floor, head, storage.max_size)
+
+    def _get_index(self, *, storage_length: int, storage: Storage, **parts: Any) -> Any:
+        """Let TorchRL choose slices; rows go round a storage's size, whatever it has by now."""
+        if isinstance(storage, PackedReplayStorage):
+            storage_length = storage.max_size
+        return super()._get_index(storage_length=storage_length, storage=storage, **parts)
 
     def _finalize_index(self, *, storage: Storage, **parts: Any) -> Any:
         """Let TorchRL mark where slices end, for which it needs flags, and not whole rows."""

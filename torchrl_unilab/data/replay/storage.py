@@ -255,7 +255,7 @@ class PackedReplayStorage(SharedReplay):
             an array or tensor of integers, else [n].
 
         Raises:
-            IndexError: There is no such row.
+            PositionError: There is no such row, or not any more.
             KeyError: There is no such key.
             UsageError: Nothing is known of the rows yet.
             WaitTimeoutError: A row was not complete in time; names the writer.
