@@ -33,7 +33,7 @@ PRIVATE = {
     "_attached_entities_list _bump_mutation_revision _checkpointer "
     "_default_checkpointer _empty _last_cursor _last_cursor_index _last_cursor_index_value "
     "_mutation_revision _mutation_revision_value _rand_given_ndim _rng",
-    "torchrl.data.replay_buffers.storages.tensor": "_len _storage _total_shape",
+    "torchrl.data.replay_buffers.storages.tensor": "_is_full _len _storage _total_shape",
     "torchrl.data.replay_buffers.replay_buffers.base": "_transform _write_lock",
     "torchrl.data.replay_buffers.samplers.slice": "_cache _fetch_traj _finalize_index "
     "_get_index _get_stop_and_length _gpu_device _resolve_traj_key _traj_key_auto _used_traj_key",

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torchrl.data import (
     LazyTensorStorage,
     ReplayBuffer,
+    RoundRobinWriter,
     TensorDictReplayBuffer,
 )
 from torchrl.data.replay_buffers import (
@@ -549,6 +550,14 @@ def test_after_close_what_was_sampled_stays_and_all_else_is_a_python_error(use):
         use(storage)
     assert same(batch, expected)
     assert "closed" in repr(storage)
+
+
+@pytest.mark.parametrize("writer", [RoundRobinWriter, PackedReplayWriter])
+def test_a_buffer_over_a_closed_storage_has_a_repr(writer):
+    with PackedReplayStorage(10) as storage:
+        buffer = ReplayBuffer(storage=storage, writer=writer(), batch_size=2)
+        buffer.extend(transitions(3))
+    assert "closed" in repr(buffer)
 
 
 def test_a_closed_replay_holds_no_shared_memory():

@@ -172,6 +172,11 @@ class SharedReplay(SharedStorage):
         return self.rows.lineage().written if self.initialized else 0
 
     @property
+    def _is_full(self) -> bool:
+        """Whether all positions have been written; writers of TorchRL's ask in their `repr`."""
+        return not self._closed and len(self) == self.max_size
+
+    @property
     def non_finite(self) -> int:
         """Rows with a reward or action that is not finite, with ``non_finite="count"``."""
         return self.rows.counted if self.initialized else 0
