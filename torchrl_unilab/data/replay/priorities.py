@@ -35,6 +35,9 @@ class PackedPrioritizedSampler(PrioritizedSampler):
     and files of `dumps` go both ways. Draws come from torch's
     generator, where TorchRL's come from NumPy's.
 
+    TorchRL refuses to send a prioritised sampler to another process, and so its buffer: send
+    ``storage.without_buffers()``, and make a buffer there.
+
     Args:
         max_capacity: Rows of the storage.
         alpha: Exponent of priorities.
