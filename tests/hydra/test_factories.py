@@ -210,7 +210,7 @@ def test_too_few_frames_for_an_update_are_refused(monkeypatch):
 
 def test_an_argument_of_stock_trainers_that_has_no_meaning_names_what_to_set_instead():
     config = APPOConfig(num_envs=2)
-    with pytest.raises(ConfigError, match=r"num_epochs, gae .*replace num_epochs by epochs in"):
+    with pytest.raises(ConfigError, match=r"num_epochs, gae .*Leave out num_epochs \(set epochs"):
         make_appo_trainer(config=config, total_frames=1, num_epochs=3, gae=object())
 
 

@@ -235,20 +235,6 @@ def test_the_loss_of_another_algorithm_is_refused_by_name(loss, name):
         APPOTrainer(collector=None, loss_module=loss, total_frames=1, config=APPOConfig(**QUICK))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["num_epochs", "optim_steps_per_batch", "optimizer", "optimization_stepper", "frame_skip"],
-)
-@pytest.mark.parametrize(
-    ("trainer", "config"), [(APPOTrainer, APPOConfig()), (OffPolicyTrainer, OffPolicyConfig())]
-)
-def test_arguments_that_follow_from_the_settings_are_refused(trainer, config, name):
-    given = {"collector": Mock(ReplayCollector), "loss_module": None, "total_frames": 1, name: 3}
-    given["collector"].storage.max_size = 1_000_000
-    with pytest.raises(ConfigError, match=rf"^{name}: given \(expected to follow from config"):
-        trainer(config=config, **given)
-
-
 def _batches(count: int) -> list[TensorDictBase]:
     """Rollouts of the pendulum under the trainers' first policy."""
     loss = _loss(APPOConfig(**QUICK), ObservationNormalizer(4))

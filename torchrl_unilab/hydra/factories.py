@@ -20,6 +20,7 @@ from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.base import leave_out
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
 from torchrl_unilab.trainers.runs.train import child_seeds
@@ -40,23 +41,6 @@ _PASSED = frozenset(
     }
 )
 """Arguments of TorchRL's trainers that ours take, too."""
-
-_INSTEAD: Mapping[str, str] = {
-    "optimizer": "the rates in config",
-    "lr_scheduler": "anneal in config",
-    "replay_buffer": "replay_buffer_n in config",
-    "actor_network": "hidden in config",
-    "critic_network": "hidden in config",
-    "target_net_updater": "tau in config",
-    "optim_steps_per_batch": "minibatches or updates_per_step in config",
-    "batch_size": "batch_size or minibatches in config",
-    "num_epochs": "epochs in config",
-    "gamma": "gamma in config",
-    "lmbda": "lambda_ in config",
-    "clip_norm": "max_grad_norm in config",
-    "clip_grad_norm": "max_grad_norm in config",
-}
-"""What to set instead of an argument that ours do not take."""
 
 
 def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
@@ -135,8 +119,8 @@ def _make_trainer(
             f"{name} config: {type(config).__name__} (expected {kind.__name__}). Choose the "
             "settings of that algorithm."
         )
-    _refuse(name, {k: v for k, v in others.items() if v is not None and k not in _PASSED})
-    overrides = _overrides(name, collector)
+    _refuse(name, [k for k, v in others.items() if v is not None and k not in _PASSED], kind)
+    overrides = _overrides(name, collector, kind)
     create_env = _sized(overrides.pop("create_env_fn", None) or create_env_fn, config)
     schemes = overrides.pop("weight_sync_schemes", {})
     scheme = schemes.get("policy", UniLabShmScheme(pull=config.pull))
@@ -171,16 +155,15 @@ def _make_trainer(
     return trainer
 
 
-def _refuse(name: str, given: Mapping[str, Any]) -> None:
+def _refuse(name: str, given: Sequence[str], kind: type) -> None:
     if given:
-        instead = [f"{key} by {_INSTEAD[key]}" for key in given if key in _INSTEAD]
         raise ConfigError(
             f"{name}: {', '.join(given)} (expected null: networks, loss and collector follow "
-            f"config). Leave them out{', or replace ' if instead else ''}{', '.join(instead)}."
+            f"config). {leave_out(given, kind)}"
         )
 
 
-def _overrides(name: str, collector: Any) -> dict[str, Any]:
+def _overrides(name: str, collector: Any, kind: type) -> dict[str, Any]:
     """Return what a collector's node has, by the names of the collector's arguments."""
     if collector is None:
         return {}
@@ -191,7 +174,8 @@ def _overrides(name: str, collector: Any) -> dict[str, Any]:
             f"{name} collector: {what} (expected collector=appo or collector=replay, with "
             "_partial_). Choose one, or leave it out."
         )
-    _refuse(name, {k: v for k, v in collector.keywords.items() if k == "policy" and v is not None})
+    if collector.keywords.get("policy") is not None:
+        _refuse(name, ["policy"], kind)
     return _collector_arguments(collector.keywords)
 
 

@@ -51,8 +51,8 @@ class APPOTrainer(RankTrainer):
             are further behind than ``config.max_policy_lag`` are not learnt from.
         ranks: Processes that learn together, each by a trainer of its own; their parameters are
             the same when they start. Frames are counted of all ranks.
-        **kwargs: As for `torchrl.trainers.Trainer`: ``logger``, ``checkpoint``,
-            ``progress_bar``, ``seed``, ...
+        **kwargs: As for `torchrl.trainers.Trainer`, but what follows from `config`: ``logger``,
+            ``checkpoint``, ``progress_bar``, ``seed``, ...
 
     Attributes:
         returns: The hook that follows episode returns.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torchrl import logger as torchrl_logger
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors.base import WorkerCollector
+from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks
@@ -28,11 +30,64 @@ _OF_SETTINGS = (
     "optimizer",
     "optimization_stepper",
 )
-"""Arguments of TorchRL's trainers that follow from the settings."""
+"""Arguments of TorchRL's trainers that our trainers give it."""
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    name: (None, parameter.default)
+    for name, parameter in inspect.signature(Trainer.__init__).parameters.items()
+    if name not in _OF_SETTINGS
+}
+"""Values of arguments of TorchRL's `Trainer` that ask for nothing."""
+
+_OF_BOTH: Mapping[str, str] = {
+    "frame_skip": "",
+    "optimization_stepper": "put what it does into the loss",
+    "lr_scheduler": "set anneal in config",
+    "actor_network": "set hidden in config",
+    "critic_network": "set hidden in config",
+    "target_net_updater": "set tau in config",
+    "gamma": "set gamma in config",
+    "learner_backend": "pass ranks to learn in several processes",
+    "learner_backend_options": "",
+    "learner_poll_interval": "",
+}
+
+INSTEAD: Mapping[type, Mapping[str, str]] = {
+    APPOConfig: {
+        **_OF_BOTH,
+        "optimizer": "set lr in config",
+        "replay_buffer": "set pool in config",
+        "optim_steps_per_batch": "set minibatches in config",
+        "batch_size": "set minibatches in config",
+        "num_epochs": "set epochs in config",
+        "lmbda": "set lambda_ in config",
+        "clip_norm": "set max_grad_norm in config",
+        "clip_grad_norm": "set max_grad_norm in config",
+        "async_collection": "set lockstep in config",
+    },
+    OffPolicyConfig: {
+        **_OF_BOTH,
+        "optimizer": "set lr_actor, lr_critic or lr_alpha in config",
+        "replay_buffer": "rows are in the collector's replay; set replay_buffer_n in config",
+        "optim_steps_per_batch": "set updates_per_step in config",
+        "batch_size": "set batch_size in config",
+        "num_epochs": "set updates_per_step in config",
+        "clip_norm": "gradients are not clipped",
+        "clip_grad_norm": "gradients are not clipped",
+        "async_collection": "set sync_collection in config",
+    },
+}
+"""What to do instead of giving arguments of TorchRL's trainers that ours do not take."""
 
 
-def check_arguments(given: Iterable[str], config: object, kind: type) -> None:
-    """Refuse arguments that follow from the settings, and settings of another algorithm.
+def leave_out(names: Iterable[str], kind: type) -> str:
+    """Return what to do instead of giving these arguments to the trainer of these settings."""
+    remedies = {name: INSTEAD[kind].get(name) for name in names}
+    return f"Leave out {', '.join(f'{n} ({how})' if how else n for n, how in remedies.items())}."
+
+
+def check_arguments(given: Mapping[str, object], config: object, kind: type) -> None:
+    """Refuse arguments of TorchRL's that would have no effect, and settings of another algorithm.
 
     Raises:
         ConfigError: Names them.
@@ -41,10 +96,10 @@ def check_arguments(given: Iterable[str], config: object, kind: type) -> None:
         raise ConfigError(
             f"config: {type(config).__name__} (expected {kind.__name__}). Give the algorithm's."
         )
-    if own := [name for name in given if name in _OF_SETTINGS]:
+    own = [n for n, v in given.items() if n in INSTEAD[kind] and v not in _NEUTRAL.get(n, ())]
+    if own:
         raise ConfigError(
-            f"{', '.join(own)}: given (expected to follow from config). Set epochs, minibatches, "
-            "updates_per_step or rates in config."
+            f"{', '.join(own)}: given (expected to follow from config). {leave_out(own, kind)}"
         )
 
 

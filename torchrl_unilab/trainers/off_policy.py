@@ -88,7 +88,7 @@ class OffPolicyTrainer(RankTrainer):
             machines; by default the collector's own.
         ranks: Processes that learn together, each by a trainer of its own; their parameters are
             the same when they start. Frames are counted of all ranks.
-        **kwargs: As for `torchrl.trainers.Trainer`.
+        **kwargs: As for `torchrl.trainers.Trainer`, but what follows from `config`.
 
     Attributes:
         returns: The hook that follows episode returns.
