@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from tensordict import TensorDictBase
@@ -15,6 +17,7 @@ from tests.support.collecting import (
     CountingEnv,
     actor,
     gym_env,
+    linear_policy,
     single_env,
     state_env,
     transformed_env,
@@ -66,6 +69,12 @@ ENVS = {
     "no batch": (single_env, actor),
     "gym": (gym_env, actor),
     "mujoco": (_pendulum, lambda: actor(size=4)),
+    "own tensordict": (transformed_env, partial(linear_policy, inplace=False)),
+    "empty tensordict": (transformed_env, partial(linear_policy, inplace="empty")),
+    "own tensordict of a sequence": (
+        transformed_env,
+        lambda: TensorDictSequential(linear_policy(inplace=True), inplace=False),
+    ),
 }
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
 from tensordict.utils import NestedKey
+from torch import nn
 from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase, GymEnv, ParallelEnv, RewardSum, StepCounter, TransformedEnv
 from torchrl.modules import ProbabilisticActor
@@ -217,3 +219,10 @@ def actor(seed: int = 0, size: int = SIZE, actions: int = 1) -> ProbabilisticAct
     """A small stochastic policy."""
     torch.manual_seed(seed)
     return make_actor(size, actions, hidden=(8,))
+
+
+def linear_policy(size: int = SIZE, *, inplace: bool | str) -> TensorDictModule:
+    """A policy that writes into its input, or into a TensorDict of its own."""
+    torch.manual_seed(0)
+    linear = nn.Linear(size, 1)
+    return TensorDictModule(linear, in_keys=["observation"], out_keys=["action"], inplace=inplace)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchrl.envs import RewardScaling, TransformedEnv
 
+from tests.support.collecting import linear_policy, transformed_env
 from tests.support.processes import DEADLINE, wait_for
 from tests.support.videos import read_video
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -241,6 +242,17 @@ def test_as_many_episodes_are_played_as_asked_for_however_many_environments(poli
     env.close()
     assert returns.shape == (episodes,)
     assert (returns > 0).all()
+
+
+@pytest.mark.parametrize("inplace", [False, "empty"])
+def test_a_policy_that_returns_a_tensordict_of_its_own_earns_what_it_does_in_place(inplace):
+    returns = []
+    for policy in (linear_policy(inplace=True), linear_policy(inplace=inplace)):
+        env = transformed_env()
+        env.set_seed(5)
+        returns.append(evaluate(env, policy))
+        env.close()
+    assert torch.equal(*returns)
 
 
 def test_no_episodes_at_all_are_refused(policy):

@@ -10,10 +10,11 @@ import torch
 from torchrl.envs import TransformedEnv
 from torchrl.record import VideoRecorder
 
+from tests.support.collecting import linear_policy
 from tests.support.videos import read_video
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.video import Mp4Logger, check_video, write_video
+from torchrl_unilab.trainers.video import Mp4Logger, check_video, film_episodes, write_video
 
 
 def _greys(count: int) -> Iterator[np.ndarray]:
@@ -105,3 +106,10 @@ def test_videos_of_one_name_are_numbered_and_malformed_ones_refused(tmp_path):
         logger.log_video("c", video[0])
     with pytest.raises(ConfigError, match=r"and options \['video_codec'\]"):
         logger.log_video("c", video, video_codec="vp9")
+
+
+def test_a_policy_that_returns_a_tensordict_of_its_own_is_filmed(tmp_path):
+    env = MujocoBatchEnv("InvertedPendulum-v5", 1, seed=0, max_episode_steps=3)
+    film = film_episodes(env, linear_policy(4, inplace=False), tmp_path / "film.mp4")
+    env.close()
+    assert film.lengths == [3]

@@ -85,6 +85,14 @@ def reward_terms(env: EnvBase) -> dict[str, float]:
     return {f"reward_{name.removeprefix('reward_')}": float(v.mean()) for name, v in terms.items()}
 
 
+def act(
+    policy: Callable[[TensorDictBase], TensorDictBase], tensordict: TensorDictBase
+) -> TensorDictBase:
+    """Return a step with the policy's action, which it writes there or into one of its own."""
+    written = policy(tensordict)
+    return tensordict if written is tensordict else tensordict.update(written)
+
+
 def act_on(
     device: torch.device, policy: TensorDictModuleBase, tensordict: TensorDictBase
 ) -> TensorDictBase:
@@ -111,7 +119,7 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
     """
     acting = on_host(policy)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        step, _ = env.step_and_maybe_reset(acting(env.reset()))
+        step, _ = env.step_and_maybe_reset(act(acting, env.reset()))
     step = step.detach().clone()
     for key in ADDED:
         step.set(key, torch.zeros(env.batch_size, dtype=torch.int64, device="cpu"))
@@ -316,7 +324,7 @@ class RolloutWorker:
                     in_steps.pull()
                     version = in_steps.applied_version
                 versions.append(version)
-                carrier = policy(carrier)
+                carrier = act(policy, carrier)
                 clock.to("policy")
                 step, carrier = env.step_and_maybe_reset(carrier)
                 clock.to("physics")

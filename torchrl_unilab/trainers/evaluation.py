@@ -21,7 +21,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors.arguments import CreateEnv
-from torchrl_unilab.collectors.worker import base_env, closing_env, on_host
+from torchrl_unilab.collectors.worker import act, base_env, closing_env, on_host
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, PeerGoneError
 from torchrl_unilab.runtime.link import Link
@@ -89,7 +89,7 @@ def _play_round(env: EnvBase, policy: Policy, max_steps: int) -> torch.Tensor:
     with set_exploration_type(ExplorationType.DETERMINISTIC):
         current = env.reset()
         for _ in range(max_steps):
-            stepped, current = env.step_and_maybe_reset(policy(current))
+            stepped, current = env.step_and_maybe_reset(act(policy, current))
             after = stepped["next"]
             returns += after["reward"].reshape(-1).double() * running
             lengths += running
@@ -270,7 +270,7 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
     os.nice(_NICENESS)
     create_env, create_stage, policy, episodes, max_steps, seed = cloudpickle.loads(payload)
 
-    def act(current: TensorDictBase) -> TensorDictBase:
+    def watching(current: TensorDictBase) -> TensorDictBase:
         link.request(block=False)  # raises if the learner has ended: none comes before the answer
         acted: TensorDictBase = policy(current)
         return acted
@@ -284,9 +284,9 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
                 frames, video = request
                 version = transport.read_weights_into(policy)
                 env.set_seed(seed)
-                returns, lengths = _play(env, act, episodes, max_steps)
+                returns, lengths = _play(env, watching, episodes, max_steps)
                 if video is not None:
-                    _film(create_stage, act, video, seed)
+                    _film(create_stage, watching, video, seed)
                 link.answer((frames, version, returns.mean().item(), lengths.mean().item()))
 
 

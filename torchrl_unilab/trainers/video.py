@@ -21,6 +21,7 @@ from tensordict import TensorDictBase
 from torchrl.record.loggers.csv import CSVLogger
 from tqdm import tqdm
 
+from torchrl_unilab.collectors.worker import act
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.envs.rendering import find_backend
 from torchrl_unilab.errors import ConfigError
@@ -226,7 +227,7 @@ def film_episodes(
             while not done:
                 if lengths[-1] % every == 0:
                     yield env.render()[0]
-                stepped = env.step(actor(current))
+                stepped = env.step(act(actor, current))
                 after = stepped["next"]
                 returns[-1] += after["reward"].item()
                 lengths[-1] += 1
