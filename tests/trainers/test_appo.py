@@ -139,6 +139,21 @@ def test_one_step_per_rollout_leaves_the_learning_rate_alone(fused):
 
 
 @pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("stage", ["setup", "post_optim"])
+def test_a_learning_rate_that_is_set_to_a_number_holds_from_then_on(fused, stage):
+    trainer = _trainer(2, epochs=1, minibatches=2, fused=fused)
+
+    def set_rate() -> None:
+        trainer.optimizer.param_groups[0]["lr"] = 1e-4
+
+    trainer.register_op(stage, set_rate)
+    trainer.train()
+    rate = trainer.optimization_stepper.lr
+    assert rate is trainer.optimizer.param_groups[0]["lr"]
+    assert 0.8e-4 < rate.item() < 1.22e-4  # two steps may have steered it
+
+
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     ("anneal", "shares"), [(1.0, [1 - i / 8 for i in range(8)]), (0.25, [1.0] * 7 + [0.5])]
 )

@@ -24,6 +24,7 @@ from torchrl_unilab.limits import available_cores
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate, FusedSACUpdate, FusedTD3Update
 from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.objectives.compiler import compiled
+from torchrl_unilab.objectives.fused.adam import rate_of
 from torchrl_unilab.objectives.targets import sync_normalizers
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
@@ -68,8 +69,7 @@ class APPOStepper(OptimizationStepper):
     @property
     def lr(self) -> torch.Tensor:
         """The learning rate, a scalar tensor of the optimiser's own."""
-        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
-        return lr
+        return rate_of(self.optimizer)
 
     def limit_lr(self, highest: float) -> None:
         """Keep the learning rate at `highest` or below from now on."""

@@ -161,6 +161,26 @@ class FlatAdam:
                 torch.ops.aten.hardshrink.out(moment, _ZERO_BELOW, out=moment)
 
 
+def rate_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Return the learning rate, a tensor of the optimiser's own, also after it was set to a number.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_unilab.objectives.fused.adam import rate_of
+        >>> optimizer = torch.optim.Adam([torch.zeros(1)], lr=torch.tensor(1e-3))
+        >>> optimizer.param_groups[0]["lr"] = 0.5
+        >>> rate_of(optimizer).mul_(0.5), optimizer.param_groups[0]["lr"]
+        (tensor(0.2500), tensor(0.2500))
+    """
+    group = optimizer.param_groups[0]
+    if not isinstance(group["lr"], torch.Tensor):
+        device = group["params"][0].device
+        with torch.inference_mode(False):  # it is changed outside, too
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
+    lr: torch.Tensor = group["lr"]
+    return lr
+
+
 def _rate_to(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
     """Bring a learning rate that was loaded to the device that it is read on."""
     group = optimizer.param_groups[0]

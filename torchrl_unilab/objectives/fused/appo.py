@@ -16,7 +16,7 @@ from torchrl_unilab.modules.critics import StateValue
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, GaussianActor, GaussianParameters
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
-from torchrl_unilab.objectives.fused.adam import FlatAdam
+from torchrl_unilab.objectives.fused.adam import FlatAdam, rate_of
 from torchrl_unilab.objectives.fused.graphs import DeviceNumber, graphs_of
 from torchrl_unilab.objectives.fused.networks import TanhNetwork, is_tanh_mlp, one_input
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
@@ -147,8 +147,7 @@ class FusedAPPOUpdate:
     @property
     def lr(self) -> torch.Tensor:
         """The learning rate, a scalar tensor of the optimiser's own."""
-        lr: torch.Tensor = self.optimizer.param_groups[0]["lr"]
-        return lr
+        return rate_of(self.optimizer)
 
     def check(self) -> None:
         """Be sure that steps reach the parameters; see `FlatAdam.check`."""
