@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torchrl_unilab.errors import (
     ConfigError,
     WaitTimeoutError,
 )
+from torchrl_unilab.shm import seqlock
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CPU = torch.device("cpu")
@@ -257,6 +259,18 @@ def test_initial_weights_on_the_meta_device_are_refused_by_their_keys():
         UniLabShmScheme().init_on_sender(
             model=make_policy().to("meta"), devices=[torch.device("cpu")]
         )
+
+
+@pytest.mark.parametrize("given", ["model", "weights"])
+def test_sparse_weights_are_refused_by_their_keys_before_anything_is_allocated(given, monkeypatch):
+    model = nn.Linear(2, 2)
+    model.register_buffer("graph", torch.eye(3).to_sparse())
+    allocate = Mock()
+    monkeypatch.setattr(seqlock, "SharedSegment", allocate)
+    source = {given: model if given == "model" else TensorDict(model.state_dict())}
+    with pytest.raises(ConfigError, match=r"\{'graph': 'torch\.sparse_coo'\} \(expected dense"):
+        UniLabShmScheme().init_on_sender(**source, devices=[CPU])
+    allocate.assert_not_called()
 
 
 def test_versions_go_on_from_the_first_on_both_sides(pair):

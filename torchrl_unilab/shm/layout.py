@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrl_unilab.errors import LayoutDtypeError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.shm.words import LINE
 
 
@@ -69,7 +69,16 @@ class BlockLayout:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> BlockLayout:
-        """Lay out `tensors` (dotted key to tensor) in their own order and dtypes."""
+        """Lay out `tensors` (dotted key to tensor) in their own order and dtypes.
+
+        Raises:
+            ConfigError: A tensor is sparse, so that it has no run of bytes.
+        """
+        if sparse := {k: str(t.layout) for k, t in tensors.items() if t.layout != torch.strided}:
+            raise ConfigError(
+                f"cannot share tensors: {sparse} (expected dense ones). Keep them by their "
+                "to_dense(), or by their indices and values."
+            )
         return cls.of_specs((key, tuple(t.shape), t.dtype) for key, t in tensors.items())
 
     @classmethod
