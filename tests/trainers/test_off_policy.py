@@ -11,7 +11,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torchrl.trainers import UTDRHook
+from torchrl.trainers import LogScalar, RewardNormalizer, UTDRHook
 
 from tests.support.collecting import flat_state_env
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
@@ -317,6 +317,20 @@ def test_hooks_of_every_stage_are_called_with_a_tick_as_an_epoch(algorithm, fuse
     assert len(trainer._log_dict["seen_post_optim_log"]) == trainer.updates
     with pytest.raises(ConfigError, match=r"^hook stage 'post_loss': OffPolicyTrainer takes its"):
         trainer.register_op("post_loss", lambda batch: batch)
+
+
+def test_hooks_on_batches_that_never_come_are_refused():
+    trainer = _trainer()
+    with pytest.raises(ConfigError, match=r"^hook stage 'batch_process': ReplayCollector yields"):
+        RewardNormalizer().register(trainer)
+    trainer.close()
+
+
+def test_torchrls_hook_logs_what_minibatches_hold():
+    trainer = _trainer(20)
+    trainer.register_op("post_optim_log", LogScalar(("next", "reward"), "reward"))
+    trainer.train()
+    assert len(trainer._log_dict["reward"]) == trainer.updates
 
 
 def test_torchrls_hook_tells_the_updates_per_frame():

@@ -13,6 +13,7 @@ from torch import nn
 from torchrl import logger as torchrl_logger
 from torchrl.trainers import Trainer
 
+from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
@@ -129,13 +130,19 @@ class RankTrainer(Trainer):
         """Register a hook; see TorchRL.
 
         Raises:
-            ConfigError: It is of a stage that an update of ours does not have.
+            ConfigError: Our updates, or those of this collector, have no such stage.
         """
         if dest in _NEVER_CALLED:
             raise ConfigError(
                 f"hook stage {dest!r}: {type(self).__name__} takes its own steps (expected another "
                 "stage, such as 'process_optim_batch' or 'post_optim'). Put what it does into the "
                 "loss, or use TorchRL's Trainer."
+            )
+        if dest == "batch_process" and isinstance(self.collector, ReplayCollector):
+            raise ConfigError(
+                "hook stage 'batch_process': ReplayCollector yields no batches (expected another "
+                "stage, such as 'process_optim_batch'). Scale rewards by reward_scale in config; "
+                "change what is collected by a transform of the environment."
             )
         super().register_op(dest, op, **kwargs)
 
