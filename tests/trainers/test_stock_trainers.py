@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,8 @@ from tests.support.bounds import DEADLINE
 from tests.support.collecting import single_env
 from tests.support.processes import live_children
 from tests.support.stock import WARNINGS, Stock, stock_ppo, stock_sac, stock_td3
+from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.modules import make_actor, make_critic
 from torchrl_unilab.trainers import LogPolicyLag, PublishWeights
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -243,3 +247,20 @@ def test_a_checkpoint_wins_over_a_publish_that_workers_have_yet_to_pull(run):
 
 def test_no_worker_outlives_the_training(run):
     assert run.left_over == []
+
+
+def test_the_page_trains_by_torchrls_ppo_over_our_collector():
+    text = (Path(__file__).parents[2] / "tutorials/how-to/own-loss.md").read_text()
+    (code,) = [each for each in re.findall(r"```python\n(.*?)```", text, re.S) if "PPOTr" in each]
+    actor, scheme = make_actor(3, 1, hidden=(8,)), UniLabShmScheme()
+    collector = APPOCollector(
+        single_env,
+        actor,
+        frames_per_batch=FRAMES,
+        weight_sync_schemes={"policy": scheme},
+        inline=True,
+    )
+    names = {"actor": actor, "critic": make_critic(3, hidden=(8,)), "collector": collector}
+    exec(code.replace("100_000", str(3 * FRAMES)), names)
+    names["trainer"].train()
+    assert scheme.version == 3

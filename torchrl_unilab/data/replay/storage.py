@@ -35,8 +35,9 @@ class PackedReplayStorage(SharedReplay):
     """`max_size` transitions in shared memory, one row each, in a wide and a narrow piece.
 
     A drop-in for ``LazyTensorStorage`` in ``ReplayBuffer`` and ``TensorDictReplayBuffer``: same
-    indices, same batches for a seed. Any number of processes extend and sample it: pickle it,
-    or its buffer, to spawned processes once it knows its rows, from `example`, from a spec
+    indices, same batches for a seed; but rows are TensorDicts of tensors alone, no tensorclasses,
+    plain tensors or ``NonTensorData``. Any number of processes extend and sample it: pickle it, or
+    its buffer, to spawned processes once it knows its rows, from `example`, from a spec
     (`from_spec`), or from the first write.
 
     ``storage[:]``, other slices, ``storage[i]`` and ``storage.get(key)`` are views of the rows:
