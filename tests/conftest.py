@@ -14,6 +14,7 @@ import torch
 
 from tests.support import fork_server
 from tests.support.processes import live_children
+from torchrl_unilab import preload  # noqa: F401  (freezes what collections would look through)
 from torchrl_unilab.shm.segment import named_directory
 
 # Several test processes may run at once: each has a directory of its own for named segments.

@@ -157,25 +157,6 @@ def test_help_and_refusals_do_not_wait_for_torch(arguments):
     assert done.stdout or done.stderr.startswith("error: ")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are spawned")
-@pytest.mark.parametrize(("chosen", "used"), [(None, "forkserver"), ("spawn", "spawn")])
-def test_training_forks_its_workers_from_a_server_unless_another_method_was_chosen(chosen, used):
-    asked = (
-        "import multiprocessing\n"
-        "from multiprocessing.forkserver import _forkserver\n"
-        "from torchrl_unilab.cli import _start_fork_server\n"
-        f"chosen = {chosen!r}\n"
-        "if chosen:\n"
-        "    multiprocessing.set_start_method(chosen)\n"
-        "_start_fork_server()\n"
-        "running = _forkserver._forkserver_pid is not None\n"
-        "print(multiprocessing.get_start_method(), running)\n"
-    )
-    command = [sys.executable, "-c", asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [used, str(used == "forkserver")]
-
-
 def test_a_run_ends_with_a_table_of_what_came_of_it(capsys):
     busy = {"learner": 0.5, "collectors": [0.25, 0.75]}
     _show(

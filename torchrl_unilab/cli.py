@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import importlib
 import json
 import multiprocessing
 import os
@@ -21,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml, read_config
 from torchrl_unilab.configs.flags import add_settings, given
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, RunCompleteError, UniLabError, WorkerError
+from torchrl_unilab.fork_server import start_fork_server
 
 _REMEDIES = {
     errno.ENOSPC: " (expected room for a run's files). Make room, or choose another directory.",
@@ -195,7 +196,8 @@ def _train(options: argparse.Namespace) -> int:
                 f"{options.run_dir}/{CONFIG_FILE}."
             )
         run, settings = _asked(options)
-        _start_fork_server()
+        start_fork_server()
+        importlib.import_module("torchrl_unilab.preload")
         from torchrl_unilab.trainers.runs.resume import resume_run
 
         known: dict[str, Any] = {"algo": options.algorithm, **settings}
@@ -210,7 +212,8 @@ def _train(options: argparse.Namespace) -> int:
         if options.print_config:
             print(as_yaml(run_settings(plan, config)), end="")
             return 0
-        _start_fork_server()
+        start_fork_server()
+        importlib.import_module("torchrl_unilab.preload")
         from torchrl_unilab.trainers.runs.train import Run
 
         if options.run_dir is None:
@@ -259,22 +262,6 @@ def _may_start(options: argparse.Namespace) -> bool:
     checkpoints = Path(options.run_dir, "checkpoint")
     known = options.env is not None and options.frames is not None
     return (known or options.config is not None) and not any(checkpoints.glob("frames-*"))
-
-
-def _start_fork_server() -> None:
-    """Let a process import what all workers need, while this one imports it, too."""
-    # System libraries other than Linux's do not survive a fork.
-    if sys.platform == "linux" and multiprocessing.get_start_method(allow_none=True) is None:
-        multiprocessing.set_start_method("forkserver")
-        multiprocessing.set_forkserver_preload(["torchrl_unilab.trainers"])
-        # Ctrl-C, and the end of a terminal, go to the server, too, and to what it forks.
-        signals = (signal.SIGINT, signal.SIGHUP)
-        handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]
-        safe, os.environ["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", ""), "1"
-        forkserver.ensure_running()  # not to import from this directory first
-        os.environ["PYTHONSAFEPATH"] = safe  # an empty one is none
-        for each, handler in zip(signals, handlers, strict=True):
-            signal.signal(each, handler)
 
 
 def _show(summary: Mapping[str, Any]) -> None:
@@ -353,6 +340,7 @@ def _add_budget(budget: argparse.ArgumentParser) -> None:
 
 
 def _budget(options: argparse.Namespace) -> int:
+    importlib.import_module("torchrl_unilab.preload")
     from torchrl_unilab.trainers.runs.builders import plan_run
 
     algorithm = SETTINGS[options.algorithm]
@@ -395,6 +383,8 @@ def _name_or_number(camera: str) -> str | int:
 
 def _print_result(command: str, options: argparse.Namespace) -> int:
     """Call a function of the package with the options by name, and print what it returns."""
+    importlib.import_module("torchrl_unilab.preload")
+
     arguments = {key: value for key, value in vars(options).items() if key not in ("run", "parser")}
     print(json.dumps(getattr(torchrl_unilab, command)(**arguments)))
     return 0

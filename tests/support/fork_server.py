@@ -7,4 +7,4 @@ tutorials' kernels run it first; scripts that tests run spawn theirs.
 import multiprocessing
 
 multiprocessing.set_start_method("forkserver")
-multiprocessing.set_forkserver_preload(["torchrl_unilab.trainers", "pytest", "hypothesis"])
+multiprocessing.set_forkserver_preload(["torchrl_unilab.preload", "pytest", "hypothesis"])
