@@ -16,7 +16,9 @@ ERROR = f"LookupError: {INJECTED}"
     [
         pytest.param("appo", "physics", "in _step", id="env-appo"),
         pytest.param("sac", "physics", "in _step", id="env-sac", marks=LONG),
-        pytest.param("appo", "policy", "carrier = act(policy, carrier)", id="policy-appo", marks=LONG),
+        pytest.param(
+            "appo", "policy", "carrier = act(policy, carrier)", id="policy-appo", marks=LONG
+        ),
         pytest.param("sac", "policy", "carrier = act(policy, carrier)", id="policy-sac"),
         pytest.param("appo", "transform", "transform", id="transform-appo", marks=LONG),
         pytest.param("sac", "transform", "transform", id="transform-sac", marks=LONG),

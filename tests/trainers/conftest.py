@@ -22,6 +22,12 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.fixture(autouse=True)
+def _runs_draw_no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes a third of a short run; those of the fixtures below draw theirs."""
+    monkeypatch.setattr("torchrl_unilab.trainers.runs.train.plot_returns", lambda *_: None)
+
+
 @pytest.fixture(scope="session")
 def appo_run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A run of APPO: its directory, its summary and what it wrote to the terminal."""

@@ -31,7 +31,7 @@ CONFIGS: dict[str, Any] = {
     "sac": OffPolicyConfig("sac", **OFF_POLICY),
     "td3": OffPolicyConfig("td3", **OFF_POLICY),
 }
-FRAMES = 1024
+FRAMES = 512
 each_algorithm = pytest.mark.parametrize("algorithm", CONFIGS)
 
 
@@ -222,7 +222,9 @@ def test_a_loss_that_is_not_finite_ends_all_ranks(results):
 def test_ranks_that_see_different_directories_are_told_so(results):
     for one in results:
         assert isinstance(one["unshared"], ConfigError), one["unshared"]
-        assert "checkpoint in the run's directory, at frames: [1024], []" in str(one["unshared"])
+        assert f"checkpoint in the run's directory, at frames: [{FRAMES}], []" in str(
+            one["unshared"]
+        )
 
 
 def test_frames_of_another_collectors_rollouts_are_counted_of_all_ranks(results):
