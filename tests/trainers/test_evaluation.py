@@ -216,7 +216,8 @@ def test_an_episode_that_nothing_ends_is_cut():
 def test_it_ends_with_the_learner_in_the_midst_of_an_episode(filmed, tmp_path):
     endless = partial(MujocoBatchEnv, "HalfCheetah-v5", 1, num_threads=1, max_episode_steps=10**8)
     cheetah, steps = make_actor(17, 6), 1 if filmed else 10**8
-    videos = Videos(endless, tmp_path, interval=1) if filmed else None
+    stage = partial(endless, render_width=64, render_height=64)
+    videos = Videos(stage, tmp_path, interval=1) if filmed else None
     settings = {"interval": 1, "max_steps": steps, "videos": videos}
     with contextlib.closing(UniLabShmTransport.from_state_dict(cheetah)) as published:
         background = BackgroundEvaluation(endless, cheetah, published, **settings)
