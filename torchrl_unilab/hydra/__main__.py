@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ValidationError
 
+from torchrl_unilab import preload  # noqa: F401  (spares the end of the process a second)
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, UniLabError
 
