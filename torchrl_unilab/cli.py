@@ -384,7 +384,6 @@ def _name_or_number(camera: str) -> str | int:
 def _print_result(command: str, options: argparse.Namespace) -> int:
     """Call a function of the package with the options by name, and print what it returns."""
     importlib.import_module("torchrl_unilab.preload")
-
     arguments = {key: value for key, value in vars(options).items() if key not in ("run", "parser")}
     print(json.dumps(getattr(torchrl_unilab, command)(**arguments)))
     return 0
