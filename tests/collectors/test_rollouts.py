@@ -215,6 +215,8 @@ BAD = {
     "no frames": ({"frames_per_batch": 0}, "frames_per_batch: 0"),
     "no workers": ({"num_collectors": 0}, "expected at least 1"),
     "no functions": ({"create_env": []}, "0 environment functions"),
+    "no environment": ({"create_env": lambda: 3}, r"create_env: it returned int \(expected an env"),
+    "no function": ({"create_env": [3]}, r"create_env: int \(expected a function that makes an"),
     "another number": ({"create_env": [CountingEnv], "num_collectors": 2}, "1 environment func"),
     "no scheme of ours": ({"weight_sync_schemes": {"policy": object()}}, "UniLabShmScheme"),
     "no policy": ({"weight_sync_schemes": {"value": UniLabShmScheme()}}, "weight_sync_schemes"),

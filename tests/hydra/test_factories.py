@@ -20,9 +20,11 @@ from torchrl_unilab.data import (
     PackedReplayStorage,
     PackedSliceSampler,
 )
+from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra.__main__ import main
 from torchrl_unilab.hydra.factories import (
+    make_appo_collector,
     make_appo_trainer,
     make_off_policy_trainer,
     make_settings,
@@ -229,6 +231,17 @@ def test_a_collector_that_is_none_of_ours_is_refused(collector):
 def test_what_makes_no_environment_is_refused(create_env):
     with pytest.raises(ConfigError, match=r"create_env_fn: .* \(expected what makes"):
         make_appo_trainer(config=APPOConfig(), total_frames=1, create_env_fn=create_env)
+
+
+@pytest.mark.parametrize("others", [{}, {"policy": UniLabShmScheme()}])
+def test_a_scheme_of_another_model_than_the_policy_is_refused(others):
+    schemes = {"value": UniLabShmScheme(), **others}
+    collector = partial(make_appo_collector, weight_sync_schemes=schemes)
+    make_env = partial(MujocoBatchEnv, "InvertedPendulum-v5")
+    with pytest.raises(ConfigError, match=r"weight_sync_schemes: .*expected \{'policy': UniLab"):
+        make_appo_trainer(
+            config=APPOConfig(), create_env_fn=make_env, collector=collector, total_frames=1
+        )
 
 
 def test_values_that_are_none_leave_a_setting_to_the_task():

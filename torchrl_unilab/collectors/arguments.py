@@ -146,17 +146,19 @@ def env_factories(
 ) -> list[CreateEnv]:
     """Return one environment function per worker; a ConfigError if the counts differ."""
     if callable(create_env_fn):
-        check_factory(create_env_fn)
         workers = 1 if num_collectors is None else num_collectors
         if workers < 1:
             raise ConfigError(f"num_collectors: {workers} (expected at least 1). Use 1.")
-        return [create_env_fn] * workers
-    factories = list(create_env_fn)
-    if not factories or num_collectors not in (None, len(factories)):
-        raise ConfigError(
-            f"num_collectors: {num_collectors} with {len(factories)} environment functions "
-            "(expected one function for each). Leave num_collectors out."
-        )
+        factories = [create_env_fn] * workers
+    else:
+        factories = list(create_env_fn)
+        if not factories or num_collectors not in (None, len(factories)):
+            raise ConfigError(
+                f"num_collectors: {num_collectors} with {len(factories)} environment functions "
+                "(expected one function for each). Leave num_collectors out."
+            )
+    for create_env in factories:
+        check_factory(create_env)
     return factories
 
 

@@ -39,7 +39,7 @@ from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
 from torchrl_unilab.collectors.places import first_seed, first_trajectory, random_seed
 from torchrl_unilab.collectors.service import Sink, WorkerService, WorkerSetup, run_worker
 from torchrl_unilab.collectors.team import WorkerTeam
-from torchrl_unilab.collectors.worker import Measure, close_env, on_host, reward_terms
+from torchrl_unilab.collectors.worker import Measure, check_env, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
 from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.runtime import trace
@@ -154,6 +154,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             explore: Wraps the policy for acting in a worker.
         """
         env, own = self._factories[0](), None
+        check_env(env)
         try:
             check_done_keys(env)
             self.num_envs = env.batch_size.numel()

@@ -16,6 +16,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.collectors.arguments import policy_scheme
 from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -122,8 +123,8 @@ def _make_trainer(
     _refuse(name, [k for k, v in others.items() if v is not None and k not in _PASSED], kind)
     overrides = _overrides(name, collector, kind)
     create_env = _sized(overrides.pop("create_env_fn", None) or create_env_fn, config)
-    schemes = overrides.pop("weight_sync_schemes", {})
-    scheme = schemes.get("policy", UniLabShmScheme(pull=config.pull))
+    schemes = overrides.pop("weight_sync_schemes", None)
+    scheme = policy_scheme(schemes or {"policy": UniLabShmScheme(pull=config.pull)})
     check_frames(total_frames, config, name="total_frames")
     if seed < 0:
         raise ConfigError(f"{name} seed: {seed} (expected at least 0). Choose another.")
