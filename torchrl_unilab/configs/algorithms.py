@@ -114,4 +114,4 @@ def split_settings(
 
 
 def _names(kind: type[Settings]) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind) if field.name != "algorithm"]
+    return [name for name in kind.kinds() if name != "algorithm"]

@@ -63,7 +63,7 @@ def _argument(kind: Any) -> dict[str, Any]:
 
 def given(options: argparse.Namespace, kind: type[Settings]) -> dict[str, Any]:
     """Return the settings of a kind that were given."""
-    values = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(kind)}
+    values = {name: getattr(options, name, None) for name in kind.kinds()}
     return {
         name: None if value is _NONE else tuple(value) if isinstance(value, list) else value
         for name, value in values.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -41,7 +40,7 @@ _TAKEN_OVER = (
 )
 """What a run does as before, unless it is told otherwise."""
 
-_CHANGEABLE = {field.name for field in dataclasses.fields(RunConfig)} - {"env", "frames", "seed"}
+_CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
 """What a resumed run may be told otherwise."""
 
 

@@ -6,7 +6,6 @@ commands `eval` and `play` start here; `resume_run` shares `saved_config`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -58,10 +57,9 @@ def run_path(run_dir: str | os.PathLike[str]) -> Path:
 
 def saved_config(settings: Mapping[str, Any]) -> Any:
     """Return the settings that a checkpoint has."""
-    make = SETTINGS[settings["algo"]].for_task
-    names = {field.name for field in dataclasses.fields(make(settings["env"]))} - {"algorithm"}
-    kept = {key: value for key, value in settings.items() if key in names}
-    return make(settings["env"], **{**kept, "hidden": tuple(kept["hidden"])})
+    algorithm = SETTINGS[settings["algo"]]
+    kept = {key: value for key, value in settings.items() if key in algorithm.kind.kinds()}
+    return algorithm.for_task(settings["env"], **{**kept, "hidden": tuple(kept["hidden"])})
 
 
 def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
