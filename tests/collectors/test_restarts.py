@@ -112,7 +112,7 @@ def test_a_replay_gets_all_rows_of_each_tick_though_a_worker_was_lost(fault, ope
     for _ in zip(range(ticks), collector, strict=False):
         pass
     assert collector.restarts == 1
-    collector._settle()
+    collector._finish_tick()
     rows = collector.storage.get(torch.arange(collector.storage.size))
     frames = 2 * FRAMES * (ticks + 1)
     assert len(rows) == collector.metrics().frames == frames
@@ -127,18 +127,18 @@ def test_an_idle_worker_that_is_lost_is_replaced_when_it_is_asked(opened):
     collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
     batches = iter(collector)
     next(batches)
-    collector._settle()
+    collector._finish_tick()
     _end(collector, 0)
     states = collector.state_dict()["workers"]
     assert [state["frames"] for state in states] == [2 * FRAMES] * 2
     _end(collector, 1)
     next(batches)
-    collector._settle()
+    collector._finish_tick()
     assert collector.storage.size == 6 * FRAMES
     _end(collector, 0)
     collector.set_seed(7)
     next(batches)
-    collector._settle()
+    collector._finish_tick()
     assert collector.restarts == 3
     assert collector.metrics().frames == 8 * FRAMES
 
@@ -173,7 +173,7 @@ def test_a_tick_that_was_done_and_not_heard_of_is_not_taken_again(opened, tmp_pa
 
     monkeypatch.setattr(collector._team, "_renew", renew_and_open)
     next(batches)
-    collector._settle()
+    collector._finish_tick()
     assert collector.restarts == 1
     assert collector.storage.ptr == collector.metrics().frames == 3 * 2 * FRAMES
 
@@ -295,7 +295,7 @@ def test_a_replacement_goes_on_after_random_actions_and_does_not_repeat_them(ope
     collector = _replay(opened, [CountingEnv], init_random_frames=2 * FRAMES)
     batches = iter(collector)
     next(batches)
-    collector._settle()
+    collector._finish_tick()
     _end(collector, 0)
     next(batches)
     next(batches)

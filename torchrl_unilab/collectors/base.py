@@ -292,7 +292,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         """
         if seed is not None and seed < 0:
             raise ConfigError(f"seed: {seed} (expected at least 0). Choose another.")
-        team = self._settle()
+        team = self._finish_tick()
         if seed is None:
             seed = random_seed()
         if not static_seed:
@@ -309,13 +309,13 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     def reset(self) -> None:
         """Start new episodes with what the workers collect next."""
-        self._settle().ask_all("reset")
+        self._finish_tick().ask_all("reset")
 
-    def _settle(self) -> WorkerTeam:
-        """Wait for what workers were asked to collect; return their team."""
+    def _finish_tick(self) -> WorkerTeam:
+        """Wait for the tick that workers were asked to collect; return their team."""
         with span("wait"):
             team = self._open_team()
-            team.settle()
+            team.finish_tick()
         return team
 
     def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
@@ -329,10 +329,10 @@ class WorkerCollector(BaseCollector, abc.ABC):
         """
         self._open_sink()
         if not workers:
-            told = self.metrics()
-            counts = {"counted": told.frames, "seconds": told.seconds}
+            metrics = self.metrics()
+            counts = {"counted": metrics.frames, "seconds": metrics.seconds}
             return OrderedDict(workers=None, frames=self._frames, **counts)
-        return OrderedDict(workers=self._settle().ask_all("state"), frames=self._frames)
+        return OrderedDict(workers=self._finish_tick().ask_all("state"), frames=self._frames)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
         """Restore the workers' states, or new episodes if there are none in it.
@@ -344,7 +344,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             ConfigError: The state is of another collector. Nothing has changed then.
         """
         check_state(state_dict, self._saved, [self.num_envs] * self.num_workers)
-        team = self._settle()
+        team = self._finish_tick()
         states, frames = state_dict["workers"], state_dict["frames"]
         if states is None:
             counted, seconds = state_dict.get("counted", frames), state_dict.get("seconds", {})

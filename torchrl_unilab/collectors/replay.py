@@ -154,10 +154,10 @@ class ReplayCollector(WorkerCollector):
             WorkerError: A worker failed.
         """
         while self._wants_more():
-            team = self._settle()
+            team = self._finish_tick()
             if team.ticks == self._yielded:
                 team.start_tick()
-                self._settle()
+                self._finish_tick()
             self._yielded += 1
             self._frames += self.frames_per_batch
             if self._wants_more() and not self.lockstep:

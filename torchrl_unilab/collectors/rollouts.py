@@ -240,14 +240,14 @@ class APPOCollector(WorkerCollector):
 
         What is there of a round that was interrupted stays, and the rest is waited for.
         """
-        team = self._settle()
+        team = self._finish_tick()
         if not self._waiting:
             team.start_tick()
-            self._settle()
+            self._finish_tick()
         return self._waiting.pop(0)
 
-    def _settle(self) -> WorkerTeam:
-        team = super()._settle()
+    def _finish_tick(self) -> WorkerTeam:
+        team = super()._finish_tick()
         if self.lockstep:  # then what is in the ring, or leased and not lent, is of one round
             leases = self.storage.acquire_all()
             waiting = [lease for lease in leases if lease is not self._lease]

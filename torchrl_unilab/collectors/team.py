@@ -85,7 +85,7 @@ class WorkerTeam:
                 self.persist(partial(self._group.send, worker, "collect", self._tick))
             self._unasked.discard(worker)
 
-    def settle(self) -> None:
+    def finish_tick(self) -> None:
         """Wait for the tick that is outstanding, if one is.
 
         Raises:

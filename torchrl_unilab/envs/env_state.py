@@ -45,7 +45,6 @@ class EnvState:
         randomizer: holds what differs between the models.
         dt: seconds of simulated time that a step takes.
         reward_terms: the parts of the last step's reward, ``(n,)`` each.
-        clears_terms: whether the terms of an episode that starts become 0.
         info: further quantities of the last step, ``(n, ...)`` each.
         num_diverged: simulations that have diverged so far.
         phase_seconds: seconds so far by phase.
@@ -80,7 +79,7 @@ class EnvState:
         self.episodes = Episodes(num_envs, limit)
         self._stagger = stagger
         self.reward_terms: dict[str, NDArray[Any]] = {}
-        self.clears_terms = False
+        self._clears_terms = False  # of episodes that start
         self.info: dict[str, NDArray[Any]] = {}
         self.num_diverged = 0
         self.phase_seconds = dict.fromkeys(("physics", "reward", "observation", "reset"), 0.0)
@@ -156,7 +155,7 @@ class EnvState:
         action: NDArray[Any] = np.zeros((len(self), physics.num_controls), dtype=dtype)
         terms = task.outcome(physics.fields, task.before(physics.fields), action, self.dt).terms
         self.reward_terms = dict.fromkeys(terms, np.zeros(len(self)))
-        self.clears_terms = True
+        self._clears_terms = True
         return list(terms)
 
     def step(self, action: NDArray[Any], ids: Ids | None) -> NDArray[Any]:
@@ -272,7 +271,7 @@ class EnvState:
         self.physics.load_state_dict(state)
         self.episodes.load_state_dict(state["episodes"])
         self._to_stagger[...] = state["to_stagger"]
-        known = dict.fromkeys(self.reward_terms, np.zeros(len(self))) if self.clears_terms else {}
+        known = dict.fromkeys(self.reward_terms, np.zeros(len(self))) if self._clears_terms else {}
         saved = {name: term.copy() for name, term in state["reward_terms"].items()}
         self.reward_terms = known | saved
         self.num_diverged = state["num_diverged"]
@@ -327,7 +326,7 @@ class EnvState:
     def _place(self, ids: Ids, qpos: Array, qvel: Array) -> None:
         """Start episodes of simulations `ids`, sorted, from these states."""
         self.physics.place(ids, qpos, qvel)
-        if self.clears_terms:
+        if self._clears_terms:
             started = np.isin(np.arange(len(self)), ids)
             self.reward_terms = {
                 name: np.where(started, 0.0, term) for name, term in self.reward_terms.items()

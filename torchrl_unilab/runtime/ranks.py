@@ -200,7 +200,7 @@ class Ranks:
         tensors = [*gradients, *statistics, spoilt]
         sizes = [tensor.numel() for tensor in tensors]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        # No look at it here: `agree` looks.
+        # `agree` checks it later: here nothing waits for the device.
         flat[self.rank - self.size] = 0.0 * flat[: sum(sizes[: len(gradients)])].sum()
         self._together(flat, dist.all_reduce, flat)
         for tensor, part in zip(tensors, flat.div_(self.size).split(sizes), strict=True):
@@ -240,7 +240,7 @@ class Ranks:
         """
         if self.size == 1:
             return wish
-        wishes = self.gather(torch.tensor([wish]))  # by processors: before a look at the device
+        wishes = self.gather(torch.tensor([wish]))  # by processors: before a wait for the device
         _check_finite(self._spoilt, "gradients")
         return any(map(bool, wishes))
 

@@ -32,7 +32,7 @@ class APPOTrainer(RankTrainer):
 
     For each rollout that arrives: copy it into the pool in place of the oldest, update the
     observation normalisers once, compute V-trace on the pool, take minibatch steps,
-    publish. Only one look per rollout, and copies to and from it, wait for the learner's device.
+    publish. It waits for its device once per rollout, and in copies of the rollout.
 
     With networks that `FusedAPPOUpdate` supports (and unless ``config.fused`` is false), it
     takes the steps; hooks that look into minibatches or change them
@@ -187,7 +187,7 @@ class APPOTrainer(RankTrainer):
             # The target's, too: to fall is no divergence, by which the rate is steered.
             for actor in (loss.actor_network, loss.target_actor_network):
                 actor[0].log_std.detach().clamp_(max=bound)
-        # The one look at the device per rollout.
+        # The one wait for the device per rollout.
         values = torch.stack([self.optimization_stepper.lr, *statistics.values()]).tolist()
         return dict(zip(("lr", *statistics), values, strict=True))
 

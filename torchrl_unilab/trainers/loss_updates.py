@@ -58,7 +58,7 @@ class APPOStepper(OptimizationStepper):
         self.owner: APPOStepper | FusedAPPOUpdate = self if fused is None else fused
         self.max_grad_norm = config.max_grad_norm
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
-        # A tensor, so that steering it takes no look at its value.
+        # A tensor, so that steering it waits for no device.
         lr = torch.tensor(config.lr, device=self.parameters[0].device)
         self.optimizer: torch.optim.Optimizer = (
             torch.optim.Adam(self.parameters, lr=lr, fused=True)

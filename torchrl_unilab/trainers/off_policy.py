@@ -72,8 +72,8 @@ class OffPolicyTrainer(RankTrainer):
     """Trains by an off-policy loss while the collector's workers fill the replay.
 
     Per tick of the collector: publish, let the normalisers count the new rows, take one
-    large sample and as many updates as `config` says. Only one look per tick, and copies to and
-    from it, wait for the learner's device. While it trains, torch's thread count follows from
+    large sample and as many updates as `config` says. It waits for its device once per tick, and in
+    copies of the sample. While it trains, torch's thread count follows from
     ``config.learner_threads``. A tick is an epoch to hooks; those of ``process_optim_batch`` see
     each of its minibatches before the first of its updates.
 
@@ -274,10 +274,9 @@ class OffPolicyTrainer(RankTrainer):
         self._post_epoch_log_hook(sample)
         self._post_epoch_hook()
         stacked = torch.stack(observed)
-        means = (
-            stacked.nanmean(0) if young else stacked.mean(0)
-        ).tolist()  # one look at the device
-        logged = dict(zip(update.statistics, means, strict=True))
+        means = stacked.nanmean(0) if young else stacked.mean(0)
+        # The one wait for the device per tick.
+        logged = dict(zip(update.statistics, means.tolist(), strict=True))
         if not young:
             return logged
         # The policy's are NaN until its first step; those of the critics are an error.

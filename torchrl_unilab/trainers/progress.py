@@ -17,7 +17,7 @@ from torchrl_unilab.trainers.reports import LearningCurve
 
 
 def reached(returns: LearningCurve, stop_at: float | None, max_seconds: float | None) -> str | None:
-    """Say what training has come to at which it is to stop; None if it goes on.
+    """Return the reason why training stops, in words; None if it continues.
 
     Args:
         returns: How far it is.
@@ -40,11 +40,11 @@ def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None
         max_seconds: Seconds since training began after which to stop.
     """
 
-    def look(batch: TensorDictBase | None) -> None:
+    def check(batch: TensorDictBase | None) -> None:
         if reason := reached(trainer.returns, stop_at, max_seconds):
             trainer.request_stop(reason)
 
-    trainer.register_op("pre_steps_log", look)
+    trainer.register_op("pre_steps_log", check)
 
 
 def on_terminal() -> bool:
@@ -69,18 +69,18 @@ def tell_progress(trainer: Trainer, tell: Callable[[str], None], every: float = 
         tell: Takes a line.
         every: Seconds between lines.
     """
-    told, told_frames = trainer.returns.seconds, trainer.collected_frames
+    last_seconds, last_frames = trainer.returns.seconds, trainer.collected_frames
 
-    def look(batch: TensorDictBase | None) -> None:
-        nonlocal told, told_frames
+    def report(batch: TensorDictBase | None) -> None:
+        nonlocal last_seconds, last_frames
         mean, seconds = trainer.returns.mean, trainer.returns.seconds
-        if seconds - told < every:
+        if seconds - last_seconds < every:
             return
         frames, total = trainer.collected_frames, trainer.total_frames
-        rate = (frames - told_frames) / (seconds - told)
-        told, told_frames = seconds, frames
+        rate = (frames - last_frames) / (seconds - last_seconds)
+        last_seconds, last_frames = seconds, frames
         left = max(0, total - frames) / rate if rate else math.inf
-        reached = "no episode has ended" if math.isnan(mean) else f"return {mean:.1f}"
-        tell(f"{frames:,} of {total:,} frames, {rate:,.0f} frames/s, {reached}, {left:.0f} s left")
+        result = "no episode has ended" if math.isnan(mean) else f"return {mean:.1f}"
+        tell(f"{frames:,} of {total:,} frames, {rate:,.0f} frames/s, {result}, {left:.0f} s left")
 
-    trainer.register_op("pre_steps_log", look)
+    trainer.register_op("pre_steps_log", report)

@@ -38,10 +38,10 @@ _TAKEN_OVER = (
     "keep_checkpoints",
     "rank_timeout",
 )
-"""What a run does as before, unless it is told otherwise."""
+"""What a resumed run does as before by default."""
 
 _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
-"""What a resumed run may be told otherwise."""
+"""What a resumed run can do otherwise."""
 
 
 def resume_run(
@@ -138,7 +138,7 @@ def resume_run(
 
 
 def _reached(saved: SavedRun, run: RunConfig) -> str | None:
-    """Say what a checkpoint had come to at which the run is to stop; None if it goes on."""
+    """Return the reason why a run stops at its checkpoint, in words; None if it continues."""
     if run.stop_at is None and run.max_seconds is None:
         return None
     returns = LearningCurve()
