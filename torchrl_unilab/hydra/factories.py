@@ -23,8 +23,7 @@ from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.base import leave_out
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
-from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner
-from torchrl_unilab.trainers.runs.train import child_seeds
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 _PASSED = frozenset(

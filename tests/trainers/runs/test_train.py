@@ -42,10 +42,11 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.progress import tell_progress
+from torchrl_unilab.trainers.runs.builders import child_seeds
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.saved import load_run
 from torchrl_unilab.trainers.runs.summary import run_dir_held
-from torchrl_unilab.trainers.runs.train import Run, child_seeds
+from torchrl_unilab.trainers.runs.train import Run
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 SUMMARY_KEYS = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torchrl.envs import EnvBase
@@ -345,3 +346,9 @@ def plan_run(env: str, config: Config) -> RunBudget:
         torch.random.fork_rng(devices=[]),
     ):
         return run_budget(proxy, build_learner(proxy, config), config)
+
+
+def child_seeds(seed: int | tuple[int, ...], count: int) -> list[int]:
+    """Return seeds that follow from one, and share nothing with those of the next one."""
+    children = np.random.SeedSequence(seed).spawn(count)
+    return [int(child.generate_state(1)[0]) >> 1 for child in children]  # NumPy counts on from it

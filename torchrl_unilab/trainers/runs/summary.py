@@ -40,19 +40,8 @@ def check_loggers(names: Sequence[str]) -> None:
         )
 
 
-def check_run_dir(path: Path, begun: Mapping[str, Any] | None = None) -> None:
-    """Refuse a directory for a new run that is not empty, or cannot be made.
-
-    Args:
-        path: The directory.
-        begun: Settings of the run that ended there without a checkpoint, and starts again.
-
-    Raises:
-        ConfigError: Says why.
-    """
-    if begun is not None:
-        _check_begun(path, begun)
-        return
+def check_run_dir(path: Path) -> None:
+    """Refuse a directory for a new run that is not empty, or cannot be made; a ConfigError."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         found, way = "a file", ""
         if path.is_dir():
@@ -69,7 +58,8 @@ def check_run_dir(path: Path, begun: Mapping[str, Any] | None = None) -> None:
         )
 
 
-def _check_begun(path: Path, settings: Mapping[str, Any]) -> None:
+def check_same_run(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to start a run again in the directory of another one; a ConfigError."""
     said = read_config(path / CONFIG_FILE)
     asked = {key: settings[key] for key in ("env", "algo", "seed")}
     found = {key: said.get(key) for key in asked}

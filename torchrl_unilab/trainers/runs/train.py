@@ -16,7 +16,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
@@ -32,7 +31,7 @@ from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, eva
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, reached, stop_when, tell_progress
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
-from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
+from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
     RunCheckpoints,
     SavedRun,
@@ -46,6 +45,7 @@ from torchrl_unilab.trainers.runs.summary import (
     RunLogger,
     check_loggers,
     check_run_dir,
+    check_same_run,
     package_versions,
     plot_returns,
     run_dir_held,
@@ -206,7 +206,10 @@ class Run:
     def prepare(self) -> None:
         """Build the networks and refuse a run that does not fit the memory that is free."""
         if self.leads and not self.saved:
-            check_run_dir(self.path, self.settings if self._again else None)
+            if self._again:
+                check_same_run(self.path, self.settings)
+            else:
+                check_run_dir(self.path)
         self.announce(str(self.threads))
         if not self.saved and (line := without_own_settings(self.options.env, self.config)):
             self.announce(line)
@@ -230,61 +233,23 @@ class Run:
         Args:
             closing: Ends what is started.
         """
-        options, config, saved = self.options, self.config, self.saved
+        options, saved = self.options, self.saved
         # What a checkpoint has is published once it is loaded, under the version that it had.
         first = max(0, saved.version - 1) if saved else 0
-        scheme = UniLabShmScheme(pull=config.pull, first_version=first)
+        scheme = UniLabShmScheme(pull=self.config.pull, first_version=first)
         closing.callback(scheme.shutdown)
         if options.trace and self.leads:
             tracing.start(self.path / TRACE)  # the workers, started below, trace too
             closing.callback(lambda: tracing.stop(keep=self._writing))
         collector = self.algorithm.collector(
-            self._create_env, self.learner.actor, scheme, config, self._acting_seed
+            self._create_env, self.learner.actor, scheme, self.config, self._acting_seed
         )
         closing.callback(collector.shutdown)
-        checkpoints = RunCheckpoints(
-            self.path / CHECKPOINT, options.keep_checkpoints, options.interval
-        )
-        run = {
-            k: v for k, v in self.settings.items() if k in ("env", "algo", "seed", OWN_ENVIRONMENT)
-        }
-        self.trainer = trainer = self.algorithm.trainer(
-            collector=collector,
-            loss_module=self.learner.loss,
-            total_frames=options.frames,
-            config=config,
-            normalizers=self.learner.normalizers,
-            scheme=scheme,
-            ranks=self.ranks,
-            progress_bar=options.progress_bar and self.leads and can_draw(),
-            seed=self._acting_seed,
-            checkpoint=run_checkpoint(
-                **({"replay": collector.storage} if self.algorithm.replay else {})
-            ),
-            checkpoint_rotation=checkpoints,
-            checkpoint_metadata=lambda _: checkpoints.metadata(
-                run | dataclasses.asdict(config) | {"ranks": self.ranks.size},
-                total_frames=options.frames,
-                resumed=self.resumed,
-                version=scheme.version,
-            ),
-            save_trainer_interval=options.interval - 1,
-            log_interval=min(10 * collector.frames_per_batch, options.frames // 20),
-        )
+        self.trainer = trainer = self._make_trainer(collector, scheme)
         if self.algorithm.replay:
             closing.callback(trainer.close)
         if options.eval_interval is not None and self.leads:
-            filmed = options.video_interval
-            self.evaluation = BackgroundEvaluation(
-                self._evaluation_factory(threads=1),
-                self.learner.actor,
-                scheme.create_transport(),
-                interval=options.eval_interval,
-                episodes=options.eval_episodes,
-                max_steps=options.eval_max_steps,
-                seed=options.seed,
-                videos=Videos(self._create_proxy, self.path / VIDEOS, filmed) if filmed else None,
-            )
+            self.evaluation = self._start_evaluation(options.eval_interval, scheme)
             closing.callback(self.evaluation.close)
             self.evaluation.register(trainer)
         if trainer.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
@@ -297,6 +262,45 @@ class Run:
         self.cpu.register(trainer)
         if saved:
             load_trainer(trainer, saved)
+
+    def _make_trainer(self, collector: Any, scheme: UniLabShmScheme) -> Any:
+        options, kept = self.options, self.options.keep_checkpoints
+        checkpoints = RunCheckpoints(self.path / CHECKPOINT, kept, options.interval)
+        replay = {"replay": collector.storage} if self.algorithm.replay else {}
+        names = ("env", "algo", "seed", OWN_ENVIRONMENT)
+        run = {name: value for name, value in self.settings.items() if name in names}
+        run |= dataclasses.asdict(self.config) | {"ranks": self.ranks.size}
+        return self.algorithm.trainer(
+            collector=collector,
+            loss_module=self.learner.loss,
+            total_frames=options.frames,
+            config=self.config,
+            normalizers=self.learner.normalizers,
+            scheme=scheme,
+            ranks=self.ranks,
+            progress_bar=options.progress_bar and self.leads and can_draw(),
+            seed=self._acting_seed,
+            checkpoint=run_checkpoint(**replay),
+            checkpoint_rotation=checkpoints,
+            checkpoint_metadata=lambda _: checkpoints.metadata(
+                run, total_frames=options.frames, resumed=self.resumed, version=scheme.version
+            ),
+            save_trainer_interval=options.interval - 1,
+            log_interval=min(10 * collector.frames_per_batch, options.frames // 20),
+        )
+
+    def _start_evaluation(self, interval: int, scheme: UniLabShmScheme) -> BackgroundEvaluation:
+        options, filmed = self.options, self.options.video_interval
+        return BackgroundEvaluation(
+            self._evaluation_factory(threads=1),
+            self.learner.actor,
+            scheme.create_transport(),
+            interval=interval,
+            episodes=options.eval_episodes,
+            max_steps=options.eval_max_steps,
+            seed=options.seed,
+            videos=Videos(self._create_proxy, self.path / VIDEOS, filmed) if filmed else None,
+        )
 
     def train(self) -> bool:
         """Train to the end, or until Ctrl-C; leave a checkpoint; return if it was Ctrl-C."""
@@ -390,9 +394,3 @@ class Run:
             return create
         sizes = {"num_envs": self.options.eval_episodes, "num_threads": threads, "stagger": False}
         return partial(MujocoBatchEnv, *create.args[:1], **(create.keywords | sizes))
-
-
-def child_seeds(seed: int | tuple[int, ...], count: int) -> list[int]:
-    """Return seeds that follow from one, and share nothing with those of the next one."""
-    children = np.random.SeedSequence(seed).spawn(count)
-    return [int(child.generate_state(1)[0]) >> 1 for child in children]  # NumPy counts on from it
