@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NoReturn
 
 from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.runtime.link import Channel, Shipment, serve
@@ -194,10 +194,9 @@ class WorkerGroup:
                 readable.
         """
         ready = self._wait(descriptors, timeout, self._workers)
-        if any(descriptor in ready for descriptor in descriptors):
-            return True
-        self.check()
-        return False
+        if not ready:
+            self.check()
+        return ready
 
     def check(self) -> None:
         """Raise what a worker failed with, if one did.
@@ -231,19 +230,21 @@ class WorkerGroup:
 
     def _wait(
         self, objects: Sequence[Any], timeout: float | None, watched: Sequence[WorkerProcess]
-    ) -> list[Any]:
-        """Wait for one of `objects` or the end of a watched worker; return what is ready.
+    ) -> bool:
+        """Wait until one of `objects` is readable; return whether one is.
 
         Raises:
-            WorkerError: A watched worker is stopped, or has ended and its children hold its pipes.
+            WorkerError: None is, and a watched worker has ended or is stopped.
         """
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         sentinels = [worker.process.sentinel for worker in watched]
         while True:
             left = max(0.0, deadline - time.monotonic())
             ready = wait([*objects, *sentinels], min(left, LOOK_SECONDS))
-            if ready or left <= LOOK_SECONDS:
-                return ready
+            if any(each in ready for each in objects):
+                return True
+            if not ready and left <= LOOK_SECONDS:
+                return False
             self._look(watched)
 
     def _look(self, watched: Sequence[WorkerProcess]) -> None:
@@ -286,9 +287,7 @@ class WorkerGroup:
             left = deadline - time.monotonic()
             if left < 0.0:
                 raise self._late(worker, "no answer", timeout or 0.0)
-            ready = self._wait([channel.connection], None if timeout is None else left, watched)
-            if ready and channel.connection not in ready:
-                self.check()  # another one failed, which is no less of a reason
+            self._wait([channel.connection], None if timeout is None else left, watched)
 
     @staticmethod
     def _late(worker: WorkerProcess, what: str, timeout: float) -> WorkerError:
@@ -297,7 +296,7 @@ class WorkerGroup:
             "(expected one). See whether it waits for something."
         )
 
-    def _fail(self, worker: WorkerProcess) -> None:
+    def _fail(self, worker: WorkerProcess) -> NoReturn:
         """Raise what a dead worker failed with."""
         if self._failed is not None:
             raise self._failed  # the pipe delivers it once
