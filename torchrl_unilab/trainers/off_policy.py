@@ -162,7 +162,8 @@ class OffPolicyTrainer(RankTrainer):
                 "which the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
             )
-        self.update = make_update(loss_module, config, ranks)
+        self.update = update = make_update(loss_module, config, ranks)
+        self._fused = None if isinstance(update, LossUpdate) else update
         if isinstance(collector, ReplayCollector):
             collector.learners, collector.batch_size = ranks.size, config.batch_size
         super().__init__(
@@ -188,7 +189,7 @@ class OffPolicyTrainer(RankTrainer):
         )
         # Critics refer to their normaliser without containing it.
         self._parts: dict[str, torch.optim.Optimizer | ObservationNormalizer] = {
-            **{f"optimizer_{part}": one for part, one in self.update.optimizers.items()},
+            **{f"optimizer_{part}": one for part, one in update.optimizers.items()},
             **{f"normalizer_{key}": one for key, one in self.normalizers.items()},
         }
         own = {"state_dict": self._own_state, "load_state_dict": self._load_own_state}
@@ -205,8 +206,7 @@ class OffPolicyTrainer(RankTrainer):
         of the learner's threads, and one by default.
         """
         found, threads = torch.get_num_threads(), self.config.learner_threads or 1
-        fused = not isinstance(self.update, LossUpdate)
-        torch.set_num_threads(max(1, threads // 2) if fused else threads)
+        torch.set_num_threads(max(1, threads // 2) if self._fused is not None else threads)
         try:
             super().train()
         finally:
@@ -286,8 +286,8 @@ class OffPolicyTrainer(RankTrainer):
         """Return what a resumed trainer needs beside the loss and TorchRL's counts."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         state |= {"updates": self.updates, "tick": self._tick, "counted": [*self._counted]}
-        if not isinstance(self.update, LossUpdate):
-            state["observed"] = self.update.observed.clone()
+        if self._fused is not None:
+            state["observed"] = self._fused.observed.clone()
         return state
 
     def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
@@ -295,12 +295,12 @@ class OffPolicyTrainer(RankTrainer):
             part.load_state_dict(state_dict[name])
         self.updates = state_dict["updates"]
         self._tick, self._counted = state_dict["tick"], state_dict["counted"]
-        if "observed" in state_dict and not isinstance(self.update, LossUpdate):
-            self.update.observed.copy_(state_dict["observed"])
+        if "observed" in state_dict and self._fused is not None:
+            self._fused.observed.copy_(state_dict["observed"])
             self._policy_moved = self.updates >= self.config.policy_frequency
 
     def close(self) -> None:
         """Close the pipeline, and end the update's thread. Idempotent."""
         self.pipeline.close()
-        if not isinstance(self.update, LossUpdate):
-            self.update.close()
+        if self._fused is not None:
+            self._fused.close()

@@ -156,7 +156,6 @@ class DoubleBufferReplayPipeline(Owner):
         self._source = source
         self._hosts = [source.empty_batch(sample_count, pin_memory=pinned) for _ in range(SLOTS)]
         self._transfer = make_transfer(self._hosts)
-        self._packer = packer
         self._thread = ThreadPoolExecutor(1, "replay-packer") if packer == "thread" else None
         self._timeout = timeout
         self._closing = threading.Event()
@@ -189,7 +188,7 @@ class DoubleBufferReplayPipeline(Owner):
             "bytes": sum(block.nbytes() for block in blocks.values()),
             "pinned": all(leaf.is_pinned() for leaf in leaves),
             "submitter": self._transfer.submitter,
-            "packer": self._packer,
+            "packer": "inline" if self._thread is None else "thread",
         }
 
     def start_prepare(
