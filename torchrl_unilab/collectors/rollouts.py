@@ -188,24 +188,23 @@ class APPOCollector(WorkerCollector):
             self._open_team().run_ahead(True)
         while self._wants_more():
             self._give_back()
-            if self._restored:
-                rollout = self._restored.pop(0)
-                self._frames += rollout.numel()
-                yield rollout
-                continue
-            with span("sample"):
-                lease = self._next_of_round() if self.lockstep else self._next_fresh()
-            self._frames += lease.rollout.numel()
-            if self.use_buffers:
-                self._lease = lease
-                yield lease.rollout
-            else:
-                rollout = lease.rollout.clone()
-                self.storage.release(lease)
-                yield rollout
+            rollout = self._restored.pop(0) if self._restored else self._next()
+            self._frames += rollout.numel()
+            yield rollout
         self._give_back()
         if not self.lockstep:
             self._open_team().run_ahead(False)
+
+    def _next(self) -> TensorDictBase:
+        """Return the next rollout of the ring, lent or copied."""
+        with span("sample"):
+            lease = self._next_of_round() if self.lockstep else self._next_fresh()
+        if self.use_buffers:
+            self._lease = lease
+            return lease.rollout
+        rollout = lease.rollout.clone()
+        self.storage.release(lease)
+        return rollout
 
     def _next_fresh(self) -> RolloutLease:
         """Return the oldest rollout that is not too far behind."""

@@ -82,7 +82,7 @@ class WorkerTeam:
                 self._serve("collect", self._tick)
                 self._outstanding.discard(worker)
             else:
-                self.persist(partial(self._group.send, worker, "collect", self._tick))
+                self._retry(partial(self._group.send, worker, "collect", self._tick))
             self._unasked.discard(worker)
 
     def finish_tick(self) -> None:
@@ -94,7 +94,7 @@ class WorkerTeam:
         try:
             while self._outstanding:
                 self._ask_the_rest()
-                self.persist(self._take_answers)
+                self._retry(self._take_answers)
         except BaseException:
             self._unasked = set(self._outstanding)  # an answer may have been lost with Ctrl-C
             raise
@@ -121,7 +121,7 @@ class WorkerTeam:
         # Between two rollouts it answers, which may take as long as one, or as its start.
         timeout = None if self._timeout is None else max(self._timeout, START_SECONDS)
         return [
-            self.persist(partial(self._group.ask, worker, *request, timeout=timeout))
+            self._retry(partial(self._group.ask, worker, *request, timeout=timeout))
             for worker, request in enumerate(requests)
         ]
 
@@ -166,10 +166,10 @@ class WorkerTeam:
             WorkerError: One may not be replaced.
         """
         if self.group is not None:
-            self.persist(self.group.check)
+            self._retry(self.group.check)
 
-    def persist(self, call: Callable[[], Any]) -> Any:
-        """Call until no worker is found to be lost; return what the last call does.
+    def _retry(self, call: Callable[[], Any]) -> Any:
+        """Call, and again after each lost worker that is replaced; return what the last call does.
 
         Raises:
             WorkerError: A worker was lost, and may not be replaced.

@@ -43,15 +43,15 @@ class _Fields(dict[str, NDArray[Any]]):
 class Simulations:
     """Simulations of one task's model, each of them a row.
 
+    A simulation is its state, from which the physics derives the rest: after a step, what
+    holds one substep before the state. From the state alone it cannot be had again, and the
+    batch refuses to write it, so what was loaded is shown until the physics runs.
+
     Args:
         task: whose model and `reads` they have.
         num_envs: how many there are.
         num_threads: that step them.
         randomization: how their models differ; None as the task says.
-
-    A simulation is its state, from which the physics derives the rest: after a step, what
-    holds one substep before the state. From the state alone it cannot be had again, and the
-    batch refuses to write it, so what was loaded is shown until the physics runs.
 
     Attributes:
         batch: of MuJoCo's.
@@ -86,11 +86,10 @@ class Simulations:
             )
         self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
         self._name, self._frame_skip = task.name, task.frame_skip
-        self._has_commands = task.command_size > 0
         self.fields = _Fields(
             {name: _field(batch, name, task.name) for name in ("qpos", "qvel", *task.reads)}
         )
-        if self._has_commands:
+        if task.command_size:
             self.fields["command"] = np.zeros((num_envs, task.command_size))
         self.seen: Mapping[str, NDArray[Any]] = self.fields
         self._derived = tuple(
@@ -166,7 +165,7 @@ class Simulations:
         return {
             "state": self.batch.state.copy(),
             "derived": {name: self.seen[name].copy() for name in self._derived},
-            "command": self.fields["command"].copy() if self._has_commands else None,
+            "command": self.fields["command"].copy() if "command" in self.fields else None,
             "randomizer": self.randomizer.state_dict(),
         }
 
@@ -186,7 +185,7 @@ class Simulations:
         self.batch.state[...] = state["state"]
         self._loaded = {name: field.copy() for name, field in state["derived"].items()}
         self.seen = _Fields({**self.fields, **self._loaded})
-        if self._has_commands:
+        if "command" in self.fields:
             self.fields["command"][...] = state["command"]
 
     def _show_derived(self, ids: NDArray[np.intp] | None) -> None:
