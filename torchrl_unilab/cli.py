@@ -244,7 +244,7 @@ def _resuming(options: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
-    """Say how to go on where a run fails, or is interrupted twice, and a checkpoint is left."""
+    """Say how to continue where a run fails, or is interrupted twice, and a checkpoint is left."""
     try:
         yield
     except ConfigError:

@@ -220,7 +220,7 @@ class APPOCollector(WorkerCollector):
 
     def _take(self) -> RolloutLease:
         storage, team = self.storage, self._open_team()
-        team.check()  # a lost worker shows also while the others go on
+        team.check()  # a lost worker shows also while the others collect
         for held in storage.leases:
             if held is not self._lease:
                 return held  # an interrupt kept it from this collector

@@ -21,7 +21,7 @@ from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime.workers import START_SECONDS, WorkerGroup
 
 CLOSE_SECONDS = 10.0
-"""For workers to close environments, which may have processes of their own."""
+"""For workers to close environments, which may have processes."""
 
 
 class WorkerTeam:

@@ -88,7 +88,7 @@ def reward_terms(env: EnvBase) -> dict[str, float]:
 def act(
     policy: Callable[[TensorDictBase], TensorDictBase], tensordict: TensorDictBase
 ) -> TensorDictBase:
-    """Return a step with the policy's action, which it writes there or into one of its own."""
+    """Return a step with the policy's action, which it writes there or into another one."""
     written = policy(tensordict)
     return tensordict if written is tensordict else tensordict.update(written)
 
@@ -246,7 +246,7 @@ class RolloutWorker:
             "seconds": self.clock.seconds,
             "frames": self.frames,
         }
-        return _as_sent(state)  # what goes on here changes it no more
+        return _as_sent(state)  # later rollouts do not change it
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.

@@ -17,7 +17,7 @@ from torchrl_unilab.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
 _KINDS = {"algo": str, "env": str, "frames": int, "seed": int}
-"""What is looked at before the settings are made."""
+"""What is checked before the settings are made."""
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:

@@ -327,4 +327,4 @@ def _post_again(scheme: weakref.ref[UniLabRayScheme], ended: threading.Event) ->
     """Post the newest version now and then, until the end: a restarted mailbox has none."""
     while not ended.wait(POLL_SECONDS) and (living := scheme()) is not None:
         living._repost()
-        del living  # a scheme that nobody else holds ends its mailbox
+        del living  # the last reference to a scheme ends its mailbox

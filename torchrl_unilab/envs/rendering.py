@@ -125,7 +125,7 @@ class BatchRenderer:
                 renderer.render(out=picture)
 
     def close(self) -> None:
-        """Free the OpenGL context, and let go of the batch. Closing again does nothing."""
+        """Free the OpenGL context, and release the batch. Closing again does nothing."""
         with self._turn:
             self._batch = None
             if self._drawing is not None:

@@ -57,13 +57,13 @@ class Simulations:
         batch: of MuJoCo's.
         fields: live views of what the task reads, and the commands, ``(n, ...)`` each: they
             change with every call.
-        seen: all fields, as they are to be read.
+        seen: the fields that tasks read: what was loaded in place of what the physics derives.
         randomizer: holds what differs between the models.
         start: the model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
 
     Raises:
-        ConfigError: if the task reads what there is not, or what is to be randomised is not in
-            the model.
+        ConfigError: if the task reads what there is not, or the model does not have what is
+            randomised.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ class Channel:
         os.set_blocking(connection.fileno(), False)
         # Bytes to send, and the counts of those that the pipe has taken.
         self._outgoing: tuple[bytes, list[int]] = b"", []
-        # Whole messages, the bytes after them as they came, and how many it takes to go on.
+        # Whole messages, the bytes after them as they came, and how many the next step needs.
         self._incoming: tuple[deque[Any], list[bytes], int] = deque(), [], _LENGTH.size
 
     @property

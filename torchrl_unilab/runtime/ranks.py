@@ -56,7 +56,7 @@ class Ranks:
     Args:
         rank: This one's number; rank 0 alone writes, logs and evaluates.
         size: How many there are.
-        device: The learner's: each rank of a machine takes a GPU of its own if it is ``"cuda"``.
+        device: The learner's: each rank of a machine takes a separate GPU if it is ``"cuda"``.
         timeout: Seconds within which all ranks come to each step.
 
     Examples:
@@ -134,7 +134,7 @@ class Ranks:
         """Return a name for this start, one on all ranks, that no other start has.
 
         A launcher's store outlives restarts, and each machine's launcher counts its own: so no
-        count tells one start from the next. Each rank writes a token of its own, rank 0 all
+        count tells one start from the next. Each rank writes a token, rank 0 all
         tokens that it finds, and a list holds once every rank has found its own in it.
         """
         own, ranks = uuid.uuid4().hex, range(self.size)
@@ -295,7 +295,7 @@ class Ranks:
         try:
             if not self._store.check([f"end/{self.rank}"]):
                 self._store.set(f"end/{self.rank}", words)
-        except RuntimeError:  # the launcher has ended: nobody listens
+        except RuntimeError:  # the launcher has ended, and its store with it
             pass
 
     def _lost(self, error: RuntimeError) -> PeerGoneError:

@@ -11,7 +11,7 @@ import psutil
 
 from torchrl_unilab.runtime.link import Channel
 
-CONTINUE_SECONDS = 0.25  # within which all of a terminal's job go on once it is continued
+CONTINUE_SECONDS = 0.25  # within which all of a terminal's job run once it is continued
 
 
 @dataclass

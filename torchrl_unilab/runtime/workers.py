@@ -104,7 +104,7 @@ class WorkerGroup:
             target=serve,
             args=(there, self._target, shipment, self._num_threads),
             name=f"{self._name}-{index}",
-            daemon=False,  # a worker may have processes of its own, as ParallelEnv has
+            daemon=False,  # a worker may have processes, as ParallelEnv has
         )
         try:
             process.start()
@@ -258,7 +258,7 @@ class WorkerGroup:
         self._next_look = now + LOOK_SECONDS
         stopped = [worker for worker in watched if worker.stopped]
         if stopped:
-            # This process may have been stopped with them, and be the first to go on.
+            # This process may have been stopped with them, and be the first to continue.
             wait([worker.process.sentinel for worker in stopped], CONTINUE_SECONDS)
         for worker in stopped:
             if worker.stopped:

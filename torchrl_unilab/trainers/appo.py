@@ -49,7 +49,7 @@ class APPOTrainer(RankTrainer):
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given. Rollouts that
             are further behind than ``config.max_policy_lag`` are not learnt from.
-        ranks: Processes that learn together, each by a trainer of its own; their parameters are
+        ranks: Processes that learn together, each by a separate trainer; their parameters are
             the same when they start. Frames are counted of all ranks.
         **kwargs: As for `torchrl.trainers.Trainer`, but what follows from `config`: ``logger``,
             ``checkpoint``, ``progress_bar``, ``seed``, ...

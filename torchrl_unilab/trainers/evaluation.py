@@ -130,7 +130,7 @@ class Videos(NamedTuple):
 
 
 class BackgroundEvaluation:
-    """Evaluates the published policy in a process of its own, every so many frames.
+    """Evaluates the published policy in a separate process, every so many frames.
 
     One evaluation runs at a time: what becomes due meanwhile is left out. Its figures are logged
     as ``eval_return`` and ``eval_length`` at the frames at which it was asked for.
@@ -196,7 +196,7 @@ class BackgroundEvaluation:
         self._process = WorkerGroup(_run, [(payload, transport)], name="evaluation")
 
     def register(self, trainer: Trainer) -> None:
-        """Look after each batch. Checkpoints have the evaluations that ended before them."""
+        """Call it after each batch. Checkpoints have the evaluations that ended before them."""
         self._trainer = trainer
         trainer.register_op("post_steps", self)
         trainer.register_module("evaluation", self)
@@ -209,7 +209,7 @@ class BackgroundEvaluation:
         return {"evaluations": evaluations, "begun": begun, "filmed": min(self._filmed, begun)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after what has been evaluated."""
+        """Continue after what has been evaluated."""
         self.evaluations[:] = [Evaluation(*one) for one in state_dict["evaluations"]]
         self._begun, self._filmed = state_dict["begun"], state_dict["filmed"]
 
@@ -237,7 +237,7 @@ class BackgroundEvaluation:
             self.finish()
 
     def _video(self, frames: int) -> Path | None:
-        """Where the evaluation is filmed to, if it is to be."""
+        """Return the file that the evaluation is filmed to; None if it is not filmed."""
         videos = self._videos
         if videos is None or frames // videos.interval <= self._filmed // videos.interval:
             return None

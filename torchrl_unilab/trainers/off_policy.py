@@ -86,7 +86,7 @@ class OffPolicyTrainer(RankTrainer):
         scheme: The collector's scheme, for the policy lag; not logged if not given.
         storage: The replay to write to what the collector yields, such as one of other
             machines; by default the collector's own.
-        ranks: Processes that learn together, each by a trainer of its own; their parameters are
+        ranks: Processes that learn together, each by a separate trainer; their parameters are
             the same when they start. Frames are counted of all ranks.
         **kwargs: As for `torchrl.trainers.Trainer`, but what follows from `config`.
 

@@ -113,7 +113,7 @@ class PortableTransfer(HostTransfer):
 
 
 class CUDATransfer(HostTransfer):
-    """CUDA: copies on a stream of their own, ordered by two events per slot.
+    """CUDA: copies on a separate stream, ordered by two events per slot.
 
     The learner's stream waits for the end of the copy, the copy stream for the end of the
     learner's work. Of the threads only the packing one waits, until the last copy out of the

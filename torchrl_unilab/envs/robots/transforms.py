@@ -68,7 +68,7 @@ class ObservationNoise(ObservationTransform):
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        # rows that go on keep what they had: the environment takes those that start
+        # rows that continue keep what they had: the environment takes those that start
         return self._call(tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:

@@ -119,7 +119,7 @@ def check_run(
 
 
 def check_newest(saved: SavedRun | None, run_dir: Path) -> None:
-    """Refuse to go on from a checkpoint that is not the newest of its directory any more."""
+    """Refuse to resume from a checkpoint that is no longer the newest of its directory."""
     if saved is None:
         return
     newest = RunCheckpoints(run_dir / CHECKPOINT).newest().path

@@ -316,7 +316,7 @@ class Run:
         except KeyboardInterrupt as interrupt:
             self.ranks.leave(interrupt)  # first: the others wait
             if self.leads:
-                with contextlib.suppress(OSError):  # whoever read may be gone
+                with contextlib.suppress(OSError):  # the reader may be gone
                     self.announce("interrupted: saving what was learnt; again to stop without")
                 save_learner(trainer)
             return True
