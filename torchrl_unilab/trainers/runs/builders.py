@@ -102,12 +102,7 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
 
 
 def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
-    """Return SAC's or TD3's networks and TorchRL's loss over them.
-
-    Both losses count in units of the environment's actions. SAC's target entropy is -1 per
-    dimension of actions scaled to [-1, 1], and TD3's target noise is in halves of the action's
-    range, whatever the bounds are: here they are converted.
-    """
+    """Return SAC's or TD3's networks and TorchRL's loss over them."""
     sizes = observation_sizes(env, config)
     normalizers = (
         {key: ObservationNormalizer(size) for key, size in sizes.items()}
@@ -116,13 +111,11 @@ def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
     )
     space = action_space(env)
     low, high = (bound.reshape(-1, bound.shape[-1])[0] for bound in (space.low, space.high))
-    reach = (high - low) / 2
-    actions = env.action_spec.shape[-1]
     key, critic_key = config.observation, config.critic_observation
     make = make_sac_actor if config.algorithm == "sac" else make_td3_actor
     actor = make(
         sizes[key],
-        actions,
+        len(low),
         low=low,
         high=high,
         in_key=key,
@@ -132,39 +125,36 @@ def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
     )
     critic = make_q_value(
         sizes[critic_key],
-        actions,
+        len(low),
         in_key=critic_key,
         normalizer=normalizers.get(critic_key),
         hidden=config.hidden,
         layer_norm=config.layer_norm,
     )
-    loss: LossModule
-    if config.algorithm == "sac":
-        loss = SACLoss(
-            actor,
-            critic,
-            num_qvalue_nets=2,
-            alpha_init=config.alpha,
-            loss_function="l2",
-            # Scaling an action by its reach adds log(reach) to its entropy.
-            target_entropy=float(reach.log().sum() - actions),
-        )
-    else:
-        loss = TD3Loss(
-            actor,
-            critic,
-            bounds=(low, high),
-            num_qvalue_nets=2,
-            loss_function="l2",
-        )
-        for name, value in (
-            ("policy_noise", config.target_noise),
-            ("noise_clip", config.target_noise_clip),
-        ):
-            delattr(loss, name)  # a number for all dimensions; a buffer follows the device
-            loss.register_buffer(name, value * reach, persistent=False)
+    loss = _off_policy_loss(actor, critic, config, low, high)
     loss.make_value_estimator(gamma=config.gamma)
     return Learner(normalizers, actor, loss)
+
+
+def _off_policy_loss(
+    actor: Any, critic: Any, config: OffPolicyConfig, low: torch.Tensor, high: torch.Tensor
+) -> LossModule:
+    """Return TorchRL's loss, which counts in units of the environment's actions.
+
+    SAC's target entropy is -1 per dimension of actions scaled to [-1, 1], and TD3's target noise is
+    in halves of the action's range, whatever the bounds are: here they are converted.
+    """
+    reach, common = (high - low) / 2, {"num_qvalue_nets": 2, "loss_function": "l2"}
+    if config.algorithm == "sac":
+        # Scaling an action by its reach adds log(reach) to its entropy.
+        entropy = float(reach.log().sum() - len(reach))
+        return SACLoss(actor, critic, alpha_init=config.alpha, target_entropy=entropy, **common)
+    loss = TD3Loss(actor, critic, bounds=(low, high), **common)
+    noise = {"policy_noise": config.target_noise, "noise_clip": config.target_noise_clip}
+    for name, value in noise.items():
+        delattr(loss, name)  # a number for all dimensions; a buffer follows the device
+        loss.register_buffer(name, value * reach, persistent=False)
+    return loss
 
 
 def ring_collector(
