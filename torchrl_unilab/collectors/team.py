@@ -50,9 +50,9 @@ class WorkerTeam:
         timeout: float | None,
         restart_workers: int,
     ) -> None:
+        self._workers = workers
         self.service = workers if isinstance(workers, WorkerService) else None
-        self.group = None if isinstance(workers, WorkerService) else workers
-        self.count = 1 if self.group is None else len(self.group)
+        self.count = 1 if isinstance(workers, WorkerService) else len(workers)
         self.stopped = False
         self.restarts, self.seed = 0, 0
         self._sink, self._metrics = sink, metrics
@@ -82,7 +82,7 @@ class WorkerTeam:
                 self._serve("collect", self._tick)
                 self._outstanding.discard(worker)
             else:
-                self._retry(partial(self._group.send, worker, "collect", self._tick))
+                self._retry(partial(self.group.send, worker, "collect", self._tick))
             self._unasked.discard(worker)
 
     def finish_tick(self) -> None:
@@ -102,7 +102,7 @@ class WorkerTeam:
     def _take_answers(self) -> None:
         """Wait for the workers that are asked; a replaced one has to be asked anew."""
         for worker in sorted(self._outstanding - self._unasked):
-            self._group.receive(worker, self._timeout)
+            self.group.receive(worker, self._timeout)
             self._outstanding.discard(worker)
 
     def run_ahead(self, ahead: bool) -> None:
@@ -121,7 +121,7 @@ class WorkerTeam:
         # Between two rollouts it answers, which may take as long as one, or as its start.
         timeout = None if self._timeout is None else max(self._timeout, START_SECONDS)
         return [
-            self._retry(partial(self._group.ask, worker, *request, timeout=timeout))
+            self._retry(partial(self.group.ask, worker, *request, timeout=timeout))
             for worker, request in enumerate(requests)
         ]
 
@@ -139,9 +139,10 @@ class WorkerTeam:
                 self._random = torch.get_rng_state()
 
     @property
-    def _group(self) -> WorkerGroup:
-        assert self.group is not None, "the workers have processes"
-        return self.group
+    def group(self) -> WorkerGroup:
+        """The processes of the workers."""
+        assert isinstance(self._workers, WorkerGroup), "the workers have processes"
+        return self._workers
 
     # Lost workers
 
@@ -154,7 +155,7 @@ class WorkerTeam:
             WorkerError: A worker failed, and may not be replaced.
         """
         try:
-            return self._group.wait(descriptors, timeout)
+            return self.group.wait(descriptors, timeout)
         except WorkerError as lost:
             self._replace(lost)
             return True
@@ -165,7 +166,7 @@ class WorkerTeam:
         Raises:
             WorkerError: One may not be replaced.
         """
-        if self.group is not None:
+        if self.service is None:
             self._retry(self.group.check)
 
     def _retry(self, call: Callable[[], Any]) -> Any:
@@ -203,12 +204,12 @@ class WorkerTeam:
             except WorkerError as another:
                 losses += [another] if another.worker == lost.worker else [lost, another]
             except BaseException:  # as Ctrl-C: one that is half in its place is lost as well
-                self._group.end(lost.worker)
+                self.group.end(lost.worker)
                 raise
 
     def _renew(self, worker: int) -> None:
         """Start a worker anew: its counts are those of the lost one, and so is its tick."""
-        group = self._group
+        group = self.group
         group.end(worker)
         self._sink.recover(worker)
         group.restart(worker)
@@ -223,10 +224,10 @@ class WorkerTeam:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
-        return [] if self.group is None else self.group.pids
+        return [] if self.service is not None else self.group.pids
 
     def stop(self, timeout: float | None = None) -> None:
         """End the worker processes. Idempotent."""
-        if self.group is not None:
+        if self.service is None:
             self.stopped = True
             self.group.stop(CLOSE_SECONDS if timeout is None else timeout)
