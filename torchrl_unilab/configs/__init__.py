@@ -8,9 +8,4 @@ from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
 from torchrl_unilab.configs.run import RunConfig
 
-__all__ = [
-    "SETTINGS",
-    "APPOConfig",
-    "OffPolicyConfig",
-    "RunConfig",
-]
+__all__ = ["SETTINGS", "APPOConfig", "OffPolicyConfig", "RunConfig"]

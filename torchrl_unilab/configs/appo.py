@@ -132,8 +132,7 @@ class APPOConfig(Settings):
         "block", "what a collector without a free slot does to its rollout"
     )
     max_policy_lag: Natural | None = setting(
-        None,
-        "published versions after which a rollout is dropped; None keeps all",
+        None, "published versions after which a rollout is dropped; None keeps all"
     )
     lockstep: bool = setting(False, "collect only when the learner asks: repeatable bit for bit")
     restart_workers: Natural = setting(

@@ -48,8 +48,7 @@ class RunConfig(Settings):
         None, "mean return of the last episodes at which training stops early"
     )
     max_seconds: Positive | None = setting(
-        None,
-        "seconds of training, those before a resume included, after which it stops early",
+        None, "seconds of training, those before a resume included, after which it stops early"
     )
     progress_bar: bool = setting(
         True,

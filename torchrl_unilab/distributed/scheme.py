@@ -19,13 +19,7 @@ from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backend
 
-from torchrl_unilab.distributed.mailbox import (
-    Letter,
-    Reports,
-    load_ray,
-    open_mailbox,
-    session,
-)
+from torchrl_unilab.distributed.mailbox import Letter, Reports, load_ray, open_mailbox, session
 from torchrl_unilab.distributed.node import (
     POLL_SECONDS,
     NodeScheme,

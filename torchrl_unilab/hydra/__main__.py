@@ -9,11 +9,7 @@ from pathlib import Path
 
 import hydra
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
-from hydra.errors import (
-    CompactHydraException,
-    InstantiationException,
-    MissingConfigException,
-)
+from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ValidationError

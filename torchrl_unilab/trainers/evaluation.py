@@ -292,9 +292,6 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
 
 def _film(create_env: CreateEnv, policy: Policy, path: Path, seed: int) -> None:
     path.parent.mkdir(exist_ok=True)
-    with (
-        closing_env(create_env()) as env,
-        set_exploration_type(ExplorationType.DETERMINISTIC),
-    ):
+    with closing_env(create_env()) as env, set_exploration_type(ExplorationType.DETERMINISTIC):
         env.set_seed(seed)
         film_episodes(env, policy, path)

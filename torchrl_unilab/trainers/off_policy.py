@@ -13,10 +13,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.collectors import ReplayCollector
-from torchrl_unilab.configs.off_policy import (
-    OffPolicyConfig,
-    compute_train_start_threshold,
-)
+from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_start_threshold
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer

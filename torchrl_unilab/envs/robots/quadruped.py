@@ -11,12 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchrl_unilab.envs.randomization import Randomize
-from torchrl_unilab.envs.robots.task import (
-    RobotTask,
-    Stride,
-    projected_gravity,
-    to_body_frame,
-)
+from torchrl_unilab.envs.robots.task import RobotTask, Stride, projected_gravity, to_body_frame
 from torchrl_unilab.envs.task import Array, Fields, State
 
 QUADRUPED = Path(__file__).parent / "assets" / "quadruped.xml"

@@ -212,10 +212,7 @@ def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
         MemoryItem("collectors' metrics", "shared", metrics, ("num_collectors",), segments=workers),
         _estimate("locks", "shared", LOCK_BYTES, "num_collectors"),
         _estimate(
-            "networks, gradients, Adam",
-            sizes.learner,
-            sizes.weights + 3 * sizes.trained,
-            "hidden",
+            "networks, gradients, Adam", sizes.learner, sizes.weights + 3 * sizes.trained, "hidden"
         ),
         _estimate("collectors' policies", "private", policies, "hidden", "num_collectors"),
         _estimate("environments", "private", envs, "num_envs"),

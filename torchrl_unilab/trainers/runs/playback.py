@@ -73,11 +73,7 @@ def play_run(
         render_camera=camera,
     )
     kind = ExplorationType.DETERMINISTIC if deterministic else ExplorationType.RANDOM
-    with (
-        closing_env(run.env),
-        torch.random.fork_rng(devices=[]),
-        set_exploration_type(kind),
-    ):
+    with closing_env(run.env), torch.random.fork_rng(devices=[]), set_exploration_type(kind):
         torch.manual_seed(seed)
         film = film_episodes(run.env, run.actor, video, episodes, progress_bar=progress_bar)
     return {
