@@ -41,7 +41,7 @@ LARGE = 20_000_000
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
     """Look for stopped workers more often than in runs."""
-    monkeypatch.setattr(workers_module, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(workers_module, "CHECK_SECONDS", 0.05)
     for module in (workers_module, worker_process):
         monkeypatch.setattr(module, "CONTINUE_SECONDS", 0.05)
 
@@ -149,7 +149,7 @@ def test_waiting_ends_with_a_readable_descriptor_or_at_its_timeout(group):
     os.write(writable, b"x")
     assert group.wait([readable], None) is True
     assert (
-        group.wait([], 2 * workers_module.LOOK_SECONDS) is False
+        group.wait([], 2 * workers_module.CHECK_SECONDS) is False
     )  # it has looked for stopped workers
     os.close(readable)
     os.close(writable)
@@ -371,7 +371,7 @@ def test_a_worker_that_is_continued_at_once_is_no_failure(lone, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("torchrl_unilab.runtime.workers.wait", continued)
-        patch.setattr(lone, "_next_look", 0.0)  # whenever it looked last
+        patch.setattr(lone, "_next_check", 0.0)  # whenever it checked last
         lone.check()
     assert lone.ask(0, "double", 4) == 8
 

@@ -69,7 +69,7 @@ class Episodes:
         self.terminated = np.asarray(terminated, dtype=bool)
         if self._now >= self._due:
             self.truncated = self.elapsed >= self.limit
-        self._look()
+        self._set_any_done()
 
     def start(self, ids: NDArray[np.intp], elapsed: NDArray[np.int64] | int = 0) -> None:
         """Start the episodes of simulations `ids` anew, as if `elapsed` steps had been taken."""
@@ -77,7 +77,7 @@ class Episodes:
         going[ids] = False
         self.terminated, self.truncated = self.terminated & going, self.truncated & going
         self._begin(ids, self._now - elapsed)
-        self._look()
+        self._set_any_done()
 
     def flags(self) -> tuple[Flags, Flags, Flags]:
         """Whether each is done, terminated and truncated: three new arrays, ``(n, 1)``."""
@@ -100,13 +100,13 @@ class Episodes:
         self._begin(slice(None), self._now - state["elapsed"])
         self.terminated = state["terminated"].copy()
         self.truncated = state["truncated"] & (self.elapsed >= self.limit)  # which may be another
-        self._look()
+        self._set_any_done()
 
     def _begin(self, rows: Flags | NDArray[np.intp] | slice, times: Any) -> None:
         self._began[rows] = times
         self._due = int(self._began.min()) + self.limit
 
-    def _look(self) -> None:
+    def _set_any_done(self) -> None:
         # before it is due no episode is truncated, for a truncated one keeps it due
         self.any_done = bool(
             np.count_nonzero(self.terminated)

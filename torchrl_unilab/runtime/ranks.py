@@ -40,9 +40,9 @@ from torchrl_unilab.errors import (
 from torchrl_unilab.limits import local_ranks, of_launcher
 
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _NOT_TO_BLAME = ""
-_LONGEST_PAUSE_SECONDS = 0.01  # between two looks whether the others have come
+_LONGEST_PAUSE_SECONDS = 0.01  # between two polls whether the others have come
 
 
 class Ranks:
@@ -150,7 +150,7 @@ class Ranks:
                 store.set(f"{start}/found/{self.rank}", b"")
                 if store.check([f"{start}/found/{rank}" for rank in ranks]):
                     return start
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         raise TimeoutError("not all have come")
 
     def _choose_backend(self) -> str:
@@ -311,7 +311,7 @@ class Ranks:
                 late = f"did not come to a step within {self.timeout:g} s, or cannot be reached"
                 reasons = {r: late if why is None else why for r, why in reasons.items()}
                 break
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         named = [f"rank {rank} {reason}" for rank, reason in reasons.items() if reason]
         return PeerGoneError(
             f"rank {self.rank} of {self.size}: {'; '.join(named) or error}\n(expected all to come "

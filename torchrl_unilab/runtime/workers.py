@@ -32,7 +32,7 @@ from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProces
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
 FAILED_START_SECONDS = 0.2  # workers that are still starting do not listen
-LOOK_SECONDS = 0.5  # from one look for stopped workers to the next
+CHECK_SECONDS = 0.5  # from one check for stopped workers to the next
 _HINTS = {
     "SIGKILL": "See whether the system was out of memory, by `dmesg`.",
     "SIGBUS": "See whether shared memory was full, by `torchrl-unilab budget`.",
@@ -87,7 +87,7 @@ class WorkerGroup:
         self._at_exit = Finalize(None, _stop, (weakref.ref(self),), exitpriority=1)
         self._workers: list[WorkerProcess] = []
         self._failed: WorkerError | None = None
-        self._next_look = 0.0
+        self._next_check = 0.0
         try:
             for index in range(len(arguments)):
                 self._workers.append(self._start(index))
@@ -145,8 +145,8 @@ class WorkerGroup:
                 left = deadline - time.monotonic()
                 if left < 0.0:
                     raise self._late(worker, "request not taken", timeout)
-                worker.channel.wait(to_send=True, timeout=min(left, LOOK_SECONDS))
-                self._look([worker])
+                worker.channel.wait(to_send=True, timeout=min(left, CHECK_SECONDS))
+                self._check([worker])
         except (EOFError, OSError):
             self._fail(worker)
 
@@ -206,7 +206,7 @@ class WorkerGroup:
         """
         if self._failed is not None:
             raise self._failed
-        self._look(self._workers)
+        self._check(self._workers)
 
     def end(self, index: int) -> None:
         """Kill a worker, if it lives; what it held may then be taken from it. Idempotent."""
@@ -240,22 +240,22 @@ class WorkerGroup:
         sentinels = [worker.process.sentinel for worker in watched]
         while True:
             left = max(0.0, deadline - time.monotonic())
-            ready = wait([*objects, *sentinels], min(left, LOOK_SECONDS))
+            ready = wait([*objects, *sentinels], min(left, CHECK_SECONDS))
             if any(each in ready for each in objects):
                 return True
-            if not ready and left <= LOOK_SECONDS:
+            if not ready and left <= CHECK_SECONDS:
                 return False
-            self._look(watched)
+            self._check(watched)
 
-    def _look(self, watched: Sequence[WorkerProcess]) -> None:
+    def _check(self, watched: Sequence[WorkerProcess]) -> None:
         """Raise if a worker has ended; now and then, also if one is stopped."""
         for worker in watched:
             if worker.ended:
                 self._fail(worker)
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + LOOK_SECONDS
+        self._next_check = now + CHECK_SECONDS
         stopped = [worker for worker in watched if worker.stopped]
         if stopped:
             # This process may have been stopped with them, and be the first to continue.
