@@ -61,7 +61,7 @@ def evaluation(shared: BackgroundEvaluation) -> tuple[BackgroundEvaluation, Mock
     shared.register(trainer)
     trainer.register_op.assert_called_once_with("post_steps", shared)
     shared.evaluations.clear()
-    shared._begun = 0
+    shared._interval_start = 0
     return shared, trainer
 
 

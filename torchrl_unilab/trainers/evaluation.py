@@ -188,7 +188,7 @@ class BackgroundEvaluation:
         self.evaluations: list[Evaluation] = []
         self._trainer: Trainer | None = None
         self._running = False
-        self._begun = 0  # frames at which the newest interval began, seen or left out
+        self._interval_start = 0  # frames at which the newest interval began, seen or left out
         self._videos = videos
         self._filmed = 0  # frames of the newest video
         stage = videos.create_env if videos else None
@@ -204,14 +204,14 @@ class BackgroundEvaluation:
     def state_dict(self) -> dict[str, Any]:
         """Return what has been evaluated and filmed; what runs is asked for again."""
         ended = self.evaluations[-1].frames if self.evaluations else 0
-        begun = ended if self._running else self._begun
+        start = ended if self._running else self._interval_start
         evaluations = [list(one) for one in self.evaluations]
-        return {"evaluations": evaluations, "begun": begun, "filmed": min(self._filmed, begun)}
+        return {"evaluations": evaluations, "begun": start, "filmed": min(self._filmed, start)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after what has been evaluated."""
         self.evaluations[:] = [Evaluation(*one) for one in state_dict["evaluations"]]
-        self._begun, self._filmed = state_dict["begun"], state_dict["filmed"]
+        self._interval_start, self._filmed = state_dict["begun"], state_dict["filmed"]
 
     @property
     def pids(self) -> list[int]:
@@ -228,8 +228,8 @@ class BackgroundEvaluation:
         if self._running and self._process.poll(0):
             self.finish()
         frames = trainer.collected_frames
-        if frames // self.interval > self._begun // self.interval:
-            self._begun = frames
+        if frames // self.interval > self._interval_start // self.interval:
+            self._interval_start = frames
             if not self._running:
                 self._process.send(0, frames, self._video(frames))
                 self._running = True
