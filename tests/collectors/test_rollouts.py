@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -706,3 +707,13 @@ def test_a_request_waits_as_long_as_a_worker_lives(monkeypatch):
     collector.state_dict()
     collector.shutdown()
     assert set(waited) == {None}
+
+
+@pytest.mark.parametrize("mode", [{"inline": True}, {"lockstep": True}, {}])
+def test_a_rollout_whose_slot_an_interrupt_kept_is_yielded_and_counted_once(mode, monkeypatch):
+    with _collector(actor(), total_frames=2 * FRAMES, **mode) as collector:
+        with monkeypatch.context() as patch:
+            patch.setattr(collector.storage, "release", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(collector))
+        assert len([*collector]) == 2
