@@ -214,7 +214,9 @@ def test_a_collector_without_a_seed_takes_another_one_each_time():
 BAD = {
     "frames": ({"frames_per_batch": 7}, r"a multiple of 2, 1 worker\(s\) with 2 env"),
     "no frames": ({"frames_per_batch": 0}, "frames_per_batch: 0"),
-    "no workers": ({"num_collectors": 0}, "expected at least 1"),
+    "no workers": ({"num_collectors": 0}, r"num_collectors: 0 \(expected an integer of at least 1"),
+    "half a worker": ({"num_collectors": 0.5}, r"num_collectors: 0.5 \(expected an integer"),
+    "frames that are no integer": ({"frames_per_batch": 8.0}, "frames_per_batch: 8.0"),
     "no functions": ({"create_env": []}, "0 environment functions"),
     "no environment": ({"create_env": lambda: 3}, r"create_env: it returned int \(expected an env"),
     "no function": ({"create_env": [3]}, r"create_env: int \(expected a function that makes an"),

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from typing import Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +149,15 @@ def test_of_a_long_refused_value_the_beginning_is_shown():
 def test_a_refused_setting_names_its_default():
     with pytest.raises(ConfigError, match=r"epochs: 0 .* Leave it out for the default\.$"):
         APPOConfig(epochs=0)
+
+
+def test_numbers_of_numpy_are_taken_as_pythons():
+    config = APPOConfig(num_envs=np.int64(4), lr=np.float32(0.5))
+    assert config == APPOConfig(num_envs=4, lr=0.5)
+    assert [type(value) for value in (config.num_envs, config.lr)] == [int, float]
+    for bad in (np.float64(4.0), np.int64(0), np.bool_(True), np.array([4])):
+        with pytest.raises(ConfigError, match=r"num_envs: .*expected an integer of at least 1"):
+            APPOConfig(num_envs=bad)
 
 
 # Settings that depend on each other

@@ -103,8 +103,8 @@ def test_a_mask_of_another_shape_than_the_items_is_refused(length, dtype):
                 flat_positions(index, length)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8"])
-def test_a_mask_of_no_dimension_is_no_position(dtype):
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "float32"])
+def test_a_mask_or_a_fraction_of_no_dimension_is_no_position(dtype):
     for index in (np.array(1, dtype), torch.as_tensor(np.array(1, dtype))):
         with pytest.raises(IndexError, match=rf"positions of (torch\.)?{dtype} \(expected"):
             is_single(index)

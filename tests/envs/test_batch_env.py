@@ -454,18 +454,18 @@ def test_threads_default_to_the_cpus_of_the_process_less_the_learners(
 @pytest.mark.parametrize("name", ["num_envs", "num_threads", "max_episode_steps"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_numbers_below_one_are_refused(name: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"{name} is {value} \(expected at least 1\)"):
+    with pytest.raises(ValueError, match=rf"{name}: {value} \(expected an integer of at least 1\)"):
         MujocoBatchEnv("Hopper-v5", **{name: value})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_envs": 1.5}, r"num_envs is 1.5 \(expected an integer"),
-        ({"num_envs": "4"}, r"num_envs is '4' \(expected an integer"),
-        ({"max_episode_steps": 2.5}, r"max_episode_steps is 2.5 \(expected an integer"),
-        ({"task": replace(TASKS["Hopper-v5"], frame_skip=1.5)}, "frame_skip is 1.5"),
-        ({"task": QuadrupedWalk(command_steps=0)}, r"command_steps is 0 \(expected at least 1\)"),
+        ({"num_envs": 1.5}, r"num_envs: 1.5 \(expected an integer"),
+        ({"num_envs": "4"}, r"num_envs: '4' \(expected an integer"),
+        ({"max_episode_steps": 2.5}, r"max_episode_steps: 2.5 \(expected an integer"),
+        ({"task": replace(TASKS["Hopper-v5"], frame_skip=1.5)}, "frame_skip: 1.5"),
+        ({"task": QuadrupedWalk(command_steps=0)}, r"command_steps: 0 \(expected an integer"),
         ({"task": QuadrupedWalk}, r"task is <class .*\(expected a MujocoTask.* Make one"),
         ({"seed": -1}, r"seed is -1 \(expected at least 0\)"),
     ],

@@ -156,8 +156,8 @@ def test_cameras_by_name_and_number_and_of_the_callers_own() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"render_width": 0}, r"width is 0 \(expected at least 1\)"),
-        ({"render_height": -3}, r"height is -3 \(expected at least 1\)"),
+        ({"render_width": 0}, r"width: 0 \(expected an integer"),
+        ({"render_height": -3}, r"height: -3 \(expected an integer"),
         ({"render_camera": "front"}, r"camera 'front' \(expected one of \['track'\], a number"),
         ({"render_camera": 1}, r"camera 1 \(expected one of \['track'\], a number from -1 to 0"),
         ({"render_ids": [3]}, r"render_ids is \[3\] \(expected distinct integers from 0 to 2"),

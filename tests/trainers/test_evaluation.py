@@ -176,7 +176,7 @@ def test_a_process_that_dies_fails_the_next_batch(policy, transport):
 
 
 def test_an_interval_of_no_frames_is_refused_before_a_process_starts(policy, transport):
-    with pytest.raises(ConfigError, match=r"interval: 0 frames \(expected at least 1\)"):
+    with pytest.raises(ConfigError, match=r"interval: 0 \(expected an integer"):
         BackgroundEvaluation(make_env, policy, transport, interval=0)
 
 
@@ -258,7 +258,7 @@ def test_a_policy_that_returns_a_tensordict_of_its_own_earns_what_it_does_in_pla
 
 def test_no_episodes_at_all_are_refused(policy):
     env = make_env()
-    with pytest.raises(ConfigError, match=r"episodes: 0 \(expected at least 1\)"):
+    with pytest.raises(ConfigError, match=r"episodes: 0 \(expected an integer of at least 1\)"):
         evaluate(env, policy, episodes=0)
     env.close()
 

@@ -14,6 +14,7 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_unilab.collectors.worker import Measure
 from torchrl_unilab.errors import ConfigError, UsageError
+from torchrl_unilab.integers import as_integer
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CreateEnv = Callable[[], EnvBase]
@@ -104,7 +105,7 @@ def steps_of(frames_per_batch: int, num_envs: int, share: int) -> int:
         share: Workers that collect a batch together.
     """
     together = num_envs * share
-    if frames_per_batch < 1 or frames_per_batch % together:
+    if as_integer("frames_per_batch", frames_per_batch, "Choose another.") % together:
         raise ConfigError(
             f"frames_per_batch: {frames_per_batch} (expected a multiple of {together}, "
             f"{share} worker(s) with {num_envs} environment(s) each). Choose another."
@@ -147,9 +148,7 @@ def env_factories(
     """Return one environment function per worker; a ConfigError if the counts differ."""
     if callable(create_env_fn):
         workers = 1 if num_collectors is None else num_collectors
-        if workers < 1:
-            raise ConfigError(f"num_collectors: {workers} (expected at least 1). Use 1.")
-        factories = [create_env_fn] * workers
+        factories = [create_env_fn] * as_integer("num_collectors", workers, "Use 1.")
     else:
         factories = list(create_env_fn)
         if not factories or num_collectors not in (None, len(factories)):

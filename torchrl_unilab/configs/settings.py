@@ -14,6 +14,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
@@ -91,18 +92,25 @@ class Kind:
         # Strict: True is no integer, and "1" no number.
         return TypeAdapter(self.hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
-    def check(self, name: str, value: Any, remedy: str = "Change it.") -> None:
-        """Refuse another value.
+    def check(self, name: str, value: Any, remedy: str = "Change it.") -> Any:
+        """Return a value of this kind; a number of NumPy's as Python's.
 
         Raises:
             ConfigError: Names the setting, the value, and what is expected.
         """
         try:
-            self._adapter.validate_python(value)
+            return self._adapter.validate_python(_as_python(value))
         except ValidationError:
             given = repr(value)
             given = given if len(given) <= _SHOWN else f"{given[:_SHOWN]}..."
             raise ConfigError(f"{name}: {given} (expected {self}). {remedy}") from None
+
+
+def _as_python(value: Any) -> Any:
+    """Return a number of another library's, such as NumPy's, as one of Python's."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def setting(default: Any, description: str, *, of: str | None = None) -> Any:
@@ -138,7 +146,8 @@ class Settings:
         for field in dataclasses.fields(self):
             required = field.default is REQUIRED  # a task may have another default than the class
             remedy = "Change it." if required else "Leave it out for the default."
-            kinds[field.name].check(field.name, getattr(self, field.name), remedy)
+            value = kinds[field.name].check(field.name, getattr(self, field.name), remedy)
+            object.__setattr__(self, field.name, value)
 
     def replace(self, **changes: Any) -> Self:
         """Return these settings with some changed.

@@ -18,10 +18,11 @@ def is_single(index: Any) -> bool:
     """Whether an index asks for one item, without a batch dimension.
 
     Raises:
-        IndexError: It is a mask of no dimension.
+        IndexError: It is a mask of no dimension, or one number that is no integer.
     """
     if isinstance(index, (torch.Tensor, np.ndarray)):
-        if not index.ndim and index.dtype in MASKS:  # torch adds a dimension, and takes all
+        # Of a mask without a dimension torch takes all, with one dimension more.
+        if not index.ndim and (index.dtype in MASKS or "int" not in str(index.dtype)):
             raise _no_positions(str(index.dtype))
         return not index.ndim
     return isinstance(index, (int, np.integer)) and not isinstance(index, bool)

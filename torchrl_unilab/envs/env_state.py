@@ -20,6 +20,7 @@ from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.errors import ConfigError, UsageError
+from torchrl_unilab.integers import as_integer
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
 
@@ -65,12 +66,12 @@ class EnvState:
         if num_threads is None:
             num_threads = plan_threads(available_cores()).physics_threads
         limit = task.max_episode_steps if max_episode_steps is None else max_episode_steps
-        _check_positive("num_envs", num_envs)
-        _check_positive("num_threads", num_threads)
-        _check_positive("frame_skip", task.frame_skip)
-        _check_positive("max_episode_steps", limit)
+        as_integer("MujocoBatchEnv num_envs", num_envs, "Change it.")
+        as_integer("MujocoBatchEnv num_threads", num_threads, "Change it.")
+        as_integer("MujocoBatchEnv frame_skip", task.frame_skip, "Change it.")
+        as_integer("MujocoBatchEnv max_episode_steps", limit, "Change it.")
         if task.command_steps is not None:
-            _check_positive("command_steps", task.command_steps)
+            as_integer("MujocoBatchEnv command_steps", task.command_steps, "Change it.")
         self.task = task
         self._physics: Simulations | None = Simulations(task, num_envs, num_threads, randomization)
         self.randomizer = self._physics.randomizer
@@ -372,14 +373,3 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
             f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Correct ids."
         )
     return rows
-
-
-def _check_positive(name: str, value: int) -> None:
-    if not isinstance(value, (int, np.integer)):
-        raise ConfigError(
-            f"MujocoBatchEnv: {name} is {value!r} (expected an integer). Give one of at least 1."
-        )
-    if value < 1:
-        raise ConfigError(
-            f"MujocoBatchEnv: {name} is {value} (expected at least 1). Give a positive {name}."
-        )

@@ -21,6 +21,7 @@ from mujoco.rendering.classic import gl_context
 from numpy.typing import NDArray
 
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.integers import as_integer
 
 Camera: TypeAlias = str | int | mujoco.MjvCamera | None
 Pictures: TypeAlias = NDArray[np.uint8]
@@ -73,10 +74,7 @@ class BatchRenderer:
         self, batch: Batch, *, width: int = 320, height: int = 240, camera: Camera = None
     ) -> None:
         for name, value in (("width", width), ("height", height)):
-            if value < 1:
-                raise ConfigError(
-                    f"rendering: {name} is {value} (expected at least 1). Give pixels."
-                )
+            as_integer(f"rendering {name}", value, "Give pixels.")
         _check_camera(batch.model, camera)
         self.width = width
         self.height = height

@@ -18,6 +18,7 @@ from torch.distributions import Distribution, kl_divergence
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.integers import as_integer
 from torchrl_unilab.objectives.vtrace import vtrace
 
 MIN_LR = 1e-5
@@ -146,11 +147,8 @@ class APPOLoss(LossModule):
             ("c_bar", c_bar),
         ):
             _check_range(name, value, 0.0, float("inf"))
-        if target_update_freq is not None and target_update_freq < 1:
-            raise ConfigError(
-                f"target_update_freq: {target_update_freq} (expected at least 1). "
-                "It counts optimiser steps."
-            )
+        if target_update_freq is not None:
+            as_integer("target_update_freq", target_update_freq, "It counts optimiser steps.")
         heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
         if any(head.distribution_class is CompositeDistribution for head in heads):
             raise ConfigError(

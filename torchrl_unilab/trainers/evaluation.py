@@ -23,7 +23,8 @@ from torchrl.trainers import Trainer
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.worker import act, base_env, closing_env, on_host
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError, PeerGoneError
+from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.integers import as_integer
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.trainers.video import film_episodes
@@ -70,9 +71,7 @@ def evaluate(
 def _play(env: EnvBase, policy: Policy, episodes: int | None, max_steps: int) -> torch.Tensor:
     """Return returns and lengths of episodes, float64 [2, episodes]."""
     envs = env.batch_size.numel()
-    count = envs if episodes is None else episodes
-    if count < 1:
-        raise ConfigError(f"episodes: {count} (expected at least 1). Leave it out for {envs}.")
+    count = envs if episodes is None else as_integer("episodes", episodes, "Raise it.")
     base = base_env(env)
     if isinstance(base, MujocoBatchEnv) and base.stagger:
         env.reset()  # after which episodes are whole
@@ -180,11 +179,7 @@ class BackgroundEvaluation:
         seed: int = 0,
         videos: Videos | None = None,
     ) -> None:
-        if interval < 1:
-            raise ConfigError(
-                f"evaluation interval: {interval} frames (expected at least 1). Raise it."
-            )
-        self.interval = interval
+        self.interval = as_integer("evaluation interval", interval, "Raise it.")
         self.evaluations: list[Evaluation] = []
         self._trainer: Trainer | None = None
         self._running = False

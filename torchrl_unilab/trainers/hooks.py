@@ -19,7 +19,7 @@ from torchrl.trainers import Trainer, UpdateWeights
 from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.collectors.base import WorkerCollector
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.integers import as_integer
 
 
 class PublishWeights(TrainerHookBase):
@@ -50,13 +50,8 @@ class PublishWeights(TrainerHookBase):
     """
 
     def __init__(self, collector: Any, every: int = 1) -> None:
-        if every < 1:
-            raise ConfigError(
-                f"PublishWeights: every {every} batches (expected at least 1). Leave it out to "
-                "publish after each batch."
-            )
         self.collector = collector
-        self.every = every
+        self.every = as_integer("PublishWeights every", every, "Leave it out for each batch.")
         self._map: Mapping[str, str] | None = None
         self._trainer: Trainer | None = None
         self._counted = 0

@@ -174,17 +174,17 @@ def test_another_batch_size_is_refused_and_changes_nothing(pipeline, ask):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"sample_count": 0}, "sample_count 0"),
-        ({"sample_count": True}, "sample_count True"),
-        ({"sample_count": "8"}, "sample_count '8'"),
-        ({"sample_count": None}, "sample_count None"),
+        ({"sample_count": 0}, "sample_count: 0"),
+        ({"sample_count": True}, "sample_count: True"),
+        ({"sample_count": "8"}, "sample_count: '8'"),
+        ({"sample_count": None}, "sample_count: None"),
         ({"timeout": 0.0}, "timeout 0.0"),
         ({"timeout": float("nan")}, "timeout nan"),
         ({"timeout": None}, "timeout None"),
-        ({"base_seed": -1}, "base_seed -1"),
-        ({"base_seed": 1.5}, "base_seed 1.5"),
-        ({"base_seed": float("nan")}, "base_seed nan"),
-        ({"base_seed": torch.tensor(1.0)}, "base_seed tensor"),
+        ({"base_seed": -1}, "base_seed: -1"),
+        ({"base_seed": 1.5}, "base_seed: 1.5"),
+        ({"base_seed": float("nan")}, "base_seed: nan"),
+        ({"base_seed": torch.tensor(1.0)}, "base_seed: tensor"),
         ({"packer": "gpu"}, "packer 'gpu'"),
         ({"device": 5}, "device 5"),
         ({"device": None}, "device None"),
@@ -212,7 +212,7 @@ def test_what_a_pipeline_cannot_sample_from_is_refused(source):
 @pytest.mark.parametrize("ask", ["start_prepare", "batch_ready", "sample_large_batch"])
 @pytest.mark.parametrize("tick", [-1, 1.5, "1", None, True], ids=repr)
 def test_a_tick_that_is_no_number_of_one_is_refused(pipeline, ask, tick):
-    with pytest.raises(ConfigError, match=rf"tick {tick!r} \(expected an integer of at least 0"):
+    with pytest.raises(ConfigError, match=rf"tick: {tick!r} \(expected an integer of at least 0"):
         getattr(pipeline, ask)(tick, COUNT)
     assert rows_of(pipeline.sample_large_batch(1, COUNT)) == drawn(1)
 
@@ -234,7 +234,7 @@ def test_integers_of_numpy_are_integers(table, packer):
 )
 def test_a_state_without_a_seed_is_refused_and_changes_nothing(pipeline, state):
     pipeline.wait_until_ready(3, COUNT)
-    with pytest.raises(ConfigError, match=r"base_seed .* \(expected an integer of at least 0"):
+    with pytest.raises(ConfigError, match=r"base_seed: .* \(expected an integer of at least 0"):
         pipeline.load_state_dict(state)
     assert pipeline.batch_ready(3, COUNT)
     assert pipeline.state_dict() == {"base_seed": 0}

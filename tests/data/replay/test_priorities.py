@@ -247,7 +247,8 @@ def test_an_exponent_stays_what_it_was_when_another_is_refused(name, bad):
 @pytest.mark.parametrize(
     ("name", "bad", "expected"),
     [
-        ("max_capacity", 0, "at least 1"),
+        ("max_capacity", 0, "an integer of at least 1"),
+        ("max_capacity", 8.0, "an integer of at least 1"),
         ("reduction", "sum", "max or min or median or mean"),
         ("dtype", torch.float16, "torch.float32 or torch.float64"),
         ("dtype", torch.int64, "torch.float32 or torch.float64"),

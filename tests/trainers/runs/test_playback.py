@@ -76,7 +76,7 @@ def test_max_steps_ends_an_episode(run_dir, tmp_path):
         (["--camera", "front"], "camera 'front' (expected -1"),
         (["--camera", "2"], "camera 2 (expected -1"),
         (["--episodes", "0"], "episodes: 0 (expected an integer of at least 1)"),
-        (["--max-steps", "0"], "max_episode_steps is 0"),
+        (["--max-steps", "0"], "max_episode_steps: 0"),
         (["--run-dir", "nowhere"], "cannot play nowhere: no config.yaml"),
         (["--video", "out.avi"], "not a file name that ends in .mp4"),
     ],

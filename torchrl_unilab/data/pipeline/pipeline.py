@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -30,6 +30,7 @@ from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
+from torchrl_unilab.integers import as_integer
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.segment import Owner
 
@@ -129,8 +130,8 @@ class DoubleBufferReplayPipeline(Owner):
         timeout: float = 60.0,
         transfer: MakeTransfer | None = None,
     ) -> None:
-        sample_count = _integer("sample_count", sample_count, 1)
-        base_seed = _integer("base_seed", base_seed, 0)
+        sample_count = as_integer("replay pipeline sample_count", sample_count, "Change it.")
+        base_seed = as_integer("replay pipeline base_seed", base_seed, "Change it.", least=0)
         if not isinstance(timeout, (float, Real)) or not timeout > 0:  # nor is NaN
             raise ConfigError(
                 f"replay pipeline: timeout {timeout!r} (expected seconds above 0). Change it."
@@ -322,7 +323,7 @@ class DoubleBufferReplayPipeline(Owner):
             ConfigError: It has no seed; nothing was changed.
         """
         seed = state_dict.get("base_seed") if isinstance(state_dict, Mapping) else None
-        seed = _integer("base_seed", seed, 0)
+        seed = as_integer("replay pipeline base_seed", seed, "Change it.", least=0)
         self.discard()
         self.base_seed = seed
 
@@ -380,17 +381,7 @@ class DoubleBufferReplayPipeline(Owner):
                 f"{self.sample_count}). The batch size of a pipeline stays what it is; make "
                 "another pipeline for another one."
             )
-        return _integer("tick", tick_id, 0)
-
-
-def _integer(name: str, value: Any, least: int) -> int:
-    """Return what is an integer, also one of NumPy, and at least `least`."""
-    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-        raise ConfigError(
-            f"replay pipeline: {name} {value!r} (expected an integer of at least {least}). "
-            "Change it."
-        )
-    return int(value)
+        return as_integer("replay pipeline tick", tick_id, "Change it.", least=0)
 
 
 def _closed() -> SegmentClosedError:

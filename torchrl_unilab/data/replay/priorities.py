@@ -23,6 +23,7 @@ from torchrl_unilab.data.positions import MASKS, flat_positions, is_single
 from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeMinima
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
+from torchrl_unilab.integers import as_integer
 from torchrl_unilab.shm.shards import Window
 
 
@@ -92,11 +93,9 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             )
         for name, number in (("alpha", alpha), ("beta", beta), ("eps", eps)):
             _check_number(name, number)
-        if max_capacity < 1:
-            raise ConfigError(
-                f"PackedPrioritizedSampler max_capacity: {max_capacity} (expected at least 1). "
-                "Make it as large as the storage."
-            )
+        max_capacity = as_integer(
+            "PackedPrioritizedSampler max_capacity", max_capacity, "Make it the storage's."
+        )
         choices: dict[str, tuple[object, tuple[object, ...]]] = {
             "dtype": (dtype, (torch.float32, torch.float64)),
             "reduction": (reduction, ("max", "min", "median", "mean")),

@@ -7,9 +7,9 @@ is the business of `torchrl_unilab.shm.rows`.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import STORAGE, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
+from torchrl_unilab.integers import as_integer
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
@@ -46,16 +47,9 @@ class SharedReplay(SharedStorage):
         **stock: Any,
     ) -> None:
         check_stock_arguments(type(self).__name__, stock, STORAGE)
-        for setting, count, least in (
-            ("writers", writers, 1),
-            ("max_size", max_size, writers),
-            ("n_step", n_step, 1),
-        ):
-            if not isinstance(count, Integral) or count < least:
-                raise ConfigError(
-                    f"replay storage {setting}: {count!r} (expected an integer of at least "
-                    f"{least}). Change it."
-                )
+        writers = as_integer("replay storage writers", writers, "Change it.")
+        max_size = as_integer("replay storage max_size", max_size, "Change it.", least=writers)
+        n_step = as_integer("replay storage n_step", n_step, "Change it.")
         if non_finite not in ("refuse", "count", "pass"):
             raise ConfigError(
                 f"replay storage non_finite: {non_finite!r} (expected 'refuse', 'count' or "
@@ -319,7 +313,7 @@ class SharedReplay(SharedStorage):
         Raises:
             ConfigError: `count` is not positive.
         """
-        _check_count(count)
+        count = as_integer("rows to sample", count, "Ask for some.")
         self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
         batches = self._batches
         flat = torch.zeros(
@@ -358,7 +352,7 @@ class SharedReplay(SharedStorage):
             WaitTimeoutError: A writer did not finish in time; names it.
             ConfigError: `count` is not positive, or `out` was not made for as many rows.
         """
-        _check_count(count)
+        count = as_integer("rows to sample", count, "Ask for some.")
         rows, batches, gatherer = self.rows, self._batches, self._gatherer
         window = rows.readable()
         whole = snapshot.window if snapshot is not None and snapshot.window else window
@@ -368,7 +362,7 @@ class SharedReplay(SharedStorage):
                 "1, of those written). Write first, or take a new snapshot."
             )
         if seed is not None:
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(operator.index(seed))
         source = self._rng if generator is None else generator
         memory = batches.batch(count) if out is None else batches.memory_of(out)
         if memory["index"].shape[0] != count:
@@ -384,10 +378,3 @@ class SharedReplay(SharedStorage):
 
         rows.read(whole, rows.draw(count, whole, source), gatherer.into(memory), redraw)
         return batches.tensordict(memory, index=True) if out is None else out
-
-
-def _check_count(count: int) -> None:
-    if not isinstance(count, Integral) or count < 1:
-        raise ConfigError(
-            f"rows to sample: {count!r} (expected an integer of at least 1). Ask for some."
-        )

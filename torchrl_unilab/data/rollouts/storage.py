@@ -26,6 +26,7 @@ from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, che
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError, WaitTimeoutError
+from torchrl_unilab.integers import as_integer
 from torchrl_unilab.shm.ring import COUNTERS, Lease
 
 _Source = tuple[list[torch.Tensor], int | None]
@@ -192,7 +193,7 @@ class RolloutRingStorage(SharedRollouts):
             ConfigError: There are not as many slots.
             WaitTimeoutError: There are not as many unread rollouts in time.
         """
-        if not 1 <= count <= self.max_size:
+        if as_integer("rollouts to sample", count, "Ask for some.") > self.max_size:
             raise ConfigError(
                 f"cannot sample {count} rollouts: the ring has {self.max_size} slots (expected 1 "
                 f"to {self.max_size}). Use a smaller batch_size, or more slots."

@@ -59,7 +59,7 @@ def play_run(
         >>> play_run("run", "run/first.mp4", max_steps=5)["episodes"]
         1
     """
-    check_episodes(episodes, seed)
+    episodes, seed = check_episodes(episodes, seed)
     check_video(video, width, height)
     run = load_run(
         run_dir,

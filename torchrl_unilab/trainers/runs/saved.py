@@ -196,11 +196,10 @@ def load_run(
     return TrainedPolicy({**said, **saved.run}, env, actor)
 
 
-def check_episodes(episodes: int, seed: int) -> None:
-    """Refuse a number of episodes, or a seed, that no run takes."""
+def check_episodes(episodes: int, seed: int) -> tuple[int, int]:
+    """Return a number of episodes, and a seed, that a run takes; refuse others."""
     kinds = RunConfig.kinds()
-    kinds["eval_episodes"].check("episodes", episodes)
-    kinds["seed"].check("seed", seed)
+    return kinds["eval_episodes"].check("episodes", episodes), kinds["seed"].check("seed", seed)
 
 
 def load_policy(
@@ -264,7 +263,7 @@ def evaluate_run(
         >>> evaluate_run("run", episodes=3)["episodes"]
         3
     """
-    check_episodes(episodes, seed)
+    episodes, seed = check_episodes(episodes, seed)
     cores = available_cores()
     run = load_run(run_dir, "evaluate", create_env, num_envs=episodes, num_threads=cores)
     run.env.set_seed(seed)
