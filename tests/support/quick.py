@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from torchrl.envs import GymEnv, TransformedEnv
+
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.trainers import APPOConfig, train_appo
 
 APPO: dict[str, Any] = {
     "num_envs": 8,
@@ -22,3 +28,24 @@ OFF_POLICY: dict[str, Any] = {
     "learner_threads": 1,
     "obs_normalization": True,
 }
+
+
+def quick_run(run_dir: str | Path, **changes: Any) -> dict[str, Any]:
+    """Train by APPO for a second; return the run's summary."""
+    run: dict[str, Any] = {
+        "env": "InvertedPendulum-v5",
+        "frames": 1024,
+        "config": APPOConfig(**APPO),
+        "progress_bar": False,
+        "eval_episodes": 2,
+    }
+    return train_appo(run_dir=run_dir, **{**run, **changes})
+
+
+def pendulum() -> TransformedEnv:
+    """A task that is not one of ours."""
+    return TransformedEnv(GymEnv("Pendulum-v1"))
+
+
+def four_pendulums() -> MujocoBatchEnv:
+    return MujocoBatchEnv("InvertedPendulum-v5", 4, num_threads=1)

@@ -7,9 +7,6 @@ import json
 import math
 import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from functools import partial
@@ -18,13 +15,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDictBase
-from torchrl.envs import CatFrames, GymEnv, TransformedEnv
+from torchrl.envs import CatFrames, TransformedEnv
 
 from tests.support.collecting import flat_state_env
-from tests.support.processes import DEADLINE, live_children, wait_for
-from tests.support.quick import APPO, OFF_POLICY
-from tests.support.traces import load_events, spans
-from torchrl_unilab.cli import main
+from tests.support.processes import live_children
+from tests.support.quick import APPO, OFF_POLICY, four_pendulums, pendulum, quick_run
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.data import PackedReplayStorage
@@ -35,8 +30,6 @@ from torchrl_unilab.trainers import (
     APPOTrainer,
     OffPolicyConfig,
     evaluate_run,
-    load_policy,
-    play_run,
     resume_run,
     train_appo,
     train_off_policy,
@@ -45,9 +38,7 @@ from torchrl_unilab.trainers.progress import tell_progress
 from torchrl_unilab.trainers.runs.builders import child_seeds
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
 from torchrl_unilab.trainers.runs.saved import load_run
-from torchrl_unilab.trainers.runs.summary import run_dir_held
 from torchrl_unilab.trainers.runs.train import Run
-from torchrl_unilab.weight_update import UniLabShmScheme
 
 SUMMARY_KEYS = {
     "env",
@@ -70,21 +61,6 @@ SUMMARY_KEYS = {
 }
 
 
-def _train(run_dir, **kwargs):
-    settings = {
-        "env": "InvertedPendulum-v5",
-        "frames": 1024,
-        "config": APPOConfig(**APPO),
-        "progress_bar": False,
-        "eval_episodes": 2,
-    }
-    return train_appo(run_dir=run_dir, **{**settings, **kwargs})
-
-
-def _pendulum() -> TransformedEnv:
-    return TransformedEnv(GymEnv("Pendulum-v1"))
-
-
 # A run in lock-step
 
 
@@ -93,7 +69,7 @@ def lockstep(tmp_path_factory):
     """The summary of a run that was to stop early."""
     config = APPOConfig.for_task("InvertedPendulum-v5", lockstep=True, physics_threads=1)
     run_dir = tmp_path_factory.mktemp("lockstep")
-    return _train(run_dir, frames=300_000, config=config, stop_at=800.0)
+    return quick_run(run_dir, frames=300_000, config=config, stop_at=800.0)
 
 
 @pytest.mark.learning
@@ -125,7 +101,7 @@ def test_workers_take_new_weights_in_mid_rollout_unless_pull_is_rollout(
 
     monkeypatch.setattr(APPOTrainer, "_learn", watch)
     config = APPOConfig(**APPO | {"num_steps": 64} | changed)
-    _train(tmp_path / "run", frames=16 * config.frames_per_rollout, config=config)
+    quick_run(tmp_path / "run", frames=16 * config.frames_per_rollout, config=config)
     assert any(len(version) > 1 for version in versions) is mixes
 
 
@@ -238,7 +214,7 @@ def test_the_progress_bar_ends_its_line_before_the_summary_is_printed(appo_run):
 def test_elsewhere_than_in_a_terminal_there_are_lines_and_no_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tell_progress, "__defaults__", (0.0,))
     told: list[str] = []
-    _train(tmp_path, frames=128, progress_bar=True, announce=told.append)
+    quick_run(tmp_path, frames=128, progress_bar=True, announce=told.append)
     assert any(re.match(r"\d+ of 128 frames, [\d,]+ frames/s, ", line) for line in told)
     assert capsys.readouterr().err == ""
 
@@ -253,7 +229,7 @@ def test_the_final_evaluation_is_no_work_of_the_learner(tmp_path, monkeypatch):
         return 0.0
 
     monkeypatch.setattr(Run, "_evaluate", evaluate)
-    summary = _train(tmp_path / "run", frames=1024)
+    summary = quick_run(tmp_path / "run", frames=1024)
     assert summary["busy"]["learner"] <= at_its_end[0] < 1.0
 
 
@@ -285,88 +261,16 @@ def test_runs_one_after_the_other_in_a_process_leave_no_open_file_and_no_thread(
         gc.enable()
 
 
-@pytest.mark.parametrize("run_dir", ["", "~nobody-of-this-name/run"])
-def test_a_run_directory_that_is_no_path_is_refused(run_dir):
-    for use in (_train, evaluate_run, resume_run):
-        with pytest.raises(ConfigError, match=rf"run directory '{run_dir}': .* \(expected a path"):
-            use(run_dir)
-
-
-@pytest.mark.parametrize("run_dir", [None, b"run", 5])
-def test_a_run_directory_of_another_type_is_refused(run_dir):
-    for use in (_train, evaluate_run, resume_run):
-        with pytest.raises(ConfigError, match=rf"a {type(run_dir).__name__} \(expected a path\)"):
-            use(run_dir)
-
-
-def test_a_run_directory_that_cannot_be_made_or_written_in_this_locale_is_refused():
-    with pytest.raises(ConfigError, match=r"run directory /proc/none: cannot be made"):
-        _train("/proc/none")
-    with pytest.raises(ConfigError, match=r"run directory 'r\\udcfcn': no text in the locale's"):
-        _train("r\udcfcn")
-
-
-def test_an_environment_that_a_function_does_not_return_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"create_env: it returned NoneType \(expected an env"):
-        _train(tmp_path / "run", env="Mine", create_env=lambda: None)
-    assert not (tmp_path / "run").exists()
-
-
-def test_nor_is_a_run_evaluated_on_it(off_policy_runs):
-    with pytest.raises(ConfigError, match=r"create_env: it returned int \(expected an env"):
-        evaluate_run(off_policy_runs["sac"].run_dir, create_env=lambda: 7)
-
-
-@pytest.mark.parametrize(
-    ("use", "asked", "message"),
-    [
-        (evaluate_run, {"episodes": "3"}, r"episodes: '3' \(expected an integer of at least 1\)"),
-        (evaluate_run, {"episodes": True}, r"episodes: True \(expected an integer"),
-        (evaluate_run, {"seed": 2.5}, r"seed: 2.5 \(expected an integer within"),
-        (evaluate_run, {"create_env": 5}, r"create_env: int \(expected a function"),
-        (load_policy, {"create_env": 5}, r"create_env: int \(expected a function"),
-        (partial(_train, frames=64), {"create_env": 5}, r"create_env: int \(expected a function"),
-        (partial(play_run, video="run.mp4"), {"episodes": 1.5}, r"episodes: 1.5 \(expected an int"),
-        (partial(play_run, video="run.mp4"), {"seed": "x"}, r"seed: 'x' \(expected an integer"),
-    ],
-)
-def test_what_is_asked_of_a_policy_is_refused_by_its_type(
-    appo_run, tmp_path, monkeypatch, use, asked, message
-):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        use(run_dir=appo_run.run_dir, **asked)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_task_in_place_of_its_name_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"env: Hopper \(expected a task's name\).*create_env"):
-        train_appo(make_task("Hopper-v5"), frames=64, run_dir=tmp_path / "run")
-
-
-def test_videos_that_cannot_be_made_are_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ConfigError, match=r"video_interval: 9 without eval_interval"):
-        _train(tmp_path / "run", video_interval=9)
-    options = {"video_interval": 9, "eval_interval": 9, "create_env": _pendulum}
-    with pytest.raises(ConfigError, match=r"video_interval: with an environment of one's own"):
-        _train(tmp_path / "run", env="Pendulum-v1", **options)
-    assert not (tmp_path / "run").exists()
-
-
 def test_episodes_of_the_final_evaluation_are_cut_where_it_is_said(tmp_path):
-    assert _train(tmp_path / "run", frames=64, eval_max_steps=2)["eval_return"] == 2.0
+    assert quick_run(tmp_path / "run", frames=64, eval_max_steps=2)["eval_return"] == 2.0
 
 
 # Runs of other kinds
 
 
 def test_any_torchrl_environment_serves(tmp_path):
-    summary = _train(tmp_path, env="Pendulum-v1", create_env=_pendulum, frames=64)
+    summary = quick_run(tmp_path, env="Pendulum-v1", create_env=pendulum, frames=64)
     assert summary["frames"] >= 64
-
-
-def _four_pendulums() -> MujocoBatchEnv:
-    return MujocoBatchEnv("InvertedPendulum-v5", 4, num_threads=1)
 
 
 @pytest.mark.parametrize(
@@ -379,7 +283,7 @@ def _four_pendulums() -> MujocoBatchEnv:
 )
 def test_a_batch_of_another_size_than_num_envs_is_announced(tmp_path, config, line):
     announced: list[str] = []
-    options = {"create_env": _four_pendulums, "announce": announced.append}
+    options = {"create_env": four_pendulums, "announce": announced.append}
     Run(RunConfig("p", 100_000), config, tmp_path / "run", **options).prepare()
     found = [one.split(": ")[1] for one in announced if "create_env" in one]
     assert found == ([f"{line}, for as many frames"] if line else [])
@@ -390,59 +294,40 @@ def test_a_run_directory_in_the_home_directory_is_found_whatever_directory_is_en
 ):
     def wandering() -> MujocoBatchEnv:
         os.chdir(tmp_path)
-        return _four_pendulums()
+        return four_pendulums()
 
     (tmp_path / "home").mkdir()
     (tmp_path / "begin").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "begin")
-    _train("~/run", env="p", create_env=_four_pendulums, frames=64)
-    _train("run", env="p", create_env=wandering, frames=64)
+    quick_run("~/run", env="p", create_env=four_pendulums, frames=64)
+    quick_run("run", env="p", create_env=wandering, frames=64)
     os.chdir(tmp_path / "begin")
     for run in ("~/run", "run"):
-        assert resume_run(run, create_env=_four_pendulums, frames=1000, progress_bar=False)
+        assert resume_run(run, create_env=four_pendulums, frames=1000, progress_bar=False)
     for run in (tmp_path / "home" / "run", tmp_path / "begin" / "run"):
         assert list((run / "checkpoint").glob("frames-*")), run
     assert {path.name for path in tmp_path.iterdir()} == {"home", "begin"}
 
 
-def test_a_batch_that_num_envs_does_not_fill_is_refused_by_its_name(tmp_path):
-    config = OffPolicyConfig(num_envs=3)
-    with pytest.raises(ConfigError, match=r"num_envs: 3, where create_env makes 4 .*num_envs to 4"):
-        train_off_policy(
-            "p", frames=5000, run_dir=tmp_path / "run", config=config, create_env=_four_pendulums
-        )
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_on_another_environment_is_evaluated_and_resumed_with_what_makes_it(tmp_path):
     # A known name, which would be another task than was trained on.
-    run = {"env": "InvertedPendulum-v5", "create_env": _pendulum, "frames": 64}
-    trained = _train(tmp_path, **run)
-    found = evaluate_run(tmp_path, episodes=2, create_env=_pendulum)
+    run = {"env": "InvertedPendulum-v5", "create_env": pendulum, "frames": 64}
+    trained = quick_run(tmp_path, **run)
+    found = evaluate_run(tmp_path, episodes=2, create_env=pendulum)
     assert found["episodes"] == 2
     assert found["min"] < found["mean"] < found["max"] < 0
     for use in (evaluate_run, partial(resume_run, frames=1000)):
         with pytest.raises(ConfigError, match=r"was made by create_env \(expected a task of Muj"):
             use(tmp_path)
-    cut = evaluate_run(tmp_path, episodes=2, create_env=_pendulum)  # where the run cuts its own
+    cut = evaluate_run(tmp_path, episodes=2, create_env=pendulum)  # where the run cuts its own
     config = tmp_path / CONFIG_FILE
     config.write_text(config.read_text().replace("eval_max_steps: 10000", "eval_max_steps: 1"))
-    assert cut["min"] < evaluate_run(tmp_path, episodes=2, create_env=_pendulum)["min"]
+    assert cut["min"] < evaluate_run(tmp_path, episodes=2, create_env=pendulum)["min"]
     config.write_text(config.read_text().replace("eval_max_steps: 1", "eval_max_steps: 10000"))
     more = {"frames": trained["frames"] + 1, "progress_bar": False, "eval_episodes": 2}
-    resumed = resume_run(tmp_path, create_env=_pendulum, **more)
+    resumed = resume_run(tmp_path, create_env=pendulum, **more)
     assert resumed["frames"] > resumed["resumed"][0] == trained["frames"]
-
-
-@pytest.mark.parametrize("train", [train_appo, train_off_policy])
-def test_a_setting_in_place_of_an_option_is_told_where_it_goes(train, tmp_path):
-    kind = "APPOConfig" if train is train_appo else "OffPolicyConfig"
-    expected = rf"'gamma' .* config={kind}.for_task\('Hopper-v5', gamma=0.5\)"
-    with pytest.raises(TypeError, match=expected):
-        train("Hopper-v5", frames=9, run_dir=tmp_path, gamma=0.5)
-    with pytest.raises(TypeError, match=r"'stop_att' .* Did you mean stop_at\?"):
-        train("Hopper-v5", frames=9, run_dir=tmp_path, stop_att=0.5)
 
 
 def test_what_is_no_longer_finite_ends_a_run_and_leaves_the_checkpoints_of_before(
@@ -457,7 +342,7 @@ def test_what_is_no_longer_finite_ends_a_run_and_leaves_the_checkpoints_of_befor
 
     monkeypatch.setattr(APPOTrainer, "_learn", spoil)
     with pytest.raises(DivergedError, match=r"loss_\w+ is nan .* checkpoints are of before"):
-        _train(tmp_path, checkpoint_interval=64)
+        quick_run(tmp_path, checkpoint_interval=64)
     saved = RunCheckpoints(tmp_path / "checkpoint").newest()
     assert 0 < saved.frames < 1024
     actor = load_run(tmp_path, "evaluate", num_envs=1, num_threads=1)
@@ -466,29 +351,16 @@ def test_what_is_no_longer_finite_ends_a_run_and_leaves_the_checkpoints_of_befor
     assert not live_children()
 
 
-def test_a_directory_is_one_runs_at_a_time(tmp_path):
-    _train(tmp_path)
-    before = sorted(tmp_path.rglob("*"))
-    with (
-        run_dir_held(tmp_path),
-        pytest.raises(ConfigError, match=r"another run writes to it \(expected none\)"),
-    ):
-        resume_run(tmp_path, frames=2048, progress_bar=False)
-    assert sorted(tmp_path.rglob("*")) == before
-    assert not live_children()
-    assert resume_run(tmp_path, frames=2048, progress_bar=False)["frames"] == 2048
-
-
 def test_a_task_of_ones_own_is_trained_and_evaluated_on(tmp_path):
     task = replace(make_task("InvertedPendulum-v5"), name="Mine", max_episode_steps=7)
     create_env = partial(MujocoBatchEnv, task, APPO["num_envs"], num_threads=1)
-    summary = _train(tmp_path, env="Mine", create_env=create_env, frames=512)
+    summary = quick_run(tmp_path, env="Mine", create_env=create_env, frames=512)
     assert 0 < summary["eval_return"] <= 7
 
 
 def test_several_collectors_feed_one_learner_whose_critic_sees_more(tmp_path):
     config = APPOConfig(**APPO, num_collectors=2, pool=2, critic_observation="state")
-    summary = _train(
+    summary = quick_run(
         tmp_path, env="Counting", create_env=flat_state_env, config=config, frames=2048
     )
     assert len(summary["busy"]["collectors"]) == 2
@@ -499,131 +371,12 @@ def test_several_collectors_feed_one_learner_whose_critic_sees_more(tmp_path):
     assert saved["critic_observation"] == "state"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--env", "Nothing-v5", "--frames", "10"],
-        ["--env", "Hopper-v5", "--frames", "10", "--lr", "inf"],
-        ["--env", "Hopper-v5", "--frames", "10", "--seed", "4294967296"],
-        ["--env", "Hopper-v5"],
-        ["--env", "Hopper-v5", "--frames", "10", "--config", "nowhere.yaml"],
-    ],
-)
-def test_bad_input_is_one_error_line_exit_code_2_and_nothing_written(arguments, tmp_path, capsys):
-    run_dir = tmp_path / "run"
-    assert main(["train", "appo", *arguments, "--run-dir", str(run_dir)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert not run_dir.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train", "ppo9"], "invalid choice: 'ppo9' (choose from"),
-        (["eval"], "the following arguments are required: --run-dir"),
-        (
-            ["train", "appo", "--numenvs", "3"],
-            "unknown argument --numenvs. Did you mean --num-envs?",
-        ),
-        (["train", "appo", "--epoch", "3"], "unknown argument --epoch. Did you mean --epochs?"),
-        (["train", "sac", "--lr", "3"], "--lr. Did you mean --lr-actor or --lr-critic"),
-        (["train", "sac", "--frames", "1.5"], "--frames: invalid int value: '1.5'"),
-        (["budget", "sac", "--env", "x", "--num-envs", "few"], "--num-envs: invalid int value"),
-    ],
-)
-def test_a_wrong_argument_is_one_error_line_that_says_where_help_is(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert error.startswith("error: ")
-    assert message in error
-    assert f" See torchrl-unilab {arguments[0]}" in error
-    assert error.endswith(" --help.\n")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("config", [None, "{}", "[", '{"env": "Hopper-v5", "hidden": [3]}'])
-def test_evaluating_no_run_or_a_damaged_one_is_one_error_line(config, tmp_path, capsys):
-    if config is not None:
-        (tmp_path / "config.yaml").write_text(config)
-        (tmp_path / "checkpoint").mkdir()
-    assert main(["eval", "--run-dir", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: cannot evaluate")
-    assert ("Train first" in error) is (config is None)
-
-
 def test_a_run_without_a_finished_episode_says_so(tmp_path):
     task = replace(make_task("HalfCheetah-v5"), max_episode_steps=20)
     create_env = partial(MujocoBatchEnv, task, APPO["num_envs"], num_threads=1)
-    summary = _train(tmp_path, create_env=create_env, frames=128)
+    summary = quick_run(tmp_path, create_env=create_env, frames=128)
     assert summary["final_return"] is None
     assert json.loads((tmp_path / "summary.json").read_text())["final_return"] is None
-
-
-def test_ctrl_c_during_start_up_ends_with_one_line_and_no_child(tmp_path, monkeypatch, capsys):
-    def interrupted(*_: object, **__: object) -> None:  # the workers have been started
-        assert len(live_children()) == 1
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(UniLabShmScheme, "connect", interrupted)
-    command = ["train", "appo", "--env", "Hopper-v5", "--frames", "9"]
-    assert main([*command, "--run-dir", str(tmp_path / "run")]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
-    assert not (tmp_path / "run").exists()
-    assert not live_children()
-
-
-def test_ctrl_c_ends_with_a_checkpoint_a_trace_and_exit_code_130(tmp_path, monkeypatch, capsys):
-    learn, updates = APPOTrainer._learn, iter([False, False, True])
-
-    def interrupted(trainer: APPOTrainer, batch: TensorDictBase) -> dict[str, float]:
-        if next(updates):
-            os.kill(os.getpid(), signal.SIGINT)
-        return learn(trainer, batch)
-
-    monkeypatch.setattr(APPOTrainer, "_learn", interrupted)
-    command = ["train", "appo", "--env", "InvertedPendulum-v5", "--frames", "100000000", "--trace"]
-    assert main([*command, "--run-dir", str(tmp_path / "run"), "--num-envs", "8"]) == 130
-    assert [e["name"] for e in spans(load_events(tmp_path / "run" / "trace.json"))].count(
-        "update"
-    ) == 3
-    printed = capsys.readouterr()
-    assert "interrupted: saving what was learnt" in printed.out
-    assert "wrote" in printed.out
-    again = (
-        rf"^interrupted after [\d,]+ frames; to go on: .* --run-dir {tmp_path / 'run'} --resume$"
-    )
-    assert re.search(again, printed.err, re.MULTILINE)
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
-    assert evaluate_run(tmp_path / "run", episodes=1)["episodes"] == 1
-    assert not live_children()
-
-
-@pytest.mark.usefixtures("hangs_up")
-def test_the_end_of_a_terminal_leaves_a_checkpoint_of_what_was_learnt(tmp_path):
-    options = "--env InvertedPendulum-v5 --frames 100000000 --num-envs 8 --checkpoint-interval 1024"
-    command = [sys.executable, "-m", "torchrl_unilab", "train", "appo", *options.split()]
-    checkpoints = tmp_path / "run" / "checkpoint"
-    run = subprocess.Popen(
-        [*command, "--run-dir", str(tmp_path / "run"), "--eval-episodes", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        wait_for(lambda: any(checkpoints.glob("frames-*")) or run.poll() is not None)
-        os.killpg(run.pid, signal.SIGHUP)  # to the workers, too, as from a terminal
-        run.communicate(timeout=DEADLINE)
-    finally:
-        run.kill()
-        run.communicate()
-    assert run.returncode == 130
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
-    assert evaluate_run(tmp_path / "run", episodes=1)["episodes"] == 1
 
 
 def test_runs_of_neighbouring_seeds_share_no_environment():
@@ -637,27 +390,6 @@ def test_a_run_is_evaluated_on_whole_episodes(tmp_path):
     run = Run(RunConfig("HalfCheetah-v5", 1024), APPOConfig(), tmp_path / "run")
     with contextlib.closing(run._evaluation_factory(threads=1)()) as env:
         assert not env.stagger
-
-
-@pytest.mark.parametrize(
-    ("train", "config", "kind"),
-    [
-        (train_appo, OffPolicyConfig(), "OffPolicyConfig"),
-        (train_off_policy, APPOConfig(), "APPOConfig"),
-        (train_appo, {"epochs": 3}, "dict"),
-    ],
-)
-def test_settings_of_another_kind_are_refused(train, config, kind, tmp_path):
-    with pytest.raises(ConfigError, match=rf"config: {kind} \(expected \w+Config\)\. Take"):
-        train("Hopper-v5", frames=1024, run_dir=tmp_path / "run", config=config)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("name", ["algorithm", "algo"])
-def test_an_algorithm_in_place_of_an_option_is_told_where_it_goes(name, tmp_path):
-    expected = r"It is a setting: config=OffPolicyConfig.for_task\('Hopper-v5', algorithm='td3'\)"
-    with pytest.raises(TypeError, match=expected):
-        train_off_policy("Hopper-v5", frames=1024, run_dir=tmp_path, **{name: "td3"})
 
 
 def test_a_run_leaves_the_callers_generator_and_threads_as_they_were(tmp_path):
