@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from unittest.mock import Mock
 
+import cloudpickle
 import numpy as np
 import psutil
 import pytest
@@ -36,7 +39,13 @@ from tests.support.processes import wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.collectors import base as base_module
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError, WorkerError
+from torchrl_unilab.errors import (
+    ConfigError,
+    SegmentClosedError,
+    UsageError,
+    WaitTimeoutError,
+    WorkerError,
+)
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -576,6 +585,14 @@ def test_what_is_left_of_a_collector_goes_with_it():
     del collector
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps, cloudpickle.dumps])
+def test_a_collector_is_neither_copied_nor_pickled_and_goes_on(take, inline):
+    with pytest.raises(UsageError, match=r"cannot copy or pickle APPOCollector: .* state_dict\(\)"):
+        take(inline)
+    gc.collect()  # what was left of a copy ended the workers
+    assert next(iter(inline)).batch_size.numel() == FRAMES
 
 
 # Other devices, further metrics

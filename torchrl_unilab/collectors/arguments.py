@@ -13,7 +13,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_unilab.collectors.worker import Measure
-from torchrl_unilab.errors import ConfigError, UsageError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError
 from torchrl_unilab.integers import as_integer
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -191,3 +191,10 @@ def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmSc
             "one). Give each collector its own."
         )
     return scheme
+
+
+def shut_down() -> SegmentClosedError:
+    """Return the error of a collector that is used after its end."""
+    return SegmentClosedError(
+        "cannot use the collector: it is shut down (expected a running one). Build a new one."
+    )

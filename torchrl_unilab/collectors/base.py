@@ -31,6 +31,7 @@ from torchrl_unilab.collectors.arguments import (
     check_state,
     env_factories,
     policy_scheme,
+    shut_down,
     steps_of,
     the_policy,
     without_creators,
@@ -41,7 +42,7 @@ from torchrl_unilab.collectors.service import Sink, WorkerService, WorkerSetup, 
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, check_env, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
-from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import STOP_SECONDS, WorkerGroup
@@ -202,12 +203,12 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     def _open_sink(self) -> Any:
         if self._sink is None:
-            raise _shut_down()
+            raise shut_down()
         return self._sink
 
     def _open_team(self) -> WorkerTeam:
         if self._sink is None or self._team is None or self._team.stopped:
-            raise _shut_down()
+            raise shut_down()
         return self._team
 
     @property
@@ -232,7 +233,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
     def metrics(self) -> CollectorMetrics:
         """Return the newest metrics of the workers. Does not block."""
         if self._metrics is None:
-            raise _shut_down()
+            raise shut_down()
         return self._metrics.total()
 
     def status(self) -> dict[str, float]:
@@ -262,7 +263,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             with self._closing:  # a shutdown that has begun ends first
                 closed = self._sink is None
             if closed:
-                raise _shut_down() from error
+                raise shut_down() from error
             if self._team is not None:
                 self._team.stop(STOP_SECONDS)  # they may hang
             raise
@@ -383,6 +384,12 @@ class WorkerCollector(BaseCollector, abc.ABC):
         if "_team" in self.__dict__:  # absent if the arguments were refused
             self.shutdown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(  # a copy would end the workers when it goes
+            f"cannot copy or pickle {type(self).__name__}: it has processes (expected to stay as it "
+            "is). Make another one, and load this one's state_dict() there."
+        )
+
     def __bool__(self) -> bool:
         return True  # TorchRL's has a length, which fails where there is no end
 
@@ -391,9 +398,3 @@ class WorkerCollector(BaseCollector, abc.ABC):
         names = ("num_workers", "frames_per_batch", "lockstep")
         settings = [f"{name}={self.__dict__[name]}" for name in names if name in self.__dict__]
         return f"{type(self).__name__}({', '.join(settings)})"
-
-
-def _shut_down() -> SegmentClosedError:
-    return SegmentClosedError(
-        "cannot use the collector: it is shut down (expected a running one). Build a new one."
-    )
