@@ -386,8 +386,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(  # a copy would end the workers when it goes
-            f"cannot copy or pickle {type(self).__name__}: it has processes (expected to stay as it "
-            "is). Make another one, and load this one's state_dict() there."
+            f"cannot copy or pickle {type(self).__name__}: it has processes (expected to stay "
+            "where it is). Make another one, and load this one's state_dict() there."
         )
 
     def __bool__(self) -> bool:
