@@ -170,3 +170,15 @@ def test_the_pool_is_on_its_own_device_whatever_the_rollouts_is():
     pool.add(_rollout(0).to("cpu"))
     assert pool.data["observation"].is_meta
     assert pool.data.device == torch.device("meta")
+
+
+def test_a_pool_that_loads_rollouts_of_another_size_takes_those_from_then_on():
+    pool, other = RolloutPool(2), RolloutPool(2)
+    pool.add(_rollout(0))
+    other.add(_rollout(0, steps=T + 1))
+
+    pool.load_state_dict(other.state_dict())
+
+    pool.add(_rollout(1, steps=T + 1))
+    with pytest.raises(LayoutShapeError):
+        pool.add(_rollout(2))

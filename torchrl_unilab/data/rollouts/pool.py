@@ -53,6 +53,7 @@ class RolloutPool:
         self.device = torch.device(device)
         self.added = 0
         self._memory: TensorDictBase | None = None
+        self._schema: TensorSchema | None = None  # of a column [T, N]
 
     def __len__(self) -> int:
         return min(self.added, self.size)
@@ -81,7 +82,8 @@ class RolloutPool:
                 device=self.device,
             )
         column = self._memory[:, self.added % self.size]
-        TensorSchema.of(column).select(given)
+        self._schema = self._schema or TensorSchema.of(column)
+        self._schema.select(given)
         column.update_(given)
         self.added += 1
         return column
@@ -108,7 +110,7 @@ class RolloutPool:
                 "into a pool of its size."
             )
         self.added = state_dict["added"]
-        self._memory = None
+        self._memory = self._schema = None
         if size is not None:
             self._memory = TensorDict(state_dict["rollouts"], size).to(self.device).clone()
 
