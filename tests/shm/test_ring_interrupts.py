@@ -33,7 +33,8 @@ class Parties:
     def check_owners(self) -> None:
         """Each slot is in a pipe or in a hand, once."""
         found = [slot for end in self.writers for slot in slots_of(end._hand)]
-        for hand in (self.reader._held, self.reader._spare, self.reader._unread):
+        reader = self.reader
+        for hand in (reader._held, reader._drained_free, reader._drained_ready):
             found += slots_of(hand)
         for pipe in (*self.reader._free, *self.reader._ready):
             tokens: list[bytes] = []

@@ -1,7 +1,7 @@
 """A ring of shared rollout slots for several writers and one reader; a slot has one owner.
 
 Each writer has home slots and two pipes of tokens: ``free``, slots to fill, and ``ready``,
-committed slots, oldest first. A slot is in its writer's hands, in its writer's pipes, or leased
+committed slots, oldest first. A slot is in its writer's hand, in its writer's pipes, or leased
 by the reader; it never reaches another writer. Hence what a dead writer held is what is in
 neither of its pipes and not leased (`recover`). The kernel's lock in a pipe orders memory:
 the process that takes a token sees what the last owner of the slot wrote.
@@ -25,10 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrl_unilab.errors import ConfigError, PeerGoneError, SegmentError, UsageError
+from torchrl_unilab.errors import PeerGoneError, SegmentError, UsageError
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.ring_writer import (
-    CLOSED,
     COMMITTED,
     LOST,
     PROCESS,
@@ -108,9 +107,9 @@ class RolloutRing(RingWriter):
         self._held: list[bytes] = []  # leased slots
         self._taken = [0] * (self.slots * self.writers)  # generation last taken from each slot
         self._releasing: tuple[bytes, int, int] | None = None  # a token, a word and its value then
-        self._recovering: int | None = None  # the writer whose pipes are drained:
-        self._spare: list[bytes] = []
-        self._unread: list[bytes] = []
+        self._recovering: int | None = None  # the writer whose pipes are drained, into:
+        self._drained_free: list[bytes] = []
+        self._drained_ready: list[bytes] = []
         super()._start_process()
 
     def filenos(self) -> list[int]:
@@ -127,7 +126,7 @@ class RolloutRing(RingWriter):
     def leases(self) -> list[Lease]:
         """Leases of this process, among them what an interrupt has kept from the caller."""
         self._check_open()
-        return [self._lease(token) for token in self._held]
+        return [*map(self._lease, self._held)]
 
     def acquire(self, timeout: float | None = 0.0) -> Lease | None:
         """Own the oldest committed rollout until `release`.
@@ -151,8 +150,7 @@ class RolloutRing(RingWriter):
         if lease is not None or timeout == 0.0:
             return lease
         for _ in waits(self._ready, timeout):
-            lease = self._take_oldest() or self._take_last(timeout)
-            if lease is not None:
+            if lease := self._take_oldest() or self._take_last(timeout):
                 return lease
         return None
 
@@ -166,7 +164,7 @@ class RolloutRing(RingWriter):
         self._check_reader()
         while self._take_oldest() is not None:
             pass
-        return [self._lease(token) for token in self._held]
+        return [*map(self._lease, self._held)]
 
     def _check_reader(self) -> None:
         """Be the reader, and complete what an interrupt has cut short."""
@@ -212,8 +210,7 @@ class RolloutRing(RingWriter):
         all_resigned = timeout is None and set(processes) == {RESIGNED}
         if not dead and not all_resigned:
             return None
-        lease = self._take_oldest()
-        if lease is not None:
+        if lease := self._take_oldest():
             return lease
         if dead:
             raise PeerGoneError(
@@ -287,8 +284,7 @@ class RolloutRing(RingWriter):
             UsageError: The writer is alive, or another process is the reader.
         """
         self._check_reader()
-        if not 0 <= writer < self.writers:
-            raise ConfigError(f"ring writer: {writer} (expected 0 to {self.writers - 1}).")
+        self._check_writer(writer)
         first = writer * WRITER_WORDS
         process = self._words[first + PROCESS]
         if process_is_alive(process):
@@ -297,34 +293,31 @@ class RolloutRing(RingWriter):
                 "(expected it dead). End it first."
             )
         self._recovering = writer
-        self._free[writer].drain(self._spare)
-        self._ready[writer].drain(self._unread)
+        self._free[writer].drain(self._drained_free)
+        self._ready[writer].drain(self._drained_ready)
         home = range(writer * self.slots, (writer + 1) * self.slots)
-        known = [unpack_token(t)[1] for t in (*self._spare, *self._unread, *self._held)]
-        orphaned = [slot for slot in home if slot not in known]
-        leased = sum(slot in home for slot in known) - len(self._spare) - len(self._unread)
+        tokens = (*self._drained_free, *self._drained_ready, *self._held)
+        there = {unpack_token(token)[1] for token in tokens}.intersection(home)
+        orphaned = [slot for slot in home if slot not in there]
+        unread_or_leased = len(there) - len(self._drained_free)
         committed, *gone = self._words[first + COMMITTED : first + LOST]
-        self._words[first + LOST] = committed - sum(gone) - len(self._unread) - leased
+        self._words[first + LOST] = committed - sum(gone) - unread_or_leased
         for slot in orphaned:
             self._generations[slot] = 0
-            self._spare.append(pack_token(0, slot))
+            self._drained_free.append(pack_token(0, slot))
         self._put_back(writer)
         self._words[first + PROCESS] = 0
         return len(orphaned)
 
     def _put_back(self, writer: int) -> None:
-        self._ready[writer].drain(self._unread)  # what an interrupted call has put back already
-        self._unread.sort()
-        while self._unread:
-            self._ready[writer].put(self._unread)
-        while self._spare:
-            self._free[writer].put(self._spare)
+        free, ready = self._drained_free, self._drained_ready
+        self._ready[writer].drain(ready)  # what an interrupted call has put back already
+        ready.sort()
+        while ready:
+            self._ready[writer].put(ready)
+        while free:
+            self._free[writer].put(free)
         self._recovering = None
-
-    def _leave(self) -> None:
-        if self._header[READER] == this_process():
-            self._header[CLOSED] = 1
-        super()._leave()
 
     # Counters
 

@@ -144,12 +144,9 @@ class RingWriter(Owner):
             UsageError: A slot is claimed.
         """
         self._check_open()
-        choice = range(self.writers) if writer is None else range(writer, writer + 1)
-        if writer is not None and not 0 <= writer < self.writers:
-            raise ConfigError(
-                f"ring writer: {writer} (expected 0 to {self.writers - 1}). "
-                "Make the ring for more writers."
-            )
+        if writer is not None:
+            self._check_writer(writer)
+        choice = range(self.writers) if writer is None else [writer]
         if self._hand:
             raise UsageError(
                 f"cannot become writer {writer}: a slot is claimed (expected none). "
@@ -158,6 +155,13 @@ class RingWriter(Owner):
         self._register(partial(self._take_writer, choice), "a writer")
         assert self.writer is not None
         return self.writer
+
+    def _check_writer(self, writer: int) -> None:
+        if not 0 <= writer < self.writers:
+            raise ConfigError(
+                f"ring writer: {writer} (expected 0 to {self.writers - 1}). "
+                "Make the ring for more writers."
+            )
 
     def _take_writer(self, choice: Sequence[int]) -> None:
         me, owners = this_process(), self._words[PROCESS::WRITER_WORDS].tolist()
@@ -210,9 +214,7 @@ class RingWriter(Owner):
         return 0 if self.writer is None else len(self._free[self.writer])
 
     def _take_to_fill(self) -> bool:
-        if self.writer is None:
-            self.become_writer()
-        writer: int = self.writer  # type: ignore[assignment]
+        writer = self.become_writer() if self.writer is None else self.writer
         self._claimed = None
         # Counts are stored as what they become if the take succeeds: an interrupt repeats none.
         committed, dropped = self._words[self._own + COMMITTED], self._words[self._own + DROPPED]
@@ -274,6 +276,8 @@ class RingWriter(Owner):
 
     def _leave(self) -> None:
         """Note in shared memory that this process has ended its part."""
+        if self._header[READER] == this_process():
+            self._header[CLOSED] = 1
         self.resign()
 
     def close(self) -> None:
