@@ -7,6 +7,7 @@ use. A slot has one owner: see `torchrl_unilab.shm.ring`.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,7 +57,7 @@ def _counter(name: str, doc: str) -> Any:
 class SharedRollouts(SharedStorage):
     """The slots of a `RolloutRingStorage`, which has the arguments."""
 
-    _of_a_process = ("_leased", "_drawn", "_rollouts")
+    _of_a_process = ("_lent", "_drawn", "_rollouts")
 
     def __init__(
         self,
@@ -79,16 +80,17 @@ class SharedRollouts(SharedStorage):
             self._build(TensorSchema.of(example))
 
     def _start_process(self) -> None:
-        self._leased: dict[int, RolloutLease] = {}  # by slot: what was acquired, maybe released
+        self._lent: dict[int, RolloutLease] = {}  # by slot: its last lease, released or not
         self._drawn: torch.Tensor | None = None  # the index that takes rollouts out
         self._rollouts: dict[int, TensorDict] = {}  # views of each slot
 
-    def _build(self, schema: TensorSchema) -> None:
+    def _build(self, schema: TensorSchema) -> TensorSchema:
         layout = BlockLayout.of_specs((f.name, f.shape, f.dtype) for f in schema.fields)
         self._ring = RolloutRing(
             layout, slots=self.slots, writers=self.writers, overflow=self.overflow
         )
         self._schema = schema
+        return schema
 
     @property
     def initialized(self) -> bool:
@@ -118,14 +120,12 @@ class SharedRollouts(SharedStorage):
         Raises:
             UsageError: The schema is not known yet.
         """
-        _ = self.ring
-        assert self._schema is not None
-        return self._schema.batch_size
+        return tuple(self._rollout(0).batch_size)
 
     def _rollout(self, slot: int) -> TensorDict:
         if slot not in self._rollouts:
-            assert self._schema is not None
             views = list(self.ring.views[slot].values())
+            assert self._schema is not None
             self._rollouts[slot] = self._schema.tensordict(views).lock_()
         return self._rollouts[slot]
 
@@ -228,7 +228,7 @@ class SharedRollouts(SharedStorage):
             PeerGoneError: There is none and a writer has died; names its process.
             UsageError: The schema is not known yet.
         """
-        return bool(self._unread()) or self.ring.acquire(timeout) is not None
+        return bool(self._hold(1, timeout))
 
     def acquire(self, timeout: float | None = 0.0) -> RolloutLease | None:
         """Own the oldest unread rollout until `release`; None if none comes in time.
@@ -248,23 +248,23 @@ class SharedRollouts(SharedStorage):
 
     def acquire_all(self) -> list[RolloutLease]:
         """Own all unread rollouts; return these and `leases`, the first acquired first."""
-        held = self.ring.acquire_all()
-        return [self._leased[x.slot] if self._is_acquired(x) else self._lend(x) for x in held]
+        return [self._acquired(x) or self._lend(x) for x in self.ring.acquire_all()]
 
     def _lend(self, lease: Lease) -> RolloutLease:
         self._drawn = None
-        lent = self._leased[lease.slot] = RolloutLease(self._rollout(lease.slot), lease, self)
+        lent = self._lent[lease.slot] = RolloutLease(self._rollout(lease.slot), lease, self)
         return lent
 
     @property
     def leases(self) -> list[RolloutLease]:
         """What was acquired and not released, also where an interrupt kept it from the caller."""
         held = [] if self._ring is None else self._ring.leases
-        return [self._leased[lease.slot] for lease in held if self._is_acquired(lease)]
+        return [lent for lease in held if (lent := self._acquired(lease))]
 
-    def _is_acquired(self, lease: Lease) -> bool:
-        acquired = self._leased.get(lease.slot)
-        return acquired is not None and acquired._lease.generation == lease.generation
+    def _acquired(self, lease: Lease) -> RolloutLease | None:
+        """Return what the caller of `acquire` knows a held slot by; None while it is unread."""
+        lent = self._lent.get(lease.slot)
+        return lent if lent and lent._lease.generation == lease.generation else None
 
     def release(self, lease: RolloutLease) -> None:
         """Give a slot back to its writer.
@@ -292,12 +292,15 @@ class SharedRollouts(SharedStorage):
 
     def _unread(self) -> list[Lease]:
         """Rollouts that this process holds unread, oldest first."""
-        return [lease for lease in self.ring.leases if not self._is_acquired(lease)]
+        return [lease for lease in self.ring.leases if not self._acquired(lease)]
 
-    def _hold(self, count: int) -> list[Lease]:
-        """Hold `count` unread rollouts, or all; return those that are held, oldest first."""
-        unread = self._unread()
-        while len(unread) < count and (lease := self.ring.acquire()) is not None:
+    def _hold(self, count: int, timeout: float | None = 0.0) -> list[Lease]:
+        """Hold `count` unread rollouts, or all that come in time; return those that are held."""
+        unread, end = self._unread(), time.monotonic() + (timeout or 0.0)
+        while len(unread) < count:
+            lease = self.ring.acquire(timeout and max(0.0, end - time.monotonic()))
+            if lease is None:
+                break
             unread.append(lease)
         return unread
 

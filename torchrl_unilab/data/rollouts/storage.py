@@ -11,7 +11,6 @@ copy in, one copy out. Collectors and learners use the slots in place, by what i
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -145,10 +144,8 @@ class RolloutRingStorage(SharedRollouts):
     def _sources(self, rollouts: Sequence[TensorDictBase]) -> list[_Source]:
         """Return what to copy to the slots, checked; the first rollout decides the schema."""
         self._check_open()
-        if self._schema is None:
-            self._build(TensorSchema.of(rollouts[0]))
-        assert self._schema is not None
-        return [_source(rollout, self._schema) for rollout in rollouts]
+        schema = self._schema or self._build(TensorSchema.of(rollouts[0]))
+        return [_source(rollout, schema) for rollout in rollouts]
 
     def _write(self, source: _Source, timeout: float | None = None) -> bool:
         slot = self._claim(timeout)
@@ -198,16 +195,12 @@ class RolloutRingStorage(SharedRollouts):
                 f"cannot sample {count} rollouts: the ring has {self.max_size} slots (expected 1 "
                 f"to {self.max_size}). Use a smaller batch_size, or more slots."
             )
-        deadline = time.monotonic() + timeout
-        held = 0 if self._ring is None else len(self._hold(count))
-        while held < count:
-            left = max(0.0, deadline - time.monotonic())
-            if not left or self.ring.acquire(left) is None:
-                raise WaitTimeoutError(
-                    f"cannot sample {count} rollouts: {len(self)} are unread (expected at least "
-                    f"{count}). Write first, wait for them, or give the sampler a timeout."
-                )
-            held += 1
+        unbuilt = self._ring is None and not timeout
+        if unbuilt or len(self._hold(count, timeout)) < count:
+            raise WaitTimeoutError(
+                f"cannot sample {count} rollouts: {len(self)} are unread (expected at least "
+                f"{count}). Write first, wait for them, or give the sampler a timeout."
+            )
         end = len(self._hold(self.max_size)) if newest else count
         self._drawn = torch.arange(end - count, end, device="cpu")
         return self._drawn
@@ -323,17 +316,15 @@ class RolloutRingStorage(SharedRollouts):
         if state_dict["schema"] is None:
             return
         schema = TensorSchema.from_json(state_dict["schema"])
-        if self._schema is None:
-            self._build(schema)
-        assert self._schema is not None
-        self._schema.select(schema.empty(device="meta"))
-        if schema.batch_size != self._schema.batch_size:
+        own = self._schema or self._build(schema)
+        own.select(schema.empty(device="meta"))
+        if schema.batch_size != own.batch_size:
             raise LayoutShapeError(
                 f"cannot load rollouts of batch size {list(schema.batch_size)} (expected "
-                f"{list(self._schema.batch_size)}). Build the storage from a rollout like them."
+                f"{list(own.batch_size)}). Build the storage from a rollout like them."
             )
         writing = self.ring.writer
-        tensors = [state_dict["rollouts"][name] for name in self._schema.names]
+        tensors = [state_dict["rollouts"][name] for name in own.names]
         for i, writer in enumerate(state_dict["of"]):
             self.ring.become_writer(writer)
             self._write(([tensor[i] for tensor in tensors], None))
