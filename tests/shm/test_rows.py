@@ -526,3 +526,19 @@ def test_a_replacement_that_fails_leaves_no_rows():
 
         assert rows.extent(rows.window()) == (0, False)
         check_whole_and_writable(rows)
+
+
+def test_rows_that_are_passed_over_begin_new_steps():
+    with SharedSegment(SharedRows.nbytes([1], 1, 4)) as segment:
+        rows = SharedRows(segment, [1], 1, 4, timeout=1.0)
+
+        def append_step() -> None:
+            parts = [torch.zeros(2, 1, dtype=torch.int32)]
+            rows.append(parts, lambda shard, head: rows.note_steps(shard, 2))
+
+        append_step()
+        append_step()
+        assert rows.steps() == ((0, 2),)
+        rows.continue_at(0, 3)
+        append_step()
+        assert rows.steps() == ((7, 2),)

@@ -82,7 +82,8 @@ class ReplayCollector(WorkerCollector):
         init_random_frames: Frames at first, of all workers together, with random actions.
         explore: Wraps the policy for acting in a worker, such as with exploration noise;
             what it adds is not published, and keeps its state. Picklable.
-        replay: Settings of the `PackedReplayStorage`.
+        replay: Settings of the `PackedReplayStorage`, which samples slices by
+            `PackedSliceSampler`: rows of all workers' environments take turns.
         **workers: Further arguments of `WorkerCollector`. Of a worker that is replaced, rows
             that its metrics did not count yet stay, beside those of the tick as it is
             taken again.
@@ -132,6 +133,11 @@ class ReplayCollector(WorkerCollector):
         if init_random_frames < 0:
             raise ConfigError(
                 f"init_random_frames: {init_random_frames} (expected at least 0). Use 0."
+            )
+        if taken := {"max_size", "example", "writers"} & {*(replay or {})}:
+            raise ConfigError(
+                f"replay: {sorted(taken)} among the settings (expected others: capacity, "
+                "environments and workers decide these). Leave them out."
             )
         self.init_random_frames = init_random_frames
         self.learners = 1

@@ -30,6 +30,8 @@ from torchrl_unilab.shm.shards import (
     NOTED,
     NOTES,
     ORIGIN,
+    STEPS,
+    STRIDE_BITS,
     VERSION,
     WRITER,
     Parts,
@@ -215,7 +217,7 @@ class SharedRows(Shards):
         self,
         window: Window,
         read: Callable[[int, int, int], Parts],
-        origins: Sequence[int] | None = None,
+        saved: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         """Replace all rows. Should this fail, or the process die, there are none.
 
@@ -223,7 +225,7 @@ class SharedRows(Shards):
             window: The rows of each shard, numbered from the first ever written to it.
             read: Called with a shard, the number of a first row and how many rows; returns
                 these.
-            origins: What `lineage` called the origins where the rows were saved.
+            saved: Where the rows were saved, each shard's origin by `lineage`, and its `steps`.
 
         Raises:
             WaitTimeoutError: Another process or thread held a shard for too long.
@@ -239,8 +241,9 @@ class SharedRows(Shards):
                 words[FLOOR] = base + floor
                 fence()  # after the last byte of the rows
                 words[HEAD] = base + head
-                if origins is not None:
-                    words[ORIGIN] = origins[shard]
+                if saved:
+                    words[ORIGIN], first, stride = saved[shard]
+                    words[STEPS] = base + first << STRIDE_BITS | stride
 
         self.all_alone(partial(self._replace, fill))
 

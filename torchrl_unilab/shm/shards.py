@@ -30,8 +30,10 @@ from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 T = TypeVar("T")
 
 LOADING, _FIRST = range(2)  # a word of all shards, and where those of the first shard begin
-WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT = range(8)  # words of a shard
-SHARD_WORDS = 8
+WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT, STEPS = range(9)  # words of a shard
+SHARD_WORDS = 9
+STRIDE_BITS = 24
+"""Bits of a word for the rows of a step; the others number the first of these steps' rows."""
 NOTES = 1024
 """Rows rewritten in place at a time: their places are noted while they are written."""
 _CHUNK_BYTES = 1 << 24
@@ -192,6 +194,28 @@ class Shards:
             if self.load(BASE) == bases:
                 return Lineage(bases, origins, window)
 
+    def steps(self) -> tuple[tuple[int, int], ...]:
+        """Return where the newest steps of each shard begin that are alike, and a step's rows.
+
+        Row ``i`` from there on is followed by row ``i + rows`` of the same environment. Load the
+        window before: then no row of it from there on is of other steps.
+        """
+        fence()  # or the window could be newer
+        words = self.load(STEPS)
+        return tuple((word >> STRIDE_BITS, max(1, word % (1 << STRIDE_BITS))) for word in words)
+
+    def in_order(self, window: Window) -> bool:
+        """Return whether rows lie in the order of time: one shard, one row after the other."""
+        (first, stride), *others = self.steps()
+        return not others and stride == 1 and first <= window.floors[0]
+
+    def note_steps(self, shard: int, rows: int) -> None:
+        """Note that what is appended next are steps of `rows` rows. The caller holds the shard."""
+        words = self.words[shard]
+        first, before = divmod(words[STEPS], 1 << STRIDE_BITS)
+        if rows != before or (words[HEAD] - first) % rows:
+            words[STEPS] = words[HEAD] << STRIDE_BITS | rows
+
     @property
     def rewritten(self) -> int:
         """A number that changes whenever a row that was already written changes."""
@@ -311,7 +335,7 @@ class Shards:
             origin = words[ORIGIN] + base - words[BASE]
             words[FLOOR] = words[BASE] = words[HEAD] = base
             words[ORIGIN] = origin
-            words[WRITER] = 0
+            words[WRITER] = words[STEPS] = 0
             words[VERSION] += 2 - words[VERSION] % 2
         fence()  # before the first byte of new rows
 

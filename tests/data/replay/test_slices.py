@@ -154,7 +154,7 @@ def test_what_is_known_of_a_storage_is_neither_of_another_nor_pickled():
         with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
             storage.append(_rows(dones))
             _assert_same_boundaries(ours, stock, storage)
-    assert pickle.loads(pickle.dumps(ours))._known is None
+    assert pickle.loads(pickle.dumps(ours))._known == ()
 
 
 def test_other_storages_are_left_to_torchrl():
@@ -168,11 +168,24 @@ def test_other_storages_are_left_to_torchrl():
     )
 
 
-def test_a_storage_of_several_writers_is_refused_as_by_torchrl():
-    with PackedReplayStorage(CAPACITY, example=_rows([False])[0], writers=2) as storage:
-        buffer = _buffer(PackedSliceSampler(slice_len=1, traj_key="episode"), storage)
-        buffer.extend(_rows([False] * 4))
-        with pytest.raises(ConfigError, match="slices of a replay with writers=2"):
+@pytest.mark.parametrize(
+    ("sampler", "settings"),
+    [
+        (SliceSampler, {"traj_key": "episode"}),
+        (SliceSampler, {"end_key": ("next", "done")}),
+        (PackedSliceSampler, {"end_keys": [("next", "done")]}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("writers", [1, 2])
+def test_what_needs_positions_in_the_order_of_time_is_refused_without(writers, sampler, settings):
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0], writers=writers) as storage:
+        buffer = _buffer(sampler(slice_len=1, **settings), storage)
+        for writer in range(writers):  # TorchRL fails with one row
+            storage.use_writer(writer)
+            storage.add(_rows([False] * 4))
+            storage.rows.leave()
+        with pytest.raises(ConfigError, match=f"slices of a replay with writers={writers}: its"):
             buffer.sample()
 
 
@@ -208,7 +221,7 @@ def _after_look(
 
 
 @pytest.mark.parametrize("empty", [SharedRows.clear, _begin_to_clear])
-@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("number", range(1, 4))  # as often as the window is looked at
 def test_rows_that_go_away_while_slices_are_sampled_are_missed(number, empty, monkeypatch):
     with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
         buffer = _buffer(PackedSliceSampler(slice_len=2, traj_key="episode"), storage)
@@ -220,15 +233,17 @@ def test_rows_that_go_away_while_slices_are_sampled_are_missed(number, empty, mo
             buffer.sample()
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_slices_do_not_go_round_fewer_rows_that_take_their_place(number, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "error"), [(1, "cannot sample slices: 0 rows"), (2, "no row 5: 5 are written")]
+)
+def test_slices_do_not_go_round_fewer_rows_that_take_their_place(number, error, monkeypatch):
     with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
         buffer = _buffer(PackedSliceSampler(slice_len=CAPACITY, traj_key="episode"), storage)
         buffer.extend(_rows([False] * CAPACITY))
         buffer.sample()
         replace = partial(storage.load_rows, _rows([False] * 5))
         monkeypatch.setattr(storage.rows, "window", _after_look(number, replace, storage.rows))
-        with pytest.raises(PositionError, match=r"^no row 5: 5 are written"):
+        with pytest.raises(UsageError, match=f"^{error}"):
             buffer.sample()
 
 
@@ -246,3 +261,77 @@ def test_a_thread_beside_one_that_has_seen_newer_rows_gets_whole_slices(number, 
         rows = storage.rows
         monkeypatch.setattr(rows, "window", _after_look(number, overtake, rows))
         assert (buffer.sample()["step"].view(-1, 2).diff(dim=1) == 1).all()
+
+
+CHANGES_OF_WRITERS = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "steps", "extend", "empty", "reload"]),
+        st.sampled_from([1, 2, 3, 5]),  # environments
+        st.integers(1, 4),  # steps
+    ),
+    min_size=1,
+    max_size=12,
+)
+SHARD_ROWS = 16
+
+
+class _Environments:
+    """Environments of a writer, whose episodes end after each seventh step, and its rows."""
+
+    def __init__(self, writer: int) -> None:
+        self.writer, self.time, self.envs = writer, [0] * 5, 1
+        self.written: list[tuple[int, int]] = []  # (environment, time) of steps of as many
+
+    def step(self, envs: int, steps: int) -> TensorDict:
+        """Return steps [envs, steps]."""
+        t = torch.tensor([range(now, now + steps) for now in self.time[:envs]])
+        env = torch.arange(envs).unsqueeze(1).expand(envs, steps) + 100 * self.writer
+        if envs != self.envs:
+            self.written, self.envs = [], envs
+        self.time[:envs] = [now + steps for now in self.time[:envs]]
+        self.written += zip(env.t().flatten().tolist(), t.t().flatten().tolist(), strict=True)
+        done = (t % 7 == 6).unsqueeze(-1)
+        flags = {"done": done, "terminated": done & False, "truncated": done}
+        rows = {"env": env, "t": t, "episode": 1000 * env + t // 7, "next": flags}
+        return TensorDict(rows, [envs, steps])
+
+    def whole(self) -> list[tuple[int, int]]:
+        """Return rows of whole steps that are there."""
+        kept = self.written[-SHARD_ROWS:]
+        return kept[len(kept) % self.envs :]
+
+
+@pytest.mark.parametrize("key", [{"end_key": ("next", "done")}, {"traj_key": "episode"}], ids=str)
+@pytest.mark.parametrize("writers", [1, 2])
+@given(changes=CHANGES_OF_WRITERS)
+def test_slices_of_several_environments_and_writers_are_each_of_one(writers, key, changes):
+    sampler = PackedSliceSampler(slice_len=3, strict_length=False, **key)
+    of = [_Environments(writer) for writer in range(writers)]
+    example = _Environments(0).step(1, 1)[0, 0]
+    with PackedReplayStorage(writers * SHARD_ROWS, example=example, writers=writers) as storage:
+        for i, (how, envs, steps) in enumerate(changes):
+            storage.rows.leave()
+            storage.use_writer(i % writers)
+            mine = of[i % writers]
+            if how == "empty":
+                storage._empty()
+                for each in of:
+                    each.written = []
+            elif how == "reload":
+                storage.load_state_dict(storage.state_dict())
+            elif how == "extend":
+                storage.append(mine.step(1, steps)[0])
+            else:
+                storage.add(mine.step(envs, steps) if how == "steps" else mine.step(envs, 1)[:, 0])
+
+            if there := {row for each in of for row in each.whole()}:
+                _, _, lengths = sampler._get_stop_and_length(storage)
+                assert int(lengths.sum()) == len(there)
+                (positions,), marks = sampler.sample(storage, 30)
+                drawn = storage[positions]
+                rows = [*zip(drawn["env"].tolist(), drawn["t"].tolist(), strict=True)]
+                assert {*rows} <= there
+                ends = marks["next", "truncated"].squeeze(1).tolist()
+                for row, after, end in zip(rows[:-1], rows[1:], ends[:-1], strict=True):
+                    assert end or after == (row[0], row[1] + 1)
+                    assert end or row[1] % 7 != 6  # no slice goes on past an episode

@@ -170,6 +170,7 @@ class RowAppender:
                         f"{head % rows.shard_rows} (expected that). Another writer came in "
                         "between: use PackedReplayWriter."
                     )
+                rows.note_steps(shard, envs or 1)
                 if self._marker is not None:
                     views = [view[piece] for view in stage.views]
                     self._marker.mark(views, envs and min(envs, len(views[0])), shard, head)

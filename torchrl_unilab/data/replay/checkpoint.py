@@ -23,7 +23,7 @@ from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump
 from torchrl_unilab.errors import CheckpointError, LayoutError
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.rows import SharedRows
-from torchrl_unilab.shm.shards import Lineage, Parts, Window
+from torchrl_unilab.shm.shards import STRIDE_BITS, Lineage, Parts, Window
 
 _LENGTH = 8
 """Bytes of the text's length."""
@@ -45,7 +45,8 @@ def save_rows(
     Returns:
         Numbers that describe the rows: per shard, the first that was ever written (``bases``),
         those that were saved (from ``floors`` to ``heads``), the place that row 0 has or would
-        have (``starts``), and `SharedRows.lineage`'s ``origins``.
+        have (``starts``), `SharedRows.lineage`'s ``origins``, and `SharedRows.steps`, as
+        ``firsts`` and ``strides``.
     """
     bases, origins, window = lineage
     floors, starts, end = list(window.heads), [], 0
@@ -56,7 +57,10 @@ def save_rows(
         for first, parts in rows.copies(shard, window):
             write(start + first, torch.cat([*parts], 1))
             floors[shard] = first
+    firsts, strides = zip(*rows.steps(), strict=True)
+    firsts = tuple(map(max, firsts, bases))
     numbers = {"bases": bases, "heads": window.heads, "origins": origins}
+    numbers |= {"firsts": firsts, "strides": strides}
     return {key: [*of] for key, of in numbers.items()} | {"floors": floors, "starts": starts}
 
 
@@ -81,11 +85,13 @@ def load_rows(
         schema = TensorSchema.from_json(header["schema"])
         mine = storage.header(schema)
         other = {key: header[key] for key in mine if header[key] != mine[key]}
-        keys = ("bases", "floors", "heads", "starts", "origins")
+        keys = ("bases", "floors", "heads", "starts", "origins", "firsts", "strides")
+        # Rows of before there were the last two are taken to be in the order of time.
+        header = {"firsts": header["bases"], "strides": [1] * mine["writers"]} | header
         numbers = (map(index, header[key]) for key in keys)
         shards = [
-            (floor - base, head - base, start + base, origin)
-            for _, base, floor, head, start, origin in zip(
+            (floor - base, head - base, start + base, (origin, first - base, stride))
+            for _, base, floor, head, start, origin, first, stride in zip(
                 range(header["writers"]), *numbers, strict=True
             )
         ]
@@ -100,25 +106,27 @@ def load_rows(
             "Load into a storage made like the one that was saved."
         )
     size = storage.max_size // storage.writers
-    for floor, head, place, origin in shards:
+    for floor, head, place, (origin, first, stride) in shards:
         if not (
             0 <= floor <= head <= floor + size
             and (floor == head or 0 <= place + floor <= place + head <= count)
             and origin >= 0
             and max(head, origin) < 1 << 62
+            and 0 <= first <= head < 1 << 62 - STRIDE_BITS
+            and 0 < stride < 1 << STRIDE_BITS
         ):
             raise CheckpointError(
                 f"cannot load rows: rows {floor} to {head} of a shard (expected at most {size}, "
                 f"of {count} in the file). Load another checkpoint."
             )
     storage.initialize(schema)
-    floors, heads, places, origins = zip(*shards, strict=True)
+    floors, heads, places, saved = zip(*shards, strict=True)
 
     def read_shard(shard: int, number: int, count: int) -> Parts:
         parts: Parts = read(places[shard] + number, count).split(storage.rows.widths, 1)
         return parts
 
-    storage.rows.replace(Window(floors, heads), read_shard, origins)
+    storage.rows.replace(Window(floors, heads), read_shard, saved)
 
 
 class PackedReplayCheckpointer(SharedStorageCheckpointer):

@@ -8,16 +8,14 @@ this one looks at the rows that are new. `ReplayBuffer` calls it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torchrl.data import SliceSampler
-from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import UsageError
-from torchrl_unilab.shm.shards import Window
 
 _Boundaries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -37,9 +35,13 @@ class _Ends(NamedTuple):
 
 
 class PackedSliceSampler(SliceSampler):
-    """Samples slices of trajectories of a `PackedReplayStorage` of one writer.
+    """Samples slices of trajectories of a `PackedReplayStorage`.
 
-    The arguments are `SliceSampler`'s, and so are its batches for a seed. Other storages, and
+    The arguments are `SliceSampler`'s, and so are its batches for a seed, where one process has
+    extended the storage. Rows of several environments, which `PackedReplayStorage.add` writes step
+    by step, and of several writers are put in the order of time, where `SliceSampler` takes all
+    positions for one trajectory after the other. Of steps of another number of environments than
+    the newest ones, none are sampled. Other storages, and
     what is more than one key of the rows (``end_keys``, ``ends``, ``trajectories``,
     ``fragmented``) or on a GPU (``use_gpu``), are left to it. It does not see what is written
     through views: change the trajectory key by assignment, ``buffer[positions] = rows``.
@@ -65,73 +67,185 @@ class PackedSliceSampler(SliceSampler):
         >>> storage.close()
     """
 
-    _known: _Ends | None = None
+    _known: tuple[_Ends, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is known of this process's storage."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_known": None}
+        return state | {"_known": ()}
 
-    def _get_stop_and_length(self, storage: Storage, fallback: bool = True) -> _Boundaries:
-        """Return first and last positions of trajectories, int64 [n, 1], and lengths [n].
+    def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, Any]]:
+        """Return positions of rows, one slice after the other, and what to mark in them.
 
         Raises:
-            UsageError: The storage is empty.
+            UsageError: There are no rows.
+            ConfigError: Rows take turns, and the arguments leave them to TorchRL.
         """
-        found = None
-        if isinstance(storage, PackedReplayStorage):
-            window = storage.rows.readable()
-            if not window.size:
-                raise UsageError(
-                    "cannot sample slices: 0 rows (expected at least 1). Extend the buffer."
-                )
-            found = self._found(storage, window)
-        return super()._get_stop_and_length(storage, fallback) if found is None else found
+        if isinstance(storage, PackedReplayStorage) and not self.fragmented:
+            storage = _Timeline(storage)
+        sampled: tuple[Any, dict[Any, Any]] = super().sample(storage, batch_size)
+        return sampled
 
-    def _found(self, storage: PackedReplayStorage, window: Window) -> _Boundaries | None:
-        """Return the same of a window, by what is known; None if that is left to TorchRL."""
+    def _get_stop_and_length(self, storage: Any, fallback: bool = True) -> _Boundaries:
+        """Return first and last places of trajectories, int64 [n, 1], and lengths [n].
+
+        Places are positions, where these are in the order of time. Raises as `sample`.
+        """
+        if isinstance(storage, PackedReplayStorage):
+            storage = _Timeline(storage)
+        if isinstance(storage, _Timeline):
+            if (found := self._found(storage)) is not None:
+                return found
+            storage = storage.storage
+        left: _Boundaries = super()._get_stop_and_length(storage, fallback)
+        return left
+
+    def _found(self, timeline: _Timeline) -> _Boundaries | None:
+        """Return the same, by what is known; None if that is left to TorchRL."""
         if self._cache or self._gpu_device is not None:
             return None
+        storage = timeline.storage
         if self._traj_key_auto:
             self._resolve_traj_key(storage)
         key = self._used_traj_key if self._fetch_traj else self.end_key
-        rows, views = storage.rows, storage._storage  # the views of all rows, written or not
+        views = storage._storage  # of all rows, written or not
         column = None if key is None or views is None else views.get(key, None)
-        if column is None or storage.writers > 1 or column.numel() != len(column):
+        if column is None or column.numel() != len(column):
             return None
-        source = (weakref.ref(storage), key, rows.rewritten)
-        (floor,), (head,) = window
-        known = self._known
-        # A thread beside this one may have seen newer rows:
-        if known is None or known.source != source or not floor <= known.seen <= head:
-            known = _Ends(source, floor, torch.empty(0, dtype=torch.int64, device="cpu"))
-        if self._fetch_traj:  # rows end a trajectory if the next ones are of another
-            first = max(floor, known.seen - 1)
-            values = _numbered(column, first, head)
-            ends = values[:-1] != values[1:]
-        else:
-            first = known.seen
-            ends = _numbered(column, first, head)
-        numbers = known.numbers[int(torch.searchsorted(known.numbers, floor)) :]
-        numbers = torch.cat([numbers, ends.nonzero().squeeze(1).add_(first)])
-        self._known = _Ends(source, head, numbers)
-        return _boundaries(numbers, floor, head, storage.max_size)
+        rows, known = storage.rows, self._known or (None,) * storage.writers
+        self._known = tuple(
+            _ends(
+                column[shard :: rows.shards],
+                (weakref.ref(storage), key, shard, rows.rewritten),
+                steps,
+                known[shard] if shard < len(known) else None,
+                changes=self._fetch_traj,
+            )
+            for shard, steps in enumerate(timeline.shards)
+        )
+        numbers = [ends.numbers for ends in self._known]
+        if timeline.turns:
+            return timeline.boundaries(numbers)
+        (steps,) = timeline.shards
+        return _boundaries(numbers[0], steps.first, steps.head, storage.max_size)
 
-    def _get_index(self, *, storage_length: int, storage: Storage, **parts: Any) -> Any:
-        """Let TorchRL choose slices; rows go round a storage's size, whatever it has by now."""
-        if isinstance(storage, PackedReplayStorage):
-            storage_length = storage.max_size
-        return super()._get_index(storage_length=storage_length, storage=storage, **parts)
-
-    def _finalize_index(self, *, storage: Storage, **parts: Any) -> Any:
+    def _finalize_index(self, *, index: torch.Tensor, storage: Any, **parts: Any) -> Any:
         """Let TorchRL mark where slices end, for which it needs flags, and not whole rows."""
-        flags: Any = storage
+        if isinstance(storage, _Timeline):
+            index, storage = storage.positions(index), storage.storage
         if isinstance(storage, PackedReplayStorage) and storage._storage is not None:
             key = self.truncated_key or ()
             path = () if isinstance(key, str) else key[:-1]
             keys = [(*path, "done"), (*path, "terminated"), self.init_key or "is_init"]
-            flags = storage._storage.select(*keys, strict=False)
-        return super()._finalize_index(storage=flags, **parts)
+            storage = storage._storage.select(*keys, strict=False)
+        return super()._finalize_index(index=index, storage=storage, **parts)
+
+
+class _Steps(NamedTuple):
+    """Steps of a shard whose rows are of the same environments, the newest ones.
+
+    Attributes:
+        first: The number of the first row.
+        length: Steps.
+        stride: Rows of a step.
+        place: Rows of the shards before.
+    """
+
+    first: int
+    length: int
+    stride: int
+    place: int
+
+    @property
+    def head(self) -> int:
+        """One above the number of the last row."""
+        return self.first + self.length * self.stride
+
+
+class _Timeline:
+    """A storage as TorchRL's sampler sees it: all steps of one environment, then of the next.
+
+    Args:
+        storage: Its rows lie step by step in each shard.
+
+    Raises:
+        UsageError: There are no rows.
+    """
+
+    ndim = 1
+
+    def __init__(self, storage: PackedReplayStorage) -> None:
+        self.storage = storage
+        window = storage.rows.readable()
+        self.shards: list[_Steps] = []
+        place = 0
+        for floor, head, (first, stride) in zip(*window, storage.rows.steps(), strict=True):
+            length = max(0, head - max(floor, first)) // stride
+            self.shards.append(_Steps(head - length * stride, length, stride, place))
+            place += length * stride
+        if not place:
+            raise UsageError(
+                "cannot sample slices: 0 rows (expected at least one step of all environments). "
+                "Extend the buffer, or sample again: others may have come in their place."
+            )
+        steps = self.shards[0]
+        self.turns = len(self.shards) > 1 or steps.stride > 1 or steps.length < window.size
+        """Whether places are other than positions."""
+        self.shape = (place if self.turns else storage.max_size,)
+
+    def boundaries(self, ends: Sequence[torch.Tensor]) -> _Boundaries:
+        """Return the places between ends, given as ascending numbers of rows for each shard."""
+        stops = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        for steps, numbers in zip(self.shards, ends, strict=True):
+            first, length, stride, place = steps
+            past = numbers[int(torch.searchsorted(numbers, first)) :] - first
+            stops.append(past % stride * length + past // stride + place)
+            if length:
+                stops.append(torch.arange(1, stride + 1, device="cpu") * length + (place - 1))
+        last = torch.cat(stops).unique()
+        lengths = last.diff(prepend=last.new_tensor([-1]))
+        return (last - lengths + 1).unsqueeze(1), last.unsqueeze(1), lengths
+
+    def positions(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the positions of rows at places, int64 of any shape."""
+        if not self.turns:
+            return places
+        table = torch.tensor(self.shards, device="cpu")
+        shard = torch.bucketize(places, table[1:, 3].contiguous(), right=True)
+        first, length, stride, place = table[shard].unbind(-1)
+        own = places - place
+        rows = self.storage.rows
+        numbers = first + own % length * stride + own // length
+        return rows.positions(numbers * rows.shards + shard)
+
+
+def _ends(
+    column: torch.Tensor, rows: Hashable, steps: _Steps, known: _Ends | None, *, changes: bool
+) -> _Ends:
+    """Return which rows of a shard end a trajectory.
+
+    Args:
+        column: Its flags or numbers, [shard_rows] or [shard_rows, 1].
+        rows: Which rows, by which key, since which rewriting.
+        steps: Where to look.
+        known: What is known.
+        changes: Whether rows end a trajectory if the next ones of the environment have other
+            numbers; else if they are flagged.
+    """
+    first, head, stride = steps.first, steps.head, steps.stride
+    source = (rows, stride, first % stride)
+    # A thread beside this one may have seen newer rows:
+    if known is None or known.source != source or not first <= known.seen <= head:
+        known = _Ends(source, first, torch.empty(0, dtype=torch.int64, device="cpu"))
+    start = known.seen
+    if changes:
+        start = max(first, start - stride)
+        values = _numbered(column, start, head)
+        ends = values[:-stride] != values[stride:]
+    else:
+        ends = _numbered(column, start, head)
+    numbers = known.numbers[int(torch.searchsorted(known.numbers, first)) :]
+    return _Ends(source, head, torch.cat([numbers, ends.nonzero().squeeze(1).add_(start)]))
 
 
 def _numbered(column: torch.Tensor, first: int, end: int) -> torch.Tensor:

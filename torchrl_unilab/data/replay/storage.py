@@ -47,9 +47,10 @@ class PackedReplayStorage(SharedReplay):
 
     The rows lie in `writers` shards, in turns: position ``i`` is in shard ``i % writers``. Each
     writing process claims one; more processes than shards share them, one append at a time.
-    With one shard, positions are in the order of time, which slices need; with one shard per
-    process, n-step returns continue over several appends, and the order of rows does not
-    depend on which process is faster.
+    With one shard per process, n-step returns continue over several appends, and the order of
+    rows does not depend on which process is faster. `PackedSliceSampler` finds the order of
+    time; TorchRL's samplers of slices take it for that of positions, as it is with one shard
+    that is extended by whole trajectories, and are refused where it is not.
 
     Args:
         max_size: Rows; rounded down to a multiple of `writers`.
@@ -124,12 +125,13 @@ class PackedReplayStorage(SharedReplay):
     @property
     def _last_cursor_index(self) -> int | None:
         """Position of the newest row, where trajectories are cut apart."""
-        if self.writers > 1:
-            raise ConfigError(
-                f"slices of a replay with writers={self.writers}: its positions take turns between "
-                "shards (expected them in the order of time). Make the storage with writers=1."
-            )
         head = self.ptr
+        if self.writers > 1 or (head and not self.rows.in_order(self.rows.window())):
+            raise ConfigError(
+                f"slices of a replay with writers={self.writers}: its rows take turns between "
+                "writers or environments (expected them in the order of time). Use "
+                "PackedSliceSampler, or extend one with writers=1 by whole trajectories."
+            )
         return (head - 1) % self.max_size if head else None
 
     @property
