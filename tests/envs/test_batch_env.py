@@ -467,7 +467,7 @@ def test_numbers_below_one_are_refused(name: str, value: int) -> None:
         ({"task": replace(TASKS["Hopper-v5"], frame_skip=1.5)}, "frame_skip: 1.5"),
         ({"task": QuadrupedWalk(command_steps=0)}, r"command_steps: 0 \(expected an integer"),
         ({"task": QuadrupedWalk}, r"task is <class .*\(expected a MujocoTask.* Make one"),
-        ({"seed": -1}, r"seed is -1 \(expected at least 0\)"),
+        ({"seed": -1}, r"seed: -1 \(expected an integer of at least 0\)"),
     ],
 )
 def test_what_is_no_number_or_no_task_is_refused(options: dict[str, Any], message: str) -> None:
@@ -477,7 +477,7 @@ def test_what_is_no_number_or_no_task_is_refused(options: dict[str, Any], messag
 
 def test_a_seed_below_zero_is_refused_and_changes_nothing() -> None:
     env, other = make(), make()
-    with pytest.raises(ConfigError, match="seed is -3"):
+    with pytest.raises(ConfigError, match="seed: -3"):
         env.set_seed(-3)
     assert_same(env.reset(), other.reset())
 

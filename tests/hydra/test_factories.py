@@ -188,7 +188,7 @@ def test_without_a_recipe_their_names_are_said(monkeypatch, tmp_path):
         ("nothing=3", r"error: nothing: unknown .*configuration\)\. Correct the name"),
         ("settings.epochs=0", r"error: epochs: 0 \(expected an integer of at least 1\)"),
         ("settings.hidden=16", r"error: hidden: 16 \(expected a tuple of integers"),
-        ("seed=-1", r"error: trainer=appo seed: -1 \(expected at least 0\)"),
+        ("seed=-1", r"error: trainer=appo seed: -1 \(expected an integer of at least 0\)"),
         ("settings.epochs=five", r"error: .*settings\.epochs=five: .*'five'.* Integer"),
         ("total_frames=1e4", r"error: .*'10000\.0'.* Integer.* Correct the value\.$"),
         (

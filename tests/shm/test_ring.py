@@ -208,11 +208,11 @@ def test_a_lease_is_released_once():
 
 
 REFUSED = [
-    ({"slots": 0}, "slots: 0 .*expected an integer of at least 1"),
+    ({"slots": 0}, "slots: 0 .*expected an integer of 1 to 128"),
     ({"slots": 2.0}, "slots: 2.0 .*expected an integer"),
     ({"writers": True}, "writers: True .*expected an integer"),
-    ({"slots": 1000}, "slots: 1000 .*expected 1 to"),
-    ({"writers": 0}, "writers: 0 .*expected an integer of at least 1"),
+    ({"slots": 1000}, "slots: 1000 .*expected an integer of 1 to 128"),
+    ({"writers": 0}, "writers: 0 .*expected an integer of 1 to 1024"),
     ({"overflow": "wait"}, "overflow: 'wait' .*'overwrite', 'block'"),
 ]
 

@@ -14,7 +14,7 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_unilab.collectors.worker import Measure
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError
-from torchrl_unilab.integers import as_integer
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CreateEnv = Callable[[], EnvBase]
@@ -55,16 +55,28 @@ STOCK: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def check_modes(
-    workers: int, inline: bool, lockstep: bool, restart_workers: int, worker_idx: int | None
+    workers: int,
+    inline: bool,
+    lockstep: bool,
+    restart_workers: int,
+    worker_idx: int | None,
+    seed: int | None,
 ) -> None:
-    """Refuse ways to collect that exclude each other; see `WorkerCollector`."""
+    """Refuse what is no number, and ways to collect that exclude each other.
+
+    The arguments are `WorkerCollector`'s.
+    """
+    if seed is not None:
+        as_integer("seed", seed, "Choose another.", least=0)
     if inline and workers > 1:
         raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
-    if restart_workers < 0 or (restart_workers and (lockstep or inline)):
+    if as_integer("restart_workers", restart_workers, "Use 0.", least=0) and (lockstep or inline):
         raise ConfigError(
-            f"restart_workers: {restart_workers} (expected at least 0, and 0 in lock-step: a "
-            "run with a replaced worker is not repeatable). Use 0."
+            f"restart_workers: {restart_workers} (expected 0 in lock-step: a run with a replaced "
+            "worker is not repeatable). Use 0."
         )
+    if worker_idx is not None:
+        as_integer("worker_idx", worker_idx, "Leave it out.", least=0)
     if lockstep and worker_idx is not None:
         raise ConfigError(
             f"lockstep: True in collector {worker_idx} of a distributed one (expected False: "

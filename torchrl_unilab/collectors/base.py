@@ -42,10 +42,11 @@ from torchrl_unilab.collectors.service import Sink, WorkerService, WorkerSetup, 
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, check_env, close_env, on_host, reward_terms
 from torchrl_unilab.data.stock import check_stock_arguments
-from torchrl_unilab.errors import ConfigError, UsageError
+from torchrl_unilab.errors import UsageError
 from torchrl_unilab.runtime import trace
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.runtime.workers import STOP_SECONDS, WorkerGroup
+from torchrl_unilab.scalars import as_integer, as_seconds
 
 Explore = Callable[[TensorDictModuleBase], TensorDictModuleBase]
 
@@ -116,7 +117,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         check_stock_arguments(type(self).__name__, stock, STOCK)
         self._factories = env_factories(create_env_fn, num_collectors)
         workers = len(self._factories)
-        check_modes(workers, inline, lockstep, restart_workers, worker_idx)
+        check_modes(workers, inline, lockstep, restart_workers, worker_idx, seed)
         super().__init__()
         self.scheme = policy_scheme(weight_sync_schemes)
         self._weight_sync_schemes = {"policy": self.scheme}
@@ -126,11 +127,11 @@ class WorkerCollector(BaseCollector, abc.ABC):
         self.worker_idx = worker_idx
         self._measure = measure
         self.num_workers = workers
-        self.total_frames = total_frames
+        self.total_frames = as_integer("total_frames", total_frames, "Use -1 for no end.", least=-1)
         self.lockstep = lockstep or inline
-        self.timeout = timeout
+        self.timeout = None if timeout is None else as_seconds("timeout", timeout, zero=True)
         self.restart_workers = restart_workers
-        self._inline, self._num_threads = inline, num_threads
+        self._inline, self._num_threads = inline, as_integer("num_threads", num_threads, "Use 1.")
         self.exploration_type = exploration_type
         self._first_seed = seed
         self._frames = 0
@@ -291,11 +292,9 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Raises:
             ConfigError: The seed is below 0.
         """
-        if seed is not None and seed < 0:
-            raise ConfigError(f"seed: {seed} (expected at least 0). Choose another.")
+        given = random_seed() if seed is None else seed
+        seed = as_integer("seed", given, "Choose another.", least=0)
         team = self._finish_tick()
-        if seed is None:
-            seed = random_seed()
         if not static_seed:
             version, environments = self.scheme.first_version, self.num_workers * self.num_envs
             seed = first_seed(seed, self.worker_idx, version, environments)

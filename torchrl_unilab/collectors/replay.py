@@ -21,6 +21,7 @@ from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_integer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,16 +131,14 @@ class ReplayCollector(WorkerCollector):
         **workers: Unpack[WorkerSettings],
     ) -> None:
         super().__init__(create_env_fn, policy, **workers)
-        if init_random_frames < 0:
-            raise ConfigError(
-                f"init_random_frames: {init_random_frames} (expected at least 0). Use 0."
-            )
         if taken := {"max_size", "example", "writers"} & {*(replay or {})}:
             raise ConfigError(
                 f"replay: {sorted(taken)} among the settings (expected others: capacity, "
                 "environments and workers decide these). Leave them out."
             )
-        self.init_random_frames = init_random_frames
+        self.init_random_frames = as_integer(
+            "init_random_frames", init_random_frames, "Use 0.", least=0
+        )
         self.learners = 1
         self.batch_size: int | None = None
         self._replay = {"max_size": capacity, **(replay or {})}

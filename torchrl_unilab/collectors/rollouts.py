@@ -24,6 +24,7 @@ from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.data.rollouts.shared import RolloutLease
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.ring_writer import Overflow
 
 if TYPE_CHECKING:
@@ -143,16 +144,15 @@ class APPOCollector(WorkerCollector):
         **workers: Unpack[WorkerSettings],
     ) -> None:
         super().__init__(create_env_fn, policy, **workers)
-        if max_policy_lag is not None and max_policy_lag < 0:
-            raise ConfigError(
-                f"max_policy_lag: {max_policy_lag} (expected at least 0). Use None for no bound."
-            )
+        if max_policy_lag is not None:
+            remedy = "Use None for no bound."
+            max_policy_lag = as_integer("max_policy_lag", max_policy_lag, remedy, least=0)
         if use_buffers and self.worker_idx is not None:
             raise ConfigError(
                 "use_buffers: True in a collector of a distributed one (expected False: what "
                 "leaves the machine is a copy, and would take the whole ring along). Leave it out."
             )
-        self._slots = self.num_workers if slots is None else slots
+        self._slots = self.num_workers if slots is None else as_integer("slots", slots, "Use 2.")
         if self.lockstep and self._slots < self.num_workers:
             raise ConfigError(
                 f"lockstep: {slots} slots (expected at least {self.num_workers}, one per worker). "

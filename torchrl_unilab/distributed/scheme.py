@@ -28,6 +28,7 @@ from torchrl_unilab.distributed.node import (
 )
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import ModuleWeights
@@ -78,12 +79,8 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def __init__(self, policy: nn.Module | None = None, *, first_version: int = 0) -> None:
         load_ray()
-        if first_version < 0:
-            raise ConfigError(
-                f"first_version: {first_version} (expected at least 0). Leave it out for 0."
-            )
         super().__init__()
-        self.version = first_version
+        self.version = as_integer("first_version", first_version, "Use 0.", least=0)
         self.skipped = 0
         self._policy = policy
         self._letter: Letter | None = None

@@ -20,9 +20,9 @@ from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.errors import ConfigError, UsageError
-from torchrl_unilab.integers import as_integer
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
+from torchrl_unilab.scalars import as_integer
 
 _logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 
@@ -118,10 +118,8 @@ class EnvState:
         Raises:
             ConfigError: if the seed is below 0; nothing has changed.
         """
-        if seed is not None and seed < 0:
-            raise ConfigError(
-                f"MujocoBatchEnv: the seed is {seed} (expected at least 0). Give another one."
-            )
+        if seed is not None:
+            seed = as_integer("MujocoBatchEnv seed", seed, "Choose another.", least=0)
         self._rngs = [
             np.random.default_rng(None if seed is None else seed + i) for i in range(len(self))
         ]

@@ -21,7 +21,7 @@ from mujoco.rendering.classic import gl_context
 from numpy.typing import NDArray
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.integers import as_integer
+from torchrl_unilab.scalars import as_integer
 
 Camera: TypeAlias = str | int | mujoco.MjvCamera | None
 Pictures: TypeAlias = NDArray[np.uint8]

@@ -21,6 +21,7 @@ from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.trainers.base import leave_out
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds
@@ -125,8 +126,7 @@ def _make_trainer(
     schemes = overrides.pop("weight_sync_schemes", None)
     scheme = policy_scheme(schemes or {"policy": UniLabShmScheme(pull=config.pull)})
     check_frames(total_frames, config, name="total_frames")
-    if seed < 0:
-        raise ConfigError(f"{name} seed: {seed} (expected at least 0). Choose another.")
+    seed = as_integer(f"{name} seed", seed, "Choose another.", least=0)
     network_seed, acting_seed = child_seeds(seed, 2)
     torch.set_num_threads(run_threads(config).learner_threads)
     torch.manual_seed(network_seed)

@@ -18,8 +18,8 @@ from torch.distributions import Distribution, kl_divergence
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
-from torchrl_unilab.integers import as_integer
 from torchrl_unilab.objectives.vtrace import vtrace
+from torchrl_unilab.scalars import as_integer
 
 MIN_LR = 1e-5
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
-from torchrl_unilab.integers import as_integer
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock
@@ -48,8 +48,7 @@ def check_ring(slots: int, writers: int, overflow: str) -> None:
         ConfigError: A count or `overflow` is out of its range.
     """
     for name, count, most in (("slots", slots, MAX_SLOTS), ("writers", writers, MAX_WRITERS)):
-        if as_integer(f"ring {name}", count, "Use for example 2.") > most:
-            raise ConfigError(f"ring {name}: {count} (expected 1 to {most}). Use for example 2.")
+        as_integer(f"ring {name}", count, "Use for example 2.", most=most)
     if overflow not in get_args(Overflow):
         raise ConfigError(
             f"ring overflow: {overflow!r} (expected one of {get_args(Overflow)}). "

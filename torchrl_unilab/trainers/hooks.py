@@ -19,7 +19,7 @@ from torchrl.trainers import Trainer, UpdateWeights
 from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.collectors.base import WorkerCollector
-from torchrl_unilab.integers import as_integer
+from torchrl_unilab.scalars import as_integer
 
 
 class PublishWeights(TrainerHookBase):

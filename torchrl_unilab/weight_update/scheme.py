@@ -20,6 +20,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
     InitialWeights,
@@ -103,17 +104,11 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 f"pull: {pull!r} (expected one of {get_args(PullAt)}). "
                 "Leave it out to pull at the start of each rollout."
             )
-        if slots < 2:
-            raise ConfigError(f"slots: {slots} (expected at least 2). Leave it out for 3.")
-        if first_version < 0:
-            raise ConfigError(
-                f"first_version: {first_version} (expected at least 0). Leave it out for 0."
-            )
         self.sync = sync
         self.per_worker_weights = per_worker_weights
         self.pull_at: PullAt = pull
-        self.slots = slots
-        self.first_version = first_version
+        self.slots = as_integer("slots", slots, "Leave it out for 3.", least=2)
+        self.first_version = as_integer("first_version", first_version, "Use 0.", least=0)
         self._transport: UniLabShmTransport | None = None
         self._clear_local()
 

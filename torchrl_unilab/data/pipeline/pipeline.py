@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal
 
 import torch
@@ -30,8 +29,8 @@ from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
-from torchrl_unilab.integers import as_integer
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_integer, as_seconds
 from torchrl_unilab.shm.segment import Owner
 
 SLOTS = 2
@@ -132,10 +131,7 @@ class DoubleBufferReplayPipeline(Owner):
     ) -> None:
         sample_count = as_integer("replay pipeline sample_count", sample_count, "Change it.")
         base_seed = as_integer("replay pipeline base_seed", base_seed, "Change it.", least=0)
-        if not isinstance(timeout, (float, Real)) or not timeout > 0:  # nor is NaN
-            raise ConfigError(
-                f"replay pipeline: timeout {timeout!r} (expected seconds above 0). Change it."
-            )
+        timeout = as_seconds("replay pipeline timeout", timeout)
         if not isinstance(source, ReplaySource):
             raise ConfigError(
                 f"replay pipeline: source {type(source).__name__} (expected a "

@@ -23,7 +23,7 @@ from torchrl_unilab.data.positions import MASKS, flat_positions, is_single
 from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeMinima
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
-from torchrl_unilab.integers import as_integer
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.shards import Window
 
 

@@ -22,8 +22,8 @@ from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import STORAGE, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
-from torchrl_unilab.integers import as_integer
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_integer, as_seconds
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 
@@ -55,11 +55,9 @@ class SharedReplay(SharedStorage):
                 f"replay storage non_finite: {non_finite!r} (expected 'refuse', 'count' or "
                 "'pass'). Choose one."
             )
-        if not 0.0 <= gamma <= 1.0 or timeout <= 0.0:
-            raise ConfigError(
-                f"replay storage: gamma {gamma}, timeout {timeout} (expected 0 to 1, above 0). "
-                "Check them."
-            )
+        if not 0.0 <= gamma <= 1.0:
+            raise ConfigError(f"replay storage gamma: {gamma!r} (expected 0 to 1). Change it.")
+        timeout = as_seconds("replay storage timeout", timeout)
         super().__init__(max_size - max_size % writers, writers)
         self.n_step, self.gamma, self.timeout = n_step, gamma, timeout
         self.observation_keys = None if observation_keys is None else [*observation_keys]

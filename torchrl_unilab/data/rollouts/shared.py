@@ -18,6 +18,7 @@ from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.errors import UsageError
 from torchrl_unilab.runtime.trace import span
+from torchrl_unilab.scalars import as_seconds
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.ring import Lease, RolloutRing
 from torchrl_unilab.shm.ring_writer import Overflow, check_ring
@@ -69,6 +70,8 @@ class SharedRollouts(SharedStorage):
         timeout: float | None = 60.0,
     ) -> None:
         check_ring(slots, writers, overflow)
+        if timeout is not None:
+            timeout = as_seconds("ring timeout", timeout, zero=True)
         super().__init__(slots * writers, writers)
         self.slots = slots
         self.overflow: Overflow = overflow

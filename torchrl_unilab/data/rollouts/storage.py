@@ -25,7 +25,7 @@ from torchrl_unilab.data.rollouts.checkpoint import RolloutRingCheckpointer, che
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.schema import TensorField, TensorSchema
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError, WaitTimeoutError
-from torchrl_unilab.integers import as_integer
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.ring import COUNTERS, Lease
 
 _Source = tuple[list[torch.Tensor], int | None]

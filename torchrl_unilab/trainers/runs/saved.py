@@ -27,7 +27,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, read_config
 from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.limits import available_cores
-from torchrl_unilab.trainers.evaluation import evaluate
+from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
 
@@ -265,7 +265,8 @@ def evaluate_run(
     """
     episodes, seed = check_episodes(episodes, seed)
     cores = available_cores()
-    run = load_run(run_dir, "evaluate", create_env, num_envs=episodes, num_threads=cores)
+    envs = min(episodes, MOST_AT_ONCE)
+    run = load_run(run_dir, "evaluate", create_env, num_envs=envs, num_threads=cores)
     run.env.set_seed(seed)
     with closing_env(run.env):
         max_steps = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)

@@ -27,7 +27,7 @@ from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.runtime.ranks import Ranks
-from torchrl_unilab.trainers.evaluation import BackgroundEvaluation, Videos, evaluate
+from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, reached, stop_when, tell_progress
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
@@ -392,5 +392,6 @@ class Run:
         create = self._create_env
         if not (isinstance(create, partial) and create.func is MujocoBatchEnv):
             return create
-        sizes = {"num_envs": self.options.eval_episodes, "num_threads": threads, "stagger": False}
+        envs = min(self.options.eval_episodes, MOST_AT_ONCE)
+        sizes = {"num_envs": envs, "num_threads": threads, "stagger": False}
         return partial(MujocoBatchEnv, *create.args[:1], **(create.keywords | sizes))

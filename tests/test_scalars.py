@@ -1,0 +1,50 @@
+"""Integers and seconds as arguments."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_integer, as_seconds
+
+
+@pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)], ids=repr)
+def test_an_integer_is_returned_as_pythons(value):
+    assert type(as_integer("count", value, "Change it.")) is int
+    assert as_integer("count", value, "Change it.", least=3) == 3
+
+
+@pytest.mark.parametrize("value", [2, -1, 3.0, np.float64(3), True, "3", None], ids=repr)
+def test_what_is_no_integer_or_too_small_is_refused_with_what_is_expected(value):
+    message = f"count: {value!r} (expected an integer of at least 3). Change it."
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        as_integer("count", value, "Change it.", least=3)
+
+
+@pytest.mark.parametrize("value", [9, 2**70])
+def test_an_integer_that_is_too_large_is_refused_with_the_largest(value):
+    with pytest.raises(ConfigError, match=rf"count: {value} \(expected an integer of 1 to 8\)"):
+        as_integer("count", value, "Change it.", most=8)
+
+
+def test_an_integer_of_more_than_64_bits_is_refused():
+    with pytest.raises(ConfigError, match=rf"an integer of 1 to {2**63 - 1}\)"):
+        as_integer("count", 2**63, "Change it.")
+
+
+@pytest.mark.parametrize("value", [2, 0.5, math.inf, np.float32(3)], ids=repr)
+def test_seconds_are_returned_as_a_float_of_pythons(value):
+    assert type(as_seconds("timeout", value)) is float
+    assert as_seconds("timeout", value) == value
+    assert as_seconds("timeout", 0, zero=True) == 0.0
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan, True, "3", None], ids=repr)
+def test_what_are_no_seconds_is_refused(value):
+    message = f"timeout: {value!r} (expected seconds above 0). Change it."
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        as_seconds("timeout", value)

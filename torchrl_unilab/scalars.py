@@ -1,0 +1,59 @@
+"""Integers and seconds as arguments, of Python or of NumPy."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+from torchrl_unilab.errors import ConfigError
+
+_MOST = (1 << 63) - 1
+
+
+def as_integer(what: str, value: Any, remedy: str, *, least: int = 1, most: int = _MOST) -> int:
+    """Return an integer as one of Python's.
+
+    Args:
+        what: What it is, for the message.
+        value: The integer.
+        remedy: What to do about another value.
+        least: The smallest that can work.
+        most: The largest.
+
+    Raises:
+        ConfigError: It is no integer, as True is none, or smaller or larger.
+
+    Examples:
+        >>> as_integer("workers", 0, "Use 1.")
+        Traceback (most recent call last):
+        ...
+        torchrl_unilab.errors.ConfigError: workers: 0 (expected an integer of at least 1). Use 1.
+    """
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or not least <= value <= most:
+        limited = most < _MOST or (whole and value > most)
+        bound = f"{least} to {most}" if limited else f"at least {least}"
+        raise ConfigError(f"{what}: {value!r} (expected an integer of {bound}). {remedy}")
+    return int(value)
+
+
+def as_seconds(what: str, value: Any, *, zero: bool = False) -> float:
+    """Return seconds above 0, infinity among them, as a number of Python's.
+
+    Args:
+        what: What they are, for the message.
+        value: The seconds.
+        zero: Whether 0 is taken, too: not to wait.
+
+    Raises:
+        ConfigError: They are no number, as NaN is none, or not above 0.
+
+    Examples:
+        >>> as_seconds("timeout", 2)
+        2.0
+    """
+    seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
+    if not (seconds > 0.0 or (zero and seconds == 0.0)):
+        bound = "of at least 0" if zero else "above 0"
+        raise ConfigError(f"{what}: {value!r} (expected seconds {bound}). Change it.")
+    return seconds
