@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import gc
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -13,10 +15,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.support.processes import DEADLINE, receive, spawned
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.shm import segment as segment_module
+from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.segment import SharedSegment, named_directory
 
 NAMES = pytest.mark.parametrize(
@@ -314,3 +319,14 @@ def test_a_directory_that_is_not_there_and_a_name_that_is_too_long_are_refused(m
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", "/no/such/directory")
     with pytest.raises(ConfigError, match="TORCHRL_UNILAB_SHM_DIR"):
         SharedSegment(1024, name="unilab-test")
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_what_has_no_name_is_copied_for_a_new_process_alone(copied):
+    layout = BlockLayout.of_specs([("x", (2,), torch.float32)])
+    with SharedSegment(8) as segment, RolloutRing(layout, slots=2) as ring:
+        before = psutil.Process().num_fds()
+        for owner in (segment, ring):
+            with pytest.raises(SegmentError, match="cannot copy or pickle"):
+                copied(owner)
+        assert psutil.Process().num_fds() == before

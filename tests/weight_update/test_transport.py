@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -136,3 +138,11 @@ def test_statistics_are_attached_by_name_and_refuse_another_size():
         stats.put((torch.zeros(3), torch.ones(3)))
     other.close()
     stats.close()
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_a_transport_is_copied_for_a_new_process_alone(copied):
+    transport = UniLabShmTransport({0: _state(0.0)})
+    with pytest.raises(SegmentError, match="cannot copy or pickle SharedSegment"):
+        copied(transport)
+    transport.close()

@@ -6,7 +6,6 @@ import copy
 import sys
 from abc import abstractmethod
 from collections.abc import Callable
-from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +19,8 @@ from torchrl.data.replay_buffers.writers import Writer
 from typing_extensions import Self
 
 from torchrl_unilab.data.positions import MASKS
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.shm.liveness import check_spawning
 from torchrl_unilab.shm.segment import Owner
 
 
@@ -200,13 +200,8 @@ class SharedStorage(Owner, TensorStorage):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        if get_spawning_popen() is None:
-            self._check_open()
-            raise SegmentError(
-                f"cannot pickle {type(self).__name__}: no process is being spawned with it "
-                "(expected it among the arguments of one). Save it with dumps() or state_dict(), "
-                "and load that."
-            )
+        self._check_open()
+        check_spawning(self)
         return self._shared_state()
 
     def _shared_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Identity and liveness of processes, for words in shared memory that name a process.
+"""Identity, liveness and start of processes, for what they share.
 
 The kernel reuses process ids, so an id alone does not name a process: a word holds the id and
 the start time. A word of a dead process never names a living one. 0 names no process.
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import os
 import sys
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 
 import psutil
+
+from torchrl_unilab.errors import SegmentError
 
 _ID_BITS = 22  # the largest process id of 64-bit Linux is 2**22 - 1
 _START_BITS = 41  # of hundredths of a second: with the id, a word stays below 2**63
@@ -40,6 +43,22 @@ def process_id(word: int) -> int:
 def process_is_alive(word: int) -> bool:
     """Return whether the process of a word runs or is stopped; a zombie is not alive."""
     return word != 0 and _living(process_id(word)) == word
+
+
+def check_spawning(what: object) -> None:
+    """Refuse to copy or pickle what lies in shared memory without a name, but for a new process.
+
+    Descriptors go to a process with its arguments; others would stay open, and belong to nobody.
+
+    Raises:
+        SegmentError: No process is being spawned.
+    """
+    if get_spawning_popen() is None:
+        raise SegmentError(
+            f"cannot copy or pickle {type(what).__name__}: no process is being spawned with it "
+            "(expected it among the arguments of one). Save what it holds with dumps() or "
+            "state_dict(), and load that."
+        )
 
 
 def _living(pid: int) -> int:

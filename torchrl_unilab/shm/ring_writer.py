@@ -22,7 +22,7 @@ import torch
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout
-from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
+from torchrl_unilab.shm.liveness import check_spawning, process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import Owner, SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token, unpack_token, waits
@@ -298,6 +298,7 @@ class RingWriter(Owner):
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_open()
+        check_spawning(self)
         state = {name: getattr(self, name) for name in ("layout", "slots", "writers", "overflow")}
         ends = [[reduction.DupFd(end) for end in p.ends] for p in (*self._free, *self._ready)]
         return {**state, "_segment": self._segment, "ends": ends}

@@ -37,6 +37,7 @@ from torchrl_unilab.errors import (
     SegmentSpaceError,
 )
 from torchrl_unilab.limits import available_memory
+from torchrl_unilab.shm.liveness import check_spawning
 
 _LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
 
@@ -215,6 +216,7 @@ class SharedSegment(Owner):
         _ = self.buffer  # refuse a closed segment
         if self.name is not None:
             return SharedSegment.attach, (self.name,)
+        check_spawning(self)
         return _attach_pickled, (reduction.DupFd(self._descriptor), self.nbytes)
 
 

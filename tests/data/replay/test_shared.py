@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -127,6 +129,13 @@ def test_what_is_not_finite_is_refused_counted_or_passed(key, value):
         with PackedReplayStorage(10, non_finite=policy) as storage:
             storage.append(rows)
             assert (storage.ptr, storage.non_finite) == (5, counted)
+
+
+@pytest.mark.parametrize("key", [("agents", "action"), ("action", "arm"), ("next", "a", "reward")])
+def test_what_is_not_finite_is_refused_under_any_key_of_actions_and_rewards(key):
+    rows = TensorDict({key: torch.tensor([[1.0], [math.nan]]), "seen": torch.full((2,), math.nan)})
+    with PackedReplayStorage(10) as storage, pytest.raises(ConfigError, match="row 1 is not"):
+        storage.append(rows.auto_batch_size_(1))
 
 
 def test_large_finite_values_are_not_taken_for_infinite_ones():

@@ -13,7 +13,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from torchrl_unilab.data.replay.form import DONE, REWARD, SIGNALS, TERMINATED, TRUNCATED, RowForm
+from torchrl_unilab.data.replay.form import (
+    DONE,
+    SIGNALS,
+    TERMINATED,
+    TRUNCATED,
+    RowForm,
+    is_learnt_from,
+)
 from torchrl_unilab.data.replay.trajectories import TrajectoryMarker
 from torchrl_unilab.data.schema import leaves
 from torchrl_unilab.errors import (
@@ -27,7 +34,6 @@ from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.rows import SharedRows
 
 NonFinite = Literal["refuse", "count", "pass"]
-_FINITE = (REWARD, "action")
 _STAGES = 8
 """Stages kept per thread, by number of rows."""
 
@@ -53,9 +59,9 @@ class RowAppender:
         self._rows, self._form, self._policy = rows, form, non_finite
         self._marker = TrajectoryMarker(rows, form) if form.n_step > 1 else None
         self._finite = [
-            form.index[name]
-            for name in _FINITE
-            if name in form.index and form.schema.fields[form.index[name]].dtype.is_floating_point
+            i
+            for i, field in enumerate(form.schema.fields)
+            if field.dtype.is_floating_point and is_learnt_from(field.path)
         ]
         self._memory = threading.local()
 

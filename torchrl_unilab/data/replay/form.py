@@ -23,6 +23,16 @@ DONE, TERMINATED, TRUNCATED = "next.done", "next.terminated", "next.truncated"
 SIGNALS = ("done", "terminated", "truncated", "reward")
 
 
+def is_learnt_from(path: Path) -> bool:
+    """Return whether a field is a reward or an action, of one agent or of several.
+
+    Examples:
+        >>> is_learnt_from(("agents", "action")), is_learnt_from(("next", "agents", "reward"))
+        (True, True)
+    """
+    return "action" in path or (path[0] == "next" and "reward" in path)
+
+
 @dataclass(frozen=True)
 class RowForm:
     """A schema, and the settings of a replay that decide how its rows lie.

@@ -66,9 +66,9 @@ class PackedReplayStorage(SharedReplay):
         observation_keys: For several steps: keys whose next entry the following row observes;
             if not given, all that are also under ``"next"`` with the same shape and dtype,
             without done, terminated, truncated and reward.
-        non_finite: Rows whose reward or action is not finite: ``"refuse"`` raises before
-            anything is written, ``"count"`` stores and counts them (`non_finite`), ``"pass"``
-            does not look.
+        non_finite: Rows with a ``"reward"`` under ``"next"`` or an ``"action"``, nested or not,
+            that is not finite: ``"refuse"`` raises before anything is written, ``"count"`` stores
+            and counts them (`non_finite`), ``"pass"`` does not look.
         timeout: Seconds to wait for a process that writes.
         **stock: What TorchRL's storages take, at values that rows in shared host memory honour:
             `device` None or ``"cpu"``, `ndim` 1, `compilable` False, `cleanup_memmap` True,
