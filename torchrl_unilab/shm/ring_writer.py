@@ -236,7 +236,7 @@ class RingWriter(Owner):
             if self._header[CLOSED] or not process_is_alive(reader):
                 raise PeerGoneError(
                     f"ring writer {self.writer}: no slot is free and the reader, process "
-                    f"{process_id(reader)}, is gone (expected it to read). Stop writing."
+                    f"{process_id(reader)}, is gone (expected it to read). Make a new ring."
                 )
         return False
 

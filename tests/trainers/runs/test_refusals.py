@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 
 import pytest
@@ -204,3 +205,12 @@ def test_an_algorithm_in_place_of_an_option_is_told_where_it_goes(name, tmp_path
     expected = r"It is a setting: config=OffPolicyConfig.for_task\('Hopper-v5', algorithm='td3'\)"
     with pytest.raises(TypeError, match=expected):
         train_off_policy("Hopper-v5", frames=1024, run_dir=tmp_path, **{name: "td3"})
+
+
+def test_a_run_directory_that_is_read_only_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # as root may write it
+    with pytest.raises(ConfigError, match="it is read-only"), run_dir_held(tmp_path):
+        pass
+    assert not [*tmp_path.iterdir()]

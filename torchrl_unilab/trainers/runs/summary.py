@@ -74,7 +74,7 @@ def run_dir_held(path: Path) -> Iterator[None]:
     """Keep other runs out of a run directory, made if needed, by a lock that ends with the process.
 
     Raises:
-        ConfigError: Another run has it, or it cannot be made.
+        ConfigError: Another run has it, or it cannot be made or written to.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -83,6 +83,11 @@ def run_dir_held(path: Path) -> Iterator[None]:
             f"run directory {path}: cannot be made, {error.strerror} (expected a directory that "
             "may be written to). Choose another."
         ) from error
+    if not os.access(path, os.W_OK):
+        raise ConfigError(
+            f"run directory {path}: it is read-only (expected one that may be written to). Choose "
+            "another, or copy the run."
+        )
     descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
