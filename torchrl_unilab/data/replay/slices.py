@@ -37,14 +37,15 @@ class _Ends(NamedTuple):
 class PackedSliceSampler(SliceSampler):
     """Samples slices of trajectories of a `PackedReplayStorage`.
 
-    The arguments are `SliceSampler`'s, and so are its batches for a seed, where one process has
+    The arguments are `SliceSampler`'s, and so are its batches for a seed, where one writer has
     extended the storage. Rows of several environments, which `PackedReplayStorage.add` writes step
-    by step, and of several writers are put in the order of time, where `SliceSampler` takes all
-    positions for one trajectory after the other. Of steps of another number of environments than
-    the newest ones, none are sampled. Other storages, and
-    what is more than one key of the rows (``end_keys``, ``ends``, ``trajectories``,
-    ``fragmented``) or on a GPU (``use_gpu``), are left to it. It does not see what is written
-    through views: change the trajectory key by assignment, ``buffer[positions] = rows``.
+    by step, and of several writers are put in the order of time, where `SliceSampler` is refused.
+    Of steps of another number of environments than the newest ones, none are sampled.
+
+    Other storages, and what is more than one key of the rows (``end_keys``, ``ends``,
+    ``trajectories``, ``fragmented``) or on a GPU (``use_gpu``), are left to it. It does not see
+    what is written through views: change the trajectory key by assignment,
+    ``buffer[positions] = rows``.
 
     Examples:
         >>> import torch
@@ -64,6 +65,18 @@ class PackedSliceSampler(SliceSampler):
         >>> buffer.sample()["step"].view(2, 4).diff(dim=1)
         tensor([[1, 1, 1],
                 [1, 1, 1]])
+        >>> storage.close()
+
+        Steps of two environments, which take turns:
+
+        >>> storage = PackedReplayStorage(1000)
+        >>> env, step = torch.meshgrid(torch.arange(2), torch.arange(10), indexing="ij")
+        >>> done = {"done": (step == 9).unsqueeze(-1)}
+        >>> _ = storage.add(TensorDict({"env": env, "step": step, "next": done}, [2, 10]))
+        >>> sampler = PackedSliceSampler(slice_len=4, end_key=("next", "done"))
+        >>> batch = ReplayBuffer(storage=storage, sampler=sampler, batch_size=8).sample()
+        >>> batch["env"].view(2, 4).diff(dim=1).any().item()
+        False
         >>> storage.close()
     """
 
