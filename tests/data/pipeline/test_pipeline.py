@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from tests.support.bounds import DEADLINE
 from tests.support.tables import COUNT, Table, drawn, rows_of
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
 
 make = partial(DoubleBufferReplayPipeline, sample_count=COUNT)
 
@@ -468,3 +470,9 @@ def test_a_pipeline_takes_its_thread_with_it_closed_or_not(table, closed):
     del pipeline
     thread.join(DEADLINE)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pipeline_is_neither_copied_nor_pickled(table, copied):
+    with make(table) as pipeline, pytest.raises(UsageError, match="it has a thread"):
+        copied(pipeline)

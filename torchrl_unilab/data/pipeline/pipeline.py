@@ -337,6 +337,12 @@ class DoubleBufferReplayPipeline(Owner):
             self._thread.shutdown()
         self._transfer.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(  # a copy would end the thread when it goes
+            f"cannot copy or pickle {type(self).__name__}: it has a thread (expected to stay where "
+            "it is). Make another one of the same storage, and load this one's state_dict() there."
+        )
+
     def _prepare(self, tick_id: int, min_ptr: int) -> ReplayTickMetadata:
         """Pack and submit the cold slot, in the thread that packs."""
         slot, count, seed = self._slot, self.sample_count, self.base_seed + tick_id
