@@ -19,12 +19,19 @@ from torchrl.data import Binary, Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase, GymEnv, ParallelEnv, RewardSum, StepCounter, TransformedEnv
 from torchrl.modules import ProbabilisticActor
 
+from tests.support.acting import set_action
+from tests.support.bounds import DEADLINE
+from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.shm.tokens import TokenPipe
 
 SIZE = 3
 BREAKING = 1000.0
 """Larger actions make `CountingEnv` raise."""
+ENVS, STEPS = 2, 4
+FRAMES = ENVS * STEPS
+VERSION = ("next", "policy_version")
+IDS = ("collector", "traj_ids")
 
 
 class CountingEnv(EnvBase):
@@ -226,3 +233,30 @@ def linear_policy(size: int = SIZE, *, inplace: bool | str) -> TensorDictModule:
     torch.manual_seed(0)
     linear = nn.Linear(size, 1)
     return TensorDictModule(linear, in_keys=["observation"], out_keys=["action"], inplace=inplace)
+
+
+def appo_collector(policy, create_env=CountingEnv, **kwargs) -> APPOCollector:
+    settings = {"frames_per_batch": FRAMES, "seed": 100, "timeout": DEADLINE}
+    return APPOCollector(create_env, policy, **{**settings, **kwargs})
+
+
+def publish(collector: APPOCollector, value: float) -> int:
+    """Let actions be `value`; return the version."""
+    set_action(collector.policy, value)
+    collector.update_policy_weights_()
+    return collector.scheme.version
+
+
+def publish_itself(collector: APPOCollector) -> int:
+    """Let actions be the number of the version."""
+    return publish(collector, float(collector.scheme.version + 1))
+
+
+def writer_of(rollout: TensorDictBase) -> int:
+    [writer] = (rollout[IDS] % 2).unique().tolist()
+    return writer
+
+
+def data_of(rollout: TensorDictBase) -> TensorDictBase:
+    """What does not count on from earlier rollouts."""
+    return rollout.exclude(VERSION, IDS)
