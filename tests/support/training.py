@@ -1,0 +1,96 @@
+"""APPO trainers of a pendulum, everything seeded."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from tensordict import TensorDictBase
+
+from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
+from torchrl_unilab.objectives import APPOLoss
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+QUICK = {
+    "num_envs": 4,
+    "num_steps": 16,
+    "epochs": 2,
+    "minibatches": 2,
+    "hidden": (8,),
+    "lr": 1e-3,
+    "log_std": -1.0,
+    "anneal": 0.0,
+}
+FRAMES = 64
+
+create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
+
+
+def appo_loss(config: APPOConfig, normalizer: ObservationNormalizer) -> APPOLoss:
+    torch.manual_seed(0)
+    return APPOLoss(
+        make_actor(4, 1, normalizer=normalizer, hidden=config.hidden),
+        make_critic(4, normalizer=normalizer, hidden=config.hidden),
+        gamma=config.gamma,
+        value_clip=None,
+        target_update_freq=config.epochs * config.minibatches,
+    )
+
+
+def appo_trainer(
+    rollouts: int = 5,
+    *,
+    inline: bool = True,
+    **settings: object,
+) -> APPOTrainer:
+    """A trainer of a pendulum, everything seeded."""
+    config = APPOConfig(**{**QUICK, **settings})
+    normalizer = ObservationNormalizer(4)
+    loss = appo_loss(config, normalizer)
+    scheme = UniLabShmScheme()
+    return APPOTrainer(
+        collector=APPOCollector(
+            create_pendulum,
+            loss.actor_network,
+            frames_per_batch=FRAMES,
+            weight_sync_schemes={"policy": scheme},
+            inline=inline,
+            lockstep=True,
+            seed=3,
+        ),
+        loss_module=loss,
+        total_frames=rollouts * FRAMES,
+        config=config,
+        normalizers={"observation": normalizer},
+        scheme=scheme,
+        progress_bar=False,
+        seed=1,
+    )
+
+
+def parameters_of(trainer: APPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.loss_module.named_parameters()}
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def pendulum_rollouts(count: int) -> list[TensorDictBase]:
+    """Rollouts of the pendulum under the trainers' first policy."""
+    loss = appo_loss(APPOConfig(**QUICK), ObservationNormalizer(4))
+    collector = APPOCollector(
+        create_pendulum,
+        loss.actor_network,
+        frames_per_batch=FRAMES,
+        total_frames=count * FRAMES,
+        inline=True,
+        seed=3,
+    )
+    batches = list(collector)
+    collector.shutdown()
+    return batches

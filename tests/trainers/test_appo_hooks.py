@@ -1,0 +1,129 @@
+"""Hooks of an `APPOTrainer`, by fused steps and others, and whose optimiser it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from tests.support.training import (
+    FRAMES,
+    QUICK,
+    appo_trainer,
+    assert_equal,
+    parameters_of,
+    pendulum_rollouts,
+)
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+
+
+def _calls(trainer: APPOTrainer, *names: str) -> dict[str, list]:
+    """Register hooks at `names`; what they are called with is collected."""
+    calls: dict[str, list] = {name: [] for name in names}
+
+    def hook(name: str) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            calls[name].append(args[0] if args else None)
+            return {"seen": 1.0} if name.endswith("log") else (args[0] if args else None)
+
+        return call
+
+    for name in names:
+        trainer.register_op(name, hook(name))
+    return calls
+
+
+WHOLE = ("pre_optim_steps", "pre_epoch_log", "post_optim", "post_epoch_log", "post_epoch")
+ONCE = "post_optim_complete_log"
+WITHIN = ("pre_epoch", "process_optim_batch", "post_optim_log")
+
+
+def test_hooks_are_called_at_their_places_by_both_kinds_of_steps():
+    seeing = appo_trainer()
+    calls = _calls(seeing, *WHOLE, *WITHIN, ONCE)
+    fused = appo_trainer()
+    fused_calls = _calls(fused, *WHOLE)
+    [batch] = pendulum_rollouts(1)
+    for trainer in (seeing, fused):
+        torch.manual_seed(5)
+        trainer.optim_steps(batch)
+        trainer.collector.shutdown()
+    expected = {"pre_optim_steps": 1, "post_optim": 4} | dict.fromkeys(WHOLE[1:2] + WHOLE[3:], 2)
+    assert {name: len(fused_calls[name]) for name in WHOLE} == expected
+    assert {name: len(calls[name]) for name in WHOLE} == expected
+    assert calls[ONCE] == [4]  # steps so far
+    assert [td.numel() for td in calls["pre_epoch"]] == [64, 64]
+    assert [td.numel() for td in calls["process_optim_batch"]] == [32] * 4
+    assert [td.numel() for td in calls["post_optim_log"]] == [32] * 4
+    for name, value in parameters_of(seeing).items():  # of one and the same optimiser's steps
+        torch.testing.assert_close(parameters_of(fused)[name], value, rtol=2e-3, atol=2e-4)
+
+
+def test_a_stage_that_an_update_does_not_have_is_refused():
+    trainer = appo_trainer()
+    with trainer.collector, pytest.raises(ConfigError, match=r"^hook stage 'optimizer': APPOTr"):
+        trainer.register_op("optimizer", lambda losses: losses)
+
+
+def test_a_hook_may_change_a_minibatch_and_the_optimiser_stays_the_same_one():
+    trainer = appo_trainer()
+    first, second = pendulum_rollouts(2)
+    trainer.optim_steps(first)
+    [state] = trainer.optimizer.state.values()
+    before, steps = state["exp_avg"].clone(), state["step"].item()
+    trainer.register_op(
+        "process_optim_batch", lambda td: td.clone().set("advantage", 0 * td["advantage"])
+    )
+    actor = [p.clone() for p in trainer.loss_module.actor_network.parameters()]
+    trainer.optim_steps(second)
+    [state] = trainer.optimizer.state.values()
+    assert state["step"].item() == steps + 4
+    assert not torch.equal(state["exp_avg"], before)
+    moved = max(
+        (p - q).abs().max().item()
+        for p, q in zip(actor, trainer.loss_module.actor_network.parameters(), strict=True)
+    )
+    assert moved > 0.0  # by what the optimiser still remembers
+    trainer.collector.shutdown()
+
+
+@pytest.mark.parametrize("dropped", [None, "loss_module", "optimizer"])
+def test_gradients_that_a_user_dropped_keep_no_step_from_the_networks(dropped):
+    trainer = appo_trainer()
+    trainer.register_op("process_optim_batch", lambda td: td)
+    if dropped is not None:
+        getattr(trainer, dropped).zero_grad()
+    before = parameters_of(trainer)
+    trainer.train()
+    after = parameters_of(trainer)
+    assert not any(torch.equal(before[name], value) for name, value in after.items())
+    assert_equal(after, _hooked())
+
+
+@cache
+def _hooked() -> dict[str, torch.Tensor]:
+    trainer = appo_trainer()
+    trainer.register_op("process_optim_batch", lambda td: td)
+    trainer.train()
+    return parameters_of(trainer)
+
+
+@pytest.mark.parametrize("seeing", [False, True])
+def test_of_two_trainers_of_one_loss_the_first_is_refused(seeing):
+    trainer = appo_trainer()
+    if seeing:
+        trainer.register_op("process_optim_batch", lambda td: td)
+    other = APPOTrainer(
+        collector=trainer.collector,
+        loss_module=trainer.loss_module,
+        total_frames=FRAMES,
+        config=APPOConfig(**QUICK),
+        progress_bar=False,
+    )
+    [batch] = pendulum_rollouts(1)
+    with trainer.collector, pytest.raises(ConfigError, match="its memory has moved"):
+        trainer.optim_steps(batch)
+    other.optim_steps(batch)
