@@ -164,11 +164,12 @@ def test_each_dtype_arrives_bit_for_bit():
             assert torch.equal(views[key], value)
 
 
-def test_waiting_ends_at_its_timeout():
+@pytest.mark.parametrize("timeout", [0.01, -1.0, float("nan")])
+def test_waiting_ends_at_its_timeout(timeout):
     with make_ring(slots=1, overflow="block") as ring:
-        assert ring.acquire(timeout=0.01) is None
+        assert ring.acquire(timeout) is None
         write(ring)
-        assert ring.claim(timeout=0.01) is None
+        assert ring.claim(timeout) is None
 
 
 def test_a_blocked_claim_ends_when_a_slot_is_released():

@@ -118,14 +118,15 @@ def test_a_single_process_collector_acts_with_each_version_at_once():
     scheme.shutdown()
 
 
-def test_publishing_waits_for_nobody(make_sender):
+@pytest.mark.parametrize("timeout", [0.01, float("nan")])
+def test_publishing_waits_for_nobody(timeout, make_sender):
     scheme = make_sender(model=make_policy(), devices=[CPU] * 3)
     for _ in range(1000):
         scheme.send()
     assert scheme.version == 1000
     assert scheme.applied_versions == {0: None, 1: None, 2: None}
     with pytest.raises(WaitTimeoutError, match="worker 0 never connected"):
-        scheme.wait_applied(timeout=0.01)
+        scheme.wait_applied(timeout=timeout)
 
 
 @pytest.fixture

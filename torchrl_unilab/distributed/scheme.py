@@ -250,7 +250,7 @@ class UniLabRayScheme(WeightSyncScheme):
             WaitTimeoutError: Some are still behind; names them.
         """
         wanted = self.version if version is None else version
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + max(0.0, timeout)  # in this order, 0 for NaN
         while behind := self._behind(wanted):
             if time.monotonic() >= deadline:
                 raise WaitTimeoutError(

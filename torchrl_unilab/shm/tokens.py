@@ -90,7 +90,8 @@ def waits(pipes: Sequence[TokenPipe], timeout: float | None) -> Iterator[None]:
     Yields at least once, and at least every `LIFE_CHECK_SECONDS`: if there is no token then, it
     is time to look whether the other side lives.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout
+    # `max`, in this order, makes 0 of NaN, which would be no end.
+    deadline = None if timeout is None else time.monotonic() + max(0.0, timeout)
     poll = select.poll()
     for pipe in pipes:
         poll.register(pipe.ends[0], select.POLLIN)

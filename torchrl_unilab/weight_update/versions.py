@@ -106,7 +106,7 @@ class WorkerVersions:
         transport = self._require_transport()
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         workers = list(transport.cells if ids is None else ids)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + max(0.0, timeout)  # in this order, 0 for NaN
         while behind := [w for w in workers if _is_behind(transport, w, version)]:
             if time.monotonic() >= deadline:
                 states = ", ".join(_describe(transport, worker) for worker in behind)
