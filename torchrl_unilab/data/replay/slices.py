@@ -125,18 +125,19 @@ class PackedSliceSampler(SliceSampler):
         column = None if key is None or views is None else views.get(key, None)
         if column is None or column.numel() != len(column):
             return None
-        rows, known = storage.rows, self._known or (None,) * storage.writers
-        self._known = tuple(
+        rows, known = storage.rows, dict(enumerate(self._known))
+        found = tuple(
             _ends(
                 column[shard :: rows.shards],
                 (weakref.ref(storage), key, shard, rows.rewritten),
                 steps,
-                known[shard] if shard < len(known) else None,
+                known.get(shard),
                 changes=self._fetch_traj,
             )
             for shard, steps in enumerate(timeline.shards)
         )
-        numbers = [ends.numbers for ends in self._known]
+        self._known = found
+        numbers = [ends.numbers for ends in found]
         if timeline.turns:
             return timeline.boundaries(numbers)
         (steps,) = timeline.shards
