@@ -9,61 +9,38 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torchrl.data import (
     LazyTensorStorage,
-    PrioritizedSampler,
     RoundRobinWriter,
     TensorDictReplayBuffer,
-    Writer,
 )
 
+from tests.support.prioritized import (
+    ALPHA,
+    BETA,
+    CAPACITY,
+    numbered_rows,
+    prioritized_buffer,
+    raw_priorities,
+    written_by_others,
+)
 from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedReplayWriter
-from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
-
-CAPACITY = 16
-ALPHA, BETA = 0.7, 0.5
-
-
-def _rows(count: int, first: int = 0) -> TensorDict:
-    """Rows that name their own number."""
-    return TensorDict(x=torch.arange(first, first + count).float(), batch_size=[count])
+from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
 
 
 @pytest.fixture
 def storage():
-    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as made:
+    with PackedReplayStorage(CAPACITY, example=numbered_rows(1)[0]) as made:
         yield made
-
-
-def _buffer(
-    storage: PackedReplayStorage, count: int = 4096, writer: Writer | None = None, **options
-) -> TensorDictReplayBuffer:
-    return TensorDictReplayBuffer(
-        storage=storage,
-        sampler=PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, **options),
-        writer=writer,
-        batch_size=count,
-        priority_key="td_error",
-    )
-
-
-def _written_by_others(storage: PackedReplayStorage, rows: TensorDict) -> torch.Tensor:
-    """Write rows of which no buffer is told, as of those of another process."""
-    return storage.append(rows)
-
-
-def _raw(buffer: TensorDictReplayBuffer) -> list[float]:
-    """The priorities that rows have, rounded."""
-    tree, n = buffer.sampler._sum_tree, len(buffer)
-    return [round(float(tree[i] ** (1 / ALPHA)), 4) for i in range(n)]
 
 
 @pytest.mark.parametrize("over", ["packed", "stock"])
 def test_rows_are_drawn_as_often_as_their_priority_says(over, storage):
     torch.manual_seed(0)
-    buffer = _buffer(storage if over == "packed" else LazyTensorStorage(CAPACITY), count=20_000)
-    buffer.extend(_rows(8))
+    buffer = prioritized_buffer(
+        storage if over == "packed" else LazyTensorStorage(CAPACITY), count=20_000
+    )
+    buffer.extend(numbered_rows(8))
     priority = torch.arange(1.0, 9.0)
     buffer.update_priority(torch.arange(8), priority)
     sample = buffer.sample()
@@ -77,148 +54,81 @@ def test_rows_are_drawn_as_often_as_their_priority_says(over, storage):
 
 
 def test_priorities_follow_the_sample_that_was_learnt_from(storage):
-    buffer = _buffer(storage, count=2)
-    buffer.extend(_rows(8))
+    buffer = prioritized_buffer(storage, count=2)
+    buffer.extend(numbered_rows(8))
     sample = buffer.sample()
     sample["td_error"] = torch.tensor([5.0, 5.0])
     buffer.update_tensordict_priority(sample)
     learnt = sample["index"].unique().tolist()
-    assert _raw(buffer) == [5.0 if i in learnt else 1.0 for i in range(8)]
+    assert raw_priorities(buffer) == [5.0 if i in learnt else 1.0 for i in range(8)]
 
 
 def test_rows_of_others_have_the_highest_priority_so_far(storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(8))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(8))
     buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     buffer.sample()
-    _written_by_others(storage, _rows(4, first=8))
+    written_by_others(storage, numbered_rows(4, first=8))
     assert set(buffer.sample()["x"].tolist()) == set(map(float, range(12)))
-    assert _raw(buffer) == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8]
+    assert raw_priorities(buffer) == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8]
 
 
 def test_rows_that_others_overwrite_lose_their_priority(storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(CAPACITY))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(CAPACITY))
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([2.0, 9.0] + [1.0] * 14))
     buffer.sample()
-    _written_by_others(storage, _rows(1, first=CAPACITY))
+    written_by_others(storage, numbered_rows(1, first=CAPACITY))
     buffer.sample()
-    assert _raw(buffer)[:3] == [9, 9, 1]
+    assert raw_priorities(buffer)[:3] == [9, 9, 1]
 
 
 def test_a_highest_priority_that_others_overwrite_is_one_no_more(storage):
-    buffer = _buffer(storage, max_priority_within_buffer=True)
-    buffer.extend(_rows(CAPACITY))
+    buffer = prioritized_buffer(storage, max_priority_within_buffer=True)
+    buffer.extend(numbered_rows(CAPACITY))
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([9.0] + [0.5] * 15))
     for _ in range(2):
-        _written_by_others(storage, _rows(1))
+        written_by_others(storage, numbered_rows(1))
         buffer.sample()
-    assert _raw(buffer)[:3] == [9, 1, 0.5]
+    assert raw_priorities(buffer)[:3] == [9, 1, 0.5]
 
 
 def test_rows_of_others_keep_the_priority_that_they_were_given(storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(2))
-    index = _written_by_others(storage, _rows(2, first=2))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(2))
+    index = written_by_others(storage, numbered_rows(2, first=2))
     buffer.update_priority(index[:1], torch.tensor([5.0]))
     buffer.sample()
-    assert _raw(buffer) == [1, 1, 5, 1]
+    assert raw_priorities(buffer) == [1, 1, 5, 1]
 
 
 def test_own_rows_keep_the_priority_that_they_were_given(storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(2))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(2))
     buffer.sample()
-    index = buffer.extend(_rows(2, first=2))
+    index = buffer.extend(numbered_rows(2, first=2))
     buffer.update_priority(index, torch.tensor([0.25, 0.5]))
     buffer.sample()
-    assert _raw(buffer) == [1, 1, 0.25, 0.5]
+    assert raw_priorities(buffer) == [1, 1, 0.25, 0.5]
 
 
 def test_rows_of_a_shard_that_is_ahead_are_drawn():
-    with PackedReplayStorage(CAPACITY, example=_rows(1)[0], writers=2) as storage:
-        buffer = _buffer(storage)
-        _written_by_others(storage, _rows(4))
+    with PackedReplayStorage(CAPACITY, example=numbered_rows(1)[0], writers=2) as storage:
+        buffer = prioritized_buffer(storage)
+        written_by_others(storage, numbered_rows(4))
         storage.use_writer(1)
-        _written_by_others(storage, _rows(2, first=4))
+        written_by_others(storage, numbered_rows(2, first=4))
         assert buffer.sample()["x"].unique().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_restored_buffer_draws_by_the_priorities_that_were_saved(storage, tmp_path):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(8))
-    buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
-    buffer.dumps(tmp_path / "files")
-    saved = buffer.state_dict()
-    for restore in (
-        lambda other: other.loads(tmp_path / "files"),
-        lambda other: other.load_state_dict(saved),
-    ):
-        with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as again:
-            other = _buffer(again)
-            restore(other)
-            other.sample()
-            assert _raw(other) == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-@pytest.mark.parametrize("to_disk", [False, True])
-def test_a_buffer_that_is_set_back_draws_by_the_priorities_of_then(storage, to_disk, tmp_path):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(8))
-    buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
-    buffer.sample()
-    expected, saved = _raw(buffer), buffer.state_dict()
-    buffer.dumps(tmp_path)
-    buffer.update_priority(torch.arange(8), torch.full((8,), 3.0))
-    if to_disk:
-        buffer.loads(tmp_path)
-    else:
-        buffer.load_state_dict(saved)
-    buffer.sample()
-    assert _raw(buffer) == expected
-
-
-@pytest.mark.parametrize("within", [False, True])
-def test_rows_that_a_checkpoint_left_out_are_not_drawn(within, storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(CAPACITY))
-    buffer.update_priority(torch.arange(CAPACITY), torch.tensor([9.0] * 5 + [2.0] * 11))
-    saved = buffer.state_dict()
-    saved["_storage"]["header"]["floors"][0] += 5  # overwritten before they were copied
-    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as again:
-        other = _buffer(again, max_priority_within_buffer=within)
-        other.load_state_dict(saved)
-        assert set(other.sample()["index"].tolist()) == set(range(5, CAPACITY))
-        other.extend(_rows(1))
-        assert _raw(other) == [1 if within else 9, 0, 0, 0, 0] + [2] * 11
-        assert set(other.sample()["index"].tolist()) == {0, *range(5, CAPACITY)}
-
-
-@pytest.mark.parametrize("way", ["state", "sampler"])
-def test_priorities_of_a_fuller_buffer_are_taken_for_the_rows_that_there_are(way, storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(CAPACITY))
-    buffer.update_priority(torch.arange(CAPACITY), torch.full((CAPACITY,), 2.0))
-    buffer.sample()
-    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as again:
-        other = _buffer(again)
-        if way == "state":
-            other.sampler.load_state_dict(buffer.sampler.state_dict())
-        else:
-            other.set_sampler(buffer.sampler)
-        other.extend(_rows(4))
-        assert set(other.sample()["x"].tolist()) == {0.0, 1.0, 2.0, 3.0}
-        assert _raw(other) == [2, 2, 2, 2]
-
-
 def test_an_emptied_buffer_forgets_priorities(storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(8))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(8))
     buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     buffer.empty()
-    buffer.extend(_rows(2))
+    buffer.extend(numbered_rows(2))
     buffer.sample()
-    assert _raw(buffer) == [1, 1]
+    assert raw_priorities(buffer) == [1, 1]
 
 
 def test_a_device_is_refused():
@@ -262,42 +172,26 @@ def test_what_no_sampler_can_be_is_refused(name, bad, expected):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
 def test_a_priority_that_is_none_is_refused_and_none_is_set(bad, storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(2))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(2))
     with pytest.raises(ValueError, match="cannot set priorities"):
         buffer.update_priority(torch.arange(2), torch.tensor([3.0, bad]))
-    assert _raw(buffer) == [1, 1]
+    assert raw_priorities(buffer) == [1, 1]
 
 
 def test_an_empty_buffer_says_so(storage):
     with pytest.raises(RuntimeError, match="0 rows"):
-        _buffer(storage).sample()
-
-
-def test_rows_in_place_of_all_others_are_drawn_and_those_are_not(tmp_path):
-    with PackedReplayStorage(100) as few, PackedReplayStorage(100) as storage:
-        few.append(TensorDict(x=torch.zeros(5), batch_size=[5]))
-        few.dumps(tmp_path)
-        buffer = TensorDictReplayBuffer(
-            storage=storage,
-            sampler=PackedPrioritizedSampler(100, 0.6, 0.4),
-            writer=PackedReplayWriter(),
-            batch_size=64,
-        )
-        buffer.extend(TensorDict(x=torch.ones(50), batch_size=[50]))
-        assert (buffer.sample()["x"] == 1.0).all()
-        storage.loads(tmp_path)
-        assert (buffer.sample()["x"] == 0.0).all()
+        prioritized_buffer(storage).sample()
 
 
 def test_priorities_of_rows_that_are_gone_are_left_out(storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(8))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(8))
     buffer.empty()
-    buffer.extend(_rows(2, first=100))
+    buffer.extend(numbered_rows(2, first=100))
     buffer.update_priority(torch.arange(8), torch.full((8,), 5.0))
     assert set(buffer.sample()["x"].tolist()) == {100.0, 101.0}
-    assert _raw(buffer) == [5.0, 5.0]
+    assert raw_priorities(buffer) == [5.0, 5.0]
     buffer.update_priority(torch.tensor([5, 6]), torch.tensor([1.0, 2.0]))
     assert set(buffer.sample()["x"].tolist()) == {100.0, 101.0}
 
@@ -305,11 +199,11 @@ def test_priorities_of_rows_that_are_gone_are_left_out(storage):
 @pytest.mark.parametrize("written", [2, 4, 8])
 @pytest.mark.parametrize("writers", [1, 2])
 def test_priorities_of_rows_beyond_the_storage_are_left_out(writers, written):
-    with PackedReplayStorage(4, example=_rows(1)[0], writers=writers) as storage:
-        buffer = _buffer(storage, count=64)
+    with PackedReplayStorage(4, example=numbered_rows(1)[0], writers=writers) as storage:
+        buffer = prioritized_buffer(storage, count=64)
         for shard in range(writers):
             storage.use_writer(shard)
-            _written_by_others(storage, _rows(written))
+            written_by_others(storage, numbered_rows(written))
         buffer.update_priority(torch.tensor([0, 5, 15]), torch.tensor([1.0, 1000.0, 1000.0]))
         assert int(buffer.sample()["index"].max()) < 4
         assert not buffer.sampler._sum_tree.values[4:].any()
@@ -320,31 +214,31 @@ def test_priorities_of_rows_beyond_the_storage_are_left_out(writers, written):
 @pytest.mark.parametrize("index", [0, [0], torch.tensor([0, -1])], ids=str)
 def test_where_nothing_was_written_no_priority_is_set(index):
     with PackedReplayStorage(CAPACITY) as storage:
-        buffer = _buffer(storage)
+        buffer = prioritized_buffer(storage)
         buffer.update_priority(index, 1.0)
         assert not buffer.sampler._sum_tree.values.any()
-        buffer.extend(_rows(2))
-        assert _raw(buffer) == [1, 1]
+        buffer.extend(numbered_rows(2))
+        assert raw_priorities(buffer) == [1, 1]
 
 
 @pytest.mark.parametrize("writers", [1, 2])
 def test_priorities_of_rows_that_another_process_emptied_are_left_out(writers):
-    with PackedReplayStorage(CAPACITY, example=_rows(1)[0], writers=writers) as storage:
-        buffer = _buffer(storage, count=64)
+    with PackedReplayStorage(CAPACITY, example=numbered_rows(1)[0], writers=writers) as storage:
+        buffer = prioritized_buffer(storage, count=64)
         for shard in range(writers):
             storage.use_writer(shard)
-            _written_by_others(storage, _rows(8))
+            written_by_others(storage, numbered_rows(8))
         index = buffer.sample()["index"]
         storage._empty()
-        _written_by_others(storage, _rows(3, first=100))
+        written_by_others(storage, numbered_rows(3, first=100))
         buffer.update_priority(index, torch.full((64,), 5.0))
         for _ in range(3):
             assert set(buffer.sample()["x"].tolist()) == {100.0, 101.0, 102.0}
 
 
 def test_rows_that_are_gone_before_they_are_drawn_are_not_there_to_draw(storage, monkeypatch):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(8))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(8))
     buffer.sample()
     length = PackedReplayStorage.__len__
 
@@ -363,31 +257,31 @@ def test_rows_that_are_gone_before_they_are_drawn_are_not_there_to_draw(storage,
 
 
 def test_while_all_rows_are_replaced_none_is_new(storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(8))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(8))
     rows = storage.rows
     rows.all_alone(lambda: rows._replace(lambda: buffer.mark_update(torch.arange(8))))
-    _written_by_others(storage, _rows(1))
+    written_by_others(storage, numbered_rows(1))
     assert buffer.sample()["x"].unique().tolist() == [0.0]
 
 
 def test_a_tensor_of_priorities_may_be_used_again(storage):
-    buffer, priority, index = _buffer(storage), torch.full((4,), 5.0), torch.arange(4)
-    buffer.extend(_rows(8))
+    buffer, priority, index = prioritized_buffer(storage), torch.full((4,), 5.0), torch.arange(4)
+    buffer.extend(numbered_rows(8))
     buffer.update_priority(index, priority)
     priority.fill_(float("nan"))
     index.fill_(0)
-    buffer.extend(_rows(1))
-    assert _raw(buffer)[-1] == 5.0
+    buffer.extend(numbered_rows(1))
+    assert raw_priorities(buffer)[-1] == 5.0
     assert int(buffer.sampler._max_priority[1]) == 0
 
 
 def test_rows_that_a_stock_storage_has_no_longer_are_not_drawn():
     stock = LazyTensorStorage(CAPACITY)
-    buffer = _buffer(stock, count=64)
-    buffer.extend(_rows(4))
+    buffer = prioritized_buffer(stock, count=64)
+    buffer.extend(numbered_rows(4))
     few = stock.state_dict()
-    buffer.extend(_rows(8, first=4))
+    buffer.extend(numbered_rows(8, first=4))
     buffer.update_priority(torch.arange(12), torch.arange(1.0, 13.0))
     stock.load_state_dict(few)
     assert set(buffer.sample()["x"].tolist()) <= {0.0, 1.0, 2.0, 3.0}
@@ -395,120 +289,43 @@ def test_rows_that_a_stock_storage_has_no_longer_are_not_drawn():
 
 def test_a_sampler_that_inference_mode_made_or_emptied_is_one_like_any_other(storage):
     with torch.inference_mode():
-        buffer = _buffer(storage)
+        buffer = prioritized_buffer(storage)
     for _ in range(2):
-        buffer.extend(_rows(2))
+        buffer.extend(numbered_rows(2))
         buffer.update_priority(torch.arange(2), torch.tensor([2.0, 3.0]))
-        assert _raw(buffer) == [2, 3]
+        assert raw_priorities(buffer) == [2, 3]
         with torch.inference_mode():
             buffer.empty()
 
 
 def test_priorities_of_float64_keep_their_range_and_powers_that_are_none_are_refused(storage):
-    buffer = _buffer(storage, dtype=torch.float64)
-    buffer.extend(_rows(2))
+    buffer = prioritized_buffer(storage, dtype=torch.float64)
+    buffer.extend(numbered_rows(2))
     buffer.update_priority(torch.arange(2), torch.tensor([1e39, 1e39], dtype=torch.float64))
-    buffer.extend(_rows(1))
+    buffer.extend(numbered_rows(1))
     assert float(buffer.sampler._sum_tree[2]) == pytest.approx(1e39**ALPHA)
     buffer.sampler.alpha = 9.0
     with pytest.raises(ConfigError, match="1e\\+100 the highest"):
         buffer.update_priority(torch.arange(2), torch.tensor([1.0, 1e100], dtype=torch.float64))
 
 
-def test_state_of_a_sampler_of_another_capacity_is_refused(storage):
-    other = PackedPrioritizedSampler(CAPACITY - 1, ALPHA, BETA)
-    with pytest.raises(CheckpointError, match=f"of {CAPACITY - 1} rows .expected {CAPACITY}"):
-        _buffer(storage).sampler.load_state_dict(other.state_dict())
-
-
-def test_files_of_a_sampler_of_another_capacity_are_refused_and_nothing_is_changed(tmp_path):
-    PackedPrioritizedSampler(CAPACITY - 1, 0.1, 0.2, eps=0.3).dumps(tmp_path)
-    sampler = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
-    sampler.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
-    with pytest.raises(CheckpointError, match=f"of {CAPACITY - 1} rows .expected {CAPACITY}"):
-        sampler.loads(tmp_path)
-    assert (sampler.alpha, sampler.beta, sampler._eps) == (ALPHA, BETA, 1e-8)
-    assert sampler.default_priority == 3.0
-
-
-@pytest.mark.parametrize(
-    ("writes", "reads"),
-    [
-        (PackedPrioritizedSampler, PackedPrioritizedSampler),
-        (PackedPrioritizedSampler, PrioritizedSampler),
-        (PrioritizedSampler, PackedPrioritizedSampler),
-    ],
-)
-def test_files_go_both_ways_between_it_and_a_stock_sampler(writes, reads, tmp_path):
-    one, other = (
-        PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, dtype=torch.float64) for _ in range(2)
-    )
-    one.update_priority(torch.arange(3), torch.tensor([1.0, 1e39, 2.0], dtype=torch.float64))
-    writes.dumps(one, tmp_path)
-    reads.loads(other, tmp_path)
-    index = torch.arange(CAPACITY)
-    for loaded, saved in (other._sum_tree, one._sum_tree), (other._min_tree, one._min_tree):
-        torch.testing.assert_close(loaded[index], saved[index], rtol=1e-6, atol=0)
-    assert (other.default_priority, other._max_priority[1]) == (1e39, 1)
-
-
-@pytest.mark.parametrize("times", [2, 3])
-def test_files_are_loaded_as_often_as_one_likes(times, storage, tmp_path):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(2))
-    buffer.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
-    buffer.dumps(tmp_path)
-    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as again:
-        other = _buffer(again)
-        for _ in range(times):
-            other.loads(tmp_path)
-            other.extend(_rows(1))
-            assert _raw(other) == [1, 3, 3]
-
-
-def test_a_sampler_that_knows_no_highest_priority_is_saved_and_loaded(storage, tmp_path):
-    other = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
-    other.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
-    fresh = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
-    overwritten = _buffer(storage, max_priority_within_buffer=True)
-    overwritten.extend(_rows(4))
-    for name, sampler in ("fresh", fresh), ("overwritten", overwritten.sampler):
-        sampler.dumps(tmp_path / name)
-        other.loads(tmp_path / name)
-        assert other.default_priority == 1.0
-        index = torch.arange(CAPACITY)
-        assert torch.equal(other._sum_tree[index], sampler._sum_tree[index])
-
-
-def test_a_state_stays_what_it_was(tmp_path):
-    sampler = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA)
-    sampler.update_priority(torch.arange(2), torch.tensor([1.0, 3.0]))
-    sampler.dumps(tmp_path)
-    sampler.update_priority(torch.arange(2), torch.tensor([1.0, 7.0]))
-    state = sampler.state_dict()
-    sampler.loads(tmp_path)
-    assert sampler.default_priority == 3.0
-    sampler.load_state_dict(state)
-    assert sampler.default_priority == 7.0
-
-
 @pytest.mark.parametrize("zeros", [1, 4])
 def test_priorities_of_0_are_refused_without_an_eps_and_none_is_set(zeros, storage):
-    buffer = _buffer(storage, eps=0.0)
-    buffer.extend(_rows(4))
+    buffer = prioritized_buffer(storage, eps=0.0)
+    buffer.extend(numbered_rows(4))
     with pytest.raises(ConfigError, match=r"0.0 is the least one.*an eps above 0"):
         buffer.update_priority(torch.arange(4), torch.tensor([0.0] * zeros + [2.0] * (4 - zeros)))
-    assert _raw(buffer) == [1, 1, 1, 1]
+    assert raw_priorities(buffer) == [1, 1, 1, 1]
 
 
 def test_as_many_priorities_as_rows_are_asked_for(storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(4))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(4))
     with pytest.raises(LayoutShapeError, match="3 of 4 rows"):
         buffer.update_priority(torch.arange(4), torch.ones(3))
     buffer.update_priority(torch.arange(0), torch.ones(0))
     buffer.update_priority(torch.arange(4), torch.full((4, 1), 2.0))
-    assert _raw(buffer) == [2, 2, 2, 2]
+    assert raw_priorities(buffer) == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -524,18 +341,18 @@ def test_as_many_priorities_as_rows_are_asked_for(storage):
     ids=["mask", "array", "bytes", "slice", "list", "column"],
 )
 def test_priorities_are_set_where_an_index_says(index, storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(4))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(4))
     buffer.update_priority(index, torch.tensor([5.0, 6.0]))
-    assert _raw(buffer) == [5, 1, 6, 1]
+    assert raw_priorities(buffer) == [5, 1, 6, 1]
 
 
 @pytest.mark.parametrize("index", [1, np.int64(1), np.array(1), torch.tensor(1)])
 def test_a_priority_is_set_of_one_row(index, storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(4))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(4))
     buffer.update_priority(index, 5.0)
-    assert _raw(buffer) == [1, 5, 1, 1]
+    assert raw_priorities(buffer) == [1, 5, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -544,11 +361,11 @@ def test_a_priority_is_set_of_one_row(index, storage):
     ids=str,
 )
 def test_positions_that_are_none_are_refused_and_no_priority_is_set(index, storage):
-    buffer = _buffer(storage)
-    buffer.extend(_rows(4))
+    buffer = prioritized_buffer(storage)
+    buffer.extend(numbered_rows(4))
     with pytest.raises(IndexError, match="expected"):
         buffer.update_priority(index, 5.0)
-    assert _raw(buffer) == [1, 1, 1, 1]
+    assert raw_priorities(buffer) == [1, 1, 1, 1]
 
 
 class _Stock:
@@ -579,7 +396,7 @@ class _Stock:
 )
 def test_priorities_are_those_of_a_stock_sampler(writer, within, steps):
     model = _Stock(within=within)
-    with PackedReplayStorage(CAPACITY, example=_rows(1)[0]) as storage:
+    with PackedReplayStorage(CAPACITY, example=numbered_rows(1)[0]) as storage:
         sampler = PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, max_priority_within_buffer=within)
         buffer = TensorDictReplayBuffer(
             storage=storage, sampler=sampler, writer=writer(), batch_size=4
@@ -587,7 +404,7 @@ def test_priorities_are_those_of_a_stock_sampler(writer, within, steps):
         for step, seed in [("w", 0), *steps]:
             torch.manual_seed(seed)
             if step == "w":
-                index = buffer.extend(_rows(1 + seed % 5))
+                index = buffer.extend(numbered_rows(1 + seed % 5))
                 model.write(index.tolist())
             elif step == "u":
                 index = torch.randperm(len(buffer))[: 1 + seed % 7]
@@ -597,31 +414,31 @@ def test_priorities_are_those_of_a_stock_sampler(writer, within, steps):
                 model.set(dict(zip(index.tolist(), priorities.tolist(), strict=True)))
             else:
                 buffer.sample()
-        assert _raw(buffer) == [round(model.raw[i], 4) for i in range(len(buffer))]
+        assert raw_priorities(buffer) == [round(model.raw[i], 4) for i in range(len(buffer))]
 
 
 @pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
 def test_more_rows_than_fit_get_the_highest_priority_that_was_there(writer, storage):
-    buffer = _buffer(storage, writer=writer(), max_priority_within_buffer=True)
-    buffer.extend(_rows(CAPACITY))
+    buffer = prioritized_buffer(storage, writer=writer(), max_priority_within_buffer=True)
+    buffer.extend(numbered_rows(CAPACITY))
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([50.0] + [1.0] * (CAPACITY - 1)))
-    buffer.extend(_rows(CAPACITY + 1))
-    assert _raw(buffer) == [50] * CAPACITY
+    buffer.extend(numbered_rows(CAPACITY + 1))
+    assert raw_priorities(buffer) == [50] * CAPACITY
 
 
 def test_rows_that_are_written_in_place_get_the_highest_priority_too(storage):
-    buffer = _buffer(storage, writer=RoundRobinWriter())
-    buffer.extend(_rows(CAPACITY))
+    buffer = prioritized_buffer(storage, writer=RoundRobinWriter())
+    buffer.extend(numbered_rows(CAPACITY))
     buffer.update_priority(torch.arange(CAPACITY), torch.tensor([5.0] + [0.5] * (CAPACITY - 1)))
-    storage.set(torch.tensor([7]), _rows(1), set_cursor=False)
+    storage.set(torch.tensor([7]), numbered_rows(1), set_cursor=False)
     buffer.mark_update(torch.tensor([7]))
-    assert _raw(buffer)[6:9] == [0.5, 5.0, 0.5]
+    assert raw_priorities(buffer)[6:9] == [0.5, 5.0, 0.5]
 
 
 def test_a_sampler_that_is_smaller_than_the_storage_is_refused(storage):
     sampler = PackedPrioritizedSampler(CAPACITY - 1, ALPHA, BETA)
     buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=4)
     with pytest.raises(ConfigError, match=rf"max_capacity: {CAPACITY - 1} .*at least {CAPACITY}"):
-        buffer.extend(_rows(CAPACITY))
+        buffer.extend(numbered_rows(CAPACITY))
     with pytest.raises(ConfigError, match="max_capacity"):
         buffer.sample()

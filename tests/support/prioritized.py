@@ -1,0 +1,43 @@
+"""Buffers that sample by priority."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from torchrl.data import (
+    TensorDictReplayBuffer,
+    Writer,
+)
+
+from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage
+
+CAPACITY = 16
+ALPHA, BETA = 0.7, 0.5
+
+
+def numbered_rows(count: int, first: int = 0) -> TensorDict:
+    """Rows that name their own number."""
+    return TensorDict(x=torch.arange(first, first + count).float(), batch_size=[count])
+
+
+def prioritized_buffer(
+    storage: PackedReplayStorage, count: int = 4096, writer: Writer | None = None, **options
+) -> TensorDictReplayBuffer:
+    return TensorDictReplayBuffer(
+        storage=storage,
+        sampler=PackedPrioritizedSampler(CAPACITY, ALPHA, BETA, **options),
+        writer=writer,
+        batch_size=count,
+        priority_key="td_error",
+    )
+
+
+def written_by_others(storage: PackedReplayStorage, rows: TensorDict) -> torch.Tensor:
+    """Write rows of which no buffer is told, as of those of another process."""
+    return storage.append(rows)
+
+
+def raw_priorities(buffer: TensorDictReplayBuffer) -> list[float]:
+    """The priorities that rows have, rounded."""
+    tree, n = buffer.sampler._sum_tree, len(buffer)
+    return [round(float(tree[i] ** (1 / ALPHA)), 4) for i in range(n)]
