@@ -212,8 +212,7 @@ class Shards:
     def note_steps(self, shard: int, rows: int) -> None:
         """Note that what is appended next are steps of `rows` rows. The caller holds the shard."""
         words = self.words[shard]
-        first, before = divmod(words[STEPS], 1 << STRIDE_BITS)
-        if rows != before or (words[HEAD] - first) % rows:
+        if rows != words[STEPS] % (1 << STRIDE_BITS):
             words[STEPS] = words[HEAD] << STRIDE_BITS | rows
 
     @property
@@ -316,6 +315,8 @@ class Shards:
             words = self.words[shard]
             head = words[HEAD] + (place - words[HEAD]) % self.shard_rows
             words[FLOOR] = max(words[FLOOR], head - self.shard_rows)
+            if (stride := words[STEPS] % (1 << STRIDE_BITS)) > 1:  # a step is cut there
+                words[STEPS] = head << STRIDE_BITS | stride
             fence()  # before more rows than there are could be shown
             words[HEAD] = head
 
