@@ -18,6 +18,7 @@ from tests.support.processes import receive, spawned, wait_for
 from tests.support.striking import forked, kill_self, strike_at
 from tests.support.transitions import append_until_told, mixed, same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
+from torchrl_unilab.data.replay.checkpoint import save_rows
 from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.shm.shards import FLOOR
 
@@ -319,3 +320,14 @@ def test_rows_that_a_process_hid_as_it_died_are_shown_by_the_next_that_goes_on_t
         storage.continue_at(5)
         assert storage.size == 8
         assert storage.read_since(())[0]["x"].tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
+
+
+def test_what_is_saved_while_steps_change_is_loaded():
+    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
+        one.append(transitions(7))
+        lineage, saved = one.rows.lineage(), []
+        one.add(transitions(4))  # a step of four environments
+        one.append(transitions(1))
+        numbers = save_rows(one.rows, lineage, lambda at, rows: saved.append(rows.clone()))
+        other.load_state_dict({"header": one.header() | numbers, "rows": torch.cat(saved)})
+        assert same(other[:], transitions(7))

@@ -58,7 +58,7 @@ def save_rows(
             write(start + first, torch.cat([*parts], 1))
             floors[shard] = first
     firsts, strides = zip(*rows.steps(), strict=True)
-    firsts = tuple(map(max, firsts, bases))
+    firsts = tuple(map(min, map(max, firsts, bases), window.heads))  # of rows that are saved
     numbers = {"bases": bases, "heads": window.heads, "origins": origins}
     numbers |= {"firsts": firsts, "strides": strides}
     return {key: [*of] for key, of in numbers.items()} | {"floors": floors, "starts": starts}
