@@ -331,3 +331,13 @@ def test_what_is_saved_while_steps_change_is_loaded():
         numbers = save_rows(one.rows, lineage, lambda at, rows: saved.append(rows.clone()))
         other.load_state_dict({"header": one.header() | numbers, "rows": torch.cat(saved)})
         assert same(other[:], transitions(7))
+
+
+def test_a_header_that_says_nothing_of_steps_is_loaded_as_rows_in_the_order_of_time():
+    with PackedReplayStorage(20) as one, PackedReplayStorage(20) as other:
+        one.append(transitions(7))
+        state = one.state_dict()
+        del state["header"]["firsts"], state["header"]["strides"]
+        other.load_state_dict(state)
+        assert same(other[:], transitions(7))
+        assert other.rows.in_order(other.rows.window())
