@@ -36,7 +36,7 @@ PRIVATE = {
     "torchrl.data.replay_buffers.storages.tensor": "_is_full _len _storage _total_shape",
     "torchrl.data.replay_buffers.replay_buffers.base": "_transform _write_lock",
     "torchrl.data.replay_buffers.samplers.slice": "_cache _fetch_traj _finalize_index "
-    "_get_index _get_stop_and_length _gpu_device _resolve_traj_key _traj_key_auto _used_traj_key",
+    "_get_stop_and_length _gpu_device _resolve_traj_key _traj_key_auto _used_traj_key",
     "torchrl.data.replay_buffers.writers.max_value": "_current_top_values",
     "torchrl.data.replay_buffers.writers.round_robin": "_cursor _write_count",
     "torchrl.envs.common": "_assert_tensordict_shape _post_step_mdp_hooks _reset _set_seed _step "
