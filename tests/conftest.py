@@ -38,9 +38,13 @@ hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    """Tensors are small, and threads of several test processes would wait for each other."""
+def _one_thread_and_seed() -> None:
+    """Tensors are small, and threads of several test processes would wait for each other.
+
+    What a test draws does not depend on the tests that its process ran before.
+    """
     torch.set_num_threads(1)
+    torch.manual_seed(0)
 
 
 @pytest.fixture
