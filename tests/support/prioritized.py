@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 from tensordict import TensorDict
-from torchrl.data import (
-    TensorDictReplayBuffer,
-    Writer,
-)
+from torchrl.data import TensorDictReplayBuffer, Writer
 
 from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage
 

@@ -54,7 +54,7 @@ STOCK: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """What TorchRL's collectors hand to those that they make on other machines, and what is met."""
 
 
-def check_modes(
+def check_settings(
     workers: int,
     inline: bool,
     lockstep: bool,

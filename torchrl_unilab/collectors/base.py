@@ -27,7 +27,7 @@ from torchrl_unilab.collectors.arguments import (
     STOCK,
     CreateEnv,
     check_done_keys,
-    check_modes,
+    check_settings,
     check_state,
     env_factories,
     policy_scheme,
@@ -117,14 +117,14 @@ class WorkerCollector(BaseCollector, abc.ABC):
         check_stock_arguments(type(self).__name__, stock, STOCK)
         self._factories = env_factories(create_env_fn, num_collectors)
         workers = len(self._factories)
-        check_modes(workers, inline, lockstep, restart_workers, worker_idx, seed)
+        check_settings(workers, inline, lockstep, restart_workers, worker_idx, seed)
         super().__init__()
         self.scheme = policy_scheme(weight_sync_schemes)
         self._weight_sync_schemes = {"policy": self.scheme}
         self.policy = the_policy(policy, policy_factory)
         self.policy_factory = [None] * workers
         self.policy_device = [torch.device(policy_device or "cpu")] * workers
-        self.worker_idx = worker_idx
+        self.worker_idx = None if worker_idx is None else int(worker_idx)
         self._measure = measure
         self.num_workers = workers
         self.total_frames = as_integer("total_frames", total_frames, "Use -1 for no end.", least=-1)
@@ -290,7 +290,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             The first seed that is not used yet.
 
         Raises:
-            ConfigError: The seed is below 0.
+            ConfigError: The seed is no integer of at least 0.
         """
         given = random_seed() if seed is None else seed
         seed = as_integer("seed", given, "Choose another.", least=0)

@@ -9,11 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrl.data import (
-    LazyTensorStorage,
-    RoundRobinWriter,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, RoundRobinWriter, TensorDictReplayBuffer
 
 from tests.support.prioritized import (
     ALPHA,

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import (
-    PrioritizedSampler,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import PrioritizedSampler, TensorDictReplayBuffer
 
 from tests.support.prioritized import (
     ALPHA,

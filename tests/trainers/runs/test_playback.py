@@ -9,7 +9,8 @@ from tests.support.videos import read_video
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs.rendering import BatchRenderer
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers import evaluate_run
+from torchrl_unilab.trainers import evaluate, evaluate_run
+from torchrl_unilab.trainers.runs import saved
 from torchrl_unilab.trainers.runs.playback import play_run
 
 SIZE = ["--width", "64", "--height", "48"]
@@ -35,6 +36,21 @@ def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys)
     assert result["returns"] == [length - 1 for length in result["lengths"]]
     assert result["mean"] == sum(result["returns"]) / 2
     assert result["returns"][0] == evaluate_run(run_dir, episodes=1, seed=3)["mean"]
+
+
+def test_more_episodes_than_are_played_side_by_side_take_turns(run_dir, monkeypatch):
+    played = []
+
+    def recorded(env, policy, **options):
+        played.append((env.batch_size, evaluate(env, policy, **options)))
+        return played[0][1]
+
+    monkeypatch.setattr(saved, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(saved, "evaluate", recorded)
+    result = evaluate_run(run_dir, episodes=5)
+    ((batch_size, returns),) = played
+    assert (batch_size, returns.shape) == ((2,), (5,))
+    assert (result["episodes"], result["mean"]) == (5, returns.mean())
 
 
 def test_a_task_of_many_steps_a_second_is_filmed_in_its_own_time(run_dir, tmp_path, monkeypatch):
