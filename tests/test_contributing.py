@@ -32,3 +32,11 @@ def test_the_glossary_has_at_most_40_terms_each_once_in_order():
 def test_each_package_stands_in_the_table_of_layers():
     packages = {path.parent.name for path in (ROOT / "torchrl_unilab").glob("*/__init__.py")}
     assert packages == set(re.findall(r"`torchrl_unilab/(\w+)`", ARCHITECTURE))
+
+
+def test_each_name_in_the_picture_of_the_layers_is_a_module():
+    picture = ARCHITECTURE.partition("```text")[2].partition("```")[0]
+    names = re.findall(r"\w+", picture)
+    package = ROOT / "torchrl_unilab"
+    assert {"cli", "shm", "scalars"} <= {*names}
+    assert [n for n in names if not {package / n, package / f"{n}.py"} & {*package.iterdir()}] == []
