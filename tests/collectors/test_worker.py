@@ -261,7 +261,7 @@ class Halved(TensorDictModuleBase):
             self.factor.data.copy_(snapshot)
 
 
-def test_a_worker_of_mujoco_goes_on_in_the_midst_of_episodes_bit_for_bit():
+def test_a_worker_of_mujoco_goes_on_in_the_midst_of_episodes_bit_for_bit(tmp_path):
     def worker() -> RolloutWorker:
         env = MujocoBatchEnv("InvertedPendulum-v5", 3, num_threads=1)
         noise = PerEnvNoise(-3.0, 3.0, std_min=0.5, std_max=2.0, init_key=None)
@@ -284,8 +284,10 @@ def test_a_worker_of_mujoco_goes_on_in_the_midst_of_episodes_bit_for_bit():
     state = one.state_dict()
     assert state["carrier"]["step_count"].max() > 0
     expected = collect(one, 9)
-    for _ in range(2):  # what goes on writes to no state
-        other.load_state_dict(state)
+    torch.save(state, tmp_path / "state.pt")
+    from_file = torch.load(tmp_path / "state.pt", weights_only=True)
+    for given in (state, state, from_file):  # what goes on writes to no state
+        other.load_state_dict(given)
         found = collect(other, 9)
         for a, b in zip(expected, found, strict=True):
             for key in a.keys(True, True):

@@ -127,3 +127,20 @@ def test_of_two_trainers_of_one_loss_the_first_is_refused(seeing):
     with trainer.collector, pytest.raises(ConfigError, match="its memory has moved"):
         trainer.optim_steps(batch)
     other.optim_steps(batch)
+
+
+def test_a_trainer_goes_on_bit_for_bit_from_a_file_that_torch_load_takes_by_default(tmp_path):
+    def save() -> None:
+        if one.collected_frames == 2 * FRAMES:
+            torch.save((one.state_dict(), torch.get_rng_state()), tmp_path / "trainer.pt")
+
+    one, other = appo_trainer(), appo_trainer()
+    one.register_op("post_steps", save)
+    one.train()
+    state, random = torch.load(tmp_path / "trainer.pt", weights_only=True)
+    other.load_state_dict(state)
+    other.collector.update_policy_weights_()  # as with any trainer of TorchRL's
+    torch.set_rng_state(random)
+    assert other.collected_frames == 2 * FRAMES
+    other.train()
+    assert_equal(parameters_of(one), parameters_of(other))

@@ -119,10 +119,10 @@ class EpisodeLog:
         """Return all that is known of episodes, ended or not."""
         return {
             "episodes": self.episodes,
-            "last": self.last.copy(),
-            "returns": self._returns.copy(),
-            "lengths": self._lengths.copy(),
-            "may_be_cut": self._may_be_cut.copy(),
+            "last": torch.tensor(self.last, device="cpu"),
+            "returns": torch.tensor(self._returns, device="cpu"),
+            "lengths": torch.tensor(self._lengths, device="cpu"),
+            "may_be_cut": torch.tensor(self._may_be_cut, device="cpu"),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from torchrl_unilab.envs.env_state import EnvState, simulations_of
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
+from torchrl_unilab.envs.snapshots import as_arrays, as_tensors
 from torchrl_unilab.envs.task import (
     Array,
     MujocoTask,
@@ -242,7 +243,7 @@ class MujocoBatchEnv(EnvBase):
         """Return all that the next steps follow from: states, generators, models' differences.
 
         An environment of the same task that restores it continues bit for bit as this one.
-        All of it is copies: arrays, numbers, and dicts and lists of them.
+        All of it is copies: tensors, numbers, and dicts and lists of them.
 
         Raises:
             UsageError: if the environment is closed.
@@ -255,7 +256,7 @@ class MujocoBatchEnv(EnvBase):
             >>> bool((one.step(action.clone()) == other.step(action.clone())).all())
             True
         """
-        return self._state.state_dict()
+        return as_tensors(self._state.state_dict())
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Continue from what `snapshot` returned, here or in an environment like this one.
@@ -264,14 +265,13 @@ class MujocoBatchEnv(EnvBase):
             UsageError: if the environment is closed.
             ConfigError: if it is of another task or number of simulations; nothing has changed.
         """
-        self._state.load_state_dict(snapshot)
+        self._state.load_state_dict(as_arrays(snapshot))
         self._mark()
 
     def render(self, ids: ArrayLike | None = None) -> Pictures:
         """Draw simulations as they are now.
 
-        The first picture loads OpenGL, through EGL or OSMesa where there is no
-        display; ``MUJOCO_GL`` chooses another way.
+        The first picture loads OpenGL: EGL or OSMesa without a display, or as ``MUJOCO_GL`` says.
 
         Args:
             ids: the ``k`` simulations to draw, distinct; None for all.
