@@ -31,9 +31,11 @@ def test_a_restored_buffer_draws_by_the_priorities_that_were_saved(storage, tmp_
     buffer.update_priority(torch.arange(8), torch.arange(1.0, 9.0))
     buffer.dumps(tmp_path / "files")
     saved = buffer.state_dict()
+    torch.save(saved, tmp_path / "state.pt")
     for restore in (
         lambda other: other.loads(tmp_path / "files"),
         lambda other: other.load_state_dict(saved),
+        lambda other: other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True)),
     ):
         with PackedReplayStorage(CAPACITY, example=numbered_rows(1)[0]) as again:
             other = prioritized_buffer(again)

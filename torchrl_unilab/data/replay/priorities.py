@@ -140,6 +140,12 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         # A storage, the first rows of its shards, and their heads.
         self._seen: tuple[Any, tuple[int, ...], tuple[int, ...]] = (None, (), ())
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return numbers and tensors, float64 [max_capacity] in place of each of the trees."""
+        state: dict[str, Any] = super().state_dict()
+        values = state["_sum_tree"].values
+        return state | {"_sum_tree": values, "_min_tree": values.masked_fill(values == 0, math.inf)}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; rows that are loaded beside it are not new.
 
@@ -157,7 +163,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         tree, (most, row) = self._sum_tree, self._max_priority
         self._init()
         index = torch.arange(self._max_capacity, device="cpu")
-        self._sum_tree[index] = tree.values if isinstance(tree, PriorityTree) else tree[index]
+        self._sum_tree[index] = tree[index]
         if most is not None:  # files, and TorchRL's samplers after them, have plain numbers
             self._max_priority = (
                 torch.as_tensor(most, dtype=torch.float64, device="cpu"),
@@ -168,11 +174,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """Save to the files that TorchRL's ``dumps`` writes."""
         path, state = Path(path), self.state_dict()
         path.mkdir(parents=True, exist_ok=True)
-        del state["_min_tree"]
-        values = state.pop("_sum_tree").values
-        minima = values.masked_fill(values == 0.0, math.inf)
-        values.numpy().tofile(path / "sumtree.memmap")
-        minima.numpy().tofile(path / "mintree.memmap")
+        state.pop("_sum_tree").numpy().tofile(path / "sumtree.memmap")
+        state.pop("_min_tree").numpy().tofile(path / "mintree.memmap")
         most = [None if number is None else float(number) for number in state.pop("_max_priority")]
         numbers = {key: float(number) for key, number in state.items()}
         metadata = numbers | {"_max_priority": most, "_max_capacity": self._max_capacity}
