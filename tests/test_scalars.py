@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+import time
 
 import numpy as np
 import pytest
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_integer, as_seconds
+from torchrl_unilab.scalars import as_integer, as_seconds, deadline
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)], ids=repr)
@@ -48,3 +49,13 @@ def test_what_are_no_seconds_is_refused(value):
     message = f"timeout: {value!r} (expected seconds above 0). Change it."
     with pytest.raises(ConfigError, match=re.escape(message)):
         as_seconds("timeout", value)
+
+
+@pytest.mark.parametrize(("timeout", "left"), [(None, math.inf), (math.inf, math.inf), (60, 60.0)])
+def test_a_deadline_is_so_many_seconds_away(timeout, left):
+    assert deadline(timeout) - time.monotonic() == pytest.approx(left, abs=30.0)
+
+
+@pytest.mark.parametrize("timeout", [0, -5.0, math.nan])
+def test_a_deadline_of_nothing_is_now(timeout):
+    assert deadline(timeout) <= time.monotonic()

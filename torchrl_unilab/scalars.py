@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from numbers import Integral, Real
 from typing import Any
 
@@ -57,3 +59,9 @@ def as_seconds(what: str, value: Any, *, zero: bool = False) -> float:
         bound = "of at least 0" if zero else "above 0"
         raise ConfigError(f"{what}: {value!r} (expected seconds {bound}). Change it.")
     return seconds
+
+
+def deadline(timeout: float | None) -> float:
+    """Return the time of `time.monotonic` after so many seconds: never for None, now for NaN."""
+    # `max`, in this order, makes 0 of NaN, which would be no end.
+    return math.inf if timeout is None else time.monotonic() + max(0.0, timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import itertools
 import tempfile
 
@@ -192,6 +193,7 @@ def test_receive_applies_and_says_what_or_nothing(pair):
     sender, receiver = pair(learner, acting, pull="manual")
     assert receiver.receive() is None
     assert receiver.receive(timeout=0.01) is None
+    assert receiver.receive(timeout=math.nan) is None  # looks once, and does not wait for ever
     set_action(learner, 0.75)
     sender.send()
     assert receiver.receive()["module", "2", "bias"].item() == 0.75

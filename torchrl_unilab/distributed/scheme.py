@@ -28,7 +28,7 @@ from torchrl_unilab.distributed.node import (
 )
 from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_integer, deadline
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import ModuleWeights
@@ -158,9 +158,9 @@ class UniLabRayScheme(WeightSyncScheme):
         Raises:
             ConfigError: Some have another scheme.
         """
-        deadline = time.monotonic() + _FOLLOW_SECONDS
+        end = deadline(_FOLLOW_SECONDS)
         while len(found := self._reports()) < self._nodes:  # each polls once it has begun
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= end:
                 raise ConfigError(
                     f"collectors {sorted({*range(self._nodes)} - found.keys())}: they do not "
                     "follow the mailbox (expected all to). Give RayCollector collector_kwargs="
@@ -250,9 +250,9 @@ class UniLabRayScheme(WeightSyncScheme):
             WaitTimeoutError: Some are still behind; names them.
         """
         wanted = self.version if version is None else version
-        deadline = time.monotonic() + max(0.0, timeout)  # in this order, 0 for NaN
+        end = deadline(timeout)
         while behind := self._behind(wanted):
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= end:
                 raise WaitTimeoutError(
                     f"workers behind after {timeout:g} s: {behind} (expected version {wanted}). "
                     "Check that they are collecting, and that Ray's nodes are alive."

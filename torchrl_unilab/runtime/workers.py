@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from torchrl_unilab.errors import ConfigError, WorkerError
 from torchrl_unilab.runtime.link import Channel, Shipment, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
+from torchrl_unilab.scalars import deadline
 
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
@@ -139,10 +140,10 @@ class WorkerGroup:
         worker = self._workers[index]
         worker.requests += 1  # first: no two requests have one number, whatever interrupts this
         worker.channel.post((worker.requests, request))
-        deadline = time.monotonic() + timeout
+        end = deadline(timeout)
         try:
             while not worker.channel.flush():
-                left = deadline - time.monotonic()
+                left = end - time.monotonic()
                 if left < 0.0:
                     raise self._late(worker, "request not taken", timeout)
                 worker.channel.wait(to_send=True, timeout=min(left, CHECK_SECONDS))
@@ -236,10 +237,10 @@ class WorkerGroup:
         Raises:
             WorkerError: None is, and a watched worker has ended or is stopped.
         """
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        end = deadline(timeout)
         sentinels = [worker.process.sentinel for worker in watched]
         while True:
-            left = max(0.0, deadline - time.monotonic())
+            left = max(0.0, end - time.monotonic())
             ready = wait([*objects, *sentinels], min(left, CHECK_SECONDS))
             if any(each in ready for each in objects):
                 return True
@@ -268,7 +269,7 @@ class WorkerGroup:
         self, worker: WorkerProcess, timeout: float | None, watched: Sequence[WorkerProcess]
     ) -> Any:
         """Return the answer to the newest request; that to request 0 comes when it is ready."""
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        end = deadline(timeout)
         channel = worker.channel
         while True:
             try:
@@ -284,7 +285,7 @@ class WorkerGroup:
                     worker.ready = True
                     return value  # and keep it: an interrupt may keep it from the caller
                 messages.popleft()
-            left = deadline - time.monotonic()
+            left = end - time.monotonic()
             if left < 0.0:
                 raise self._late(worker, "no answer", timeout or 0.0)
             self._wait([channel.connection], None if timeout is None else left, watched)
@@ -335,12 +336,12 @@ class WorkerGroup:
             self._workers = []
             return
         with self._stopping:
-            deadline = time.monotonic() + timeout
+            end = deadline(timeout)
             try:
                 for worker in self._workers:
                     worker.channel.close()  # which tells the worker
                 while self._workers:
-                    self._workers[0].end(deadline)
+                    self._workers[0].end(end)
                     self._workers.pop(0).process.close()
             except BaseException:  # as a second Ctrl-C: none may be left, and forgotten
                 for worker in self._workers:

@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 
+from torchrl_unilab.scalars import deadline
+
 LIFE_CHECK_SECONDS = 0.2
 """How often a wait looks whether the other side lives."""
 
@@ -90,14 +92,12 @@ def waits(pipes: Sequence[TokenPipe], timeout: float | None) -> Iterator[None]:
     Yields at least once, and at least every `LIFE_CHECK_SECONDS`: if there is no token then, it
     is time to look whether the other side lives.
     """
-    # `max`, in this order, makes 0 of NaN, which would be no end.
-    deadline = None if timeout is None else time.monotonic() + max(0.0, timeout)
+    end = deadline(timeout)
     poll = select.poll()
     for pipe in pipes:
         poll.register(pipe.ends[0], select.POLLIN)
     while True:
-        left = LIFE_CHECK_SECONDS if deadline is None else deadline - time.monotonic()
-        poll.poll(max(0.0, min(left, LIFE_CHECK_SECONDS)) * 1e3)
+        poll.poll(max(0.0, min(end - time.monotonic(), LIFE_CHECK_SECONDS)) * 1e3)
         yield
-        if deadline is not None and time.monotonic() >= deadline:
+        if time.monotonic() >= end:
             return

@@ -20,7 +20,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_integer, deadline
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
     InitialWeights,
@@ -351,9 +351,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             raise UsageError("Must be initialized on receiver before receiving weights")
         if not self.synchronized_on_receiver:
             raise UsageError("Must be synchronized on receiver before receiving weights")
-        deadline = time.monotonic() + (timeout or 0.0)
+        end = deadline(timeout or 0.0)
         while not self.pull():
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= end:
                 return None
             time.sleep(POLL_SECONDS)
         assert self._receiver is not None, "a pull needs one"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torchrl_unilab.errors import UsageError, WaitTimeoutError
+from torchrl_unilab.scalars import deadline
 from torchrl_unilab.shm.liveness import process_id, process_is_alive
 from torchrl_unilab.weight_update.transport import UniLabShmTransport
 
@@ -106,9 +107,9 @@ class WorkerVersions:
         transport = self._require_transport()
         ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
         workers = list(transport.cells if ids is None else ids)
-        deadline = time.monotonic() + max(0.0, timeout)  # in this order, 0 for NaN
+        end = deadline(timeout)
         while behind := [w for w in workers if _is_behind(transport, w, version)]:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= end:
                 states = ", ".join(_describe(transport, worker) for worker in behind)
                 raise WaitTimeoutError(
                     f"workers behind after {timeout:g} s: {states} (expected version "
