@@ -51,6 +51,11 @@ def test_what_are_no_seconds_is_refused(value):
         as_seconds("timeout", value)
 
 
+def test_seconds_below_0_are_refused_where_0_is_taken():
+    with pytest.raises(ConfigError, match=r"-1 \(expected seconds of at least 0\)"):
+        as_seconds("timeout", -1, zero=True)
+
+
 @pytest.mark.parametrize(("timeout", "left"), [(None, math.inf), (math.inf, math.inf), (60, 60.0)])
 def test_a_deadline_is_so_many_seconds_away(timeout, left):
     assert deadline(timeout) - time.monotonic() == pytest.approx(left, abs=30.0)
