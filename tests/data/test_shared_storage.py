@@ -110,10 +110,10 @@ def test_what_is_written_changes_the_revision_and_what_is_read_does_not(cls):
 
 
 @BOTH
-@pytest.mark.parametrize("writer", [-1, 2])
+@pytest.mark.parametrize("writer", [-1, 2, 0.0, True, "0"])
 def test_there_are_as_many_writers_as_were_asked_for(cls, writer):
     storage = filled(cls)
-    message = f"writer of a {cls.__name__}: {writer} .expected 0 to {storage.writers - 1}"
+    message = f" writer: {writer!r} .expected an integer of 0 to {storage.writers - 1}"
     with storage, pytest.raises(ConfigError, match=message):
         storage.use_writer(writer)
 

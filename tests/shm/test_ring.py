@@ -252,12 +252,12 @@ def test_a_ring_larger_than_the_memory_is_refused_and_leaves_nothing(descriptors
 # Writers
 
 
-@pytest.mark.parametrize("writer", [-1, 2])
+@pytest.mark.parametrize("writer", [-1, 2, 1.0, True])
 def test_an_unknown_writer_is_refused(writer):
     with make_ring(writers=2) as ring:
-        with pytest.raises(ConfigError, match=r"expected 0 to 1.*Make the ring for more"):
+        with pytest.raises(ConfigError, match=r"an integer of 0 to 1\).*Make the ring for more"):
             ring.become_writer(writer)
-        with pytest.raises(ConfigError, match=r"expected 0 to 1.*Make the ring for more"):
+        with pytest.raises(ConfigError, match=r"an integer of 0 to 1\).*Make the ring for more"):
             ring.recover(writer)
 
 

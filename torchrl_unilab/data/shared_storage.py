@@ -84,13 +84,6 @@ class SharedStorage(Owner, TensorStorage):
     def _start_process(self) -> None:
         """Start as a process that has neither written nor read."""
 
-    def _check_writer(self, writer: int) -> None:
-        if not 0 <= writer < self.writers:
-            raise ConfigError(
-                f"writer of a {type(self).__name__}: {writer} (expected 0 to "
-                f"{self.writers - 1}). Build the storage for more writers."
-            )
-
     def contains(self, item: Any) -> Any:
         """Whether there is an item at a position: a bool, or one each for a tensor.
 

@@ -284,7 +284,7 @@ class RolloutRing(RingWriter):
             UsageError: The writer is alive, or another process is the reader.
         """
         self._check_reader()
-        self._check_writer(writer)
+        writer = self._known_writer(writer)
         first = writer * WRITER_WORDS
         process = self._words[first + PROCESS]
         if process_is_alive(process):

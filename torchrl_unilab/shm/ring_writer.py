@@ -143,9 +143,7 @@ class RingWriter(Owner):
             UsageError: A slot is claimed.
         """
         self._check_open()
-        if writer is not None:
-            self._check_writer(writer)
-        choice = range(self.writers) if writer is None else [writer]
+        choice = range(self.writers) if writer is None else [self._known_writer(writer)]
         if self._hand:
             raise UsageError(
                 f"cannot become writer {writer}: a slot is claimed (expected none). "
@@ -155,12 +153,9 @@ class RingWriter(Owner):
         assert self.writer is not None
         return self.writer
 
-    def _check_writer(self, writer: int) -> None:
-        if not 0 <= writer < self.writers:
-            raise ConfigError(
-                f"ring writer: {writer} (expected 0 to {self.writers - 1}). "
-                "Make the ring for more writers."
-            )
+    def _known_writer(self, writer: int) -> int:
+        remedy = "Make the ring for more writers."
+        return as_integer("ring writer", writer, remedy, least=0, most=self.writers - 1)
 
     def _take_writer(self, choice: Sequence[int]) -> None:
         me, owners = this_process(), self._words[PROCESS::WRITER_WORDS].tolist()

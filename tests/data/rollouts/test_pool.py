@@ -107,9 +107,9 @@ def test_tensors_of_another_shape_or_dtype_are_refused_and_nothing_changes(obser
     assert (pool.data == before).all()
 
 
-@pytest.mark.parametrize("size", [0, -1, 9])
+@pytest.mark.parametrize("size", [0, -1, 9, 2.0, True])
 def test_sizes_out_of_range_are_refused(size):
-    with pytest.raises(ConfigError, match="expected 1 to 8"):
+    with pytest.raises(ConfigError, match="expected an integer of 1 to 8"):
         RolloutPool(size)
 
 

@@ -229,6 +229,8 @@ def test_a_sample_larger_than_the_ring_is_a_wrong_setting(storage):
 def test_parts_for_other_storages_are_refused():
     with pytest.raises(ConfigError, match="expected 'oldest' or 'newest'"):
         RolloutRingSampler(take="best")
+    with pytest.raises(ConfigError, match="timeout of a RolloutRingSampler: None"):
+        RolloutRingSampler(timeout=None)
     with pytest.raises(ConfigError, match="storage of a RolloutRingWriter: LazyTensorStorage"):
         ReplayBuffer(storage=LazyTensorStorage(2), writer=RolloutRingWriter())
     with pytest.raises(ConfigError, match="storage of a RolloutRingSampler: LazyTensorStorage"):

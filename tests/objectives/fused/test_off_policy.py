@@ -219,9 +219,9 @@ def test_a_sample_is_cut_into_views_in_order():
     }
 
 
-@pytest.mark.parametrize("count", [0, 11])
+@pytest.mark.parametrize("count", [0, 11, 2.0])
 def test_a_sample_is_not_cut_into_none_nor_into_more_than_its_rows(count):
-    with pytest.raises(ConfigError, match=f"{count} of 10 rows"):
+    with pytest.raises(ConfigError, match=f"{count} .expected an integer of 1 to 10"):
         FusedSACUpdate.minibatches(torch.zeros(10, 2), count)
 
 

@@ -185,8 +185,8 @@ class SharedReplay(SharedStorage):
             ConfigError: There is no such shard, or another living process writes to it.
             UsageError: Nothing is known of the rows yet.
         """
-        self._check_writer(writer)
-        self.rows.claim(writer)
+        remedy = "Build the storage for more writers."
+        self.rows.claim(as_integer("replay writer", writer, remedy, least=0, most=self.writers - 1))
 
     def add(
         self,

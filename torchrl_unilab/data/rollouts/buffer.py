@@ -16,6 +16,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_unilab.data.rollouts.storage import RolloutRingStorage, RolloutSampler
 from torchrl_unilab.data.shared_storage import SharedStorageWriter
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_seconds
 
 Take = Literal["oldest", "newest"]
 
@@ -81,7 +82,7 @@ class RolloutRingSampler(RolloutSampler):
             between processes, or wait before sampling (`RolloutRingStorage.wait`).
 
     Raises:
-        ConfigError: `take` is neither.
+        ConfigError: `take` is neither, or `timeout` no seconds.
 
     Examples:
         >>> import torch
@@ -107,7 +108,7 @@ class RolloutRingSampler(RolloutSampler):
                 f"take: {take!r} (expected 'oldest' or 'newest'). Leave it out for the oldest."
             )
         self.take: Take = take
-        self.timeout = timeout
+        self.timeout = as_seconds("timeout of a RolloutRingSampler", timeout, zero=True)
         self._empty()
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_unilab.configs.appo import MAX_POOL
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import ConfigError, LayoutShapeError
+from torchrl_unilab.scalars import as_integer
 
 
 class RolloutPool:
@@ -44,12 +45,8 @@ class RolloutPool:
     """
 
     def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
-        if not 1 <= size <= MAX_POOL:
-            raise ConfigError(
-                f"rollout pool: {size} rollouts (expected 1 to {MAX_POOL}). Use 1 to "
-                "learn from each rollout once."
-            )
-        self.size = size
+        remedy = "Use 1 to learn from each rollout once."
+        self.size = as_integer("rollouts of a pool", size, remedy, most=MAX_POOL)
         self.device = torch.device(device)
         self.added = 0
         self._memory: TensorDictBase | None = None

@@ -29,6 +29,7 @@ from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
+from torchrl_unilab.scalars import as_integer
 
 
 def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
@@ -239,11 +240,8 @@ class FusedOffPolicyUpdate(abc.ABC):
         Raises:
             ConfigError: There are not that many rows.
         """
-        if not 1 <= count <= len(packed):
-            raise ConfigError(
-                f"minibatches: {count} of {len(packed)} rows (expected from 1 to the rows). "
-                "Prepare a larger sample."
-            )
+        remedy = "Prepare a larger sample."
+        count = as_integer("minibatches", count, remedy, most=len(packed))
         return torch.tensor_split(packed, count)
 
     def step(
