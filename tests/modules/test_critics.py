@@ -81,6 +81,7 @@ def test_the_critics_of_a_loss_normalise_by_the_actors_statistics_of_the_moment(
 
 
 @pytest.mark.parametrize("make", [make_critic, partial(make_q_value, action_size=1)])
-def test_a_width_of_zero_is_refused(make):
-    with pytest.raises(ConfigError, match=r"widths \[.*0, 1\] \(expected positive ones\)"):
-        make(3, hidden=(0,))
+@pytest.mark.parametrize(("size", "hidden"), [(3, (0,)), (3, (8.0,)), (3, (True,)), (0, (8,))])
+def test_a_width_that_is_no_positive_integer_is_refused(make, size, hidden):
+    with pytest.raises(ConfigError, match=r"width of a network: .* an integer of at least 1"):
+        make(size, hidden=hidden)

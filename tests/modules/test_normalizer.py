@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
 
 
@@ -31,3 +32,9 @@ def test_statistics_are_buffers_and_nothing_learns():
     normalizer = ObservationNormalizer(2)
     assert set(normalizer.state_dict()) == {"mean", "variance", "count"}
     assert list(normalizer.parameters()) == []
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True])
+def test_a_size_that_is_no_positive_integer_is_refused(size):
+    with pytest.raises(ConfigError, match=r"size of observations: .* an integer of at least 1"):
+        ObservationNormalizer(size)

@@ -115,7 +115,7 @@ def test_sac_finds_the_target_entropy_from_the_actor():
         ({"low": 1.0, "high": 1.0}, "low < high"),
         ({"high": torch.ones(3)}, "or 2 of them"),
         ({"high": float("inf")}, "finite"),
-        ({"hidden": (0,)}, "positive"),
+        ({"hidden": (0,)}, "width of a network: 0"),
     ],
     ids=str,
 )

@@ -15,16 +15,13 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
-from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
+from torchrl_unilab.scalars import as_integer
 
 
-def _check_widths(sizes: Sequence[int]) -> None:
-    if min(sizes) < 1:
-        raise ConfigError(
-            f"network: widths {list(sizes)} (expected positive ones). Leave `hidden` empty for a "
-            "linear network."
-        )
+def _widths(sizes: Sequence[int]) -> list[int]:
+    remedy = "Change it; leave `hidden` empty for a linear network."
+    return [as_integer("width of a network", size, remedy) for size in sizes]
 
 
 def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
@@ -42,9 +39,8 @@ def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
         >>> [type(layer).__name__ for layer in tanh_mlp([3, 8, 1], last_gain=1.0)]
         ['Linear', 'Tanh', 'Linear']
     """
-    _check_widths(sizes)
     layers: list[nn.Module] = []
-    for n_in, n_out in itertools.pairwise(sizes):
+    for n_in, n_out in itertools.pairwise(_widths(sizes)):
         linear = nn.Linear(n_in, n_out)
         nn.init.orthogonal_(linear.weight, math.sqrt(2))
         nn.init.zeros_(linear.bias)
@@ -68,7 +64,7 @@ def relu_mlp(sizes: Sequence[int], *, layer_norm: bool = False) -> nn.Sequential
         >>> [type(layer).__name__ for layer in relu_mlp([3, 8, 1])]
         ['Linear', 'ReLU', 'Linear']
     """
-    _check_widths(sizes)
+    sizes = _widths(sizes)
     layers: list[nn.Module] = []
     for n_in, n_out in itertools.pairwise(sizes[:-1]):
         layers.append(nn.Linear(n_in, n_out))
@@ -179,5 +175,6 @@ def make_q_value(
         >>> critic(batch)["state_action_value"].shape
         torch.Size([5, 1])
     """
-    net = relu_mlp([observation_size + action_size, *hidden, 1], layer_norm=layer_norm)
+    inputs = sum(_widths([observation_size, action_size]))
+    net = relu_mlp([inputs, *hidden, 1], layer_norm=layer_norm)
     return QValue(in_key, normalizer, net)

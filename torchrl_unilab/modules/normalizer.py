@@ -12,6 +12,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from torchrl_unilab.errors import LayoutShapeError
+from torchrl_unilab.scalars import as_integer
 
 
 class ObservationNormalizer(nn.Module):
@@ -24,6 +25,9 @@ class ObservationNormalizer(nn.Module):
         size: Length of the observation vector.
         epsilon: Added to the variance.
         clip: Bound of the normalised values.
+
+    Raises:
+        ConfigError: The size is not positive.
 
     Examples:
         >>> import torch
@@ -40,6 +44,7 @@ class ObservationNormalizer(nn.Module):
 
     def __init__(self, size: int, *, epsilon: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
+        size = as_integer("size of observations", size, "Give the length of their vector.")
         self.epsilon = epsilon
         self.clip = clip
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
