@@ -261,6 +261,7 @@ def test_the_learning_rate_stays_within_its_bounds(lr, kl):
         ("critic_coeff", -1.0),
         ("rho_bar", -1.0),
         ("c_bar", -2.0),
+        ("entropy_coeff", float("nan")),
     ],
 )
 def test_coefficients_out_of_range_are_refused(name, value):

@@ -249,8 +249,16 @@ def test_a_rank_that_no_world_has_is_refused(rank, monkeypatch):
     """A job array may set RANK alone: each job would take itself for one that writes nothing."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", rank)
-    with pytest.raises(ConfigError, match=rf"RANK is {rank} \(expected 0 to 0, as WORLD_SIZE is 1"):
+    with pytest.raises(ConfigError, match=rf"rank: {rank} \(expected an integer of 0 to 0\)"):
         Ranks.of_torchrun()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"size": 0}, {"size": 2.0}, {"rank": True}, {"timeout": 0}, {"timeout": math.nan}]
+)
+def test_ranks_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ConfigError, match="rank"):
+        Ranks(**{"rank": 0, "size": 2} | wrong)
 
 
 @pytest.mark.parametrize(

@@ -256,10 +256,11 @@ def test_a_policy_that_returns_a_tensordict_of_its_own_earns_what_it_does_in_pla
     assert torch.equal(*returns)
 
 
-def test_no_episodes_at_all_are_refused(policy):
+@pytest.mark.parametrize("count", ["episodes", "max_steps"])
+def test_no_episodes_at_all_and_no_steps_are_refused(policy, count):
     env = make_env()
-    with pytest.raises(ConfigError, match=r"episodes: 0 \(expected an integer of at least 1\)"):
-        evaluate(env, policy, episodes=0)
+    with pytest.raises(ConfigError, match=rf"{count}: 0 \(expected an integer of at least 1\)"):
+        evaluate(env, policy, **{count: 0})
     env.close()
 
 

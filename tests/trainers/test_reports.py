@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_unilab.collectors.metrics import CollectorMetrics
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag
 from torchrl_unilab.trainers.reports import (
     KEPT,
@@ -32,6 +33,14 @@ def _batch(ids, rewards, done) -> TensorDict:
         },
         batch_size=shape,
     )
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, True])
+def test_counts_of_episodes_and_of_batches_are_positive_integers(count):
+    with pytest.raises(ConfigError, match="window"):
+        EpisodeReturns(window=count)
+    with pytest.raises(ConfigError, match="patience"):
+        LogPolicyLag(UniLabShmScheme(), patience=count)
 
 
 def test_returns_are_summed_over_batches_by_trajectory():

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.processes import receive, spawned
 from torchrl_unilab.errors import (
+    ConfigError,
     LayoutDtypeError,
     LayoutError,
     LayoutKeyError,
@@ -118,6 +119,12 @@ def test_statistics_are_got_once_each_and_the_latest_first():
     assert mean.tolist() == [99.0, 99.0]
     assert stats.get() is None
     stats.close()
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, (3, 0)])
+def test_statistics_of_no_size_are_refused(size):
+    with pytest.raises(ConfigError, match="size of observations"):
+        SharedObsNormStats(size)
 
 
 def test_statistics_are_put_as_arrays_too():

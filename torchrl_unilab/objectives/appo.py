@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -139,6 +140,7 @@ class APPOLoss(LossModule):
     ) -> None:
         for name, value in (("gamma", gamma), ("lambda_", lambda_), ("tau", tau)):
             _check_range(name, value, 0.0, 1.0)
+        _check_range("entropy_coeff", entropy_coeff, -math.inf, math.inf)
         for name, value in (
             ("clip_epsilon", clip_epsilon),
             ("value_clip", value_clip or 0.0),
@@ -146,7 +148,7 @@ class APPOLoss(LossModule):
             ("rho_bar", rho_bar),
             ("c_bar", c_bar),
         ):
-            _check_range(name, value, 0.0, float("inf"))
+            _check_range(name, value, 0.0, math.inf)
         if target_update_freq is not None:
             as_integer("target_update_freq", target_update_freq, "It counts optimiser steps.")
         heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]

@@ -38,6 +38,7 @@ from torchrl_unilab.errors import (
     WaitTimeoutError,
 )
 from torchrl_unilab.limits import local_ranks, of_launcher
+from torchrl_unilab.scalars import as_integer, as_seconds
 
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
 _POLL_SECONDS = 0.05
@@ -59,6 +60,9 @@ class Ranks:
         device: The learner's: each rank of a machine takes a separate GPU if it is ``"cuda"``.
         timeout: Seconds within which all ranks come to each step.
 
+    Raises:
+        ConfigError: There can be no such rank.
+
     Examples:
         >>> import torch
         >>> from torchrl_unilab.runtime import Ranks
@@ -72,15 +76,17 @@ class Ranks:
     def __init__(
         self, rank: int = 0, size: int = 1, *, device: str = "cpu", timeout: float = 300.0
     ) -> None:
-        self.rank, self.size = rank, size
-        self.device, self.timeout = device, timeout
+        remedy = "Unset WORLD_SIZE and RANK, or start with torchrun, which sets both."
+        self.size = as_integer("ranks", size, remedy)
+        self.rank = as_integer("rank", rank, remedy, least=0, most=size - 1)
+        self.device, self.timeout = device, as_seconds("timeout of ranks", timeout)
         self._store: Any = None
         self._checks = 0
         self._handler: Any = None  # of SIGTERM, before
         self._waits = False  # for the others, and if it was interrupted in that
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
         # NaN for ranks whose gradients were not finite, in the first step where one was not.
-        self._spoilt = torch.zeros(size)
+        self._spoilt = torch.zeros(self.size)
 
     @classmethod
     def of_torchrun(cls, *, device: str = "cpu", timeout: float = 300.0) -> Self:
@@ -90,11 +96,6 @@ class Ranks:
             ConfigError: What a launcher sets in the environment cannot be.
         """
         rank, size = of_launcher("RANK", 0), of_launcher("WORLD_SIZE", 1)
-        if not 0 <= rank < size:
-            raise ConfigError(
-                f"ranks: RANK is {rank} (expected 0 to {size - 1}, as WORLD_SIZE is {size}). Unset "
-                "it, or start with torchrun, which sets both."
-            )
         return cls(rank, size, device=device, timeout=timeout)
 
     def __enter__(self) -> Self:

@@ -57,7 +57,7 @@ def evaluate(
         The returns, float64, [episodes].
 
     Raises:
-        ConfigError: `episodes` is below 1.
+        ConfigError: `episodes` or `max_steps` is below 1.
 
     Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -75,6 +75,7 @@ def _play(env: EnvBase, policy: Policy, episodes: int | None, max_steps: int) ->
     """Return returns and lengths of episodes, float64 [2, episodes]."""
     envs = env.batch_size.numel()
     count = envs if episodes is None else as_integer("episodes", episodes, "Raise it.")
+    max_steps = as_integer("max_steps", max_steps, "Raise it.")
     base = base_env(env)
     if isinstance(base, MujocoBatchEnv) and base.stagger:
         env.reset()  # after which episodes are whole

@@ -21,6 +21,7 @@ from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.runtime.trace import counter
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.trainers.hooks import BusyTime
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
@@ -91,6 +92,9 @@ class LogPolicyLag(_Report):
         scheme: The scheme that publishes the policy.
         patience: Batches in a row over which the lag must have grown for the warning.
 
+    Raises:
+        ConfigError: `patience` is no positive integer.
+
     Attributes:
         histogram: How many batches were that many versions behind.
 
@@ -115,7 +119,7 @@ class LogPolicyLag(_Report):
 
     def __init__(self, scheme: PolicyVersions, patience: int = 20) -> None:
         self.scheme = scheme
-        self.patience = patience
+        self.patience = as_integer("patience", patience, "It counts batches.")
         self.histogram: Counter[int] = Counter()
         self._last = float("inf")
         self._grown = 0
@@ -231,6 +235,9 @@ class EpisodeReturns(LearningCurve):
     Args:
         window: How many finished episodes the mean is over.
 
+    Raises:
+        ConfigError: `window` is no positive integer.
+
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
@@ -248,6 +255,7 @@ class EpisodeReturns(LearningCurve):
 
     def __init__(self, window: int = 64) -> None:
         super().__init__()
+        window = as_integer("window", window, "It counts episodes.")
         self.finished: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
         self._open: dict[int, tuple[float, int]] = {}

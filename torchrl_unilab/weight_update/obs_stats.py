@@ -7,6 +7,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.seqlock import Snapshot
 
@@ -20,6 +21,9 @@ class SharedObsNormStats:
         size: Shape of mean and standard deviation: the length of the observation, or a
             full shape.
         name: Name to attach by from an unrelated process.
+
+    Raises:
+        ConfigError: A size is no positive integer.
 
     Examples:
         >>> import torch
@@ -83,5 +87,7 @@ class SharedObsNormStats:
 
 
 def _initial(size: int | tuple[int, ...]) -> dict[str, torch.Tensor]:
-    mean = torch.zeros(size, dtype=torch.float32, device="cpu")
+    shape = size if isinstance(size, tuple) else (size,)
+    checked = [as_integer("size of observations", n, "Give their shape.") for n in shape]
+    mean = torch.zeros(checked, dtype=torch.float32, device="cpu")
     return {"mean": mean, "std": torch.ones_like(mean)}
