@@ -387,11 +387,17 @@ def test_an_evaluation_without_steps_is_refused_as_a_resume_refuses_it(run_dir, 
             use(run_dir)
 
 
-def test_a_run_on_a_gpu_is_evaluated_where_there_is_none(run_dir):
-    before = evaluate_run(run_dir, episodes=1)
+@pytest.fixture(params=["appo", "sac"])
+def of_a_gpu(request, appo_run, off_policy_runs, tmp_path) -> Path:
+    """A run whose learner and collectors were on a GPU, as its files say."""
+    runs = {"appo": appo_run, **off_policy_runs}
+    run_dir = shutil.copytree(runs[request.param].run_dir, tmp_path / "run")
     saved = RunCheckpoints(run_dir / "checkpoint").newest().path
+    generator = '[{"kind":"value","value":"torch_cpu"},'
+    gpus = '[{"kind":"value","value":"torch_cuda"},{"kind":"list","items":[]}],'
     for file in saved.rglob("state.json"):
-        file.write_text(file.read_text().replace('"device":"cpu"', '"device":"cuda:0"'))
+        state = file.read_text().replace('"device":"cpu"', '"device":"cuda:0"')
+        file.write_text(state.replace(generator, gpus + generator))
     record = saved / "manifest.json"
     record.write_text(record.read_text().replace('device": "cpu"', 'device": "cuda"'))
     sealed = saved / DIGESTS
@@ -400,7 +406,30 @@ def test_a_run_on_a_gpu_is_evaluated_where_there_is_none(run_dir):
     config = run_dir / "config.yaml"
     config.write_text(config.read_text().replace("device: cpu", "device: cuda"))
     assert read_config(config)["collector_device"] == "cuda"
-    assert evaluate_run(run_dir, episodes=1) == before
+    return run_dir
+
+
+def test_a_run_on_a_gpu_is_evaluated_where_there_is_none(of_a_gpu):
+    told = json.loads((of_a_gpu / "summary.json").read_text())["eval_return"]
+    said = read_config(of_a_gpu / "config.yaml")
+    episodes, seed = said["eval_episodes"], said["seed"]
+    assert evaluate_run(of_a_gpu, episodes=episodes, seed=seed)["mean"] == told
+
+
+def test_a_run_on_a_gpu_goes_on_where_there_is_none_if_it_is_told_so(of_a_gpu):
+    before, frames = tree(of_a_gpu), RunCheckpoints(of_a_gpu / "checkpoint").newest().frames
+    more = {"frames": 2 * frames, **QUIET}
+    with pytest.raises(
+        ConfigError, match=r"device: 'cuda' \(expected one that torch .* finds here"
+    ):
+        resume_run(of_a_gpu, **more)
+    assert tree(of_a_gpu) == before
+    here = {"device": "cpu", "collector_device": "cpu", "physics_threads": 2}
+    assert resume_run(of_a_gpu, settings=here, **more)["resumed"] == [frames]
+    said = read_config(of_a_gpu / "config.yaml")
+    assert {name: said[name] for name in here} == here
+    more["frames"] += frames
+    assert resume_run(of_a_gpu, **more)["resumed"] == [frames, 2 * frames]
 
 
 def test_a_checkpoint_of_other_sizes_is_refused(run_dir):

@@ -361,15 +361,20 @@ def save_learner(trainer: Trainer, *, insist: bool = False) -> None:
         save_learner(trainer)
 
 
-def load_trainer(trainer: RankTrainer, saved: SavedRun) -> None:
+def load_trainer(trainer: RankTrainer, saved: SavedRun, *, moved: bool = False) -> None:
     """Put a trainer and its workers where they were.
 
     The checkpoint is rank 0's: episodes, noise and samples of the others begin anew.
 
+    Args:
+        trainer: As it was made for the run.
+        saved: The checkpoint.
+        moved: Whether it was written on other devices: noise and samples begin anew.
+
     Raises:
         CheckpointError: The checkpoint does not fit.
     """
-    own = {"rng", "trainer_module.pipeline"} if trainer.ranks.rank else set()
+    own = {"rng", "trainer_module.pipeline"} if trainer.ranks.rank or moved else set()
     parts = Checkpoint.manifest(saved.path)["components"].keys()
     asked_for_since = {"trainer_module.evaluation"} - parts
     components = set(trainer.checkpoint.components) - own - asked_for_since
@@ -377,7 +382,8 @@ def load_trainer(trainer: RankTrainer, saved: SavedRun) -> None:
     try:
         if first:
             trainer.checkpoint.load(saved.path, components=first)
-        trainer.checkpoint.load(saved.path, components=components - first)
+        there = "cpu" if moved else None  # from where modules and optimisers take it
+        trainer.checkpoint.load(saved.path, components=components - first, map_location=there)
     except TorchRLCheckpointError as error:
         raise CheckpointError(
             f"cannot resume from {saved.path}: {error} (expected a checkpoint of this run's "

@@ -19,6 +19,7 @@ from torchrl_unilab.trainers.reports import LearningCurve
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun, run_checkpoint
 from torchrl_unilab.trainers.runs.saved import (
     CHECKPOINT,
+    OF_THE_MACHINE,
     SUMMARY,
     check_run,
     run_path,
@@ -65,7 +66,9 @@ def resume_run(
     Args:
         run_dir: The run.
         settings: What the run is known to be, such as ``{"env": "Hopper-v5"}``; it is
-            refused if it is not.
+            refused if it is not. But for ``device``, ``collector_device``, ``physics_threads``
+            and ``learner_threads``, which say where it continues: on another device its
+            generators begin anew.
         frames: Frames to collect, those that have been among them; by default as many as
             the run was to collect.
         create_env: As it was given to the run.
@@ -128,7 +131,9 @@ def resume_run(
             f"cannot resume {run_dir}: create_env for a run without one (expected None: its "
             f"environment is MujocoBatchEnv of {saved.run['env']}). Leave it out, or train anew."
         )
-    config = saved_config(saved.run)
+    here = {**said, **(settings or {})}
+    here = {name: here[name] for name in OF_THE_MACHINE if name in here and name in saved.run}
+    config = saved_config({**saved.run, **here})
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
     ends = {name: said[name] for name in ("stop_at", "max_seconds") if said.get(name) is not None}

@@ -33,6 +33,8 @@ from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
 
 CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"
+OF_THE_MACHINE = ("device", "collector_device", "physics_threads", "learner_threads")
+"""Settings of where a run computes, not of what: a resumed one may have others."""
 
 
 def run_path(run_dir: str | os.PathLike[str]) -> Path:
@@ -90,6 +92,8 @@ def check_run(
 ) -> None:
     """Refuse a checkpoint of another run than its directory's; a ConfigError says what differs.
 
+    On another machine it is the same run.
+
     Args:
         saved: The checkpoint.
         said: What ``config.yaml`` says.
@@ -104,7 +108,8 @@ def check_run(
             f"{refusal}: settings cannot be compared, {error} (expected some by name, as "
             f"{CONFIG_FILE} has them). Correct them, or leave them out."
         ) from error
-    other = {key: saved.run.get(key) for key in known if saved.run.get(key) != known[key]}
+    differ = [key for key in known if saved.run.get(key) != known[key]]
+    other = {key: saved.run.get(key) for key in differ if key not in OF_THE_MACHINE}
     if "algo" in other:
         raise ConfigError(
             f"{refusal}: it is a run of {other['algo']} (expected {known['algo']}). Restore "

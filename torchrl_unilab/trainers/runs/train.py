@@ -261,7 +261,9 @@ class Run:
         self.cpu = CollectorTime(collector)
         self.cpu.register(trainer)
         if saved:
-            load_trainer(trainer, saved)
+            devices = ("device", "collector_device")
+            moved = any(saved.run[name] != self.settings[name] for name in devices)
+            load_trainer(trainer, saved, moved=moved)
 
     def _make_trainer(self, collector: Any, scheme: UniLabShmScheme) -> Any:
         options, kept = self.options, self.options.keep_checkpoints
