@@ -2,25 +2,28 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock, call
 
 import pytest
 import torch
-from tensordict import TensorDictBase
-from torchrl.trainers import LogScalar, RewardNormalizer, UTDRHook
 
 from tests.support.collecting import flat_state_env
+from tests.support.off_policy_training import (
+    BOTH,
+    QUICK,
+    create_pendulum,
+    equal_states,
+    off_policy_trainer,
+    trained,
+)
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.replay import transition_keys
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.modules import make_td3_actor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
@@ -34,26 +37,11 @@ from torchrl_unilab.trainers import (
     replay_buffer_ready_for_learning,
     train_off_policy,
 )
-from torchrl_unilab.trainers.runs.builders import build_off_policy, with_exploration_noise
-from torchrl_unilab.weight_update import UniLabShmScheme
+from torchrl_unilab.trainers.runs.builders import build_off_policy
 
-QUICK = {
-    "num_envs": 4,
-    "replay_buffer_n": 100,
-    "batch_size": 16,
-    "learning_starts": 8,
-    "updates_per_step": 2,
-    "hidden": (8,),
-    "physics_threads": 1,
-    "learner_threads": 1,
-}
-BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
 MOSTLY_SAC = pytest.mark.parametrize(
     "algorithm", ["sac", pytest.param("td3", marks=pytest.mark.slow)]
 )
-
-create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
-
 
 LEARNS = {
     "env_steps_per_sync": 4,
@@ -71,45 +59,6 @@ LEARNS = {
     "lr_critic": 3e-3,
     "lr_alpha": 1e-3,
 }
-
-
-def _trainer(
-    ticks: int = 20,
-    create_env: CreateEnv = create_pendulum,
-    *,
-    inline: bool = True,
-    **settings: object,
-) -> OffPolicyTrainer:
-    """A trainer of a pendulum, everything seeded."""
-    torch.manual_seed(0)
-    config = OffPolicyConfig(**{**QUICK, **settings})
-    env = create_env()
-    learner = build_off_policy(env, config)
-    env.close()
-    scheme = UniLabShmScheme()
-    noise = {"std_min": config.noise_std_min, "std_max": config.noise_std_max}
-    collector = ReplayCollector(
-        create_env,
-        learner.actor,
-        capacity=config.capacity,
-        frames_per_batch=config.frames_per_tick,
-        init_random_frames=config.init_random_frames,
-        explore=partial(with_exploration_noise, **noise) if config.algorithm == "td3" else None,
-        weight_sync_schemes={"policy": scheme},
-        inline=inline,
-        lockstep=not inline,
-        seed=0,
-    )
-    return OffPolicyTrainer(
-        collector=collector,
-        loss_module=learner.loss,
-        total_frames=ticks * config.frames_per_tick,
-        config=config,
-        normalizers=learner.normalizers,
-        scheme=scheme,
-        progress_bar=False,
-        seed=0,
-    )
 
 
 def test_another_collector_without_a_storage_is_refused():
@@ -174,18 +123,6 @@ def test_rollouts_without_a_key_of_the_replays_rows_are_refused():
         trainer.collector.shutdown()
 
 
-def _trained(trainer: OffPolicyTrainer) -> dict[str, torch.Tensor]:
-    trainer.train()
-    trainer.close()
-    return {key: value.clone() for key, value in trainer.loss_module.state_dict().items()}
-
-
-def _equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a
-    )
-
-
 # When learning starts
 
 
@@ -210,8 +147,8 @@ def test_runs_are_compared_by_the_latest_mean_of_a_hundred_episodes_if_there_is_
 
 
 def test_no_update_is_taken_before_and_the_stated_number_after():
-    trainer = _trainer(ticks=20)  # 4 rows a tick, from 32 rows on: ticks 8 to 20
-    _trained(trainer)
+    trainer = off_policy_trainer(ticks=20)  # 4 rows a tick, from 32 rows on: ticks 8 to 20
+    trained(trainer)
     assert trainer.collected_frames == 80
     assert trainer.updates == trainer._optim_count == 2 * 13
 
@@ -221,21 +158,21 @@ def test_no_update_is_taken_before_and_the_stated_number_after():
 
 @MOSTLY_SAC
 def test_runs_in_lockstep_are_repeatable_bit_for_bit_in_one_process_and_in_two(algorithm):
-    inline = _trained(_trainer(algorithm=algorithm))
-    assert _equal(_trained(_trainer(algorithm=algorithm)), inline)
-    assert _equal(_trained(_trainer(algorithm=algorithm, inline=False)), inline)
+    inline = trained(off_policy_trainer(algorithm=algorithm))
+    assert equal_states(trained(off_policy_trainer(algorithm=algorithm)), inline)
+    assert equal_states(trained(off_policy_trainer(algorithm=algorithm, inline=False)), inline)
 
 
 @BOTH
 def test_known_networks_are_updated_by_the_fused_step_and_others_by_the_loss(algorithm):
     kinds = {"sac": FusedSACUpdate, "td3": FusedTD3Update}
-    trainer = _trainer(algorithm=algorithm)
+    trainer = off_policy_trainer(algorithm=algorithm)
     assert type(trainer.update) is kinds[algorithm]
     trainer.collector.shutdown()
-    general = _trainer(algorithm=algorithm, fused=False)
+    general = off_policy_trainer(algorithm=algorithm, fused=False)
     assert type(general.update) is not kinds[algorithm]
     before = {key: value.clone() for key, value in general.loss_module.state_dict().items()}
-    assert not _equal(_trained(general), before)
+    assert not equal_states(trained(general), before)
     assert "loss_qvalue" in general._log_dict
 
 
@@ -246,10 +183,10 @@ def test_prefetch_is_refused_where_runs_are_repeatable():
 
 @pytest.mark.parametrize(("prefetch", "packer"), [(True, "thread"), (False, "inline")])
 def test_the_next_sample_is_started_while_this_one_is_learnt_from_with_prefetch(prefetch, packer):
-    trainer = _trainer(9, prefetch=prefetch)
+    trainer = off_policy_trainer(9, prefetch=prefetch)
     assert trainer.pipeline.transfer_manifest["packer"] == packer
     trainer.pipeline = noted = Mock(wraps=trainer.pipeline)
-    _trained(trainer)
+    trained(trainer)
     ticks = [
         [call.sample_large_batch(tick, 32), call.start_prepare(tick + 1, 32), call.after_tick()]
         for tick in range(2)
@@ -269,10 +206,10 @@ def test_a_compiled_update_takes_the_same_step(algorithm, fused):
     for compiled in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        trainer = _trainer(8, algorithm=algorithm, fused=fused, compile=compiled)
+        trainer = off_policy_trainer(8, algorithm=algorithm, fused=fused, compile=compiled)
         # compiled code draws its noise by a generator of its own, unless told
         with compiler.patch(fallback_random=True):
-            moved.append(_trained(trainer))
+            moved.append(trained(trainer))
         assert bool(torch._dynamo.utils.counters["frames"]["ok"]) is compiled
     for key, eager in moved[0].items():
         torch.testing.assert_close(eager, moved[1][key], rtol=1e-4, atol=1e-6)
@@ -281,9 +218,9 @@ def test_a_compiled_update_takes_the_same_step(algorithm, fused):
 @BOTH
 def test_the_policy_moves_once_in_policy_frequency_updates_and_the_critics_each_time(algorithm):
     for frequency, moves in ((3, True), (1000, False)):
-        trainer = _trainer(algorithm=algorithm, policy_frequency=frequency)
+        trainer = off_policy_trainer(algorithm=algorithm, policy_frequency=frequency)
         before = {key: value.clone() for key, value in trainer.loss_module.state_dict().items()}
-        after = _trained(trainer)
+        after = trained(trainer)
         moved = {key for key in before if not torch.equal(before[key], after[key])}
         assert any(key.startswith("qvalue_network_params") for key in moved)
         assert any(key.startswith("target_qvalue_network_params") for key in moved)
@@ -292,79 +229,9 @@ def test_the_policy_moves_once_in_policy_frequency_updates_and_the_critics_each_
 
 @BOTH
 @pytest.mark.parametrize("fused", [True, False])
-def test_hooks_of_every_stage_are_called_with_a_tick_as_an_epoch(algorithm, fused):
-    trainer = _trainer(20, algorithm=algorithm, fused=fused)
-    calls: Counter[str] = Counter()
-
-    def hook(stage: str, *arguments: object) -> object:
-        calls[stage] += 1
-        if stage == "process_optim_batch":
-            arguments[0]["next", "reward"].fill_(7.0)
-        if stage == "post_optim_log":
-            assert (arguments[0]["next", "reward"] == 7.0).all()
-            assert len(arguments[0]) == QUICK["batch_size"]
-        if stage == "post_optim_complete_log":
-            assert arguments[1]["td_error" if fused else "loss_actor"].isfinite()
-        return {f"seen_{stage}": 1.0} if stage.endswith("_log") else (*arguments, None)[0]
-
-    once = ("pre_epoch", "pre_epoch_log", "post_epoch", "post_epoch_log", "post_optim_complete_log")
-    each = ("process_optim_batch", "post_optim_log")
-    for stage in (*once, *each):
-        trainer.register_op(stage, partial(hook, stage))
-    trainer.train()
-    ticks = trainer.updates // QUICK["updates_per_step"]
-    assert calls == dict.fromkeys(once, ticks) | dict.fromkeys(each, trainer.updates)
-    assert len(trainer._log_dict["seen_post_optim_log"]) == trainer.updates
-    with pytest.raises(ConfigError, match=r"^hook stage 'post_loss': OffPolicyTrainer takes its"):
-        trainer.register_op("post_loss", lambda batch: batch)
-
-
-def test_hooks_on_batches_that_never_come_are_refused():
-    trainer = _trainer()
-    with pytest.raises(ConfigError, match=r"^hook stage 'batch_process': ReplayCollector yields"):
-        RewardNormalizer().register(trainer)
-    trainer.close()
-
-
-def test_torchrls_hook_logs_what_minibatches_hold():
-    trainer = _trainer(20)
-    trainer.register_op("post_optim_log", LogScalar(("next", "reward"), "reward"))
-    trainer.train()
-    assert len(trainer._log_dict["reward"]) == trainer.updates
-
-
-def test_torchrls_hook_tells_the_updates_per_frame():
-    trainer = _trainer(20)
-    UTDRHook(trainer).register(trainer)
-    trainer.train()
-    before = trainer.updates - QUICK["updates_per_step"]  # the last tick's
-    ratio = before * QUICK["batch_size"] / trainer.collected_frames
-    assert trainer._log_dict["utd_ratio"][-1] == ratio
-
-
-def test_a_hook_on_minibatches_changes_what_is_learnt_from_and_looking_changes_nothing():
-    def look(rows: TensorDictBase) -> TensorDictBase:
-        return rows
-
-    def change(rows: TensorDictBase) -> TensorDictBase:
-        rows["next", "reward"].fill_(7.0)
-        return rows
-
-    weights = []
-    for hook in (None, look, change):
-        trainer = _trainer(20)
-        if hook is not None:
-            trainer.register_op("process_optim_batch", hook)
-        weights.append(_trained(trainer))
-    assert _equal(weights[0], weights[1])
-    assert not _equal(weights[0], weights[2])
-
-
-@BOTH
-@pytest.mark.parametrize("fused", [True, False])
 def test_the_rates_fall_to_nothing_in_the_last_share_of_the_run(algorithm, fused):
     rates = {"lr_actor": 1e-3, "lr_critic": 2e-3, "lr_alpha": 3e-3}
-    trainer = _trainer(20, algorithm=algorithm, anneal=0.5, fused=fused, **rates)
+    trainer = off_policy_trainer(20, algorithm=algorithm, anneal=0.5, fused=fused, **rates)
     seen: dict[int, dict[str, float]] = {}
 
     def look() -> None:
@@ -378,32 +245,10 @@ def test_the_rates_fall_to_nothing_in_the_last_share_of_the_run(algorithm, fused
 
 
 @BOTH
-def test_what_is_not_finite_in_one_update_of_a_tick_ends_the_training_before_it_is_published(
-    algorithm,
-):
-    trainer = _trainer(20, algorithm=algorithm, updates_per_step=4)
-    updates, version = itertools.count(), trainer.collector.scheme.version
-
-    def spoil(rows: TensorDictBase) -> TensorDictBase:
-        if next(updates) == 14:  # the third of four
-            rows["next", "reward"][0] = float("inf")
-        return rows
-
-    trainer.register_op("process_optim_batch", spoil)
-    with pytest.raises(DivergedError, match=r"loss_\w+ is (nan|inf) \(expected finite losses\)"):
-        trainer.train()
-    assert trainer.updates == 16
-    assert trainer.collector.scheme.version - version < trainer.collected_frames // 4
-    worker = trainer.collector._team.service.rollouts.policy
-    assert all(p.isfinite().all() for p in worker.parameters())
-    trainer.collector.shutdown()
-
-
-@BOTH
 @pytest.mark.parametrize("old", [False, True])
 def test_a_resumed_trainer_whose_first_updates_leave_the_policy_has_not_diverged(algorithm, old):
     settings = {"algorithm": algorithm, "policy_frequency": 4, "updates_per_step": 1}
-    before, trainer = _trainer(20, **settings), _trainer(20, **settings)
+    before, trainer = off_policy_trainer(20, **settings), off_policy_trainer(20, **settings)
     before.train()
     before.updates -= before.updates % 4  # as after a step of the policy
     state = before._own_state()
@@ -418,71 +263,26 @@ def test_a_resumed_trainer_whose_first_updates_leave_the_policy_has_not_diverged
         one.close()
 
 
-def _interrupt(at: int) -> Callable[[], None]:
-    """Return what Ctrl-C comes in once, in its call number `at`."""
-    calls = itertools.count()
-
-    def interrupt() -> None:
-        if next(calls) == at:
-            raise KeyboardInterrupt
-
-    return interrupt
-
-
-@pytest.mark.parametrize("prefetch", [False, True])
-def test_training_goes_on_after_an_interrupt_in_mid_update(prefetch):
-    trainer = _trainer(20, prefetch=prefetch)
-    trainer.register_op("post_optim", _interrupt(at=3))
-    with trainer.collector:
-        for batch in trainer.collector:
-            try:
-                trainer.optim_steps(batch)
-            except KeyboardInterrupt:
-                break
-        before = trainer.updates
-        assert before == 4  # in the midst of a tick's two
-        trainer.optim_steps(None)
-        assert trainer.updates == before + QUICK["updates_per_step"]
-    trainer.close()
-
-
-def test_and_after_one_between_a_sample_and_its_first_update(monkeypatch):
-    trainer = _trainer(20, prefetch=True)
-    prepare, interrupt = trainer.pipeline.start_prepare, _interrupt(at=1)
-
-    def interrupted(*arguments: int) -> None:
-        interrupt()
-        prepare(*arguments)
-
-    monkeypatch.setattr(trainer.pipeline, "start_prepare", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    before = trainer.updates
-    trainer.optim_steps(None)
-    assert trainer.updates == before + QUICK["updates_per_step"]
-    trainer.close()
-
-
 def test_what_is_learnt_reaches_the_collector():
-    trainer = _trainer(ticks=8)  # in the last of which the first updates are taken
+    trainer = off_policy_trainer(ticks=8)  # in the last of which the first updates are taken
     worker = trainer.collector._team.service.rollouts.policy
     before = {key: value.clone() for key, value in worker.state_dict().items()}
     trainer.train()
-    assert _equal(dict(worker.state_dict()), before)
-    trainer = _trainer(ticks=9)
+    assert equal_states(dict(worker.state_dict()), before)
+    trainer = off_policy_trainer(ticks=9)
     worker = trainer.collector._team.service.rollouts.policy
     trainer.train()
-    assert not _equal(dict(worker.state_dict()), before)
+    assert not equal_states(dict(worker.state_dict()), before)
 
 
 def test_the_normaliser_counts_each_row_once_though_rows_are_drawn_often():
-    trainer = _trainer(obs_normalization=True, ticks=130)  # 520 rows in a replay of 400
+    trainer = off_policy_trainer(obs_normalization=True, ticks=130)  # 520 rows in a replay of 400
     rows = []
     storage = trainer.storage
     trainer.register_op(
         "pre_steps_log", lambda _: rows.append(storage.get(_last(storage))["observation"].clone())
     )
-    _trained(trainer)
+    trained(trainer)
     (normalizer,) = trainer.normalizers.values()
     assert normalizer.count == 520
     seen = torch.cat(rows).double()
@@ -560,7 +360,7 @@ def test_several_collectors_feed_one_learner_whose_critics_see_more(tmp_path, al
 def test_a_pendulum_is_balanced_for_nine_tenths_of_its_time(algorithm):
     task = replace(make_task("InvertedPendulum-v5"), max_episode_steps=100)
     create_env = partial(MujocoBatchEnv, task, num_envs=8, num_threads=1)
-    trainer = _trainer(300, create_env, algorithm=algorithm, **LEARNS)
+    trainer = off_policy_trainer(300, create_env, algorithm=algorithm, **LEARNS)
     env, returns = create_env(seed=1), []  # seeds 0 to 4 need at most 4,160 of 9,600 frames
 
     def look() -> None:
@@ -570,7 +370,7 @@ def test_a_pendulum_is_balanced_for_nine_tenths_of_its_time(algorithm):
                 trainer.request_stop("it is learnt")
 
     trainer.register_op("post_steps", look)
-    _trained(trainer)
+    trained(trainer)
     env.close()
     assert returns[0] < 20.0  # nothing is learnt before the 400th frame
     assert returns[-1] >= 90.0
@@ -594,7 +394,7 @@ def test_half_of_the_learners_threads_are_the_policys_while_it_trains(
     settings, torch_threads, others
 ):
     found, before = torch.get_num_threads(), {*threading.enumerate()}
-    trainer = _trainer(30, **settings)
+    trainer = off_policy_trainer(30, **settings)
     seen: list[tuple[int, int]] = []
 
     def look() -> None:
@@ -604,6 +404,6 @@ def test_half_of_the_learners_threads_are_the_policys_while_it_trains(
         )
 
     trainer.register_op("post_optim", look)
-    _trained(trainer)
+    trained(trainer)
     assert set(seen) == {(torch_threads, others)}
     assert torch.get_num_threads() == found

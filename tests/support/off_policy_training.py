@@ -1,0 +1,81 @@
+"""Trainers of SAC and TD3 on four pendulums, and what they have learnt."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.collectors.arguments import CreateEnv
+from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.trainers import OffPolicyConfig, OffPolicyTrainer
+from torchrl_unilab.trainers.runs.builders import build_off_policy, with_exploration_noise
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+QUICK = {
+    "num_envs": 4,
+    "replay_buffer_n": 100,
+    "batch_size": 16,
+    "learning_starts": 8,
+    "updates_per_step": 2,
+    "hidden": (8,),
+    "physics_threads": 1,
+    "learner_threads": 1,
+}
+BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
+create_pendulum = partial(MujocoBatchEnv, "InvertedPendulum-v5", num_envs=4, num_threads=1)
+
+
+def off_policy_trainer(
+    ticks: int = 20,
+    create_env: CreateEnv = create_pendulum,
+    *,
+    inline: bool = True,
+    **settings: object,
+) -> OffPolicyTrainer:
+    """A trainer of a pendulum, everything seeded."""
+    torch.manual_seed(0)
+    config = OffPolicyConfig(**{**QUICK, **settings})
+    env = create_env()
+    learner = build_off_policy(env, config)
+    env.close()
+    scheme = UniLabShmScheme()
+    noise = {"std_min": config.noise_std_min, "std_max": config.noise_std_max}
+    collector = ReplayCollector(
+        create_env,
+        learner.actor,
+        capacity=config.capacity,
+        frames_per_batch=config.frames_per_tick,
+        init_random_frames=config.init_random_frames,
+        explore=partial(with_exploration_noise, **noise) if config.algorithm == "td3" else None,
+        weight_sync_schemes={"policy": scheme},
+        inline=inline,
+        lockstep=not inline,
+        seed=0,
+    )
+    return OffPolicyTrainer(
+        collector=collector,
+        loss_module=learner.loss,
+        total_frames=ticks * config.frames_per_tick,
+        config=config,
+        normalizers=learner.normalizers,
+        scheme=scheme,
+        progress_bar=False,
+        seed=0,
+    )
+
+
+def trained(trainer: OffPolicyTrainer) -> dict[str, torch.Tensor]:
+    """Train to the end; return what the loss holds then."""
+    trainer.train()
+    trainer.close()
+    return {key: value.clone() for key, value in trainer.loss_module.state_dict().items()}
+
+
+def equal_states(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    """Whether all is equal bit for bit."""
+    return a.keys() == b.keys() and all(
+        torch.equal(torch.as_tensor(a[key]), torch.as_tensor(b[key])) for key in a
+    )

@@ -1,0 +1,158 @@
+"""Hooks on `OffPolicyTrainer`, and what comes through one: interrupts, and what is not finite."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from tensordict import TensorDictBase
+from torchrl.trainers import LogScalar, RewardNormalizer, UTDRHook
+
+from tests.support.off_policy_training import (
+    BOTH,
+    QUICK,
+    equal_states,
+    off_policy_trainer,
+    trained,
+)
+from torchrl_unilab.errors import ConfigError, DivergedError
+
+
+@BOTH
+@pytest.mark.parametrize("fused", [True, False])
+def test_hooks_of_every_stage_are_called_with_a_tick_as_an_epoch(algorithm, fused):
+    trainer = off_policy_trainer(20, algorithm=algorithm, fused=fused)
+    calls: Counter[str] = Counter()
+
+    def hook(stage: str, *arguments: object) -> object:
+        calls[stage] += 1
+        if stage == "process_optim_batch":
+            arguments[0]["next", "reward"].fill_(7.0)
+        if stage == "post_optim_log":
+            assert (arguments[0]["next", "reward"] == 7.0).all()
+            assert len(arguments[0]) == QUICK["batch_size"]
+        if stage == "post_optim_complete_log":
+            assert arguments[1]["td_error" if fused else "loss_actor"].isfinite()
+        return {f"seen_{stage}": 1.0} if stage.endswith("_log") else (*arguments, None)[0]
+
+    once = ("pre_epoch", "pre_epoch_log", "post_epoch", "post_epoch_log", "post_optim_complete_log")
+    each = ("process_optim_batch", "post_optim_log")
+    for stage in (*once, *each):
+        trainer.register_op(stage, partial(hook, stage))
+    trainer.train()
+    ticks = trainer.updates // QUICK["updates_per_step"]
+    assert calls == dict.fromkeys(once, ticks) | dict.fromkeys(each, trainer.updates)
+    assert len(trainer._log_dict["seen_post_optim_log"]) == trainer.updates
+    with pytest.raises(ConfigError, match=r"^hook stage 'post_loss': OffPolicyTrainer takes its"):
+        trainer.register_op("post_loss", lambda batch: batch)
+
+
+def test_hooks_on_batches_that_never_come_are_refused():
+    trainer = off_policy_trainer()
+    with pytest.raises(ConfigError, match=r"^hook stage 'batch_process': ReplayCollector yields"):
+        RewardNormalizer().register(trainer)
+    trainer.close()
+
+
+def test_torchrls_hook_logs_what_minibatches_hold():
+    trainer = off_policy_trainer(20)
+    trainer.register_op("post_optim_log", LogScalar(("next", "reward"), "reward"))
+    trainer.train()
+    assert len(trainer._log_dict["reward"]) == trainer.updates
+
+
+def test_torchrls_hook_tells_the_updates_per_frame():
+    trainer = off_policy_trainer(20)
+    UTDRHook(trainer).register(trainer)
+    trainer.train()
+    before = trainer.updates - QUICK["updates_per_step"]  # the last tick's
+    ratio = before * QUICK["batch_size"] / trainer.collected_frames
+    assert trainer._log_dict["utd_ratio"][-1] == ratio
+
+
+def test_a_hook_on_minibatches_changes_what_is_learnt_from_and_looking_changes_nothing():
+    def look(rows: TensorDictBase) -> TensorDictBase:
+        return rows
+
+    def change(rows: TensorDictBase) -> TensorDictBase:
+        rows["next", "reward"].fill_(7.0)
+        return rows
+
+    weights = []
+    for hook in (None, look, change):
+        trainer = off_policy_trainer(20)
+        if hook is not None:
+            trainer.register_op("process_optim_batch", hook)
+        weights.append(trained(trainer))
+    assert equal_states(weights[0], weights[1])
+    assert not equal_states(weights[0], weights[2])
+
+
+@BOTH
+def test_what_is_not_finite_in_one_update_of_a_tick_ends_the_training_before_it_is_published(
+    algorithm,
+):
+    trainer = off_policy_trainer(20, algorithm=algorithm, updates_per_step=4)
+    updates, version = itertools.count(), trainer.collector.scheme.version
+
+    def spoil(rows: TensorDictBase) -> TensorDictBase:
+        if next(updates) == 14:  # the third of four
+            rows["next", "reward"][0] = float("inf")
+        return rows
+
+    trainer.register_op("process_optim_batch", spoil)
+    with pytest.raises(DivergedError, match=r"loss_\w+ is (nan|inf) \(expected finite losses\)"):
+        trainer.train()
+    assert trainer.updates == 16
+    assert trainer.collector.scheme.version - version < trainer.collected_frames // 4
+    worker = trainer.collector._team.service.rollouts.policy
+    assert all(p.isfinite().all() for p in worker.parameters())
+    trainer.collector.shutdown()
+
+
+def _interrupt(at: int) -> Callable[[], None]:
+    """Return what Ctrl-C comes in once, in its call number `at`."""
+    calls = itertools.count()
+
+    def interrupt() -> None:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_training_goes_on_after_an_interrupt_in_mid_update(prefetch):
+    trainer = off_policy_trainer(20, prefetch=prefetch)
+    trainer.register_op("post_optim", _interrupt(at=3))
+    with trainer.collector:
+        for batch in trainer.collector:
+            try:
+                trainer.optim_steps(batch)
+            except KeyboardInterrupt:
+                break
+        before = trainer.updates
+        assert before == 4  # in the midst of a tick's two
+        trainer.optim_steps(None)
+        assert trainer.updates == before + QUICK["updates_per_step"]
+    trainer.close()
+
+
+def test_and_after_one_between_a_sample_and_its_first_update(monkeypatch):
+    trainer = off_policy_trainer(20, prefetch=True)
+    prepare, interrupt = trainer.pipeline.start_prepare, _interrupt(at=1)
+
+    def interrupted(*arguments: int) -> None:
+        interrupt()
+        prepare(*arguments)
+
+    monkeypatch.setattr(trainer.pipeline, "start_prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    before = trainer.updates
+    trainer.optim_steps(None)
+    assert trainer.updates == before + QUICK["updates_per_step"]
+    trainer.close()
