@@ -7,9 +7,8 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from torchrl.objectives import SACLoss, SoftUpdate, TD3Loss
+from torchrl.objectives import SACLoss, SoftUpdate
 
 from tests.support.off_policy import (
     ACT,
@@ -23,9 +22,7 @@ from tests.support.off_policy import (
     transitions_of,
 )
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
-from torchrl_unilab.modules import make_q_value, make_sac_actor, make_td3_actor
-from torchrl_unilab.modules.critics import QValue
-from torchrl_unilab.modules.squashed import SquashedPoint
+from torchrl_unilab.modules import make_q_value, make_sac_actor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 
 BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
@@ -465,133 +462,6 @@ def test_an_error_in_either_thread_is_raised_when_both_have_ended(algorithm, fai
         update.step(packed)
     assert ended.is_set()
     torch.testing.assert_close([*loss.parameters()], before, rtol=0.0, atol=0.0)
-
-
-# What is supported
-
-
-def _replaced(algorithm: str = "sac", **parts) -> SACLoss | TD3Loss:
-    """A supported loss but for one part."""
-    make = {"sac": make_sac_actor, "td3": make_td3_actor}[algorithm]
-    actor = parts.pop("actor", None) or make(OBS, ACT, hidden=(8,))
-    critic = parts.pop("critic", None) or make_q_value(OBS, ACT, hidden=(8,))
-    head = actor[0] if algorithm == "sac" else actor
-    head.net = parts.pop("actor_net", head.net)
-    critic.net = parts.pop("critic_net", critic.net)
-    if algorithm == "sac":
-        return SACLoss(actor, critic, **parts)
-    return TD3Loss(actor, critic, bounds=(-1.0, 1.0), **parts)
-
-
-def _frozen() -> SACLoss:
-    actor = make_sac_actor(OBS, ACT, hidden=(8,))
-    actor[0].net[0].bias.requires_grad_(False)
-    return _replaced(actor=actor)
-
-
-def _renamed() -> SACLoss:
-    loss = _replaced()
-    loss.set_keys(action="torque")
-    return loss
-
-
-def _other_estimator() -> SACLoss:
-    loss = _replaced()
-    loss.make_value_estimator("tdlambda", gamma=0.9, lmbda=0.9)
-    return loss
-
-
-class _Actor(SquashedPoint):
-    pass
-
-
-class _Critic(QValue):
-    pass
-
-
-class _Loss(SACLoss):
-    pass
-
-
-def _other_actor() -> TD3Loss:
-    bounds = torch.full((ACT,), -1.0), torch.ones(ACT)
-    return _replaced(
-        "td3", actor=_Actor("observation", None, make_td3_actor(OBS, ACT).net, *bounds)
-    )
-
-
-def _tanh(n_in: int, n_out: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(n_in, 8), nn.Tanh(), nn.Linear(8, n_out))
-
-
-def _norm_without_bias() -> nn.Sequential:
-    norm = nn.LayerNorm(8, bias=False)
-    return nn.Sequential(nn.Linear(OBS, 8), norm, nn.ReLU(), nn.Linear(8, ACT))
-
-
-UNSUPPORTED = {
-    "sac": {
-        "tanh critic": lambda: _replaced(critic_net=_tanh(OBS + ACT, 1)),
-        "tanh actor": lambda: _replaced(actor_net=_tanh(OBS, 2 * ACT)),
-        "no bias": lambda: _replaced(actor_net=nn.Sequential(nn.Linear(OBS, 2 * ACT, bias=False))),
-        "three critics": lambda: _replaced(num_qvalue_nets=3),
-        "no targets": lambda: _replaced(delay_qvalue=False),
-        "target actor": lambda: _replaced(delay_actor=True),
-        "sum": lambda: _replaced(reduction="sum"),
-        "skips": lambda: _replaced(skip_done_states=True),
-        "other critic": lambda: _replaced(
-            critic=_Critic("observation", None, make_q_value(OBS, ACT).net)
-        ),
-        "subclass": lambda: _Loss(make_sac_actor(OBS, ACT), make_q_value(OBS, ACT)),
-        "frozen": _frozen,
-        "mixed dtypes": lambda: _replaced(critic=make_q_value(OBS, ACT).float()),
-        "renamed action": _renamed,
-        "other estimator": _other_estimator,
-    },
-    "td3": {
-        "ends in tanh": lambda: _replaced(
-            "td3", actor_net=nn.Sequential(nn.Linear(OBS, ACT), nn.Tanh())
-        ),
-        "two linear layers": lambda: _replaced(
-            "td3", actor_net=nn.Sequential(nn.Linear(OBS, 8), nn.Linear(8, ACT))
-        ),
-        "other normalisation": lambda: _replaced("td3", actor_net=_norm_without_bias()),
-        "other actor": _other_actor,
-        "ten critics": lambda: _replaced("td3", num_qvalue_nets=10),
-        "no target actor": lambda: _replaced("td3", delay_actor=False),
-        "no target critics": lambda: _replaced("td3", delay_qvalue=False),
-        "sum": lambda: _replaced("td3", reduction="sum"),
-    },
-}
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "case"), [(name, case) for name in UNSUPPORTED for case in UNSUPPORTED[name]]
-)
-def test_other_losses_and_networks_are_refused_and_left_as_they_were(algorithm, case):
-    loss = UNSUPPORTED[algorithm][case]()
-    before = {name: p.data_ptr() for name, p in loss.named_parameters()}
-    assert not UPDATES[algorithm].supports(loss)
-    with pytest.raises(ConfigError, match="by the loss and an optimiser"):
-        fused(loss)
-    assert {name: p.data_ptr() for name, p in loss.named_parameters()} == before
-
-
-@BOTH
-def test_a_supported_loss_is_that_of_our_networks(algorithm):
-    assert UPDATES[algorithm].supports(_replaced(algorithm))
-
-
-def test_a_share_for_the_targets_beyond_one_is_refused():
-    with pytest.raises(ConfigError, match=r"tau: 1\.5"):
-        fused(make_loss("sac"), tau=1.5)
-
-
-def test_an_estimator_that_normalises_rewards_is_refused():
-    loss = make_loss("sac")
-    loss.make_value_estimator(gamma=0.9, average_rewards=True)
-    with pytest.raises(ConfigError, match="average_rewards"):
-        fused(loss)
 
 
 @pytest.mark.gpu
