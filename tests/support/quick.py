@@ -28,6 +28,9 @@ OFF_POLICY: dict[str, Any] = {
     "learner_threads": 1,
     "obs_normalization": True,
 }
+FRAMES, INTERVAL = 192, 96
+"""How long a run of `OFF_POLICY` is, and from checkpoint to checkpoint."""
+QUIET: dict[str, Any] = {"progress_bar": False, "eval_episodes": 1}
 
 
 def quick_run(run_dir: str | Path, **changes: Any) -> dict[str, Any]:

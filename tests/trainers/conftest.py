@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.quick import APPO, OFF_POLICY
+from tests.support.quick import APPO, FRAMES, INTERVAL, OFF_POLICY, QUIET
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, train_appo, train_off_policy
 
 
@@ -53,12 +53,11 @@ def off_policy_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Simpl
         run_dir: Path = tmp_path_factory.mktemp(algorithm) / "run"
         summary = train_off_policy(
             "InvertedPendulum-v5",
-            frames=192,
+            frames=FRAMES,
             run_dir=run_dir,
             config=OffPolicyConfig(algorithm, **OFF_POLICY),
-            checkpoint_interval=96,
-            progress_bar=False,
-            eval_episodes=1,
+            checkpoint_interval=INTERVAL,
+            **QUIET,
         )
         return SimpleNamespace(run_dir=run_dir, summary=summary)
 
