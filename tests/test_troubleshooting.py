@@ -18,6 +18,7 @@ from torchrl.data import PrioritizedSampler, SliceSampler, TensorDictReplayBuffe
 
 from tests.support.processes import DEADLINE
 from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors.arguments import find_device
 from torchrl_unilab.configs.algorithms import split_settings
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter, RolloutRingStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task, rendering
@@ -26,7 +27,6 @@ from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.runtime import WorkerGroup
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.trainers import train_appo
-from torchrl_unilab.trainers.runs.builders import find_device
 from torchrl_unilab.trainers.runs.summary import check_loggers
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -162,7 +162,7 @@ def _compile_without_a_compiler() -> None:
 CAUSES: dict[str, Callable[[], object]] = {
     "make_task": lambda: make_task("HalfCheeta-v5"),
     "epoch": lambda: split_settings({"algo": "appo", "epoch": 1}, "appo"),
-    "device": lambda: find_device("cuda:99"),
+    "device": lambda: find_device("device", "cuda:99"),
     "logger": lambda: check_loggers(["no_such_logger"]),
     "compile": _compile_without_a_compiler,
     "run directory": _train_into_a_full_directory,

@@ -8,8 +8,9 @@ import torch
 
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
+from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.arguments import the_policy
+from torchrl_unilab.collectors.arguments import find_device, the_policy
 from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -203,3 +204,27 @@ def test_a_seed_below_0_is_refused_and_the_collector_goes_on():
         with pytest.raises(ConfigError, match="seed: -1"):
             collector.set_seed(-1)
         assert next(iter(collector)).batch_size == (2, 8)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cpu:0", "cuda", "cuda:0", "cuda:1"])
+def test_a_device_that_is_there_is_found(two_gpus, name):
+    assert find_device("device", name) == torch.device(name)
+
+
+@pytest.mark.parametrize("name", ["cuda:2", "meta", "tpu", torch.device("mps")])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(two_gpus, name):
+    message = rf"device: '{name}' \(.* here: cpu, cuda:0, cuda:1\)"
+    with pytest.raises(ConfigError, match=message):
+        find_device("device", name)
+
+
+def test_a_collector_on_a_device_that_is_not_there_starts_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"policy_device: 'cuda' \(.* finds here: cpu\)"):
+        collected(inline=False, policy_device="cuda")
+    assert not live_children()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -82,6 +83,24 @@ def check_settings(
             f"lockstep: True in collector {worker_idx} of a distributed one (expected False: "
             "rollouts of several machines come in no fixed order). Leave it out."
         )
+
+
+def find_device(setting: str, device: torch.device | str) -> torch.device:
+    """Return a device of this machine, which a setting names.
+
+    Raises:
+        ConfigError: The machine does not have it; names what it has.
+    """
+    known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    with contextlib.suppress(RuntimeError):  # of a kind that PyTorch does not know
+        found = torch.device(device)
+        places = {"cpu": "cpu", "cuda": f"cuda:{found.index or 0}"}
+        if places.get(found.type) in known:
+            return found
+    raise ConfigError(
+        f"{setting}: {str(device)!r} (expected one that torch {torch.__version__} finds here: "
+        f"{', '.join(known)}). Choose one."
+    )
 
 
 def check_state(state: Mapping[str, Any], keys: Sequence[str], envs: Sequence[int]) -> None:

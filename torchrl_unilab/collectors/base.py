@@ -30,6 +30,7 @@ from torchrl_unilab.collectors.arguments import (
     check_settings,
     check_state,
     env_factories,
+    find_device,
     policy_scheme,
     shut_down,
     steps_of,
@@ -123,7 +124,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         self._weight_sync_schemes = {"policy": self.scheme}
         self.policy = the_policy(policy, policy_factory)
         self.policy_factory = [None] * workers
-        self.policy_device = [torch.device(policy_device or "cpu")] * workers
+        self.policy_device = [find_device("policy_device", policy_device or "cpu")] * workers
         self.worker_idx = None if worker_idx is None else int(worker_idx)
         self._measure = measure
         self.num_workers = workers

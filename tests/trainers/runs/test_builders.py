@@ -30,7 +30,7 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.runs.builders import build_learner, find_device
+from torchrl_unilab.trainers.runs.builders import build_learner
 
 CONFIGS = [
     pytest.param(APPOConfig(hidden=(8,), num_envs=2, num_steps=16, minibatches=1), id="appo"),
@@ -52,21 +52,6 @@ CONFIGS = [
 every_algorithm = pytest.mark.parametrize("config", CONFIGS)
 
 
-@pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-
-
-@pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:0", "cuda:1"])
-def test_a_device_that_is_there_is_found(two_gpus, name):
-    assert find_device(name) == torch.device(name)
-
-
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(two_gpus):
-    with pytest.raises(ConfigError, match=r"device: 'cuda:2' \(.* here: cpu, cuda:0, cuda:1\)"):
-        find_device("cuda:2")
-
-
 @pytest.mark.parametrize("setting", ["device", "collector_device"])
 def test_a_run_on_a_device_that_is_not_there_writes_nothing(setting, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -78,7 +63,8 @@ def test_a_run_on_a_device_that_is_not_there_writes_nothing(setting, monkeypatch
 
 
 @every_algorithm
-def test_all_of_the_learner_moves_to_its_device(config, two_gpus, monkeypatch):
+def test_all_of_the_learner_moves_to_its_device(config, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     moved = []
     monkeypatch.setattr(
         torch.nn.Module, "to", lambda module, device: moved.append((module, device))

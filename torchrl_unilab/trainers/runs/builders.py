@@ -18,10 +18,9 @@ from torchrl.envs import EnvBase
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.arguments import CreateEnv
+from torchrl_unilab.collectors.arguments import CreateEnv, find_device
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import (
     ObservationNormalizer,
     PerEnvNoise,
@@ -270,8 +269,8 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
         >>> sorted(learner.normalizers), type(learner.loss).__name__
         (['observation'], 'APPOLoss')
     """
-    device = find_device(config.device)
-    find_device(config.collector_device, "collector_device")
+    device = find_device("device", config.device)
+    find_device("collector_device", config.collector_device)
     learner = ALGORITHMS[config.algorithm].learner(env, config)
     # Critics refer to their normaliser without containing it.
     for module in (learner.loss, *learner.normalizers.values()):
@@ -279,22 +278,6 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
     # The buffers, of which the loss has copies; not the specs, as environments are on the CPU.
     torch.nn.Module.to(learner.actor, device)
     return learner
-
-
-def find_device(name: str, setting: str = "device") -> torch.device:
-    """Return a device of this machine, which a setting names.
-
-    Raises:
-        ConfigError: The machine does not have it; names what it has.
-    """
-    device = torch.device(name)
-    known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    if (f"cuda:{device.index or 0}" if device.type == "cuda" else name) not in known:
-        raise ConfigError(
-            f"{setting}: {name!r} (expected one that torch {torch.__version__} finds here: "
-            f"{', '.join(known)}). Choose one."
-        )
-    return device
 
 
 def run_budget(
