@@ -34,6 +34,12 @@ def test_statistics_are_buffers_and_nothing_learns():
     assert list(normalizer.parameters()) == []
 
 
+def test_an_observation_that_never_changes_is_nought():
+    normalizer = ObservationNormalizer(1)
+    normalizer.update(torch.full((4, 1), 7.0))
+    assert normalizer(torch.tensor([[7.0]])).item() == 0.0
+
+
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_a_size_that_is_no_positive_integer_is_refused(size):
     with pytest.raises(ConfigError, match=r"size of observations: .* an integer of at least 1"):
