@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing as mp
 import os
 import pickle
 import struct
 import threading
+import time
 from multiprocessing.connection import Connection
 
 import pytest
@@ -89,11 +91,24 @@ def test_what_was_sent_before_the_end_was_closed_is_taken_first(
 ):
     here, there = ends
     channel = Channel(here)
-    os.write(there.fileno(), _raw(1) + _raw(2)[:-1])
+    os.write(there.fileno(), _raw(1) + _raw(2) + _raw(3)[:-1])
     there.close()
-    assert channel.take() == 1
+    assert [channel.take(), channel.take()] == [1, 2]
     with pytest.raises(EOFError):
         channel.take()
+
+
+@pytest.mark.parametrize("to_send", [False, True])
+def test_a_wait_for_nothing_lasts_as_long_as_it_was_told(
+    ends: tuple[Connection, Connection], to_send: bool
+):
+    channel = Channel(ends[0])  # which makes it non-blocking
+    with contextlib.suppress(BlockingIOError):
+        while to_send:  # until the pipe takes no more
+            os.write(ends[0].fileno(), bytes(1 << 16))
+    begun = time.monotonic()
+    channel.wait(to_send=to_send, timeout=0.1)
+    assert time.monotonic() - begun > 0.09
 
 
 def test_a_closed_end_refuses_messages(ends: tuple[Connection, Connection]):

@@ -255,6 +255,13 @@ def test_a_worker_that_is_killed_is_named_with_its_signal_and_a_hint(lone, numbe
     assert re.match(rf"server 0, .* was ended by {name}.*{hint}", str(error))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_a_terminal_sends_to_all_in_it_leaves_workers_at_work(lone, number):
+    assert lone.ask(0, "double", 1) == 2
+    os.kill(lone.pids[0], number)
+    assert lone.ask(0, "double", 2) == 4
+
+
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_killed_worker_whose_child_holds_its_pipes_is_named_wherever_one_looks(
     method, monkeypatch
