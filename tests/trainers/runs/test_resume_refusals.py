@@ -147,6 +147,21 @@ def test_a_policy_is_not_used_as_that_of_another_run_that_config_yaml_is_of(
     assert not (tmp_path / "film.mp4").exists()
 
 
+@pytest.mark.parametrize(
+    ("missing", "error", "message"),
+    [
+        ("config.yaml", ConfigError, "config.yaml: cannot be read, No such file"),
+        ("checkpoint", CheckpointError, "no checkpoint in .*checkpoint"),
+    ],
+)
+def test_a_run_of_which_a_part_is_missing_is_refused_by_the_name_of_that(
+    run_dir, missing, error, message
+):
+    (run_dir / missing).rename(run_dir / "elsewhere")
+    with pytest.raises(error, match=rf"cannot evaluate .*: .*{message}"):
+        evaluate_run(run_dir)
+
+
 @pytest.mark.parametrize("steps", [0, "abc"])
 def test_an_evaluation_without_steps_is_refused_as_a_resume_refuses_it(run_dir, steps):
     file = run_dir / "config.yaml"

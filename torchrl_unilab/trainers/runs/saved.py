@@ -165,13 +165,12 @@ def load_run(
         **env_options: Of `MujocoBatchEnv`, if it makes it.
 
     Raises:
-        ConfigError: `run_dir` is not that of a run with a checkpoint, or the environment refuses
-            the options.
-        CheckpointError: The checkpoint is damaged, or does not fit the environment; names an
-            older one that is whole, if there is one.
+        ConfigError: `run_dir` is not that of a run, or the environment refuses the options.
+        CheckpointError: There is no checkpoint, or it is damaged, or does not fit the environment;
+            names an older one that is whole, if there is one.
     """
     path = run_path(run_dir)
-    if not (path / CONFIG_FILE).is_file() or not (path / CHECKPOINT).exists():
+    if not (path / CONFIG_FILE).is_file() and not (path / CHECKPOINT).exists():
         raise ConfigError(
             f"cannot {purpose} {run_dir}: no {CONFIG_FILE} and {CHECKPOINT} there (expected a "
             "run directory). Train first."
