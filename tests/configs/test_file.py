@@ -24,7 +24,9 @@ CONFIGS = [
 def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(as_yaml(run_settings(RUN, config)))
-    run, settings = split_settings(read_config(file), config.algorithm)
+    read = read_config(file)
+    assert [*read] == [*run_settings(RUN, config)]
+    run, settings = split_settings(read, config.algorithm)
     assert RunConfig(**run) == RUN
     assert SETTINGS[config.algorithm].for_task("Hopper-v5", **settings) == config
 
@@ -53,6 +55,13 @@ def test_settings_of_another_algorithm_are_refused():
 def test_an_unknown_setting_names_the_nearest():
     with pytest.raises(ConfigError, match=r"epoch: unknown .*Did you mean epochs\?"):
         split_settings({"algo": "appo", "epoch": 3}, "appo")
+
+
+def test_an_unknown_setting_like_no_other_names_none():
+    with pytest.raises(ConfigError) as refused:
+        split_settings({"algo": "appo", "zzzzz": 3}, "appo")
+    message = "zzzzz: unknown (expected a setting of appo). Correct it, or leave it out."
+    assert str(refused.value) == message
 
 
 def test_each_algorithm_has_settings_and_parts():

@@ -322,6 +322,14 @@ def test_a_device_that_is_not_there_is_refused():
         transfer_to(torch.device(absent))
 
 
+@pytest.mark.parametrize(("device", "index"), [("cuda", 1), ("cuda:0", 0)])
+def test_a_gpu_without_a_number_is_the_current_one(device, index, monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert transfer_to(torch.device(device)).keywords["device"] == torch.device("cuda", index)
+
+
 # Real CUDA
 
 
