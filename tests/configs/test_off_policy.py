@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from torchrl_unilab.configs.off_policy import ALGORITHM_TASKS, OFF_POLICY_TASKS, OffPolicyConfig
 
 
@@ -15,3 +17,16 @@ def test_a_task_may_have_other_settings_for_one_algorithm():
 
 def test_what_is_asked_for_overrides_all():
     assert OffPolicyConfig.for_task("Hopper-v5", "td3", batch_size=64).batch_size == 64
+
+
+def test_rates_stay_where_they_are_not_annealed():
+    assert OffPolicyConfig().lr_share(0.75) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "frames"),
+    [({"learning_starts": 3}, 12), ({"init_random": False}, 0), ({"learning_starts": -1}, 0)],
+)
+def test_actions_are_random_until_learning_starts_in_each_environment(settings, frames):
+    config = OffPolicyConfig(num_envs=2, num_collectors=2, **settings)
+    assert config.init_random_frames == frames
