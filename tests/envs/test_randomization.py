@@ -360,6 +360,18 @@ def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(
         make([MASS, spec])
 
 
+def test_what_one_column_may_lose_is_told_from_what_the_others_have() -> None:
+    torso = mujoco.mj_name2id(MODEL, mujoco.mjtObj.mjOBJ_BODY, "torso")
+    inertia = MODEL.body_inertia[torso]
+    loss = inertia.mean()
+    assert inertia[2] < loss < inertia[0]
+    env = make([Randomize("body_inertia[0]", -loss, 0.0, "add", objects=("torso",))])
+    env.reset()
+    drawn = env.randomizer.values("body_inertia")[:, torso]
+    assert (drawn[:, 0] < inertia[0]).all()
+    np.testing.assert_array_equal(drawn[:, 1:], np.tile(inertia[1:], (N, 1)))
+
+
 @pytest.mark.parametrize(
     "settings",
     [{"low": 2.0}, {"high": float("inf")}, {"how": "multiply"}, {"when": "never"}],
