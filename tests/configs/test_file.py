@@ -25,7 +25,7 @@ def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(as_yaml(run_settings(RUN, config)))
     read = read_config(file)
-    assert [*read] == [*run_settings(RUN, config)]
+    assert [*read.items()] == [*run_settings(RUN, config).items()]
     run, settings = split_settings(read, config.algorithm)
     assert RunConfig(**run) == RUN
     assert SETTINGS[config.algorithm].for_task("Hopper-v5", **settings) == config

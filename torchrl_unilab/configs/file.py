@@ -33,7 +33,7 @@ def as_yaml(values: Mapping[str, Any]) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the settings of a ``config.yaml``.
+    """Return the settings of a ``config.yaml``, whose widths are tuples again.
 
     Raises:
         ConfigError: The file cannot be read, or has no settings by name.
@@ -49,7 +49,7 @@ def read_config(path: Path) -> dict[str, Any]:
         if isinstance(values, dict):
             other = [k for k, t in _KINDS.items() if not isinstance(values.get(k, t()), t)]
             if not other:
-                return {str(key): value for key, value in values.items()}
+                return {str(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
             reason = f"{other[0]} is {values[other[0]]!r}"
     raise ConfigError(
         f"{path}: cannot be read, {reason} (expected the settings of a run by name). Correct the "
