@@ -200,10 +200,20 @@ def test_a_reader_that_is_always_overtaken_says_so_after_bounded_tries():
         assert cell.reader(0).overtaken == 6
 
 
-@pytest.mark.parametrize("slots", [1, 0, -1])
+@pytest.mark.parametrize("slots", [1, 0, -1, 3.0, True])
 def test_fewer_than_two_slots_are_refused(slots):
-    with pytest.raises(ConfigError, match="expected at least 2"):
+    with pytest.raises(ConfigError, match="expected an integer of at least 2"):
         SnapshotCell(_filled(0), slots=slots)
+
+
+@pytest.mark.parametrize("count", ["readers", "first_version"])
+@pytest.mark.parametrize("value", [-1, 1.0, True, "1"])
+def test_readers_and_versions_that_cannot_be_are_refused_before_memory_is_taken(
+    count, value, monkeypatch
+):
+    monkeypatch.delattr("torchrl_unilab.shm.seqlock.SharedSegment")
+    with pytest.raises(ConfigError, match=f"{count}: .* .expected an integer of at least 0"):
+        SnapshotCell(_filled(0), **{count: value})
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 from torchrl_unilab.errors import (
-    ConfigError,
     ContentionError,
     LayoutError,
     SegmentClosedError,
     SegmentError,
 )
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock
@@ -109,6 +109,7 @@ class SnapshotCell(Owner):
 
     Raises:
         ConfigError: Fewer than two slots: a reader could find no whole version during a write.
+            Or fewer readers than none, or a version below 0.
         SegmentSpaceError: It does not fit shared memory; nothing was allocated.
 
     Examples:
@@ -133,8 +134,10 @@ class SnapshotCell(Owner):
         name: str | None = None,
         first_version: int = 0,
     ) -> None:
-        if slots < 2:  # before any memory is taken
-            raise ConfigError(f"seqlock slots: {slots} (expected at least 2). Use the default.")
+        # Before any memory is taken.
+        slots = as_integer("seqlock slots", slots, "Use the default.", least=2)
+        readers = as_integer("seqlock readers", readers, "Use 0 for none.", least=0)
+        first_version = as_integer("first_version", first_version, "Use 0.", least=0)
         layout = BlockLayout.of(initial)
         segment = SharedSegment(self.nbytes(layout, slots, readers), name=name)
         self._open(segment, layout, slots, readers)
