@@ -173,9 +173,9 @@ def _add_training(train: argparse.ArgumentParser) -> None:
     add = train.add_argument
     add("--run-dir", help="new directory of the run (default: runs/TASK-ALGORITHM-SEED-TIME)")
     resume = (
-        "continue the run in --run-dir, on other devices and threads if they are given; its task, "
-        "frames and settings need not be; where they are, and it has no checkpoint yet, start it: "
-        "one command for both"
+        "continue the run in --run-dir; its task, frames and settings need not be given; where "
+        "they are, and it has no checkpoint yet, start it: one command for both; devices and "
+        "numbers of threads may be others than before"
     )
     add("--resume", action="store_true", help=resume)
     add("--config", metavar="FILE", help="repeat a run from its config.yaml; flags take precedence")

@@ -23,10 +23,9 @@ from tests.support.off_policy import (
 )
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import make_q_value, make_sac_actor
-from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
+from torchrl_unilab.objectives import FusedSACUpdate
 
 BOTH = pytest.mark.parametrize("algorithm", ["sac", "td3"])
-UPDATES = {"sac": FusedSACUpdate, "td3": FusedTD3Update}
 STATISTICS_OF_THE_POLICY = {"sac": ["loss_actor", "entropy", "loss_alpha"], "td3": ["loss_actor"]}
 
 pytestmark = pytest.mark.usefixtures("double_precision")

@@ -114,6 +114,11 @@ def test_another_run_or_nothing_to_do_is_refused(free, settings, reason):
     refused(free, reason, **settings)
 
 
+def test_threads_of_another_algorithm_are_refused(appo_run):
+    reason = r"run with \{'learner_threads': None\}"
+    refused(appo_run.run_dir, reason, settings={"learner_threads": 2}, frames=9999)
+
+
 def test_a_checkpoint_in_the_directory_of_another_run_is_refused(run_dir):
     file = run_dir / "config.yaml"
     file.write_text(as_yaml({**read_config(file), "seed": 7, "hidden": [9]}))

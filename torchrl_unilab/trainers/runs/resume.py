@@ -66,9 +66,9 @@ def resume_run(
     Args:
         run_dir: The run.
         settings: What the run is known to be, such as ``{"env": "Hopper-v5"}``; it is
-            refused if it is not. But for ``device``, ``collector_device``, ``physics_threads``
-            and ``learner_threads``, which say where it continues: on another device its
-            generators begin anew.
+            refused if it is not. ``device``, ``collector_device``, ``physics_threads`` and
+            ``learner_threads`` may be others: it continues there, and its generators begin anew
+            on another device.
         frames: Frames to collect, those that have been among them; by default as many as
             the run was to collect.
         create_env: As it was given to the run.
@@ -131,8 +131,8 @@ def resume_run(
             f"cannot resume {run_dir}: create_env for a run without one (expected None: its "
             f"environment is MujocoBatchEnv of {saved.run['env']}). Leave it out, or train anew."
         )
-    here = {**said, **(settings or {})}
-    here = {name: here[name] for name in OF_THE_MACHINE if name in here and name in saved.run}
+    asked = {**said, **(settings or {})}
+    here = {name: asked[name] for name in OF_THE_MACHINE if name in asked}
     config = saved_config({**saved.run, **here})
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")

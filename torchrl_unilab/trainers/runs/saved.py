@@ -108,8 +108,9 @@ def check_run(
             f"{refusal}: settings cannot be compared, {error} (expected some by name, as "
             f"{CONFIG_FILE} has them). Correct them, or leave them out."
         ) from error
+    may_differ = saved.run.keys() & OF_THE_MACHINE
     differ = [key for key in known if saved.run.get(key) != known[key]]
-    other = {key: saved.run.get(key) for key in differ if key not in OF_THE_MACHINE}
+    other = {key: saved.run.get(key) for key in differ if key not in may_differ}
     if "algo" in other:
         raise ConfigError(
             f"{refusal}: it is a run of {other['algo']} (expected {known['algo']}). Restore "
