@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -106,6 +107,15 @@ def test_an_error_while_it_is_held_releases_it():
 
         with spawned(_hold, segment, 0, 1) as (_, pipe):
             assert receive(pipe) == "held"
+
+
+def test_a_lock_without_a_limit_of_time_is_taken_and_closed():
+    with SharedSegment(64) as segment:
+        lock = RangeLock(segment, math.inf)
+
+        assert lock.run(0, 1, lambda: True, _holder)
+        lock.close(segment.close)
+        assert segment.closed
 
 
 def test_the_error_names_the_holder_and_the_wait():

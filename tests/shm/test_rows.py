@@ -301,6 +301,25 @@ def test_the_shard_of_a_living_process_is_refused_by_its_id_and_that_of_a_dead_o
         assert rows.claim(1) == 1
 
 
+def test_rows_are_cleared_and_the_shard_of_another_process_stays_its_own():
+    with make_rows(8, 2) as rows:
+        reads, writes = os.pipe()
+
+        def claim() -> None:
+            put(rows, 3, rows.claim(0))
+            os.write(writes, b"1")
+            signal.pause()
+
+        with forked(claim) as child:
+            os.read(reads, 1)
+            rows.clear()
+            with pytest.raises(ConfigError, match=f"process {child} is alive"):
+                rows.claim(0)
+            assert rows.claim() == 1
+        os.close(reads)
+        os.close(writes)
+
+
 def test_threads_and_processes_that_share_a_shard_write_one_after_the_other():
     with make_rows(4096) as rows:
 

@@ -177,6 +177,18 @@ def test_another_process_publishes_once_the_writer_has_closed():
         assert _publish(cell, 2) == 2
 
 
+def test_an_attachment_publishes_no_more_once_another_was_closed_and_a_process_writes():
+    with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
+        with SnapshotCell.attach(cell.name, cell.layout) as other:
+            _publish(other, 1)
+            _publish(cell, 2)
+        with spawned(_publish_and_stay, cell, 3) as (writer, pipe):
+            assert receive(pipe) == 3
+
+            with pytest.raises(SegmentError, match=rf"process {writer.pid} publishes"):
+                _publish(cell, 4)
+
+
 @pytest.mark.parametrize("extra", [-64, 64])
 def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
     with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:

@@ -8,6 +8,7 @@ line leaves no lock behind. `SharedRows` holds one per shard while it writes.
 from __future__ import annotations
 
 import fcntl
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -63,7 +64,7 @@ class RangeLock:
         Runs it after the timeout in any case.
         """
         threads = self._segment.thread_lock()
-        acquired = threads.acquire(timeout=self._timeout)
+        acquired = threads.acquire(timeout=min(self._timeout, threading.TIMEOUT_MAX))
         try:
             action()
         finally:
@@ -74,7 +75,7 @@ class RangeLock:
         descriptor = self._segment.descriptor
         deadline = time.monotonic() + self._timeout
         delay = _FIRST_RETRY
-        acquired = threads.acquire(timeout=self._timeout)
+        acquired = threads.acquire(timeout=min(self._timeout, threading.TIMEOUT_MAX))
         while not (acquired and _try_lock(descriptor, first, count)):
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(

@@ -246,7 +246,8 @@ class SnapshotCell(Owner):
             WaitTimeoutError: Another process has been registering for seconds.
         """
         self.layout.check(tensors)
-        if self._writer_pid != os.getpid():  # also in a forked copy
+        # Also in a forked copy, and after another attachment of this process has been closed.
+        if self._writer_pid != os.getpid() or self._words[_WRITER] != this_process():
             self._registration.run(0, 1, self._become_writer, lambda: "writer of a snapshot cell")
         with self._publishing:
             words, sequence = self._words, self._sequence

@@ -308,6 +308,21 @@ def test_returns_continue_over_a_checkpoint(envs, before, after, capacity, episo
         assert same(get_all(resumed), get_all(whole))
 
 
+def test_rows_of_a_storage_that_was_emptied_go_on_over_a_checkpoint_and_stop_at_an_end():
+    rows = [chained(0, 1, t, 4) for t in range(8)]
+    kind = {"n_step": 3, "gamma": 1.0}
+    with PackedReplayStorage(20, **kind) as storage, PackedReplayStorage(20, **kind) as resumed:
+        storage.append(torch.cat(rows[:6]))
+        storage._empty()
+        storage.append(torch.cat(rows[:2]))
+        resumed.load_state_dict(storage.state_dict())
+        for each in (storage, resumed):
+            each.append(torch.cat(rows[2:]))
+
+        assert same(get_all(resumed), get_all(storage))
+        assert wrong_chain(get_all(resumed), 4, 3) == 0
+
+
 def test_returns_are_whole_while_two_processes_write():
     example = chained(0, 1, 0, 7)[0].contiguous()
     with (

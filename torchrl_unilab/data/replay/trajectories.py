@@ -77,9 +77,11 @@ class TrajectoryMarker:
             first = [view[:envs] for view in views]
             new[:envs] = torch.where(self._follows(before, first), before[-1], new[:envs])
         ahead, behind = [view[:-envs] for view in views], [view[envs:] for view in views]
-        new[envs:].masked_fill_(self._follows(ahead, behind), 0)
-        # Numbers grow, so the latest start of each environment is the largest so far.
-        views[-1].copy_(new.view(-1, envs).cummax(0).values.view(-1))
+        start = torch.arange(count, device="cpu")
+        start[envs:].masked_fill_(self._follows(ahead, behind), -1)
+        # The latest start of each environment. Their numbers may fall: that of a trajectory which
+        # goes on is of the storage that its rows were loaded from.
+        views[-1].copy_(new[start.view(-1, envs).cummax(0).values.view(-1)])
 
     def _rows_per_step(self, views: list[torch.Tensor], shard: int, head: int) -> int:
         """Find whether rows are a step of several environments, or one trajectory after the other.
