@@ -4,6 +4,7 @@ import copy
 import errno
 import fcntl
 import gc
+import multiprocessing
 import os
 import pickle
 import resource
@@ -273,6 +274,26 @@ def test_an_interrupt_while_pages_are_taken_leaves_nothing(monkeypatch, tmp_path
         SharedSegment(1024, name="unilab-test")
     assert list(tmp_path.iterdir()) == []
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def _create_and_keep(name: str) -> None:
+    _KEPT.append(SharedSegment(4096, name=name))
+
+
+_KEPT: list[SharedSegment] = []
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_worker_that_ends_in_order_leaves_no_named_segment(method):
+    name = f"unilab-test-{os.getpid()}"
+    context = multiprocessing.get_context(method)
+    worker = context.Process(target=_create_and_keep, args=(name,))
+    worker.start()
+    worker.join(DEADLINE)
+
+    assert worker.exitcode == 0
+    assert not (named_directory() / name).exists()
 
 
 def test_a_killed_creator_leaves_no_segment():

@@ -147,6 +147,11 @@ def test_statistics_are_attached_by_name_and_refuse_another_size():
     stats.close()
 
 
+def test_workers_are_numbered_from_zero():
+    with pytest.raises(ConfigError, match=r"a worker .* -1 \(expected"):
+        UniLabShmTransport({-1: _state(0.0), 0: _state(0.0)})
+
+
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
 def test_a_transport_is_copied_for_a_new_process_alone(copied):
     transport = UniLabShmTransport({0: _state(0.0)})

@@ -132,6 +132,7 @@ def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> Mujoco
     if not isinstance(task, MujocoTask):
         raise ConfigError(
             f"make_task: '{module}:{attribute}' gives {type(task).__name__} (expected a MujocoTask "
-            "or what makes one). Name a task or its class."
+            "or what makes one). Name a task or its class; another environment trains by "
+            "train_appo(..., create_env=...)."
         )
     return task

@@ -23,6 +23,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from multiprocessing import reduction
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,9 @@ class SharedSegment(Owner):
         self.name = name
         self._descriptor = descriptor
         path = None if name is None or owner_pid is None else _path(name)
-        # Also at the interpreter's end, before modules are taken down.
-        self._unlink = weakref.finalize(self, _unlink, path, owner_pid, os.fstat(descriptor))
+        # Also at the end of an interpreter, and of a forked worker, which runs no atexit.
+        file = os.fstat(descriptor)
+        self._unlink = Finalize(self, _unlink, (path, owner_pid, file), exitpriority=0)
         self._buffer: npt.NDArray[np.uint8] | None = None
         try:
             if owner_pid is not None:

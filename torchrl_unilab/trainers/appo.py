@@ -240,7 +240,7 @@ class APPOTrainer(RankTrainer):
         if missing := [key for key in needed if batch.get(key, None) is None]:
             raise LayoutKeyError(
                 f"rollouts: no {missing} (expected all that the loss reads). Collect with its "
-                "actor, which returns the action's log probability, and leave out no key."
+                "actor, a ProbabilisticActor with return_log_prob=True, and leave out no key."
             )
         if (found := batch.get(keys.sample_log_prob).shape) != batch.shape:
             raise LayoutShapeError(

@@ -161,7 +161,7 @@ class LossUpdate:
             shapes = {key: tuple(loss.shape) for key, loss in losses.items()}
             raise ConfigError(
                 f"{type(self.loss).__name__} gives {shapes} (expected at least one number whose "
-                "name begins with 'loss'). Give it reduction='mean'."
+                "name begins with 'loss'). Rename what it gives, or give it reduction='mean'."
             )
         torch.stack([part.reshape(()) for part in parts]).sum().backward()
         observed = torch.stack([losses.get(key).detach().reshape(()) for key in names])

@@ -15,6 +15,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.segment import Owner
@@ -142,6 +143,8 @@ class UniLabShmTransport(Owner):
         first_version: int = 0,
     ) -> None:
         settings: dict[str, Any] = {"slots": slots, "name": name, "first_version": first_version}
+        for worker in initial:
+            as_integer("a worker of the initial weights", worker, "Number them from 0.", least=0)
         readers = max(initial, default=-1) + 1
         sources = {id(weights): named_tensors(weights) for weights in initial.values()}
         for tensors in sources.values():

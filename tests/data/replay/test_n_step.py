@@ -282,6 +282,11 @@ def test_rows_without_what_n_steps_need_are_refused_by_its_name(without, keys, n
         storage.append(rows)
 
 
+def test_a_key_in_place_of_a_list_of_keys_is_refused():
+    with pytest.raises(ConfigError, match=r"'observation' \(expected a list .*\['observation'\]"):
+        PackedReplayStorage(64, n_step=2, observation_keys="observation")
+
+
 @given(
     envs=st.integers(1, 3),
     before=st.integers(1, 12),

@@ -168,24 +168,29 @@ def test_other_storages_are_left_to_torchrl():
     )
 
 
+_USE_OURS = "slices of a replay with writers={}: its .*Use PackedSliceSampler"
+
+
 @pytest.mark.parametrize(
-    ("sampler", "settings"),
+    ("sampler", "settings", "named"),
     [
-        (SliceSampler, {"traj_key": "episode"}),
-        (SliceSampler, {"end_key": ("next", "done")}),
-        (PackedSliceSampler, {"end_keys": [("next", "done")]}),
+        (SliceSampler, {"traj_key": "episode"}, _USE_OURS),
+        (SliceSampler, {"end_key": ("next", "done")}, _USE_OURS),
+        (PackedSliceSampler, {"end_keys": [("next", "done")]}, r"neither end_keys .*Give end_key="),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("writers", [1, 2])
-def test_what_needs_positions_in_the_order_of_time_is_refused_without(writers, sampler, settings):
+def test_what_needs_positions_in_the_order_of_time_is_refused_without(
+    writers, sampler, settings, named
+):
     with PackedReplayStorage(CAPACITY, example=_rows([False])[0], writers=writers) as storage:
         buffer = _buffer(sampler(slice_len=1, **settings), storage)
         for writer in range(writers):  # TorchRL fails with one row
             storage.use_writer(writer)
             storage.add(_rows([False] * 4))
             storage.rows.leave()
-        with pytest.raises(ConfigError, match=f"slices of a replay with writers={writers}: its"):
+        with pytest.raises(ConfigError, match=named.format(writers)):
             buffer.sample()
 
 

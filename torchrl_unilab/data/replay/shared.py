@@ -57,6 +57,11 @@ class SharedReplay(SharedStorage):
             )
         if not 0.0 <= gamma <= 1.0:
             raise ConfigError(f"replay storage gamma: {gamma!r} (expected 0 to 1). Change it.")
+        if isinstance(observation_keys, str):
+            raise ConfigError(
+                f"replay storage observation_keys: {observation_keys!r} (expected a list of keys). "
+                f"Give [{observation_keys!r}]."
+            )
         timeout = as_seconds("replay storage timeout", timeout)
         super().__init__(max_size - max_size % writers, writers)
         self.n_step, self.gamma, self.timeout = n_step, gamma, timeout

@@ -15,7 +15,7 @@ import torch
 from torchrl.data import SliceSampler
 
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
-from torchrl_unilab.errors import UsageError
+from torchrl_unilab.errors import ConfigError, UsageError
 
 _Boundaries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -109,6 +109,13 @@ class PackedSliceSampler(SliceSampler):
         if isinstance(storage, _Timeline):
             if (found := self._found(storage)) is not None:
                 return found
+            if storage.turns:
+                raise ConfigError(
+                    "slices of rows that take turns between writers or environments: by what "
+                    "TorchRL alone cuts (expected one flag or number a row, that is, neither "
+                    "end_keys nor a key of several columns, and neither cache_values nor use_gpu). "
+                    "Give end_key=('next', 'done') or a traj_key."
+                )
             storage = storage.storage
         left: _Boundaries = super()._get_stop_and_length(storage, fallback)
         return left

@@ -49,7 +49,8 @@ def action_space(env: EnvBase) -> ContinuousBox:
     if not isinstance(spec.space, ContinuousBox):
         raise ConfigError(
             f"actions: {type(spec).__name__} (expected continuous ones, of a Bounded or Unbounded "
-            "spec). Choose another environment."
+            "spec). Choose another environment, or train by APPOTrainer or OffPolicyTrainer with a "
+            "loss and networks for these."
         )
     if len(spec.shape) != len(env.batch_size) + 1 or not spec.dtype.is_floating_point:
         raise ConfigError(
