@@ -209,7 +209,7 @@ class SnapshotCell(Owner):
         self._payloads: Any = payloads.reshape(slots, layout.nbytes)
         self._views: Any = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
         self._registration = RangeLock(segment)
-        self._writer_pid = 0  # this process, once it publishes
+        self._writer_pid = self._writer = 0  # this process, once it publishes
         self.publishes = 0
         self.overtaken = 0
 
@@ -247,7 +247,7 @@ class SnapshotCell(Owner):
         """
         self.layout.check(tensors)
         # Also in a forked copy, and after another attachment of this process has been closed.
-        if self._writer_pid != os.getpid() or self._words[_WRITER] != this_process():
+        if self._writer_pid != os.getpid() or self._words[_WRITER] != self._writer:
             self._registration.run(0, 1, self._become_writer, lambda: "writer of a snapshot cell")
         with self._publishing:
             words, sequence = self._words, self._sequence
@@ -272,7 +272,7 @@ class SnapshotCell(Owner):
                 f"cannot publish a snapshot: process {process_id(writer)} publishes here "
                 "(expected one writer). Publish from there, or close it there first."
             )
-        self._words[_WRITER] = this_process()
+        self._words[_WRITER] = self._writer = this_process()
         # Of the threads of this process, whichever attachment they publish through.
         self._publishing = self._segment.thread_lock()
         self._writer_pid = os.getpid()

@@ -336,9 +336,7 @@ class Shards:
             origin = words[ORIGIN] + base - words[BASE]
             words[FLOOR] = words[BASE] = words[HEAD] = base
             words[ORIGIN] = origin
-            if words[WRITER] == this_process():  # others still write there
-                words[WRITER] = 0
-            words[STEPS] = 0
+            words[STEPS] = 0  # and whoever writes there goes on
             words[VERSION] += 2 - words[VERSION] % 2
         fence()  # before the first byte of new rows
 
