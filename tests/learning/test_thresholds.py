@@ -50,7 +50,7 @@ THRESHOLDS = (
     Threshold("InvertedDoublePendulum-v5", "appo", 300_000, training=8_500, without_noise=9_300),
     # Seeds 103 to 107 ended at 299 to 352, without noise 301 to 357.
     Threshold("Swimmer-v5", "appo", 1_000_000, training=220, without_noise=220),
-    # Seeds 100 to 104 ended at 2,922 to 4,661, without noise 3,335 to 5,274.
+    # Seeds 100 to 104 ended at 3,392 to 5,260, without noise 3,624 to 5,740.
     Threshold("Walker2d-v5", "appo", 1_000_000, training=2_200, without_noise=2_600),
     # Seeds 100 to 104 ended at -35.7 to -30.2, without noise -35.4 to -29.9.
     Threshold("Pusher-v5", "appo", 1_000_000, training=-42.0, without_noise=-42.0),
