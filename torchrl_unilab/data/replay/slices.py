@@ -112,8 +112,8 @@ class PackedSliceSampler(SliceSampler):
             if storage.turns:
                 raise ConfigError(
                     "slices of rows that take turns between writers or environments: by what "
-                    "TorchRL alone cuts (expected one flag or number a row, that is, neither "
-                    "end_keys nor a key of several columns, and neither cache_values nor use_gpu). "
+                    "TorchRL alone cuts (expected a key of the rows, one flag or number each, "
+                    "neither end_keys nor several columns, without cache_values and use_gpu). "
                     "Give end_key=('next', 'done') or a traj_key."
                 )
             storage = storage.storage
