@@ -16,6 +16,7 @@ from tests.support.bounds import DEADLINE, PROMPT
 from tests.support.collecting import CountingEnv, state_env
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import ReplayCollector
+from torchrl_unilab.data import PackedSliceSampler
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, WorkerError
 from torchrl_unilab.modules import PerEnvNoise
 
@@ -68,6 +69,28 @@ def test_rows_are_transitions_with_true_final_observations(inline):
     assert torch.equal(rows["next", "reward"].squeeze(-1), drawn)
     assert rows["next", "truncated"].any()
     assert not rows["next", "terminated"].any()
+
+
+def _reload(collector: ReplayCollector) -> None:
+    collector.load_state_dict(collector.state_dict())  # this environment starts anew
+
+
+@pytest.mark.parametrize(
+    "cut", [ReplayCollector.reset, lambda collector: collector.set_seed(7), _reload]
+)
+def test_slices_end_where_an_episode_is_cut_short(cut):
+    collector = _collector(inline=True, frames_per_batch=6 * ENVS)
+    for _ in range(5):
+        _ticks(collector, 1)
+        cut(collector)
+    sampler = PackedSliceSampler(slice_len=3, strict_length=False)
+    (positions,), marks = sampler.sample(collector.storage, 300)
+    drawn, steps, _ = collector.storage[positions]["observation"].unbind(-1)
+    within = ~marks["next", "truncated"].squeeze(1)[:-1]
+    assert within.any()
+    assert (drawn.diff()[within] == 0).all()
+    assert (steps.diff()[within] == 1).all()
+    collector.shutdown()
 
 
 def test_a_replay_holds_what_critics_alone_may_see():

@@ -16,7 +16,12 @@ from torchrl.envs import EnvBase
 
 from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
 from torchrl_unilab.collectors.base import Explore, WorkerCollector
-from torchrl_unilab.collectors.worker import ADDED, RolloutWorker, example_rollout
+from torchrl_unilab.collectors.worker import (
+    POLICY_VERSION,
+    TRAJECTORIES,
+    RolloutWorker,
+    example_rollout,
+)
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import ConfigError
@@ -46,7 +51,7 @@ class ReplaySink:
         """Become writer `worker` of the replay, with private memory for a rollout."""
         self.storage.use_writer(worker)
         self._slot = self.schema.empty()
-        self._rows = self._slot.select(*transition_keys(rollouts.env))
+        self._rows = self._slot.exclude(POLICY_VERSION)
 
     def collect(
         self, rollouts: RolloutWorker, publish: Callable[[], None], timeout: float | None
@@ -68,11 +73,12 @@ class ReplayCollector(WorkerCollector):
     """Collects transitions in worker processes into a `PackedReplayStorage`.
 
     Each worker steps its environment and writes rows of the shared replay, the true final
-    observations under ``next``. Iterating yields None once per *tick*, as TorchRL's collectors
-    with a replay buffer do: after each worker has taken ``frames_per_batch`` of steps between
-    them. The workers are then already allowed the next tick, so that they collect while the
-    learner learns, and no further: updates per frame stay what the learner makes of them. With
-    `lockstep` they collect only while the collector is asked for a tick.
+    observations under ``next``, the episode under ``("collector", "traj_ids")``. Iterating yields
+    None once per *tick*, as TorchRL's collectors with a replay buffer do: after each worker has
+    taken ``frames_per_batch`` of steps between them. The workers are then already allowed the
+    next tick, so that they collect while the learner learns, and no further: updates per frame
+    stay what the learner makes of them. With `lockstep` they collect only while the collector is
+    asked for a tick.
 
     Args:
         create_env_fn: As in `WorkerCollector`.
@@ -146,8 +152,8 @@ class ReplayCollector(WorkerCollector):
         self._launch(frames_per_batch, share=self.num_workers, explore=explore)
 
     def _make_sink(self, env: EnvBase, num_steps: int) -> ReplaySink:
-        keys = transition_keys(env)
-        example = example_rollout(env, self.policy, num_steps).select(*keys, *ADDED)
+        keys = row_keys(env)
+        example = example_rollout(env, self.policy, num_steps).select(*keys, POLICY_VERSION)
         row = example.select(*keys).reshape(-1)[0]
         storage = PackedReplayStorage(example=row, writers=self.num_workers, **self._replay)
         return ReplaySink(storage, TensorSchema.of(example))
@@ -217,3 +223,8 @@ def transition_keys(env: EnvBase) -> list[Any]:
     observations = list(env.observation_spec.keys(True, True))
     after = [*observations, *env.reward_keys, *env.done_keys]
     return [*observations, *env.action_keys, *(("next", key) for key in after)]
+
+
+def row_keys(env: EnvBase) -> list[Any]:
+    """Return what a row of the replay consists of: a transition, and the episode it is of."""
+    return [*transition_keys(env), TRAJECTORIES]

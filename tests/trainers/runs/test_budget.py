@@ -158,7 +158,7 @@ def test_the_default_sac_does_not_fit_a_mount_of_64_mb():
     refusal = _limited(_sac(), *SMALL_MOUNT).refusal()
     assert refusal is not None
     assert "do not fit shared-memory mount /dev/shm (expected at most 64.0 MiB" in refusal
-    assert "The largest item, packed replay, takes 160.2 MiB, 2.5" in refusal
+    assert "The largest item, packed replay, takes 167.9 MiB, 2.6" in refusal
     assert refusal.endswith("lower replay_buffer_n or num_envs.")
 
 
@@ -189,7 +189,7 @@ def test_a_run_that_does_not_fit_is_refused_with_nothing_allocated(
     monkeypatch.setattr(budget_module, "memory_limits", lambda device: SMALL_MOUNT)
     run_dir = tmp_path / "run"
     create_env = partial(MujocoBatchEnv, "HalfCheetah-v5", num_envs=16, num_threads=1)
-    with pytest.raises(ConfigError, match=r"(?s)lower replay_buffer_n or .*packed replay +160"):
+    with pytest.raises(ConfigError, match=r"(?s)lower replay_buffer_n or .*packed replay +167"):
         train_off_policy(
             "HalfCheetah-v5",
             frames=9999,

@@ -19,7 +19,7 @@ from torchrl.envs import EnvBase
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.collectors.metrics import SharedMetrics
-from torchrl_unilab.collectors.replay import transition_keys
+from torchrl_unilab.collectors.replay import row_keys
 from torchrl_unilab.collectors.worker import example_rollout, reward_terms
 from torchrl_unilab.configs.appo import APPOConfig
 from torchrl_unilab.configs.off_policy import OffPolicyConfig
@@ -89,7 +89,7 @@ class RunSizes:
         held = {t.data_ptr(): t.nbytes for t in (*loss.parameters(), *loss.buffers())}
         return cls(
             frame={dotted(path): leaf for path, leaf in leaves(frame).items()},
-            transition=frame.select(*transition_keys(env)),
+            transition=frame.select(*row_keys(env)),
             snapshot=BlockLayout.of(named_tensors(actor)),
             weights=sum(held.values()),
             trained=sum(p.nbytes for p in loss.parameters() if p.requires_grad),
