@@ -153,6 +153,8 @@ def test_a_missing_mark_of_the_episodes_is_refused():
         {"std_min": -0.1},
         {"std_max": float("inf")},
         {"low": 1.0, "high": 1.0},
+        {"high": float("inf")},
+        {"low": torch.tensor([-1.0, -float("inf")])},
     ],
     ids=str,
 )

@@ -44,3 +44,12 @@ def test_an_observation_that_never_changes_is_nought():
 def test_a_size_that_is_no_positive_integer_is_refused(size):
     with pytest.raises(ConfigError, match=r"size of observations: .* an integer of at least 1"):
         ObservationNormalizer(size)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_integers_are_normalised_as_numbers_of_the_default_dtype(dtype):
+    normalizer = ObservationNormalizer(2)
+    observation = torch.tensor([[0, 10], [200, 30]], dtype=dtype)
+    normalizer.update(observation)
+    expected = torch.tensor([[-1.0, -1.0], [1.0, 1.0]])
+    torch.testing.assert_close(normalizer(observation), expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import cache
 
@@ -16,7 +17,7 @@ from tests.support.training import (
     parameters_of,
     pendulum_rollouts,
 )
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, DivergedError
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer
 
 
@@ -144,3 +145,30 @@ def test_a_trainer_goes_on_bit_for_bit_from_a_file_that_torch_load_takes_by_defa
     assert other.collected_frames == 2 * FRAMES
     other.train()
     assert_equal(parameters_of(one), parameters_of(other))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_weights_that_the_last_step_of_an_update_spoilt_are_not_published(fused):
+    trainer = appo_trainer(fused=fused)
+    [batch] = pendulum_rollouts(1)
+    version, steps = trainer.collector.scheme.version, itertools.count(1)
+
+    def spoil() -> None:
+        if next(steps) == 4:  # the losses are of before
+            trainer.loss_module.critic_network.net[0].bias.data[0] = float("nan")
+
+    trainer.register_op("post_optim", spoil)
+    with trainer.collector, pytest.raises(DivergedError, match="norm of the weights is nan"):
+        trainer.optim_steps(batch)
+    assert trainer.collector.scheme.version == version
+
+
+def test_a_hook_may_leave_samples_out_of_an_epoch():
+    trainer = appo_trainer()
+    sizes = []
+    trainer.register_op("pre_epoch", lambda rows: rows[:33])
+    trainer.register_op("post_optim_log", lambda rows: sizes.append(len(rows)))
+    [batch] = pendulum_rollouts(1)
+    trainer.optim_steps(batch)
+    assert sizes == [17, 16] * 2
+    trainer.collector.shutdown()

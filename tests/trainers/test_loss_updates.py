@@ -18,7 +18,8 @@ from torchrl.objectives import DDPGLoss, DQNLoss, SACLoss
 from tests.support import reference
 from tests.support.off_policy import make_transitions
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.objectives import FusedAPPOUpdate
+from torchrl_unilab.modules import make_actor, make_critic
+from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
 from torchrl_unilab.trainers.loss_updates import APPOStepper, make_update
@@ -316,3 +317,23 @@ def test_a_loss_that_gives_no_number_is_refused_with_what_it_gives():
 
     with pytest.raises(ConfigError, match=r"DDPGLoss gives .*'loss_actor': .*reduction='mean'"):
         make_update(loss, OffPolicyConfig("td3")).step(make_transitions(ROWS, OBS, ACT))
+
+
+class _PlainLoss(DDPGLoss):
+    def forward(self, tensordict: TensorDictBase) -> torch.Tensor:
+        return super().forward(tensordict)["loss_actor"]
+
+
+def test_a_loss_that_gives_a_plain_tensor_is_refused_by_name():
+    networks = build_learner(_env(), OffPolicyConfig("td3", hidden=())).loss
+    loss = _PlainLoss(networks.actor_network, networks.qvalue_network)
+    loss.make_value_estimator(gamma=0.99)
+
+    with pytest.raises(ConfigError, match=r"_PlainLoss gives Tensor \(expected a TensorDict"):
+        make_update(loss, OffPolicyConfig("td3")).step(make_transitions(ROWS, OBS, ACT))
+
+
+def test_an_appo_loss_with_nothing_to_learn_is_refused():
+    loss = APPOLoss(make_actor(4, 1), make_critic(4)).requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"APPOLoss: no parameter requires a gradient"):
+        APPOStepper(loss, APPOConfig())

@@ -290,6 +290,19 @@ def test_the_normaliser_counts_each_row_once_though_rows_are_drawn_often():
     torch.testing.assert_close(normalizer.variance, seen.var(0, correction=0))
 
 
+def test_a_trainer_that_goes_on_with_an_empty_replay_counts_its_first_rows_too():
+    before = off_policy_trainer(obs_normalization=True, ticks=20)
+    states = []
+    before.register_op("post_steps", lambda: states.append(before.state_dict()))
+    trained(before)
+    trainer = off_policy_trainer(obs_normalization=True, ticks=21)
+    trainer.load_state_dict(states[-1])
+    (normalizer,) = trainer.normalizers.values()
+    counted = normalizer.count.item()
+    trained(trainer)
+    assert normalizer.count == counted + 4  # of the one tick that was left
+
+
 def _last(storage) -> torch.Tensor:
     return torch.arange(storage.ptr - 4, storage.ptr) % storage.max_size
 

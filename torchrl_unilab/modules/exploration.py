@@ -73,10 +73,12 @@ class PerEnvNoise(TensorDictModuleBase):
         )
         self._generator = generator
         self._std: torch.Tensor | None = None
-        if not (self._bounds[0] < self._bounds[1]).all():
+        low_bound, high_bound = self._bounds
+        finite = all(bound.isfinite().all() for bound in self._bounds)
+        if not finite or not (low_bound < high_bound).all():
             raise ConfigError(
-                f"PerEnvNoise: low {low}, high {high} (expected low < high in all dimensions). "
-                "Take the action spec's."
+                f"PerEnvNoise: low {low}, high {high} (expected low < high in all dimensions, "
+                "finite). Take the action spec's, or bounds of your own where it has none."
             )
 
     @property

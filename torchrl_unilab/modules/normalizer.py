@@ -91,7 +91,9 @@ class ObservationNormalizer(nn.Module):
         self.count.copy_(total)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Normalise observations, [..., size], in their own dtype."""
+        """Normalise observations, [..., size], in their own dtype; integers in torch's default."""
+        if not observation.is_floating_point():
+            observation = observation.to(torch.get_default_dtype())
         mean = self.mean.to(observation.dtype)
         scale = (self.variance + self.epsilon).rsqrt().to(observation.dtype)
         return ((observation - mean) * scale).clamp(-self.clip, self.clip)

@@ -20,9 +20,9 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.base import RankTrainer, check_arguments
+from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments
 from torchrl_unilab.trainers.hooks import PublishWeights
-from torchrl_unilab.trainers.loss_updates import APPOStepper
+from torchrl_unilab.trainers.loss_updates import APPOStepper, even_parts
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
@@ -177,8 +177,13 @@ class APPOTrainer(RankTrainer):
         if self.config.final_gamma is not None:
             loss.gamma = self.config.discount(before)
         # The environments first, as the loss has it.
-        estimated = loss.estimate(self.pool.data.transpose(0, 1)).select(*loss.in_keys)
-        pool = estimated.reshape(-1)
+        estimated = loss.estimate(self.pool.data.transpose(0, 1))
+        if missing := [key for key in loss.in_keys if estimated.get(key, None) is None]:
+            raise LayoutKeyError(
+                f"rollouts: no {missing}, which {type(loss).__name__} reads (expected all of its "
+                "in_keys). Collect them, or write them in its `estimate`."
+            )
+        pool = estimated.select(*loss.in_keys).reshape(-1)
         statistics = self._take_steps(batch, pool) | _pool_statistics(loss, pool)
         if loss.target_update_freq is None:  # then once per rollout
             loss.update_target()
@@ -188,8 +193,8 @@ class APPOTrainer(RankTrainer):
             for actor in (loss.actor_network, loss.target_actor_network):
                 actor[0].log_std.detach().clamp_(max=bound)
         # The one wait for the device per rollout.
-        values = torch.stack([self.optimization_stepper.lr, *statistics.values()]).tolist()
-        return dict(zip(("lr", *statistics), values, strict=True))
+        named = {"lr": self.optimization_stepper.lr, **statistics, NORM: self._norm()}
+        return dict(zip(named, torch.stack([*named.values()]).tolist(), strict=True))
 
     def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:
         """Take all passes over the pool; return the mean of each statistic."""
@@ -219,10 +224,7 @@ class APPOTrainer(RankTrainer):
 
     def _shuffled(self, pool: TensorDictBase, minibatches: int) -> Iterable[TensorDictBase]:
         order = torch.randperm(pool.shape[0], device=pool.device)
-        rows: TensorDictBase = self._pre_epoch_hook(pool[order])
-        sizes = [len(part) for part in order.tensor_split(minibatches)]
-        chunks: Iterable[TensorDictBase] = rows.split(sizes)
-        return chunks
+        return even_parts(self._pre_epoch_hook(pool[order]), minibatches)
 
     def _step(self, minibatch: TensorDictBase) -> torch.Tensor:
         losses = self.optimization_stepper.step(self, minibatch)
@@ -237,6 +239,9 @@ class APPOTrainer(RankTrainer):
         observations = {*loss.actor_network.in_keys, *loss.critic_network.in_keys}
         after = [("next", key) for key in (*observations, keys.reward, keys.done, keys.terminated)]
         needed = [*observations, keys.action, keys.sample_log_prob, *after]
+        estimated = [keys.target, keys.target_log_prob, keys.advantage, keys.value_target]
+        of_a_subclass = {*loss.in_keys}.difference(needed, estimated, [keys.state_value])
+        needed += [key for key in of_a_subclass if batch.get(key, None) is not None]
         if missing := [key for key in needed if batch.get(key, None) is None]:
             raise LayoutKeyError(
                 f"rollouts: no {missing} (expected all that the loss reads). Collect with its "

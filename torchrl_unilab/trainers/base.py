@@ -20,6 +20,9 @@ from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks
 
+NORM = "norm of the weights"
+"""Entry of what an update's means are, beside what is logged: of all that is learnt."""
+
 _NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
 """Stages of TorchRL's own step, which it does not call either where another takes its place."""
 
@@ -146,21 +149,28 @@ class RankTrainer(Trainer):
             )
         super().register_op(dest, op, **kwargs)
 
-    def _report_update(self, logged: Mapping[str, float]) -> None:
+    def _norm(self) -> torch.Tensor:
+        """Return the norm of all that is learnt, a scalar: not finite if one number is not."""
+        learnt = (p.detach() for p in self.loss_module.parameters() if p.requires_grad)
+        return nn.utils.get_total_norm(learnt)
+
+    def _report_update(self, means: Mapping[str, float]) -> None:
         """Call the hooks that come after an update's steps, and log its means.
 
         Raises:
-            DivergedError: A loss is not finite: what was learnt has not been published.
+            DivergedError: A loss or a weight is not finite: what was learnt has not been published.
         """
         # Of several ranks all see the same: what they log has been averaged.
-        bad = [n for n, mean in logged.items() if n.startswith("loss") and not math.isfinite(mean)]
+        looked = {n: mean for n, mean in means.items() if n.startswith("loss") or n == NORM}
+        bad = [n for n, mean in looked.items() if not math.isfinite(mean)]
         if bad:
             self.ranks.agree(False)  # names the rank whose gradients are not finite
             raise DivergedError(
-                f"update after {self.collected_frames} frames: {bad[0]} is {logged[bad[0]]} "
-                "(expected finite losses). Lower the learning rates, or look at rewards and "
+                f"update after {self.collected_frames} frames: {bad[0]} is {looked[bad[0]]} "
+                "(expected a finite one). Lower the learning rates, or look at rewards and "
                 "observations; checkpoints are of before."
             )
+        logged = {name: mean for name, mean in means.items() if name != NORM}
         if self._post_optim_complete_log_ops:
             losses = TensorDict({name: torch.tensor(mean) for name, mean in logged.items()})
             for hook, kwargs in self._post_optim_complete_log_ops:

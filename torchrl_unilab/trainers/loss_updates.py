@@ -7,7 +7,7 @@ fraction of the time. `APPOTrainer` and `OffPolicyTrainer` call them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,11 @@ class APPOStepper(OptimizationStepper):
         self.owner: APPOStepper | FusedAPPOUpdate = self if fused is None else fused
         self.max_grad_norm = config.max_grad_norm
         self.parameters = [p for p in loss.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ConfigError(
+                f"{type(loss).__name__}: no parameter requires a gradient (expected at least one "
+                "to learn). Call requires_grad_(True) of a network."
+            )
         # A tensor, so that steering it waits for no device.
         lr = torch.tensor(config.lr, device=self.parameters[0].device)
         self.optimizer: torch.optim.Optimizer = (
@@ -85,8 +90,9 @@ class APPOStepper(OptimizationStepper):
         if isinstance(self.owner, FusedAPPOUpdate):
             self.owner.check()
         losses: TensorDictBase = self._losses(sub_batch)
-        total = losses.get("loss_objective") + losses.get("loss_critic")
-        (total + losses.get("loss_entropy")).backward()
+        torch.stack(
+            [loss for key, loss in losses.items() if key.startswith("loss")]
+        ).sum().backward()
         losses = losses.detach()
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         self.ranks.mean_(gradients, [losses.get(name) for name in self.loss.out_keys])
@@ -99,6 +105,21 @@ class APPOStepper(OptimizationStepper):
             self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, self.owner.max_lr))
         self.loss.step_target()
         return losses
+
+
+def even_parts(rows: TensorDictBase, count: int) -> Sequence[TensorDictBase]:
+    """Cut rows [n] into `count` parts whose sizes differ by one at most.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_unilab.trainers.loss_updates import even_parts
+        >>> [len(part) for part in even_parts(TensorDict(a=torch.arange(6), batch_size=[6]), 4)]
+        [2, 2, 1, 1]
+    """
+    size, longer = divmod(len(rows), count)
+    parts: Sequence[TensorDictBase] = rows.split([size + (i < longer) for i in range(count)])
+    return parts
 
 
 class LossUpdate:
@@ -145,16 +166,20 @@ class LossUpdate:
 
     def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:
         """Cut a batch into minibatches."""
-        chunks: Iterable[TensorDictBase] = prepared.chunk(count)
-        return chunks
+        return even_parts(prepared, count)
 
     def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
         """Take one step; return the losses, named by `statistics`.
 
         Raises:
-            ConfigError: The loss module gives no scalar loss.
+            ConfigError: The loss module gives no TensorDict, or no scalar loss.
         """
         losses = self._losses(minibatch)
+        if not isinstance(losses, TensorDictBase):
+            raise ConfigError(
+                f"{type(self.loss).__name__} gives {type(losses).__name__} (expected a TensorDict "
+                "of losses). Return TensorDict({'loss_NAME': ...})."
+            )
         names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
         parts = [losses.get(key) for key in names if key.startswith("loss")]
         if not parts:

@@ -177,6 +177,11 @@ _USE_OURS = "slices of a replay with writers={}: its .*Use PackedSliceSampler"
         (SliceSampler, {"traj_key": "episode"}, _USE_OURS),
         (SliceSampler, {"end_key": ("next", "done")}, _USE_OURS),
         (PackedSliceSampler, {"end_keys": [("next", "done")]}, r"neither end_keys .*Give end_key="),
+        (
+            PackedSliceSampler,
+            {"traj_key": "gone"},
+            r"by 'gone', which TorchRL alone .*Give end_key=",
+        ),
     ],
     ids=str,
 )

@@ -86,6 +86,14 @@ def test_a_parameter_whose_memory_has_moved_is_refused(move):
         flat.check()
 
 
+def test_a_parameter_that_was_frozen_since_is_refused():
+    parameters = _parameters()
+    flat = FlatAdam(parameters, 1e-2)
+    parameters[1].requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"parameter of shape .*: frozen since .*fused=False"):
+        flat.check()
+
+
 def test_a_copy_whose_parameters_are_no_views_is_refused():
     copy = deepcopy(FlatAdam(_parameters(), 1e-2))
     with pytest.raises(ConfigError, match="its memory has moved"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import nn
+from torch.nn.utils import prune
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
 from tests.support.appo import ACT, OBS, fused, make_loss, make_pool
@@ -52,6 +54,27 @@ def _assert_equals_autograd(loss: APPOLoss, pool: TensorDict) -> None:
 def test_gradients_and_statistics_equal_those_of_the_loss(hidden, settings, size):
     loss = make_loss(hidden=hidden, **settings)
     _assert_equals_autograd(loss, make_pool(loss, size))
+
+
+def test_coefficients_that_change_hold_from_the_next_pool_on():
+    loss = make_loss(value_clip=0.1, entropy_coeff=0.01)
+    update = fused(loss, max_grad_norm=float("inf"))
+    pool = make_pool(loss, 8)
+    loss.critic_coeff, loss.entropy_coeff, loss.clip_epsilon, loss.value_clip = 3.0, 0.5, 0.05, 0.7
+    losses = deepcopy(loss)(pool)
+    statistics = update.step(update.prepare(pool))
+    expected = [losses[key].detach().double() for key in STATISTICS]
+    torch.testing.assert_close(statistics, torch.stack(expected), rtol=1e-6, atol=1e-12)
+
+
+def test_rollouts_of_another_dtype_are_learnt_from_in_that_of_the_networks():
+    loss = make_loss(dtype=torch.float32)
+    pool = make_pool(loss, 8)
+    update = fused(loss)
+    columns = update.prepare(pool)
+    for key in ("action", "action_log_prob"):
+        pool[key] = pool[key].double()
+    torch.testing.assert_close(update.prepare(pool), columns)
 
 
 def test_the_pools_of_these_tests_clip_ratios_and_values():
@@ -208,6 +231,23 @@ def _frozen() -> APPOLoss:
     return loss
 
 
+def _computed(compute: Callable[[nn.Module], object]) -> APPOLoss:
+    """A loss of whose critic's first layer a hook computes something."""
+    loss = _replaced()
+    compute(loss.critic_network.net[0])
+    return loss
+
+
+def _twice(part: str | None) -> APPOLoss:
+    """A loss of whose critic a hidden layer, or one tensor of it, comes twice."""
+    net = make_critic(OBS, hidden=(8, 8, 8)).net
+    if part is None:
+        net[4] = net[2]
+    else:
+        setattr(net[4], part, getattr(net[2], part))
+    return _replaced(critic_net=net)
+
+
 class _Subclass(APPOLoss):
     pass
 
@@ -223,6 +263,15 @@ UNSUPPORTED = {
     "unknown normaliser": lambda: _replaced(critic_normalizer=nn.LayerNorm(OBS)),
     "state-dependent deviation": _state_dependent,
     "shared trunk": _shared_trunk,
+    "a layer twice": lambda: _twice(None),
+    "a weight twice": lambda: _twice("weight"),
+    "spectral norm": lambda: _computed(nn.utils.spectral_norm),
+    "mask": lambda: _computed(lambda layer: prune.random_unstructured(layer, "bias", 0.5)),
+    "parametrisation": lambda: _computed(nn.utils.parametrizations.weight_norm),
+    "hook": lambda: _computed(lambda layer: layer.register_forward_hook(lambda *_: None)),
+    "hook before": lambda: _computed(
+        lambda layer: layer.register_forward_pre_hook(lambda *_: None)
+    ),
     "frozen": _frozen,
     "mixed dtypes": _mixed_dtypes,
     "other actor": _other_actor,

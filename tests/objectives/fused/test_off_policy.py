@@ -241,12 +241,17 @@ def test_observations_are_normalised_by_the_statistics_of_the_moment(algorithm):
         (lambda batch: batch.exclude(("next", "reward")), LayoutKeyError, "'reward'"),
         (lambda batch: batch.reshape(2, 4), LayoutShapeError, r"\(2, 4\)"),
         (
+            lambda batch: batch.set(("next", "reward"), torch.zeros(8, 2)),
+            LayoutShapeError,
+            r"'reward' under 'next' has shape \(8, 2\) \(expected \(8, 1\)\)",
+        ),
+        (
             lambda batch: batch.set("action", torch.zeros(8, ACT + 1)),
             LayoutShapeError,
             r"'action' has shape \(8, 3\) \(expected \(8, 2\)",
         ),
     ],
-    ids=["key", "batch size", "width"],
+    ids=["key", "batch size", "rewards", "width"],
 )
 def test_batches_that_do_not_fit_are_refused(spoil, error, complaint):
     loss = make_loss("sac")

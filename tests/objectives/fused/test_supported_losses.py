@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -50,6 +52,13 @@ def _other_estimator() -> SACLoss:
     return loss
 
 
+def _computed(compute: Callable[[nn.Module], object]) -> SACLoss:
+    """A loss of whose critics' first layer a hook computes something."""
+    critic = make_q_value(OBS, ACT, hidden=(8,))
+    compute(critic.net[0])
+    return _replaced(critic=critic)
+
+
 class _Actor(SquashedPoint):
     pass
 
@@ -91,6 +100,8 @@ UNSUPPORTED = {
         "other critic": lambda: _replaced(
             critic=_Critic("observation", None, make_q_value(OBS, ACT).net)
         ),
+        "spectral norm": lambda: _computed(nn.utils.spectral_norm),
+        "hook": lambda: _computed(lambda layer: layer.register_forward_hook(lambda *_: None)),
         "subclass": lambda: _Loss(make_sac_actor(OBS, ACT), make_q_value(OBS, ACT)),
         "frozen": _frozen,
         "mixed dtypes": lambda: _replaced(critic=make_q_value(OBS, ACT).float()),

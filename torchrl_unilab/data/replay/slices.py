@@ -111,14 +111,19 @@ class PackedSliceSampler(SliceSampler):
                 return found
             if storage.turns:
                 raise ConfigError(
-                    "slices of rows that take turns between writers or environments: by what "
-                    "TorchRL alone cuts (expected a key of the rows, one flag or number each, "
-                    "neither end_keys nor several columns, without cache_values and use_gpu). "
-                    "Give end_key=('next', 'done') or a traj_key."
+                    "slices of rows that take turns between writers or environments: by "
+                    f"{self._key!r}, which TorchRL alone looks for (expected a key that the rows "
+                    "have, one flag or number each, neither end_keys nor several columns, without "
+                    "cache_values and use_gpu). Give end_key=('next', 'done') or a traj_key."
                 )
             storage = storage.storage
         left: _Boundaries = super()._get_stop_and_length(storage, fallback)
         return left
+
+    @property
+    def _key(self) -> Any:
+        """What slices are cut by, once it has been looked for."""
+        return self._used_traj_key if self._fetch_traj else self.end_key
 
     def _found(self, timeline: _Timeline) -> _Boundaries | None:
         """Return the same, by what is known; None if that is left to TorchRL."""
@@ -127,7 +132,7 @@ class PackedSliceSampler(SliceSampler):
         storage = timeline.storage
         if self._traj_key_auto:
             self._resolve_traj_key(storage)
-        key = self._used_traj_key if self._fetch_traj else self.end_key
+        key = self._key
         views = storage._storage  # of all rows, written or not
         column = None if key is None or views is None else views.get(key, None)
         if column is None or column.numel() != len(column):

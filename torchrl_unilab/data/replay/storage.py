@@ -305,7 +305,7 @@ class PackedReplayStorage(SharedReplay):
         """Return rows that were written since the last call, and what to call with next.
 
         Args:
-            counted: What the last call returned; empty for all rows.
+            counted: What the last call returned; empty for all rows, as if of another replay.
 
         Returns:
             Copies of the rows [n], the oldest of a shard first, without those that have been
@@ -317,7 +317,8 @@ class PackedReplayStorage(SharedReplay):
             return batches.tensordict(batches.batch(0), index=False), tuple(counted)
         shifts = tuple(map(int.__sub__, origins, bases))
         read = tuple(map(int.__add__, window.heads, shifts))
-        window = window.above(tuple(map(int.__sub__, counted or (0,) * len(shifts), shifts)))
+        known = (c if c <= r else 0 for c, r in zip(counted or (0,) * len(read), read, strict=True))
+        window = window.above(tuple(map(int.__sub__, known, shifts)))
         positions = [
             rows.positions(torch.arange(floor, head, device="cpu") * rows.shards + shard)
             for shard, (floor, head) in enumerate(zip(*window, strict=True))

@@ -97,7 +97,8 @@ class FlatAdam:
         ``zero_grad`` of a module or of the optimiser drops gradients, which are views again then.
 
         Raises:
-            ConfigError: A parameter has other memory now, which no step would change.
+            ConfigError: A parameter has other memory now, which no step would change, or is to be
+                learnt no longer.
         """
         for parameter, gradient, place in self._views:
             if parameter.data_ptr() != place:
@@ -105,6 +106,12 @@ class FlatAdam:
                     f"parameter of shape {tuple(parameter.shape)}: its memory has moved since the "
                     "update that steps it was made (expected it to stay). Make the update, or the "
                     "trainer, after `to`, `deepcopy`, load_state_dict(assign=True), and only one."
+                )
+            if not parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter of shape {tuple(parameter.shape)}: frozen since the update that "
+                    "steps it was made (expected it to be learnt). Freeze it before, or take "
+                    "fused=False."
                 )
             if parameter.grad is None:
                 gradient.zero_()

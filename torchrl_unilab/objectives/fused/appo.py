@@ -51,7 +51,8 @@ class FusedAPPOUpdate:
     replayed graphs (`StepGraphs`), unless ranks learn together.
 
     Args:
-        loss: The loss, which must be supported. Its coefficients stay as they are now.
+        loss: The loss, which must be supported. Coefficients that change hold from the next
+            `prepare` on.
         lr: Initial and highest learning rate.
         desired_kl: KL divergence, target to current policy, to steer towards.
         max_grad_norm: Bound of the gradient's norm.
@@ -95,7 +96,11 @@ class FusedAPPOUpdate:
         head = actor[0]
         if type(head) is not GaussianParameters or type(critic) is not StateValue:
             return False
-        parameters = [*actor.parameters(), *critic.parameters()]
+        parameters = [  # a layer that comes twice, twice
+            parameter
+            for network in (actor, critic)
+            for _, parameter in network.named_parameters(remove_duplicate=False)
+        ]
         return (
             {type(head.normalizer), type(critic.normalizer)} <= {nn.Identity, ObservationNormalizer}
             and is_tanh_mlp(head.net, len(head.log_std))
@@ -138,8 +143,7 @@ class FusedAPPOUpdate:
         self._rows = [*inputs, 2 * actions, actions, 2, *[1] * 5]
         self._entropy = actions * (0.5 + HALF_LOG_2PI)  # at a standard deviation of one
         # Of what a step averages; the entropy needs no average and replaces its entry.
-        factors = [-1.0, 0.5 * loss.critic_coeff, 0.0, -1.0, 1.0, 1.0]
-        self._factors = self._adam.flat.new_tensor(factors)
+        self._factors = self._adam.flat.new_tensor([-1.0, 0.5, 0.0, -1.0, 1.0, 1.0])
         self._max_grad_norm = self._adam.flat.new_tensor(max_grad_norm)
         self._highest = DeviceNumber(rate.device)
         self._graphs = graphs_of(self._adam.flat.device, ranks)
@@ -167,10 +171,11 @@ class FusedAPPOUpdate:
             last, so that operations on a feature run through memory.
 
         Raises:
-            ConfigError: A parameter's memory has moved since this was made.
+            ConfigError: A parameter's memory has moved since this was made, or it was frozen.
         """
         self.check()
         loss, keys = self.loss, self.loss.tensor_keys
+        self._factors[1] = 0.5 * loss.critic_coeff
         networks = (loss.actor_network[0], loss.critic_network)[: 1 if self._one_input else 2]
         inputs = [net.normalizer(pool.get(net.in_keys[0])) for net in networks]
         action, target = pool.get(keys.action), pool.get(keys.target)
@@ -190,7 +195,8 @@ class FusedAPPOUpdate:
             ((log_t - log_b).exp() > loss.rho_bar).to(advantage.dtype),
         )
         vectors = (*inputs, action, target.get("loc"), scale.square())
-        return torch.cat([*(vector.t() for vector in vectors), torch.stack(scalars)])
+        columns = torch.cat([*(vector.t() for vector in vectors), torch.stack(scalars)])
+        return columns.to(self._adam.flat.dtype)  # some collectors act in float64
 
     @staticmethod
     def shuffled(
@@ -221,8 +227,10 @@ class FusedAPPOUpdate:
             if self._graphs is None:
                 statistics = take(columns)
             else:
-                constants = (steers, self.desired_kl, *self._adam.constants())
-                statistics = self._graphs(take, columns, *constants)
+                loss = self.loss
+                coefficients = loss.clip_epsilon, loss.value_clip, loss.entropy_coeff
+                settings = (steers, self.desired_kl, *coefficients, loss.critic_coeff)
+                statistics = self._graphs(take, columns, *settings, *self._adam.constants())
             self.loss.step_target()
         return statistics.clone()  # outside, so that it can be used like any other tensor
 

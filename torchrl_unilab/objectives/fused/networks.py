@@ -357,18 +357,22 @@ def is_tanh_mlp(net: nn.Module, size: int) -> bool:
 
 
 def _is_mlp(net: nn.Module, pattern: str, size: int) -> bool:
-    """Return whether its layers' kinds match, all with biases, and it ends in `size` units."""
+    """Return whether its layers' kinds match, all with weights and biases of their own.
+
+    It ends in `size` units, and nobody hooks on to what layers compute.
+    """
     kinds = {nn.Linear: "L", nn.LayerNorm: "N", nn.ReLU: "R", nn.Tanh: "T"}
     layers: list[Any] = list(net) if type(net) is nn.Sequential else []
     if not re.fullmatch(pattern, "".join(kinds.get(type(layer), "?") for layer in layers)):
         return False
     return (
         bool(layers[-1].out_features == size)
-        and all(
-            layer.bias is not None
+        and all(  # and not what a spectral norm or a mask computes
+            isinstance(layer.weight, nn.Parameter) and isinstance(layer.bias, nn.Parameter)
             for layer in layers
             if isinstance(layer, nn.Linear | nn.LayerNorm)
         )
+        and not any(each._forward_hooks or each._forward_pre_hooks for each in (net, *layers))
         and all(
             norm.normalized_shape == (linear.out_features,)
             for linear, norm in itertools.pairwise(layers)

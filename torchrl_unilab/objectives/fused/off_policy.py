@@ -223,7 +223,7 @@ class FusedOffPolicyUpdate(abc.ABC):
 
         Raises:
             LayoutError: The batch lacks a key, has not one dimension, or a part another width.
-            ConfigError: A parameter's memory has moved since this was made.
+            ConfigError: A parameter's memory has moved since this was made, or it was frozen.
         """
         for adam in (self._critic_adam, *self._policy_adams):
             adam.check()

@@ -82,8 +82,15 @@ class TransitionRows:
         steps = batch.get(loss.value_estimator.tensor_keys.steps_to_next_obs, None)
         if steps is not None:
             gamma = gamma ** steps.reshape(column)
-        parts.append(_required(after, keys.reward).reshape(column))
-        parts.append(gamma * _required(after, keys.terminated).reshape(column).logical_not())
+        reward, terminated = _required(after, keys.reward), _required(after, keys.terminated)
+        for key, part in ((keys.reward, reward), (keys.terminated, terminated)):
+            if part.numel() != len(batch):
+                raise LayoutShapeError(
+                    f"transitions: {key!r} under 'next' has shape {tuple(part.shape)} (expected "
+                    f"{column}). Add the rewards of several agents up."
+                )
+        parts.append(reward.reshape(column))
+        parts.append(gamma * terminated.reshape(column).logical_not())
         weighs = loss.use_prioritized_weights in (True, "auto")
         weight = batch.get(keys.priority_weight, None) if weighs else None
         parts.append(torch.ones_like(parts[-1]) if weight is None else weight.reshape(column))
