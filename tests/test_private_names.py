@@ -58,6 +58,7 @@ PRIVATE = {
     "tensordict.base": "_new_unsafe",
     "tensordict.nn.params": "_param_td",
     "torch": "_foreach_copy_ _foreach_lerp_ _fused_adam_",
+    "torch.nn.modules.module": "_forward_hooks _forward_pre_hooks",
     "torch.ops.mkldnn": "_linear_pointwise",
     "torch.nn.modules.module": "_non_persistent_buffers_set _parameters",
     "mujoco": "_callbacks",
