@@ -58,9 +58,9 @@ PRIVATE = {
     "tensordict.base": "_new_unsafe",
     "tensordict.nn.params": "_param_td",
     "torch": "_foreach_copy_ _foreach_lerp_ _fused_adam_",
-    "torch.nn.modules.module": "_forward_hooks _forward_pre_hooks",
     "torch.ops.mkldnn": "_linear_pointwise",
-    "torch.nn.modules.module": "_non_persistent_buffers_set _parameters",
+    "torch.nn.modules.module": "_forward_hooks _forward_pre_hooks "
+    "_non_persistent_buffers_set _parameters",
     "mujoco": "_callbacks",
     "argparse": "_ActionsContainer _actions",
 }
