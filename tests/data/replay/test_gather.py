@@ -45,9 +45,20 @@ def test_a_batch_of_rows_of_another_form_is_refused_and_unchanged():
             storage.sample(20, out=known)
         with pytest.raises(ConfigError, match="not made for it"):
             storage.sample(20, out=known.clear())
-        replaced = storage.empty_batch(20).set("a", torch.zeros(20, 3))
-        with pytest.raises(ConfigError, match="not made for it"):
-            storage.sample(20, out=replaced)
+        for known in (storage.empty_batch(20), storage.sample(20, out=storage.empty_batch(20))):
+            replaced = known.set("a", torch.zeros(20, 3))
+            with pytest.raises(ConfigError, match="not made for it"):
+                storage.sample(20, out=replaced)
+
+
+def test_a_batch_that_is_known_is_refused_once_a_nested_part_of_it_was_replaced():
+    with PackedReplayStorage(50) as storage:
+        storage.append(transitions(50))
+        for key in ("next", ("next", "observation")):
+            out = storage.sample(20, out=storage.empty_batch(20))
+            out.set(key, out[key].clone())
+            with pytest.raises(ConfigError, match="not made for it"):
+                storage.sample(20, out=out)
 
 
 def test_batches_to_sample_into_are_known_as_long_as_there_are_any():

@@ -7,7 +7,10 @@ storage samples and reads with it, and a pipeline's host batches are made by it.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,8 +46,31 @@ _Block = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape of one row, dtype."""
 _EXTRA = {"steps_to_next_obs": torch.int64, "gamma": torch.float32, "nonterminal": torch.bool}
 """What batches of several steps have beside the rows."""
-_Known = dict[int, tuple["weakref.ref[TensorDictBase]", torch.Tensor, Batch]]
-"""Batches by their id, with their positions and their memory."""
+
+
+class _Known(NamedTuple):
+    """A batch that lies in memory for batches.
+
+    Attributes:
+        batch: The batch.
+        nested: The TensorDicts in it.
+        held: What they and the batch hold.
+        memory: The memory.
+    """
+
+    batch: weakref.ref[TensorDictBase]
+    nested: tuple[TensorDictBase, ...]
+    held: list[Any]
+    memory: Batch
+
+    def is_still(self, batch: TensorDictBase) -> bool:
+        """Return whether it is this batch, and nothing in it has been replaced."""
+        held = _held(batch, self.nested)
+        return (
+            self.batch() is batch
+            and len(held) == len(self.held)
+            and all(map(operator.is_, held, self.held))
+        )
 
 
 class BatchLayout:
@@ -74,7 +100,7 @@ class BatchLayout:
         self._plain = replace(form.schema, fields=tuple(fields))
         index = TensorField(("index",), form.schema.batch_size, torch.int64)
         self._indexed = replace(form.schema, fields=(*fields, index))
-        self._known: _Known = {}
+        self._known: dict[int, _Known] = {}  # by their id
 
     def nbytes(self, count: int) -> int:
         """Bytes of the memory of a batch of `count` rows."""
@@ -125,11 +151,11 @@ class BatchLayout:
         Raises:
             ConfigError: It is none of these.
         """
-        index = batch.get("index", None)
         count = batch.batch_size[0] if batch.batch_size else 0
         known = self._known.get(id(batch))
-        if known is not None and known[0]() is batch and known[1] is index and count:
-            return known[2]
+        if known is not None and count and known.is_still(batch):
+            return known.memory
+        index = batch.get("index", None)
         if index is not None and count:
             storage = index.untyped_storage()
             if storage.nbytes() >= self.nbytes(count) and not index.storage_offset():
@@ -139,7 +165,11 @@ class BatchLayout:
                 made = self.tensordict(memory, index=True)
                 if _places(made).items() <= _places(batch).items():
                     forget = functools.partial(_forget, self._known, id(batch))
-                    self._known[id(batch)] = weakref.ref(batch, forget), index, memory
+                    leaves_and_nodes = batch.values(include_nested=True)
+                    nested = tuple(v for v in leaves_and_nodes if isinstance(v, TensorDictBase))
+                    held = _held(batch, nested)
+                    known = _Known(weakref.ref(batch, forget), nested, held, memory)
+                    self._known[id(batch)] = known
                     return memory
         raise ConfigError(
             f"batch to sample into: batch size {list(batch.batch_size)}, not made for it (expected "
@@ -155,7 +185,12 @@ def _places(batch: TensorDictBase) -> dict[Any, tuple[int, torch.dtype, torch.Si
     }
 
 
-def _forget(known: _Known, key: int, _: object) -> None:
+def _held(batch: TensorDictBase, nested: Iterable[TensorDictBase]) -> list[Any]:
+    """Return what a batch holds, and then what the TensorDicts in it do."""
+    return [*batch.values(), *itertools.chain.from_iterable(node.values() for node in nested)]
+
+
+def _forget(known: dict[int, _Known], key: int, _: object) -> None:
     known.pop(key, None)
 
 
