@@ -33,6 +33,7 @@ from torchrl_unilab.configs.flags import add_settings, given
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, RunCompleteError, UniLabError, WorkerError
 from torchrl_unilab.fork_server import start_fork_server
+from torchrl_unilab.limits import of_launcher
 
 _REMEDIES = {
     errno.ENOSPC: " (expected room for a run's files). Make room, or choose another directory.",
@@ -223,7 +224,7 @@ def _train(options: argparse.Namespace) -> int:
         again = options.resume and Path(options.run_dir, CONFIG_FILE).is_file()
         with _telling_what_is_saved(options):
             summary = Run(plan, config, options.run_dir, announce=print, again=again)()
-    if int(os.environ.get("RANK", "0")):
+    if of_launcher("RANK", 0):
         return 130 if summary["interrupted"] else 0
     _show(summary)
     traced = ", trace.json" if options.trace else ""
@@ -237,7 +238,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _resuming(options: argparse.Namespace) -> str:
     """Return the command that continues a run."""
-    start, ranks = "torchrl-unilab", int(os.environ.get("WORLD_SIZE", "1"))
+    start, ranks = "torchrl-unilab", of_launcher("WORLD_SIZE", 1)
     if ranks > 1:
         start = f"torchrun --nproc-per-node {ranks} -m torchrl_unilab"
     return f"{start} train {options.algorithm} --run-dir {shlex.quote(options.run_dir)} --resume"
@@ -253,7 +254,7 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
     except BaseException:
         saved = sorted(Path(options.run_dir, "checkpoint").glob("frames-*"))
         frames = int(saved[-1].name.partition("-")[2]) if saved else 0
-        if frames and not int(os.environ.get("RANK", "0")):
+        if frames and not of_launcher("RANK", 0):
             print(f"{frames:,} frames are saved; to go on: {_resuming(options)}", file=sys.stderr)
         raise
 

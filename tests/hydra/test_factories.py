@@ -115,6 +115,17 @@ def test_workers_take_over_weights_as_the_settings_say():
     assert trainer.collector.scheme.pull_at == "rollout"
 
 
+@pytest.mark.parametrize(("recipe", "settings"), [("sac", OFF_POLICY), ("appo", APPO)])
+@pytest.mark.parametrize("node", [True, False])
+def test_episodes_are_staggered_where_the_environments_node_or_the_settings_say_so(
+    node, recipe, settings
+):
+    trainer = _trainer(recipe, [*settings, *INLINE, f"env.stagger={node}"])
+    env = trainer.collector._team.service.rollouts.env
+    trainer.collector.shutdown()
+    assert env.stagger == (node or recipe == "appo")
+
+
 def test_a_collector_s_node_overrides_the_settings():
     trainer = _trainer("sac", [*OFF_POLICY, *INLINE, "collector.capacity=128"])
     trainer.collector.shutdown()

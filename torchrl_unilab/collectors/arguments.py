@@ -224,7 +224,7 @@ def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmSc
     return scheme
 
 
-def shut_down() -> SegmentClosedError:
+def closed_error() -> SegmentClosedError:
     """Return the error of a collector that is used after its end."""
     return SegmentClosedError(
         "cannot use the collector: it is shut down (expected a running one). Build a new one."

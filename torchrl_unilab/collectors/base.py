@@ -29,10 +29,10 @@ from torchrl_unilab.collectors.arguments import (
     check_done_keys,
     check_settings,
     check_state,
+    closed_error,
     env_factories,
     find_device,
     policy_scheme,
-    shut_down,
     steps_of,
     the_policy,
     without_creators,
@@ -205,12 +205,12 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     def _open_sink(self) -> Any:
         if self._sink is None:
-            raise shut_down()
+            raise closed_error()
         return self._sink
 
     def _open_team(self) -> WorkerTeam:
         if self._sink is None or self._team is None or self._team.stopped:
-            raise shut_down()
+            raise closed_error()
         return self._team
 
     @property
@@ -235,7 +235,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
     def metrics(self) -> CollectorMetrics:
         """Return the newest metrics of the workers. Does not block."""
         if self._metrics is None:
-            raise shut_down()
+            raise closed_error()
         return self._metrics.total()
 
     def status(self) -> dict[str, float]:
@@ -265,7 +265,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             with self._closing:  # a shutdown that has begun ends first
                 closed = self._sink is None
             if closed:
-                raise shut_down() from error
+                raise closed_error() from error
             if self._team is not None:
                 self._team.stop(STOP_SECONDS)  # they may hang
             raise

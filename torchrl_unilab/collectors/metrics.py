@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.seqlock import Snapshot
 
@@ -208,17 +207,10 @@ class SharedMetrics:
             log: Episodes.
             clock: Seconds per phase.
             ticks: The last tick completed.
-            values: Further metrics by name; NaN for a name left out.
-
-        Raises:
-            LayoutKeyError: A name was not given at construction; nothing was published.
+            values: Further metrics by name: NaN for a name left out, and others than `names`
+                are left out.
         """
         values = {} if values is None else values
-        if unknown := sorted(values.keys() - set(self.names)):
-            raise LayoutKeyError(
-                f"cannot publish metrics: unknown names {unknown} (expected some of "
-                f"{list(self.names)}). Name them when SharedMetrics is built."
-            )
         counts = (frames, trajectories, ticks, log.episodes)
         further = [values.get(name, math.nan) for name in self.names]
         self._cells[worker].publish(

@@ -146,8 +146,7 @@ class WorkerService:
 
     def publish(self) -> None:
         """Publish the worker's metrics; those that the first worker lacks are left out."""
-        own, names = self.rollouts, self.metrics.names
-        measured = own.measure(own.env)
+        own = self.rollouts
         self.metrics.publish(
             self.worker,
             own.frames,
@@ -155,7 +154,7 @@ class WorkerService:
             own.log,
             own.clock,
             ticks=self.ticks,
-            values={name: measured[name] for name in names if name in measured},
+            values=own.measure(own.env),
         )
 
     def wait(self, link: Link) -> tuple[Any, ...] | None:

@@ -125,6 +125,25 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, list) and bool(index) and type(index[0]) in MASKS
 
 
+def from_the_start(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Return positions of rows, int64 [n], n > 0, those that count from the end from the start.
+
+    Raises:
+        PositionError: There is no such row.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_unilab.data.positions import from_the_start
+        >>> from_the_start(torch.tensor([2, -1]), 5)
+        tensor([2, 4])
+    """
+    low = int(positions.min())
+    if low < 0:
+        check_range(low, low, length, "row", "written")
+        positions = positions.where(positions >= 0, positions + length)
+    return positions
+
+
 def check_range(low: int, high: int, length: int, what: str, state: str) -> None:
     """Refuse positions from `low` to `high`, negative ones counted from the end.
 

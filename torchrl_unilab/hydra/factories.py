@@ -84,9 +84,9 @@ def make_appo_trainer(*, config: APPOConfig, **arguments: Any) -> Trainer:
     Args:
         config: The settings.
         **arguments: ``create_env_fn`` makes a collector's environment; of a `MujocoBatchEnv`,
-            what is None follows the settings. ``collector`` is a partial with what differs from
-            the settings, ``seed`` seeds as `train_appo` does, ``hooks`` are registered; the rest
-            is TorchRL's.
+            what is None follows the settings, and ``stagger`` holds where either has it.
+            ``collector`` is a partial with what differs from the settings, ``seed`` seeds as
+            `train_appo` does, ``hooks`` are registered; the rest is TorchRL's.
 
     Raises:
         ConfigError: The settings are of another algorithm, or an argument has no meaning here;
@@ -211,5 +211,6 @@ def _sized(create_env: Any, config: Config) -> Any:
                 "(expected null, or the same). Set settings.num_envs."
             )
         missing = {k: v for k, v in from_settings.items() if given.get(k) is None}
-        return partial(create_env, **missing, stagger=config.stagger)
+        stagger = config.stagger or bool(create_env.keywords.get("stagger"))
+        return partial(create_env, **missing, stagger=stagger)
     return create_env

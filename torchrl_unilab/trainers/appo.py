@@ -22,7 +22,7 @@ from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments
 from torchrl_unilab.trainers.hooks import PublishWeights
-from torchrl_unilab.trainers.loss_updates import APPOStepper, even_parts
+from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import register_reports
 from torchrl_unilab.weight_update.versions import PolicyVersions
 
@@ -224,7 +224,9 @@ class APPOTrainer(RankTrainer):
 
     def _shuffled(self, pool: TensorDictBase, minibatches: int) -> Iterable[TensorDictBase]:
         order = torch.randperm(pool.shape[0], device=pool.device)
-        return even_parts(self._pre_epoch_hook(pool[order]), minibatches)
+        rows: TensorDictBase = self._pre_epoch_hook(pool[order])
+        parts: Iterable[TensorDictBase] = rows.tensor_split(minibatches)
+        return parts
 
     def _step(self, minibatch: TensorDictBase) -> torch.Tensor:
         losses = self.optimization_stepper.step(self, minibatch)

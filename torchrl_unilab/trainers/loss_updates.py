@@ -7,7 +7,7 @@ fraction of the time. `APPOTrainer` and `OffPolicyTrainer` call them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -107,21 +107,6 @@ class APPOStepper(OptimizationStepper):
         return losses
 
 
-def even_parts(rows: TensorDictBase, count: int) -> Sequence[TensorDictBase]:
-    """Cut rows [n] into `count` parts whose sizes differ by one at most.
-
-    Examples:
-        >>> import torch
-        >>> from tensordict import TensorDict
-        >>> from torchrl_unilab.trainers.loss_updates import even_parts
-        >>> [len(part) for part in even_parts(TensorDict(a=torch.arange(6), batch_size=[6]), 4)]
-        [2, 2, 1, 1]
-    """
-    size, longer = divmod(len(rows), count)
-    parts: Sequence[TensorDictBase] = rows.split([size + (i < longer) for i in range(count)])
-    return parts
-
-
 class LossUpdate:
     """Updates by a loss module's backward pass, Adam and `SoftUpdate`: for any loss.
 
@@ -165,8 +150,9 @@ class LossUpdate:
         return batch
 
     def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:
-        """Cut a batch into minibatches."""
-        return even_parts(prepared, count)
+        """Cut a batch into minibatches, whose sizes differ by one at most."""
+        parts: Iterable[TensorDictBase] = prepared.tensor_split(count)
+        return parts
 
     def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
         """Take one step; return the losses, named by `statistics`.

@@ -150,9 +150,7 @@ class _PullsWeights(Collector):
 
     def rollout(self) -> TensorDictBase | None:
         """Pull, then collect one rollout."""
-        for puller in self._pullers:
-            if puller.pull_at != "manual":
-                puller.pull()
+        self._pull()
         self._in_rollout = True
         try:
             return super().rollout()

@@ -19,6 +19,7 @@ from torchrl_unilab.data.positions import (
     batch_shape,
     check_range,
     flat_positions,
+    from_the_start,
     is_mask,
     is_run,
     is_single,
@@ -195,10 +196,7 @@ class PackedReplayStorage(SharedReplay):
             first = self.ptr % self.max_size
         run = set_cursor and self.writers == 1 and is_run(positions, first, self.max_size)
         if not run:
-            low = int(positions.min())
-            if low < 0:
-                check_range(low, low, length, "row", "written")
-                positions = positions.where(positions >= 0, positions + length)
+            positions = from_the_start(positions, length)
         indexed = self._form is not None and "index" in self._form.index
         if indexed and data.get("index", None) is None:
             data = data.copy().set("index", positions)  # as TorchRL's writers have it
@@ -279,10 +277,7 @@ class PackedReplayStorage(SharedReplay):
             return views[at % length]
         positions = flat_positions(index, length)
         if len(positions):
-            low = int(positions.min())
-            if low < 0:
-                check_range(low, low, length, "row", "written")
-                positions = positions.where(positions >= 0, positions + length)
+            positions = from_the_start(positions, length)
         memory = batches.batch(len(positions))
         rows.read_at(positions, gatherer.into(memory))
         batch = batches.tensordict(memory, index=False)

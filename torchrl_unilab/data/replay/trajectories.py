@@ -18,15 +18,14 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.row_layout import RowLayout
 from torchrl_unilab.shm.rows import SharedRows
-from torchrl_unilab.shm.shards import Parts
+from torchrl_unilab.shm.shards import STRIDE_BITS, Parts
 
-_STRIDE_BITS = 24
 _IDS = "collector.traj_ids"
 
 
 def stride_of(trajectory: torch.Tensor) -> torch.Tensor:
     """Return the rows per step of trajectories, int64 of the same shape."""
-    return trajectory.bitwise_and((1 << _STRIDE_BITS) - 1)
+    return trajectory.bitwise_and((1 << STRIDE_BITS) - 1)
 
 
 class TrajectoryMarker:
@@ -72,7 +71,7 @@ class TrajectoryMarker:
         if envs is None:
             envs = self._rows_per_step(views, shard, head)
         before = self._last_step(envs, shard, head)
-        new = (torch.arange(head, head + count, device="cpu") << _STRIDE_BITS) | envs
+        new = (torch.arange(head, head + count, device="cpu") << STRIDE_BITS) | envs
         if before is not None:
             first = [view[:envs] for view in views]
             new[:envs] = torch.where(self._follows(before, first), before[-1], new[:envs])
