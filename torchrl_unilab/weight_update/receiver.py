@@ -150,7 +150,9 @@ class _PullsWeights(Collector):
 
     def rollout(self) -> TensorDictBase | None:
         """Pull, then collect one rollout."""
-        self._pull()
+        for puller in self._pullers:  # as `_pull` does, without its call
+            if puller.pull_at != "manual":
+                puller.pull()
         self._in_rollout = True
         try:
             return super().rollout()

@@ -219,7 +219,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         elif weights is not None:
             return weights
         elif model is None and context is not None and self._model_id is not None:
-            model = find_model(context, self._model_id)
+            model = _resolve_model(context, self._model_id)
+            if model is None:  # the collector has a factory, and maybe a policy beside
+                model = find_model(context, self._model_id)
         if model is None:
             raise ConfigError(
                 "cannot publish weights: none given and the sender holds no model "
