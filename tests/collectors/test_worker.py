@@ -31,6 +31,7 @@ from torchrl_unilab.collectors.worker import (
     reward_terms,
 )
 from torchrl_unilab.envs import MujocoBatchEnv
+from torchrl_unilab.errors import LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import PerEnvNoise, make_actor
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -374,3 +375,25 @@ def test_parts_of_the_newest_rewards_are_measured_below_all_transforms():
     mean = steps["next", "reward"][:, -1].mean().item()
     assert reward_terms(env) == {"reward_survive": pytest.approx(mean)}
     assert reward_terms(CountingEnv()) == {}
+
+
+@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
+def test_steps_of_another_shape_are_refused_and_what_lies_beside_the_memory_is_left(size):
+    worker = RolloutWorker(CountingEnv(), make_policy(0.0), 4)
+    slot = example_rollout(worker.env, worker.policy, 4).clone()
+    memory = torch.full((4 * 2 * 4 * SIZE,), 7.0)
+    slot["observation"] = memory[: 2 * 4 * size].view(2, 4, size)
+
+    message = rf"'observation' of a step has shape \(2, {SIZE}\) \(expected \(2, {size}\)"
+    with pytest.raises(LayoutShapeError, match=message):
+        worker.rollout(slot)
+    assert (memory == 7.0).all()
+    worker.close()
+
+
+def test_steps_without_what_the_memory_has_are_refused_by_the_key():
+    worker = RolloutWorker(CountingEnv(), make_policy(0.0), 4)
+    slot = example_rollout(worker.env, worker.policy, 4).clone().set("gone", torch.zeros(2, 4))
+    with pytest.raises(LayoutKeyError, match="steps have no 'gone'"):
+        worker.rollout(slot)
+    worker.close()

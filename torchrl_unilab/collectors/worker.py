@@ -14,14 +14,14 @@ from functools import partial
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.metrics import PHASES, EpisodeLog, PhaseClock
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 POLICY_VERSION = ("next", "policy_version")
@@ -147,6 +147,30 @@ def _as_sent(state: Mapping[str, Any]) -> dict[str, Any]:
 def _has_snapshots(part: object) -> TypeGuard[Snapshotting]:
     """Return whether a class has snapshots: to ask an instance starts a lazy ParallelEnv."""
     return issubclass(type(part), Snapshotting)
+
+
+def _check_fits(
+    tensor: torch.Tensor | None, out: torch.Tensor, key: NestedKey, time_dim: int
+) -> None:
+    """Refuse a tensor of a step whose rollout is not of the memory's shape.
+
+    Stacking would move the memory's bounds, into what others have written.
+
+    Raises:
+        LayoutKeyError: There is none.
+        LayoutShapeError: It is of another shape.
+    """
+    expected = (*out.shape[:time_dim], *out.shape[time_dim + 1 :])
+    if tensor is None:
+        raise LayoutKeyError(
+            f"rollout: steps have no {key!r} (expected what the first worker's environment has). "
+            "Make the same environment in each worker."
+        )
+    if tensor.shape != expected:
+        raise LayoutShapeError(
+            f"rollout: {key!r} of a step has shape {tuple(tensor.shape)} (expected {expected}, as "
+            "the first worker's environment has). Make the same environment in each worker."
+        )
 
 
 class RolloutWorker:
@@ -338,7 +362,9 @@ class RolloutWorker:
                 clock.to("write")
         time_dim = len(env.batch_size)
         for column, key in zip(columns, keys, strict=True):
-            torch.stack(column, time_dim, out=slot.get(key))
+            out = slot.get(key)
+            _check_fits(column[0], out, key, time_dim)
+            torch.stack(column, time_dim, out=out)
         slot.get(POLICY_VERSION).copy_(torch.tensor(versions, device="cpu"))
         torch.stack(trajectories, time_dim, out=slot.get(TRAJECTORIES))
         after = slot.get("next")

@@ -227,6 +227,23 @@ def test_steps_of_an_own_model_equal_gymnasium_bit_for_bit(name: str, tmp_path: 
     steps_beside_gymnasium(make_task(name, model=model), 30, 20, torch.float64, xml_file=model)
 
 
+def test_a_path_is_a_file_and_a_mere_name_an_asset_as_gymnasium_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asset = make_task("Hopper-v5").model_path()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for given, path in (
+        ("./hopper.xml", "hopper.xml"),
+        ("../hopper.xml", "../hopper.xml"),
+        ("~/hopper.xml", str(tmp_path / "hopper.xml")),
+        (Path("hopper.xml"), "hopper.xml"),
+        (str(tmp_path / "hopper.xml"), str(tmp_path / "hopper.xml")),
+        ("hopper.xml", str(asset)),
+    ):
+        assert make_task("Hopper-v5", model=given).model_path() == Path(path)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_options_and_their_defaults_are_those_of_gymnasium(name: str) -> None:
     with gym_envs(name, 1) as (gym,):

@@ -38,14 +38,16 @@ class GymnasiumTask(MujocoTask):
     """
 
     def model_path(self) -> Path:
-        """Where the model lies; a relative path is looked up among the assets.
+        """Where the model lies: a mere name is looked up among the assets, as Gymnasium does.
+
+        What begins with ``/``, ``.`` or ``~``, or is a `Path`, is a file of its own.
 
         Raises:
             FileNotFoundError: if Gymnasium is not installed.
         """
-        path = Path(str(self.model))
-        if path.is_absolute():
-            return path
+        text = str(self.model)  # of which a Path would drop the "./"
+        if isinstance(self.model, Path) or text.startswith(("/", ".", "~")):
+            return Path(text).expanduser()
         # find_spec, because importing gymnasium.envs.mujoco loads a renderer
         spec = find_spec("gymnasium")
         if spec is None or spec.origin is None:
@@ -53,7 +55,7 @@ class GymnasiumTask(MujocoTask):
                 f"model of {self.name}: gymnasium is not installed (expected its "
                 f"asset {self.model}). Install gymnasium, or give an absolute path."
             )
-        return Path(spec.origin).parent / "envs" / "mujoco" / "assets" / path
+        return Path(spec.origin).parent / "envs" / "mujoco" / "assets" / text
 
     @cached_property
     def _body_names(self) -> tuple[str, ...]:
