@@ -20,7 +20,7 @@ from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments
+from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import register_reports
@@ -193,7 +193,8 @@ class APPOTrainer(RankTrainer):
             for actor in (loss.actor_network, loss.target_actor_network):
                 actor[0].log_std.detach().clamp_(max=bound)
         # The one wait for the device per rollout.
-        named = {"lr": self.optimization_stepper.lr, **statistics, NORM: self._norm()}
+        stepper = self.optimization_stepper
+        named = {"lr": stepper.lr, **statistics, NORM: norm_of([stepper.optimizer])}
         return dict(zip(named, torch.stack([*named.values()]).tolist(), strict=True))
 
     def _take_steps(self, batch: TensorDictBase, pool: TensorDictBase) -> dict[str, torch.Tensor]:

@@ -84,6 +84,19 @@ INSTEAD: Mapping[type, Mapping[str, str]] = {
 """What to do instead of giving arguments of TorchRL's trainers that ours do not take."""
 
 
+def norm_of(optimizers: Iterable[torch.optim.Optimizer]) -> torch.Tensor:
+    """Return the norm of all that optimisers step, a scalar: not finite if one number is not.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl_unilab.trainers.base import norm_of
+        >>> norm_of([torch.optim.Adam([torch.tensor([3.0]), torch.tensor([4.0])])])
+        tensor(5.)
+    """
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return nn.utils.get_total_norm([p.detach() for group in groups for p in group["params"]])
+
+
 def leave_out(names: Iterable[str], kind: type) -> str:
     """Return what to do instead of giving these arguments to the trainer of these settings."""
     remedies = {name: INSTEAD[kind].get(name) for name in names}
@@ -148,11 +161,6 @@ class RankTrainer(Trainer):
                 "change what is collected by a transform of the environment."
             )
         super().register_op(dest, op, **kwargs)
-
-    def _norm(self) -> torch.Tensor:
-        """Return the norm of all that is learnt, a scalar: not finite if one number is not."""
-        learnt = (p.detach() for p in self.loss_module.parameters() if p.requires_grad)
-        return nn.utils.get_total_norm(learnt)
 
     def _report_update(self, means: Mapping[str, float]) -> None:
         """Call the hooks that come after an update's steps, and log its means.

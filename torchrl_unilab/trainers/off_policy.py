@@ -19,7 +19,7 @@ from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments
+from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
 from torchrl_unilab.trainers.loss_updates import LossUpdate, make_update
 from torchrl_unilab.trainers.reports import register_reports
@@ -273,7 +273,8 @@ class OffPolicyTrainer(RankTrainer):
         stacked = torch.stack(observed)
         means = stacked.nanmean(0) if young else stacked.mean(0)
         # The one wait for the device per tick.
-        values = torch.cat([means, self._norm().reshape(1)]).tolist()
+        norm = norm_of(update.optimizers.values())
+        values = torch.cat([means, norm.reshape(1)]).tolist()
         logged = dict(zip((*update.statistics, NORM), values, strict=True))
         if not young:
             return logged

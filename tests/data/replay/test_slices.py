@@ -176,7 +176,11 @@ _USE_OURS = "slices of a replay with writers={}: its .*Use PackedSliceSampler"
     [
         (SliceSampler, {"traj_key": "episode"}, _USE_OURS),
         (SliceSampler, {"end_key": ("next", "done")}, _USE_OURS),
-        (PackedSliceSampler, {"end_keys": [("next", "done")]}, r"neither end_keys .*Give end_key="),
+        (
+            PackedSliceSampler,
+            {"end_keys": [("next", "done")]},
+            r"by \(\('next', 'done'\),\), .*Give end_key=",
+        ),
         (
             PackedSliceSampler,
             {"traj_key": "gone"},

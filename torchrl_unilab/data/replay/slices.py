@@ -112,9 +112,10 @@ class PackedSliceSampler(SliceSampler):
             if storage.turns:
                 raise ConfigError(
                     "slices of rows that take turns between writers or environments: by "
-                    f"{self._key!r}, which TorchRL alone looks for (expected a key that the rows "
-                    "have, one flag or number each, neither end_keys nor several columns, without "
-                    "cache_values and use_gpu). Give end_key=('next', 'done') or a traj_key."
+                    f"{self._key or self.end_keys!r}, which TorchRL alone looks for (expected a "
+                    "key that the rows have, one flag or number each, neither end_keys nor several "
+                    "columns, without cache_values and use_gpu). Give end_key=('next', 'done') or "
+                    "a traj_key."
                 )
             storage = storage.storage
         left: _Boundaries = super()._get_stop_and_length(storage, fallback)
