@@ -31,7 +31,13 @@ from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml, read_config
 from torchrl_unilab.configs.flags import add_settings, given
 from torchrl_unilab.configs.settings import nearest
-from torchrl_unilab.errors import ConfigError, RunCompleteError, UniLabError, WorkerError
+from torchrl_unilab.errors import (
+    CheckpointError,
+    ConfigError,
+    RunCompleteError,
+    UniLabError,
+    WorkerError,
+)
 from torchrl_unilab.fork_server import start_fork_server
 from torchrl_unilab.limits import of_launcher
 
@@ -172,14 +178,20 @@ def _add_algorithms(
 
 def _add_training(train: argparse.ArgumentParser) -> None:
     add = train.add_argument
-    add("--run-dir", help="new directory of the run (default: runs/TASK-ALGORITHM-SEED-TIME)")
+    path = os.path.expanduser  # no shell does in --run-dir=~/run
+    add(
+        "--run-dir",
+        type=path,
+        help="new directory of the run (default: runs/TASK-ALGORITHM-SEED-TIME)",
+    )
     resume = (
         "continue the run in --run-dir; its task, frames and settings need not be given; where "
         "they are, and it has no checkpoint yet, start it: one command for both; devices and "
         "numbers of threads may be others than before"
     )
     add("--resume", action="store_true", help=resume)
-    add("--config", metavar="FILE", help="repeat a run from its config.yaml; flags take precedence")
+    repeat = "repeat a run from its config.yaml; flags take precedence"
+    add("--config", type=path, metavar="FILE", help=repeat)
     add("--print-config", action="store_true", help="print the config.yaml of the run, and end")
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     add_settings(train, RunConfig, defaults, skip=["progress_bar"])
@@ -249,10 +261,10 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
     """Say how to continue where a run fails, or is interrupted twice, and a checkpoint is left."""
     try:
         yield
-    except ConfigError:
+    except (CheckpointError, ConfigError):
         raise
     except BaseException:
-        saved = sorted(Path(options.run_dir, "checkpoint").glob("frames-*"))
+        saved = sorted(_checkpoints(options))
         frames = int(saved[-1].name.partition("-")[2]) if saved else 0
         if frames and not of_launcher("RANK", 0):
             print(f"{frames:,} frames are saved; to go on: {_resuming(options)}", file=sys.stderr)
@@ -261,9 +273,12 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
 
 def _may_start(options: argparse.Namespace) -> bool:
     """Whether a run that may be continued is known well enough to start, and has to be."""
-    checkpoints = Path(options.run_dir, "checkpoint")
     known = options.env is not None and options.frames is not None
-    return (known or options.config is not None) and not any(checkpoints.glob("frames-*"))
+    return (known or options.config is not None) and not any(_checkpoints(options))
+
+
+def _checkpoints(options: argparse.Namespace) -> Iterator[Path]:
+    return Path(options.run_dir, "checkpoint").glob(f"frames-{'[0-9]' * 12}")
 
 
 def _show(summary: Mapping[str, Any]) -> None:

@@ -271,12 +271,15 @@ def test_frames_alone_are_restored_where_the_workers_states_were_lost():
     collector.shutdown()
 
 
-def test_frames_per_second_go_on_where_the_workers_states_were_lost():
+def test_frames_per_second_and_trajectories_go_on_where_the_workers_states_were_lost():
     with _collector(inline=True) as lost:
         _ticks(lost, 4)
         state, before = lost.state_dict(workers=False), lost.metrics()
     with _collector(inline=True) as collector:
         collector.load_state_dict(state)
         after = collector.metrics()
+        _ticks(collector, 1)
+        ids = _rows(collector)["collector", "traj_ids"]
+    assert ids.min() >= before.next_trajectory > 0
     assert after.frames == before.frames == 4 * ENVS
     assert after.fps == pytest.approx(before.fps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -330,9 +331,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         """
         self._open_sink()
         if not workers:
-            metrics = self.metrics()
-            counts = {"counted": metrics.frames, "seconds": metrics.seconds}
-            return OrderedDict(workers=None, frames=self._frames, **counts)
+            totals = dataclasses.asdict(self.metrics())
+            return OrderedDict(workers=None, frames=self._frames, totals=totals)
         return OrderedDict(workers=self._finish_tick().ask_all("state"), frames=self._frames)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], **_: Any) -> None:
@@ -348,9 +348,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         team = self._finish_tick()
         states, frames = state_dict["workers"], state_dict["frames"]
         if states is None:
-            counted, seconds = state_dict.get("counted", frames), state_dict.get("seconds", {})
-            shares = {phase: total / self.num_workers for phase, total in seconds.items()}
-            team.ask_all("counts", counted // self.num_workers, shares)
+            team.ask_all("counts", state_dict.get("totals", {"frames": frames}))
         else:
             team.ask([("load", state) for state in states])
         self._frames = frames

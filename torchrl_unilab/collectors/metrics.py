@@ -40,6 +40,7 @@ class CollectorMetrics:
         termination_rate: Share that a terminal state ended; NaN before the first.
         seconds: Seconds per phase, of `PHASES`, over all workers.
         values: Means over workers of what else they put, by name; NaN before the first.
+        next_trajectory: A trajectory id after all that were given.
     """
 
     frames: int
@@ -50,6 +51,7 @@ class CollectorMetrics:
     termination_rate: float
     seconds: dict[str, float]
     values: dict[str, float] = field(default_factory=dict)
+    next_trajectory: int = 0
 
     @property
     def fps(self) -> dict[str, float]:
@@ -251,6 +253,7 @@ class SharedMetrics:
             termination_rate=float(mean[2]),
             seconds=dict(zip(PHASES, seconds, strict=True)),
             values=dict(zip(self.names, values, strict=True)),
+            next_trajectory=max(int(part["trajectories"]) for part in parts),
         )
 
     def close(self) -> None:

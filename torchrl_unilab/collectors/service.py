@@ -125,7 +125,7 @@ class WorkerService:
             "run": self._run,
             "seed": rollouts.seed,
             "reset": rollouts.reset,
-            "counts": self._set_counts,
+            "counts": self._count_on,
             "state": rollouts.state_dict,
             "load": self._load,
             "resume": self._resume,
@@ -137,9 +137,9 @@ class WorkerService:
 
         Args:
             kind: ``"collect"`` (the number of a tick), ``"run"`` (whether to), ``"seed"``
-                (of the environment, of torch), ``"reset"``, ``"counts"`` (frames, seconds
-                per phase), ``"state"``, ``"load"`` (a state) or ``"resume"`` (a snapshot of
-                metrics).
+                (of the environment, of torch), ``"reset"``, ``"counts"`` (fields of
+                `CollectorMetrics`), ``"state"``, ``"load"`` (a state) or ``"resume"`` (a
+                snapshot of metrics).
             *arguments: As in brackets.
         """
         return self._requests[kind](*arguments)
@@ -181,9 +181,8 @@ class WorkerService:
     def _run(self, running: bool) -> None:
         self.running = running
 
-    def _set_counts(self, frames: int, seconds: Mapping[str, float]) -> None:
-        self.rollouts.frames = frames
-        self.rollouts.clock.seconds.update(seconds)
+    def _count_on(self, totals: Mapping[str, Any]) -> None:
+        self.rollouts.count_on(totals)
         self.publish()
 
     def _load(self, state: Mapping[str, Any]) -> None:

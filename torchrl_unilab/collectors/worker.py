@@ -298,16 +298,31 @@ class RolloutWorker:
             self._trajectories = state["trajectories"]
             self._to_stagger = False
 
+    def count_on(self, totals: Mapping[str, Any]) -> None:
+        """Count on from the totals of another collector's workers, an equal share each.
+
+        Args:
+            totals: Fields of `CollectorMetrics`, ``frames`` among them.
+        """
+        share = {phase: s / self._stride for phase, s in totals.get("seconds", {}).items()}
+        self.clock.seconds.update(share)
+        self.frames = totals["frames"] // self._stride
+        self._skip_trajectories(totals.get("next_trajectory", 0))
+
     def resume_from(self, snapshot: Mapping[str, torch.Tensor]) -> None:
         """Count on from the last metrics of the worker that this one replaces."""
         self.frames = int(snapshot["frames"])
         self.log.episodes = int(snapshot["episodes"])
         self.log.last[...] = snapshot["last"].numpy()
         self.clock.seconds.update(zip(PHASES, snapshot["seconds"].tolist(), strict=True))
+        self._skip_trajectories(int(snapshot["trajectories"]))
+
+    def _skip_trajectories(self, first: int) -> None:
+        """Begin with an id after all below `first`, and those of a rollout that follows."""
         # In the last rollout, which the metrics do not count, each frame may have started one.
         uncounted = self.num_envs * (self.num_steps + 1)
-        first = max(self.next_trajectory, int(snapshot["trajectories"]))
-        self.next_trajectory = first + uncounted * self._stride
+        behind = -(-max(0, first - self.next_trajectory) // self._stride)
+        self.next_trajectory += (behind + uncounted) * self._stride
 
     def _start(self) -> TensorDictBase:
         self.log.restart(staggered=self._to_stagger)

@@ -187,10 +187,12 @@ class EnvState:
             terminated = terminated | diverged
             terms = {name: np.where(diverged, 0.0, term) for name, term in terms.items()}
         self._check_finite(reward, terms)
+        if ids is not None:
+            stepped = np.isin(np.arange(len(reward)), ids)
+            reward = np.where(stepped, reward, 0.0)
+            terms = {name: np.where(stepped, term, 0.0) for name, term in terms.items()}
         self.reward_terms, self.info = terms, outcome.info
         self.episodes.advance(terminated, ids)
-        if ids is not None:
-            reward = np.where(np.isin(np.arange(len(reward)), ids), reward, 0.0)
         if task.command_steps is not None:
             due = self.episodes.elapsed % task.command_steps == 0
             self._draw_commands(np.flatnonzero(due) if ids is None else ids[due[ids]])

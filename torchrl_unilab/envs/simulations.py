@@ -163,6 +163,7 @@ class Simulations:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that the next steps follow from."""
         return {
+            "task": self._name,
             "state": self.batch.state.copy(),
             "derived": {name: self.seen[name].copy() for name in self._derived},
             "command": self.fields["command"].copy() if "command" in self.fields else None,
@@ -175,11 +176,17 @@ class Simulations:
         Raises:
             ConfigError: if they are of another task or number. Nothing has changed then.
         """
-        found, expected = _shapes(state), _shapes(self.state_dict())
+        own = self.state_dict()
+        if missing := own.keys() - {"task"} - state.keys():  # those of before 1.0 have no name
+            raise ConfigError(
+                f"restore: no {sorted(missing)} in it (expected what `snapshot` returned). "
+                "Restore that."
+            )
+        found, expected = ((one.get("task", self._name), *_shapes(one)) for one in (state, own))
         if found != expected:
             raise ConfigError(
-                f"restore: a snapshot of shapes {found} (expected {expected}, those of "
-                f"{self._name}). Restore one of the same task and number of simulations."
+                f"restore: a snapshot of task and shapes {found} (expected {expected}). Restore "
+                "one of the same task and number of simulations."
             )
         self.randomizer.load_state_dict(state["randomizer"])
         self.batch.state[...] = state["state"]

@@ -49,6 +49,7 @@ class MujocoBatchEnvNode(_Node):
     render_height: int = 240
     render_camera: Any = None
     render_ids: Any = None
+    _convert_: str = "all"  # for `randomization`: a sequence of objects
     _target_: str = "torchrl_unilab.envs.MujocoBatchEnv"
 
 

@@ -44,6 +44,7 @@ def evaluate(
     *,
     episodes: int | None = None,
     max_steps: int = 100_000,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """Run whole episodes, acting deterministically.
 
@@ -52,6 +53,8 @@ def evaluate(
         policy: Writes the action.
         episodes: How many, one of each environment at a time; N by default (1 for batch size []).
         max_steps: Steps after which an unfinished episode is cut.
+        seed: Of the environments and of what else is drawn on the CPU, as noise of transforms;
+            torch's generator is left as it was. None seeds nothing.
 
     Returns:
         The returns, float64, [episodes].
@@ -68,18 +71,24 @@ def evaluate(
         torch.Size([3])
         >>> env.close()
     """
-    return _play(env, policy, episodes, max_steps)[0]
+    return _play(env, policy, episodes, max_steps, seed)[0]
 
 
-def _play(env: EnvBase, policy: Policy, episodes: int | None, max_steps: int) -> torch.Tensor:
+def _play(
+    env: EnvBase, policy: Policy, episodes: int | None, max_steps: int, seed: int | None
+) -> torch.Tensor:
     """Return returns and lengths of episodes, float64 [2, episodes]."""
     envs = env.batch_size.numel()
     count = envs if episodes is None else as_integer("episodes", episodes, "Raise it.")
     max_steps = as_integer("max_steps", max_steps, "Raise it.")
     base = base_env(env)
-    if isinstance(base, MujocoBatchEnv) and base.stagger:
-        env.reset()  # after which episodes are whole
-    rounds = [_play_round(env, policy, max_steps) for _ in range(-(-count // envs))]
+    with torch.random.fork_rng(devices=[]) if seed is not None else contextlib.nullcontext():
+        if seed is not None:
+            env.set_seed(seed)
+            torch.manual_seed(seed)
+        if isinstance(base, MujocoBatchEnv) and base.stagger:
+            env.reset()  # after which episodes are whole
+        rounds = [_play_round(env, policy, max_steps) for _ in range(-(-count // envs))]
     return torch.cat(rounds, 1)[:, :count]
 
 
@@ -282,8 +291,7 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
                 assert request is not None, "it was waited for"
                 frames, video = request
                 version = transport.read_weights_into(policy)
-                env.set_seed(seed)
-                returns, lengths = _play(env, watching, episodes, max_steps)
+                returns, lengths = _play(env, watching, episodes, max_steps, seed)
                 if video is not None:
                     _film(create_stage, watching, video, seed)
                 link.answer((frames, version, returns.mean().item(), lengths.mean().item()))
@@ -293,4 +301,5 @@ def _film(create_env: CreateEnv, policy: Policy, path: Path, seed: int) -> None:
     path.parent.mkdir(exist_ok=True)
     with closing_env(create_env()) as env, set_exploration_type(ExplorationType.DETERMINISTIC):
         env.set_seed(seed)
+        torch.manual_seed(seed)
         film_episodes(env, policy, path)

@@ -171,7 +171,7 @@ def write_video(
     height, width, _ = first.shape
     check_video(path, width, height)
     av = _av()
-    unfinished = Path(path).with_suffix(".part")
+    unfinished = Path(path).with_name(f".{Path(path).name}.part")
     try:
         with av.open(str(unfinished), "w", format="mp4") as container:
             stream = container.add_stream("libx264", rate=fps)

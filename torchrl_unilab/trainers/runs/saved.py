@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.checkpoint import Checkpoint
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
@@ -186,18 +187,19 @@ def load_run(
     if create_env is None:
         create_env = partial(MujocoBatchEnv, task_of(saved.run, refusal), **env_options)
     check_factory(create_env)
-    env = create_env()
-    check_env(env)
-    try:
-        here = saved_config(saved.run).replace(device="cpu", collector_device="cpu")
-        actor = build_learner(env, here).actor
-        Checkpoint(policy=actor).load(saved.path, map_location="cpu")
-    except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
-        close_env(env)
-        raise CheckpointError(
-            f"{refusal}: {saved.path.name} does not load, {error} (expected one that fits the "
-            "environment). Restore the task, or give the create_env that it was trained with."
-        ) from error
+    with torch.random.fork_rng(devices=[]):  # whatever is drawn, the caller's goes on as it was
+        env = create_env()
+        check_env(env)
+        try:
+            here = saved_config(saved.run).replace(device="cpu", collector_device="cpu")
+            actor = build_learner(env, here).actor
+            Checkpoint(policy=actor).load(saved.path, map_location="cpu")
+        except (TorchRLCheckpointError, RuntimeError, OSError, ValueError, KeyError) as error:
+            close_env(env)
+            raise CheckpointError(
+                f"{refusal}: {saved.path.name} does not load, {error} (expected one that fits the "
+                "environment). Restore the task, or give the create_env that it was trained with."
+            ) from error
     return TrainedPolicy({**said, **saved.run}, env, actor)
 
 
@@ -272,12 +274,11 @@ def evaluate_run(
     cores = available_cores()
     envs = min(episodes, MOST_AT_ONCE)
     run = load_run(run_dir, "evaluate", create_env, num_envs=envs, num_threads=cores)
-    run.env.set_seed(seed)
     with closing_env(run.env):
         max_steps = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
         steps = RunConfig.kinds()["eval_max_steps"]  # a person may have changed it
         steps.check("eval_max_steps", max_steps, "Leave it out for the default.")
-        returns = evaluate(run.env, run.actor, episodes=episodes, max_steps=max_steps)
+        returns = evaluate(run.env, run.actor, episodes=episodes, max_steps=max_steps, seed=seed)
     return {
         "env": run.settings["env"],
         "episodes": episodes,

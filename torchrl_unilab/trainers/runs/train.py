@@ -385,15 +385,12 @@ class Run:
     def _evaluate(self) -> float:
         options, actor = self.options, on_host(self.learner.actor)
         with closing_env(self._evaluation_factory(self.threads.cores)()) as env:
-            env.set_seed(options.seed)
-            episodes, max_steps = options.eval_episodes, options.eval_max_steps
-            return float(evaluate(env, actor, episodes=episodes, max_steps=max_steps).mean())
+            limits = {"episodes": options.eval_episodes, "max_steps": options.eval_max_steps}
+            return float(evaluate(env, actor, **limits, seed=options.seed).mean())
 
     def _evaluation_factory(self, threads: int) -> CreateEnv:
         """What makes the environment trained on; of ours, as many simulations as episodes."""
-        create = self._create_env
-        if not (isinstance(create, partial) and create.func is MujocoBatchEnv):
-            return create
+        if self.settings.get(OWN_ENVIRONMENT):
+            return self._create_env
         envs = min(self.options.eval_episodes, MOST_AT_ONCE)
-        sizes = {"num_envs": envs, "num_threads": threads, "stagger": False}
-        return partial(MujocoBatchEnv, *create.args[:1], **(create.keywords | sizes))
+        return partial(MujocoBatchEnv, self.options.env, num_envs=envs, num_threads=threads)
