@@ -265,20 +265,23 @@ def test_a_run_that_fails_says_what_is_saved_and_how_to_go_on(
     raised, code, tmp_path, monkeypatch, capsys
 ):
     def fail(run: Run) -> None:
-        (run.path / "checkpoint" / "frames-000000002048").mkdir(parents=True)
+        for name in ("frames-000000002048", "frames-000000002048-best"):  # a copy, which is none
+            (run.path / "checkpoint" / name).mkdir(parents=True)
         raise raised
 
     monkeypatch.setattr(Run, "__call__", fail)
+    monkeypatch.setenv("HOME", str(tmp_path))
     given = ["train", "appo", "--env", "Hopper-v5", "--frames", "4096"]
-    assert main([*given, "--run-dir", str(tmp_path / "run")]) == code
+    assert main([*given, "--run-dir=~/run"]) == code
     said = f"2,048 frames are saved; to go on: torchrl-unilab train appo --run-dir {tmp_path}/run"
     assert f"{said} --resume" in capsys.readouterr().err
 
 
-def test_a_complete_run_that_is_resumed_is_no_error(tmp_path, capsys):
+def test_a_complete_run_that_is_resumed_is_no_error(tmp_path, monkeypatch, capsys):
     run = ["train", "appo", "--env", "InvertedPendulum-v5", "--frames", "64", "--no-progress"]
     small = ["--num-envs", "8", "--num-steps", "8", "--minibatches", "2"]
-    command = [*run, *small, "--run-dir", str(tmp_path / "run"), "--resume"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    command = [*run, *small, "--run-dir=~/run", "--resume"]
     assert main(command) == 0
     capsys.readouterr()
     assert main(command) == 0

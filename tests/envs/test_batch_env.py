@@ -196,7 +196,7 @@ def test_a_reset_mask_without_rows_changes_nothing() -> None:
 
 
 def test_step_mask_steps_the_selected_rows_only() -> None:
-    env = make(max_episode_steps=1)
+    env = make(max_episode_steps=1, with_reward_terms=True)
     root = env.reset()
     qpos, qvel = env.get_state()
     after = step(env, root.set("_step", torch.tensor([[True], [False], [True]])))
@@ -206,6 +206,7 @@ def test_step_mask_steps_the_selected_rows_only() -> None:
     assert (new_qpos[::2] != qpos[::2]).any(axis=1).all()
     assert after["done"].flatten().tolist() == [True, False, True]
     assert after["reward"][1] == 0
+    assert after["reward_terms", "reward_survive"].flatten().tolist() == [1, 0, 1]
     assert torch.equal(after["observation"][1], root["observation"][1])
 
 

@@ -112,14 +112,20 @@ def test_delays_go_on_with_what_went_in():
 def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
     env, ant = make("Hopper-v5", 0), make("Ant-v5", 0)
     more = MujocoBatchEnv("Hopper-v5", N + 1, num_threads=1)
+    renamed = MujocoBatchEnv(replace(make_task("Hopper-v5"), name="Other"), N, num_threads=1)
     different = make("Hopper-v5", 0, randomization=[SLIPPERY])
     env.reset()
     qpos, _ = env.get_state()
-    for other in (ant, more, different):
+    for other in (ant, more, renamed, different):
         with pytest.raises(ValueError, match=r"\(expected .*\)\. (Restore|Load)"):
             env.restore(other.snapshot())
         assert np.array_equal(env.get_state()[0], qpos)
         other.close()
+    partly = {key: value for key, value in env.snapshot().items() if key != "derived"}
+    with pytest.raises(ConfigError, match=r"restore: no \['derived'\] in it"):
+        env.restore(partly)
+    nameless = {key: value for key, value in env.snapshot().items() if key != "task"}
+    env.restore(nameless)  # as it was before names were part of it
     env.close()
     with pytest.raises(RuntimeError, match="is closed"):
         env.snapshot()

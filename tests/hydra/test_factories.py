@@ -126,6 +126,15 @@ def test_episodes_are_staggered_where_the_environments_node_or_the_settings_say_
     assert env.stagger == (node or recipe == "appo")
 
 
+def test_models_differ_as_the_environment_s_node_says():
+    heavy = "{_target_: torchrl_unilab.envs.randomization.Randomize, fields: body_mass, low: 1, high: 2}"
+    trainer = _trainer("sac", [*OFF_POLICY, *INLINE, f"env.randomization=[{heavy}]"])
+    masses = trainer.collector._team.service.rollouts.env._state.physics.batch.expanded("body_mass")
+    trainer.collector.shutdown()
+    trainer.close()
+    assert len({*masses[:, 1].tolist()}) == 4
+
+
 def test_a_collector_s_node_overrides_the_settings():
     trainer = _trainer("sac", [*OFF_POLICY, *INLINE, "collector.capacity=128"])
     trainer.collector.shutdown()

@@ -15,7 +15,7 @@ from torchrl_unilab.configs import SETTINGS
 from torchrl_unilab.data.stock import STORAGE
 from torchrl_unilab.hydra.nodes import NODES
 
-OF_HYDRA = {"_target_", "_partial_"}
+OF_HYDRA = {"_target_", "_partial_", "_convert_"}
 COLLECTORS = {"appo": APPOCollector, "replay": ReplayCollector}
 
 

@@ -9,7 +9,9 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torchrl.envs import RewardScaling, TransformedEnv
+from torchrl.envs.transforms import Transform
 
 from tests.support.collecting import linear_policy, transformed_env
 from tests.support.processes import DEADLINE, wait_for
@@ -262,6 +264,21 @@ def test_no_episodes_at_all_and_no_steps_are_refused(policy, count):
     with pytest.raises(ConfigError, match=rf"{count}: 0 \(expected an integer of at least 1\)"):
         evaluate(env, policy, **{count: 0})
     env.close()
+
+
+class RewardNoise(Transform):
+    def _step(self, tensordict: TensorDictBase, after: TensorDictBase) -> TensorDictBase:
+        return after.set("reward", torch.randn_like(after["reward"]))
+
+
+def test_a_seed_repeats_noise_as_well_and_leaves_torchs_generator_alone(policy):
+    env = TransformedEnv(make_env(), RewardNoise())
+    state = torch.get_rng_state()
+    first, again, other = (evaluate(env, policy, max_steps=5, seed=seed) for seed in (3, 3, 4))
+    env.close()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 def test_episodes_are_whole_where_the_environment_staggers_its_first():

@@ -24,12 +24,13 @@ def _greys(count: int) -> Iterator[np.ndarray]:
 
 def test_a_video_has_every_frame_in_order_and_its_rate(tmp_path):
     path = tmp_path / "greys.mp4"
+    (tmp_path / "greys.part").write_text("another's")
     assert write_video(path, _greys(20), Fraction(125, 3)) == 20
     frames, rate = read_video(path)
     assert frames.shape == (20, 48, 64, 3)
     np.testing.assert_allclose(frames.mean(axis=(1, 2, 3)), 10 * np.arange(20), atol=4)
     assert rate == Fraction(125, 3)
-    assert [path.name for path in tmp_path.iterdir()] == ["greys.mp4"]
+    assert {path.name for path in tmp_path.iterdir()} == {"greys.mp4", "greys.part"}
 
 
 def test_a_video_that_is_not_finished_leaves_what_was_there(tmp_path):

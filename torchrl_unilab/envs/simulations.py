@@ -177,7 +177,7 @@ class Simulations:
             ConfigError: if they are of another task or number. Nothing has changed then.
         """
         own = self.state_dict()
-        if missing := own.keys() - {"task"} - state.keys():  # those of before 1.0 have no name
+        if missing := own.keys() - {"task"} - state.keys():  # older ones have no name
             raise ConfigError(
                 f"restore: no {sorted(missing)} in it (expected what `snapshot` returned). "
                 "Restore that."

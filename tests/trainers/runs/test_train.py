@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -310,11 +311,21 @@ def test_a_run_directory_in_the_home_directory_is_found_whatever_directory_is_en
     assert {path.name for path in tmp_path.iterdir()} == {"home", "begin"}
 
 
+def test_a_partial_of_our_environment_is_evaluated_as_it_is(tmp_path, monkeypatch):
+    played = Mock(return_value=torch.zeros(1))
+    monkeypatch.setattr("torchrl_unilab.trainers.runs.train.evaluate", played)
+    four = partial(MujocoBatchEnv, "InvertedPendulum-v5", 4, num_threads=1)
+    quick_run(tmp_path, env="p", create_env=four, frames=64, eval_episodes=3)
+    assert played.call_args.args[0].batch_size == (4,)
+
+
 def test_a_run_on_another_environment_is_evaluated_and_resumed_with_what_makes_it(tmp_path):
     # A known name, which would be another task than was trained on.
     run = {"env": "InvertedPendulum-v5", "create_env": pendulum, "frames": 64}
     trained = quick_run(tmp_path, **run)
+    state = torch.get_rng_state()
     found = evaluate_run(tmp_path, episodes=2, create_env=pendulum)
+    assert torch.equal(torch.get_rng_state(), state)
     assert found["episodes"] == 2
     assert found["min"] < found["mean"] < found["max"] < 0
     for use in (evaluate_run, partial(resume_run, frames=1000)):
