@@ -197,6 +197,16 @@ def test_the_state_of_another_collector_is_refused_and_changes_nothing():
             assert collector.state_dict()["frames"] == 16
 
 
+def test_hooks_that_would_never_be_called_are_refused():
+    with _inline() as collector:
+        for name in ("pre_collect_hook", "post_collect_hook"):
+            with pytest.raises(ConfigError, match=r"hook of APPOCollector: .* \(expected None"):
+                setattr(collector, name, print)
+            setattr(collector, name, None)
+        with pytest.raises(ConfigError, match=r"hook of APPOCollector: .*Profiler"):
+            collector.enable_profile()
+
+
 def test_a_seed_below_0_is_refused_and_the_collector_goes_on():
     with pytest.raises(ConfigError, match="seed: -1"):
         _inline(seed=-1)

@@ -52,6 +52,17 @@ def test_in_lockstep_rollouts_come_in_the_workers_order_with_exactly_what_was_pu
             assert actions(rollout) == {float(version)}
 
 
+def test_in_lockstep_as_well_what_is_too_far_behind_is_dropped_and_counted(pair, monkeypatch):
+    monkeypatch.setattr(pair, "max_policy_lag", 0)
+    batches, stale = iter(pair), pair.stale
+    for _ in range(2):  # the second worker's rollout began before the second publish
+        version = publish_itself(pair)
+        rollout = next(batches)
+        assert (writer_of(rollout), rollout[VERSION].unique().tolist()) == (0, [version])
+    assert pair.stale == stale + 1
+    next(batches)
+
+
 def _run(collector: APPOCollector, rounds: int = 4) -> list[TensorDictBase]:
     """Rollouts of the same seed and weights, published between rounds."""
     batches, rollouts = iter(collector), []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, Unbounded
-from torchrl.envs import EnvCreator, TransformedEnv, VecNorm
+from torchrl.envs import CatFrames, DTypeCastTransform, EnvCreator, TransformedEnv, VecNorm
 from torchrl.envs.utils import ExplorationType
 
 from tests.support.acting import make_policy
@@ -287,6 +287,33 @@ def test_returns_are_sums_over_all_rewards_of_an_environment():
         return found
 
     assert mean_return(Agents) == pytest.approx(mean_return(CountingEnv))
+
+
+def test_rewards_of_bfloat16_are_summed():
+    def rounded() -> TransformedEnv:
+        cast = DTypeCastTransform(torch.float32, torch.bfloat16, in_keys=["reward"])
+        return TransformedEnv(CountingEnv(), cast)
+
+    with appo_collector(make_policy(0.0), rounded, total_frames=64, inline=True) as collector:
+        assert {rollout["next", "reward"].dtype for rollout in collector} == {torch.bfloat16}
+        assert math.isfinite(collector.metrics().episode_return)
+
+
+def test_a_state_of_before_the_first_step_is_one_to_begin_from():
+    def stacked() -> TransformedEnv:
+        return TransformedEnv(CountingEnv(), CatFrames(2, -1, ["observation"], ["both"]))
+
+    def rollout(state: dict | None = None) -> torch.Tensor:
+        with appo_collector(make_policy(0.0), stacked, inline=True) as collector:
+            if state is not None:
+                collector.load_state_dict(state)
+            states.append(collector.state_dict())
+            return next(iter(collector))["observation"]
+
+    states: list[dict] = []
+    first = rollout()
+    assert torch.equal(rollout(states[0]), first)
+    assert torch.equal(rollout(states[1]), first)
 
 
 @pytest.mark.filterwarnings("ignore:Support of VecNormV2:UserWarning")

@@ -224,6 +224,15 @@ def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmSc
     return scheme
 
 
+def refuse_hook(collector: Any, hook: Callable[..., Any] | None) -> None:
+    """Refuse to set a hook of TorchRL's collectors, the profiler's among them."""
+    if hook is not None:
+        raise ConfigError(
+            f"hook of {type(collector).__name__}: {hook!r} (expected None: rollouts go into shared "
+            "memory, in other processes). Take what is yielded, or record a trace."
+        )
+
+
 def closed_error() -> SegmentClosedError:
     """Return the error of a collector that is used after its end."""
     return SegmentClosedError(

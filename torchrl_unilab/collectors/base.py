@@ -34,6 +34,7 @@ from torchrl_unilab.collectors.arguments import (
     env_factories,
     find_device,
     policy_scheme,
+    refuse_hook,
     steps_of,
     the_policy,
     without_creators,
@@ -94,6 +95,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
     frames_per_batch: int
     init_random_frames = 0
     _saved: ClassVar[tuple[str, ...]] = ("workers", "frames")
+    pre_collect_hook = post_collect_hook = property(lambda _: None, refuse_hook)
 
     def __init__(
         self,

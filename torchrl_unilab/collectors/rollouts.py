@@ -198,7 +198,7 @@ class APPOCollector(WorkerCollector):
     def _next(self) -> TensorDictBase:
         """Return the next rollout of the ring, lent or copied."""
         with span("sample"):
-            lease = self._next_of_round() if self.lockstep else self._next_fresh()
+            lease = self._next_fresh()
         if self.use_buffers:
             self._lease = lease
             return lease.rollout
@@ -209,7 +209,7 @@ class APPOCollector(WorkerCollector):
     def _next_fresh(self) -> RolloutLease:
         """Return the oldest rollout that is not too far behind."""
         while True:
-            lease = self._take()
+            lease = self._next_of_round() if self.lockstep else self._take()
             if self.max_policy_lag is None:
                 return lease
             started = int(lease.rollout.get(POLICY_VERSION).reshape(-1)[0])

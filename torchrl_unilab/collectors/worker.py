@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
@@ -258,8 +259,10 @@ class RolloutWorker:
         """
         simulation, carrier = self._simulation, self._carrier
         resumable = simulation is not None and carrier is not None
+        lazy = (UninitializedBuffer, UninitializedParameter)  # sized by the first step
+        sized = not any(isinstance(t, lazy) for t in (*self.env.parameters(), *self.env.buffers()))
         state = {
-            "env": None if self.env is simulation else self.env.state_dict(),
+            "env": self.env.state_dict() if sized and self.env is not simulation else None,
             "simulation": None if simulation is None else simulation.snapshot(),
             "carrier": carrier.to_dict() if resumable else None,  # type: ignore[union-attr]
             "trajectories": self._trajectories if resumable else None,
@@ -387,7 +390,7 @@ class RolloutWorker:
         # Of several agents, or several rewards, the sum.
         rewards = [after.get(key).reshape(*shape, -1).sum(-1) for key in env.reward_keys]
         ends = (after.get(key).reshape(shape).numpy() for key in ("done", "terminated"))
-        self.log.add(torch.stack(rewards).sum(0).numpy(), *ends)
+        self.log.add(torch.stack(rewards).sum(0).double().numpy(), *ends)
         self.frames += slot.numel()
         clock.to("write")
 
