@@ -358,6 +358,9 @@ def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(
     assert batch.expanded("body_mass") is None
     with pytest.raises(ConfigError, match="randomization of QuadrupedWalk: "):
         make([MASS, spec])
+    for other in (MASS, [3]):
+        with pytest.raises(ConfigError, match=r"randomization of .* sequence of Randomize\)\. Put"):
+            make(other)
 
 
 def test_what_one_column_may_lose_is_told_from_what_the_others_have() -> None:

@@ -79,10 +79,11 @@ class Simulations:
         batch.reset()
         if randomization is None:
             randomization = task.randomization
-        if not isinstance(randomization, Sequence):
+        several = isinstance(randomization, Sequence)
+        if not several or not all(isinstance(spec, Randomize) for spec in randomization):
             raise ConfigError(
-                f"randomization of {task.name}: {type(randomization).__name__} (expected a "
-                "sequence of Randomize). Put it into a tuple."
+                f"randomization of {task.name}: {randomization!r} (expected a sequence of "
+                "Randomize). Put it into a tuple."
             )
         self.randomizer = ModelRandomizer(batch, randomization, task.name, task.reads)
         self._name, self._frame_skip = task.name, task.frame_skip

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase
@@ -194,7 +195,7 @@ def test_delays_of_a_range_are_drawn_for_each_row_and_episode(make: type) -> Non
 
 def test_each_row_has_its_own_delay() -> None:
     torch.manual_seed(0)
-    delay = ObservationDelay((0, 4))
+    delay = ObservationDelay((0, np.int64(4)))
     env, clean = hopper(delay), hopper()
     root, true = env.reset(), clean.reset()
     seen = [true["observation"]]
@@ -220,6 +221,8 @@ def test_delays_work_on_an_environment_without_batch() -> None:
     [
         lambda: ObservationDelay(-1),
         lambda: ActionDelay((2, 1)),
+        lambda: ActionDelay((0, 1, 2)),
+        lambda: ActionDelay(1.0),
         lambda: ObservationNoise(-0.1),
         lambda: ObservationNoise([0.1, float("nan")]),
     ],

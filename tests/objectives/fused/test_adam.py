@@ -94,6 +94,14 @@ def test_a_parameter_that_was_frozen_since_is_refused():
         flat.check()
 
 
+@pytest.mark.parametrize("other", ["amsgrad", "maximize", "decoupled_weight_decay"])
+def test_an_optimiser_that_is_to_be_another_than_adam_is_refused(other):
+    flat = FlatAdam(_parameters(), 1e-2)
+    flat.optimizer.param_groups[0][other] = True
+    with pytest.raises(ConfigError, match=rf"optimizer: \['{other}'\] .*fused=False"):
+        flat.check()
+
+
 def test_a_copy_whose_parameters_are_no_views_is_refused():
     copy = deepcopy(FlatAdam(_parameters(), 1e-2))
     with pytest.raises(ConfigError, match="its memory has moved"):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
@@ -85,13 +86,14 @@ class _Delay(Transform):
 
     def __init__(self, delay: Delay, **keys: list[NestedKey]) -> None:
         super().__init__(**keys)
-        low, high = (delay, delay) if isinstance(delay, int) else delay
-        if not 0 <= low <= high:
+        bounds = np.ravel(delay)
+        whole = bounds.dtype.kind in "iu" and bounds.size in (1, 2)
+        if not whole or not 0 <= bounds[0] <= bounds[-1]:
             raise ConfigError(
                 f"{type(self).__name__}: delay is {delay} (expected a number of steps of at "
                 "least 0, or a range of them, least first). Correct it."
             )
-        self._range = low, high
+        self._range = int(bounds[0]), int(bounds[-1])
         self._delays: torch.Tensor | None = None
         self._history: dict[NestedKey, torch.Tensor] = {}
 

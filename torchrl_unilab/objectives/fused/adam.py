@@ -20,6 +20,8 @@ from torchrl_unilab.objectives.fused.graphs import DeviceNumber, capturer_of
 _ZERO_BELOW = 1e-36
 """Moments below become 0."""
 
+_OTHERS = ("amsgrad", "maximize", "decoupled_weight_decay")
+
 _ZERO_EVERY = 32
 """Steps from one time to the next, in which 1e-36 decays, by 0.9 each, to 3e-38 at least."""
 
@@ -98,8 +100,14 @@ class FlatAdam:
 
         Raises:
             ConfigError: A parameter has other memory now, which no step would change, or is to be
-                learnt no longer.
+                learnt no longer; or the optimiser is to be another one than Adam.
         """
+        group = self.optimizer.param_groups[0]
+        if other := [name for name in _OTHERS if group.get(name)]:
+            raise ConfigError(
+                f"optimizer: {other} of a fused update (expected none: it takes Adam's own step). "
+                "Leave it out, or take fused=False."
+            )
         for parameter, gradient, place in self._views:
             if parameter.data_ptr() != place:
                 raise ConfigError(
