@@ -273,7 +273,10 @@ class UniLabRayScheme(WeightSyncScheme):
     def _reports(self) -> Reports:
         """Return what nodes reported, or reported last where the mailbox does not answer."""
         if self._mailbox is None:
-            raise UsageError("Must be initialized on sender before its nodes report")
+            raise UsageError(
+                "reports of nodes: the scheme has no mailbox (expected one: RayCollector makes it "
+                "at its start, and its shutdown, at the end of its loop, ends it). Ask between."
+            )
         self._check_session()
         ray = load_ray()
         try:
