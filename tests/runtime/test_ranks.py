@@ -26,16 +26,19 @@ from torchrl_unilab.runtime.ranks import ALONE
 
 def use_each_verb(_: Any) -> dict[str, Any]:
     """What each verb makes of what differs between ranks."""
-    with Ranks.of_torchrun() as ranks:
+    with Ranks.of_torchrun(timeout=math.inf) as ranks:
         own = float(ranks.rank + 1)
         gradients, statistics = [torch.full((2, 3), own), torch.full((1,), -own)], torch.zeros(2)
         statistics[1] = math.nan
         ranks.mean_(gradients, [statistics])
+        ranks.mean_([torch.full((4,), 1e38)], [])  # whose sum is not finite
+        ranks.mean_([], [only := torch.full((1,), own)])
         given = torch.full((2,), own, dtype=torch.float64)
         ranks.broadcast_([given])
         results = {
             "mean": [*gradients[0].flatten().tolist(), *gradients[1].tolist()],
             "statistics": statistics.isnan().tolist(),
+            "only": only.item(),
             "gathered": [one.tolist() for one in ranks.gather(torch.tensor([own]))],
             "broadcast": given.tolist(),
             "agreed": [ranks.agree(wish) for wish in (False, True, ranks.rank == 1)],
@@ -68,6 +71,10 @@ def test_gradients_and_statistics_become_means(verbs):
 
 def test_a_statistic_that_is_nan_stays_so_and_hurts_no_other(verbs):
     assert verbs[0]["statistics"] == [False, True]
+
+
+def test_statistics_without_gradients_become_means_as_well(verbs):
+    assert verbs[0]["only"] == 1.5
 
 
 def test_what_is_gathered_is_in_the_order_of_ranks(verbs):

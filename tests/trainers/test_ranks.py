@@ -10,16 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl.data import Bounded, Composite, Unbounded
 
 from tests.support.off_policy import make_transitions
+from tests.support.quick import four_pendulums
 from tests.support.worlds import world
+from torchrl_unilab.collectors import APPOCollector
+from torchrl_unilab.collectors.worker import closing_env
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives import FusedAPPOUpdate
 from torchrl_unilab.runtime import Ranks
 from torchrl_unilab.runtime.ranks import ALONE
-from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
-from torchrl_unilab.trainers.loss_updates import APPOStepper, make_update
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig
+from torchrl_unilab.trainers.loss_updates import APPOStepper, LossUpdate, make_update
 from torchrl_unilab.trainers.runs.builders import Learner, build_learner
 
 OBS, ACT, ROWS, STEPS = 5, 2, 16, 5
@@ -135,16 +141,57 @@ class Halves(Ranks):
         self.kept = None
 
 
+class OneHead(nn.Module):
+    """A loss of which each rank learns another part."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.heads = rank, nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+
+    def forward(self, _: Any) -> TensorDict:
+        return TensorDict(loss_head=self.heads[self.rank].sum())
+
+
+def learn_heads(ranks: Ranks) -> list[list[float]]:
+    loss = OneHead(ranks.rank)
+    update = LossUpdate(loss, OffPolicyConfig(lr_critic=0.5), ranks)
+    update.step(TensorDict())
+    return [head.tolist() for head in loss.heads]
+
+
+def train_unevenly(ranks: Ranks) -> str:
+    """What is said where rank 1 collects half as much."""
+    steps = 8 // (1 + ranks.rank)
+    config = APPOConfig(num_envs=4, num_steps=8, minibatches=2, hidden=(8,))
+    with closing_env(four_pendulums()) as env:
+        learner = build_learner(env, config)
+    with APPOCollector(
+        four_pendulums, learner.actor, frames_per_batch=4 * steps, inline=True
+    ) as collector:
+        trainer = APPOTrainer(
+            collector=collector,
+            loss_module=learner.loss,
+            total_frames=640,
+            config=config,
+            ranks=ranks,
+            progress_bar=False,
+        )
+        with pytest.raises(ConfigError) as refused:
+            trainer.train()
+    return str(refused.value)
+
+
 def learn_in_each_way(_: Any) -> dict[str, dict[tuple[str, str], State]]:
     """What a rank learns by each update from its half, from the same data, and without noise."""
     with Ranks.of_torchrun() as ranks:
         half = [ranks.rank]
         own = {update: learn(update, ranks, half, half) for update in UPDATES}
         same = {update: learn(update, ranks, [0], [0]) for update in UPDATES}
+        heads, uneven = learn_heads(ranks), train_unevenly(ranks)
         torch.set_default_dtype(torch.float64)
         with NoNoise():
             quiet = {update: learn(update, ranks, half, half) for update in UPDATES}
-        return {"own": own, "same": same, "quiet": quiet}
+        return {"own": own, "same": same, "quiet": quiet, "heads": heads, "uneven": uneven}
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +203,17 @@ def learnt() -> list[dict[str, dict[tuple[str, str], State]]]:
 def _assert_equal(one: State, other: State) -> None:
     for name, array in one.items():
         assert array.tobytes() == other[name].tobytes(), name
+
+
+def test_a_parameter_that_a_rank_has_no_gradient_of_follows_the_others(learnt):
+    heads = [one["heads"] for one in learnt]
+    assert heads[0] == heads[1]
+    assert heads[0] == [pytest.approx([-0.5, -0.5])] * 2
+
+
+def test_ranks_that_collect_another_number_of_frames_are_refused(learnt):
+    for one in learnt:
+        assert one["uneven"].startswith("frames until now: 64, 32 on ranks 0 to 1")
 
 
 @each

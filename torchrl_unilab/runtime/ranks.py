@@ -43,6 +43,7 @@ from torchrl_unilab.scalars import as_integer, as_seconds
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
 _POLL_SECONDS = 0.05
 _NOT_TO_BLAME = ""
+_LONGEST_SECONDS = 1e8  # what c10d counts: nanoseconds, in 64 bits
 _LONGEST_PAUSE_SECONDS = 0.01  # between two polls whether the others have come
 
 
@@ -106,7 +107,7 @@ class Ranks:
                 f"ranks: this process has a process group already (expected none: {self.size} "
                 "ranks make their own). End it, or start without torchrun."
             )
-        limit = timedelta(seconds=self.timeout)
+        limit = timedelta(seconds=min(self.timeout, _LONGEST_SECONDS))
         try:
             launcher, _, _ = next(rendezvous("env://", timeout=limit))
             self._store = PrefixStore(self._meet(launcher), launcher)
@@ -197,12 +198,13 @@ class Ranks:
         """
         if self.size == 1:
             return
-        spoilt = gradients[0].new_zeros(self.size)
+        spoilt = (*gradients, *statistics)[0].new_zeros(self.size)
         tensors = [*gradients, *statistics, spoilt]
         sizes = [tensor.numel() for tensor in tensors]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         # `agree` checks it later: here nothing waits for the device.
-        flat[self.rank - self.size] = 0.0 * flat[: sum(sizes[: len(gradients)])].sum()
+        finite = flat[: sum(sizes[: len(gradients)])].isfinite().all()
+        flat[self.rank - self.size] = torch.where(finite, 0.0, torch.nan)
         self._together(flat, dist.all_reduce, flat)
         for tensor, part in zip(tensors, flat.div_(self.size).split(sizes), strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -84,6 +84,8 @@ class APPOTrainer(RankTrainer):
         1024
     """
 
+    config: APPOConfig
+
     def __init__(
         self,
         *,

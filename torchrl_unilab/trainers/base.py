@@ -128,11 +128,13 @@ class RankTrainer(Trainer):
         normalizers: Observation key to the normaliser in the networks that learns from it.
     """
 
+    config: APPOConfig | OffPolicyConfig
     ranks: Ranks
     normalizers: Mapping[str, ObservationNormalizer]
 
     def __init__(self, *, collector: Any, loss_module: nn.Module, **kwargs: Any) -> None:
         super().__init__(collector=collector, loss_module=loss_module, **kwargs)
+        self._compared = False  # with the other ranks
         if isinstance(collector, WorkerCollector):
             acting = {*collector.policy.parameters()}
             if acting and not acting & {*loss_module.parameters()}:
@@ -207,6 +209,13 @@ class RankTrainer(Trainer):
                 self.normalizers.values(), gathered.split(sizes), strict=True
             ):
                 normalizer.merge(moments)
+
+    def _pre_steps_log_hook(self, batch: TensorDictBase | None) -> None:
+        if not self._compared:  # with as many frames from each, all see the same numbers
+            self._compared = True
+            counts = {"frames until now": self.collected_frames, "total_frames": self.total_frames}
+            self.ranks.check_same(counts | vars(self.config))
+        super()._pre_steps_log_hook(batch)
 
     def _post_steps_log_hook(self, batch: TensorDictBase | None) -> None:
         super()._post_steps_log_hook(batch)  # TorchRL looks next whether to stop

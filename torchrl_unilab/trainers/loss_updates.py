@@ -94,8 +94,8 @@ class APPOStepper(OptimizationStepper):
             [loss for key, loss in losses.items() if key.startswith("loss")]
         ).sum().backward()
         losses = losses.detach()
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        self.ranks.mean_(gradients, [losses.get(name) for name in self.loss.out_keys])
+        statistics = [losses.get(name) for name in self.loss.out_keys]
+        self.ranks.mean_(_gradients(self.parameters, self.ranks), statistics)
         nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
         # Gradients that are views of the owner's one tensor must stay so.
@@ -178,7 +178,7 @@ class LossUpdate:
         observed = torch.stack([losses.get(key).detach().reshape(()) for key in names])
         steps = [part for part in self.optimizers if update_policy or part == "critic"]
         learnt = [p for part in steps for p in self._groups[part]]
-        self.ranks.mean_([p.grad for p in learnt if p.grad is not None], [observed])
+        self.ranks.mean_(_gradients(learnt, self.ranks), [observed])
         for part, optimizer in self.optimizers.items():
             if part in steps:
                 optimizer.step()
@@ -187,6 +187,17 @@ class LossUpdate:
             self._target.step()
         self.statistics = names
         return observed
+
+
+def _gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> list[torch.Tensor]:
+    """Return gradients; of several ranks those of all parameters, as any may be another's."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None and ranks.size > 1:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+    return gradients
 
 
 def make_update(

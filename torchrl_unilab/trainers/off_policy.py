@@ -130,6 +130,8 @@ class OffPolicyTrainer(RankTrainer):
         >>> trainer.close()
     """
 
+    config: OffPolicyConfig
+
     def __init__(
         self,
         *,
