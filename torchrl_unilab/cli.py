@@ -46,6 +46,7 @@ _REMEDIES = {
     errno.EMFILE: " (expected more, for logs and workers). Raise `ulimit -n`.",
 }
 """What to do about errors of the system."""
+_CHECKPOINTS = f"checkpoint/frames-{'[0-9]' * 12}"  # and not copies of other names
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,19 +180,15 @@ def _add_algorithms(
 def _add_training(train: argparse.ArgumentParser) -> None:
     add = train.add_argument
     path = os.path.expanduser  # no shell does in --run-dir=~/run
-    add(
-        "--run-dir",
-        type=path,
-        help="new directory of the run (default: runs/TASK-ALGORITHM-SEED-TIME)",
-    )
+    run_dir = "new directory of the run (default: runs/TASK-ALGORITHM-SEED-TIME)"
+    add("--run-dir", type=path, help=run_dir)
     resume = (
         "continue the run in --run-dir; its task, frames and settings need not be given; where "
         "they are, and it has no checkpoint yet, start it: one command for both; devices and "
         "numbers of threads may be others than before"
     )
     add("--resume", action="store_true", help=resume)
-    repeat = "repeat a run from its config.yaml; flags take precedence"
-    add("--config", type=path, metavar="FILE", help=repeat)
+    add("--config", type=path, metavar="FILE", help="repeat a run, by its config.yaml and flags")
     add("--print-config", action="store_true", help="print the config.yaml of the run, and end")
     defaults = {field.name: field.default for field in dataclasses.fields(RunConfig)}
     add_settings(train, RunConfig, defaults, skip=["progress_bar"])
@@ -264,7 +261,7 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
     except (CheckpointError, ConfigError):
         raise
     except BaseException:
-        saved = sorted(_checkpoints(options))
+        saved = sorted(Path(options.run_dir).glob(_CHECKPOINTS))
         frames = int(saved[-1].name.partition("-")[2]) if saved else 0
         if frames and not of_launcher("RANK", 0):
             print(f"{frames:,} frames are saved; to go on: {_resuming(options)}", file=sys.stderr)
@@ -273,12 +270,8 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
 
 def _may_start(options: argparse.Namespace) -> bool:
     """Whether a run that may be continued is known well enough to start, and has to be."""
-    known = options.env is not None and options.frames is not None
-    return (known or options.config is not None) and not any(_checkpoints(options))
-
-
-def _checkpoints(options: argparse.Namespace) -> Iterator[Path]:
-    return Path(options.run_dir, "checkpoint").glob(f"frames-{'[0-9]' * 12}")
+    known = options.config is not None or None not in (options.env, options.frames)
+    return known and not any(Path(options.run_dir).glob(_CHECKPOINTS))
 
 
 def _show(summary: Mapping[str, Any]) -> None:

@@ -11,6 +11,10 @@ from torchrl_unilab.modules import make_actor
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, DiagonalNormal, GaussianActor
 
 
+def test_the_scale_may_be_given_by_an_integer():
+    assert make_actor(3, 2, log_std=-1).module[0].log_std.tolist() == [-1.0, -1.0]
+
+
 def test_the_actor_gives_action_and_log_probability_and_its_mean_without_exploration():
     actor = make_actor(3, 2, log_std=-1.0)
     batch = actor(TensorDict(observation=torch.randn(5, 3), batch_size=[5]))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -128,6 +130,16 @@ def test_bounds_and_widths_that_cannot_work_are_refused(make, bounds, complaint)
 def test_bounds_of_the_scale_must_be_in_order():
     with pytest.raises(ConfigError, match="log_std_bounds"):
         make_sac_actor(3, 2, log_std_bounds=(1.0, 1.0))
+
+
+@pytest.mark.parametrize("make", [make_sac_actor, make_td3_actor])
+def test_a_state_of_other_bounds_is_refused_and_one_of_these_loaded(make):
+    actor = make(3, 2, low=LOW, high=HIGH)
+    actor.load_state_dict(make(3, 2, low=LOW, high=HIGH).state_dict())
+    state = make(3, 2, low=LOW, high=2 * HIGH).state_dict()
+    with pytest.raises(ConfigError, match=r"of \[-1.*\] to \[0\.5.*\] \(expected .*Make the actor"):
+        actor.load_state_dict(state)
+    pickle.loads(pickle.dumps(actor)).load_state_dict(actor.state_dict())
 
 
 def test_an_actor_does_not_alias_the_bounds_it_was_given():

@@ -42,7 +42,7 @@ class GaussianParameters(NormalizedNetwork):
         self, in_key: str, normalizer: nn.Module | None, net: nn.Module, size: int, log_std: float
     ) -> None:
         super().__init__(in_key, normalizer, net)
-        self.log_std = nn.Parameter(torch.full((size,), log_std))
+        self.log_std = nn.Parameter(torch.full((size,), float(log_std)))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``loc`` and ``scale``, [..., action size]."""

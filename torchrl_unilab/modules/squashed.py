@@ -6,7 +6,7 @@ An action is ``center + reach * tanh(u)``, whatever writes ``u``. `FusedSACUpdat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,20 @@ class SquashedNormal(TanhNormal):
     """The squashed mean of the Gaussian, not the mean or mode of the squashed Gaussian."""
 
 
+def _check_bounds(head: SquashedNetwork, state: Mapping[str, Any], prefix: str, *_: object) -> None:
+    """Refuse a state of other bounds than the distribution, and the spec, were made with."""
+    names = ("center", "reach")
+    own = torch.stack([getattr(head, name) for name in names])
+    found = [state[prefix + name] for name in names if prefix + name in state]
+    if len(found) == 2 and not torch.equal(torch.stack(found).to(own), own):
+        (center, reach), (own_center, own_reach) = found, own
+        raise ConfigError(
+            f"state of an actor with actions of {(center - reach).tolist()} to "
+            f"{(center + reach).tolist()} (expected {(own_center - own_reach).tolist()} to "
+            f"{(own_center + own_reach).tolist()}). Make the actor with these bounds."
+        )
+
+
 class SquashedNetwork(NormalizedNetwork):
     """Base of the heads, which holds the actions' bounds.
 
@@ -73,6 +87,7 @@ class SquashedNetwork(NormalizedNetwork):
         super().__init__(in_key, normalizer, net)
         self.register_buffer("center", (high + low) / 2)
         self.register_buffer("reach", (high - low) / 2)
+        self.register_load_state_dict_pre_hook(_check_bounds)
 
 
 class SquashedGaussianParameters(SquashedNetwork):

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import mujoco
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_unilab.envs.gymnasium.arms import Reacher
 from torchrl_unilab.envs.gymnasium.base import (
     mass_centers,
     norms,
@@ -67,3 +69,17 @@ def test_mass_centers_are_those_of_one_simulation(
         for row, place in zip(rows, positions, strict=True)
     ]
     np.testing.assert_array_equal(mass_centers(rows, positions), expected)
+
+
+class Loaded(Reacher):
+    """A reacher whose model gets a further body as it is loaded."""
+
+    def load_model(self) -> mujoco.MjModel:
+        spec = self.load_spec()
+        spec.body("body0").add_body(name="payload").add_geom(size=[0.01, 0, 0])
+        return spec.compile()
+
+
+def test_bodies_are_those_of_the_model_that_a_task_loads() -> None:
+    task = Loaded()
+    assert task.body("target") == task.load_model().body("target").id

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+import mujoco
 import numpy as np
 from numpy.typing import NDArray
 
@@ -58,20 +59,20 @@ class GymnasiumTask(MujocoTask):
         return Path(spec.origin).parent / "envs" / "mujoco" / "assets" / text
 
     @cached_property
-    def _body_names(self) -> tuple[str, ...]:
-        model = MujocoTask.load_model(self)
-        return tuple(model.body(i).name for i in range(model.nbody))
+    def _body_names(self) -> list[str]:
+        return body_names(self.load_model())
 
-    def body(self, body: int | str) -> int:
+    def body(self, body: int | str, model: mujoco.MjModel | None = None) -> int:
         """The number of a body of the model.
 
         Args:
             body: its name or its number.
+            model: the task's, if it has been loaded.
 
         Raises:
             ConfigError: if the model has no such body.
         """
-        names = self._body_names
+        names = self._body_names if model is None else body_names(model)
         if isinstance(body, str):
             if body and body in names:
                 return names.index(body)
@@ -82,6 +83,11 @@ class GymnasiumTask(MujocoTask):
             f"{self.name}: its model has no body {body!r} (expected one of {known}, or a "
             f"number below {len(names)}). Name another body, or give another model."
         )
+
+
+def body_names(model: mujoco.MjModel) -> list[str]:
+    """The names of a model's bodies, empty for those without."""
+    return [model.body(i).name for i in range(model.nbody)]
 
 
 @dataclass(frozen=True, kw_only=True)

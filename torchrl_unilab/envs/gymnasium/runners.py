@@ -243,8 +243,9 @@ class Ant(HealthyRunner):
             ConfigError: if it has no `main_body`.
             FileNotFoundError: if there is no such file.
         """
-        self.body(self.main_body)
-        return super().load_model()
+        model = super().load_model()
+        self.body(self.main_body, model)
+        return model
 
     def place(self, fields: Fields) -> Array:
         """Where the main body is."""
