@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -59,6 +62,30 @@ def check_spawning(what: object) -> None:
             "(expected it among the arguments of one). Save what it holds with dumps() or "
             "state_dict(), and load that."
         )
+
+
+def handed_over(descriptor: int, *, again: bool = False) -> Any:
+    """Return what a descriptor is pickled as for the process that is being spawned.
+
+    Its ``detach()`` gives the descriptor there. CPython hands none over twice, as two pickles of
+    one object among the arguments, in closures that share it, would.
+
+    Args:
+        descriptor: Open, and stays so.
+        again: Whether each pickle becomes a descriptor of its own there, which its owner closes.
+    """
+    popen = get_spawning_popen()
+    handed = _handed.setdefault(popen, {})
+    if descriptor not in handed:
+        handed[descriptor] = DupFd(descriptor)
+    elif again:
+        copy = os.dup(descriptor)
+        weakref.finalize(popen, os.close, copy)  # not before the process has it
+        return DupFd(copy)
+    return handed[descriptor]
+
+
+_handed: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
 def _living(pid: int) -> int:

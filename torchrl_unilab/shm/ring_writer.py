@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import reduction
 from multiprocessing.util import Finalize
 from typing import Any, Literal, get_args
 
@@ -22,7 +21,13 @@ import torch
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout
-from torchrl_unilab.shm.liveness import check_spawning, process_id, process_is_alive, this_process
+from torchrl_unilab.shm.liveness import (
+    check_spawning,
+    handed_over,
+    process_id,
+    process_is_alive,
+    this_process,
+)
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import Owner, SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token, unpack_token, waits
@@ -295,7 +300,8 @@ class RingWriter(Owner):
         self._check_open()
         check_spawning(self)
         state = {name: getattr(self, name) for name in ("layout", "slots", "writers", "overflow")}
-        ends = [[reduction.DupFd(end) for end in p.ends] for p in (*self._free, *self._ready)]
+        pipes = (*self._free, *self._ready)
+        ends = [[handed_over(end, again=True) for end in pipe.ends] for pipe in pipes]
         return {**state, "_segment": self._segment, "ends": ends}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

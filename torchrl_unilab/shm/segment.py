@@ -22,7 +22,6 @@ import tempfile
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from multiprocessing import reduction
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from torchrl_unilab.errors import (
     SegmentSpaceError,
 )
 from torchrl_unilab.limits import available_memory
-from torchrl_unilab.shm.liveness import check_spawning
+from torchrl_unilab.shm.liveness import check_spawning, handed_over
 
 _LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
 
@@ -219,7 +218,7 @@ class SharedSegment(Owner):
         if self.name is not None:
             return SharedSegment.attach, (self.name,)
         check_spawning(self)
-        return _attach_pickled, (reduction.DupFd(self._descriptor), self.nbytes)
+        return _attach_pickled, (handed_over(self._descriptor), self.nbytes)
 
 
 class _Mapping(mmap.mmap):
