@@ -276,6 +276,21 @@ def test_an_interrupt_while_pages_are_taken_leaves_nothing(monkeypatch, tmp_path
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_an_interrupt_while_a_segment_is_attached_again_leaves_the_first_as_it_was(
+    monkeypatch, tmp_path
+):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
+    with SharedSegment(1024, name="unilab-test") as segment:
+        with monkeypatch.context() as patch:
+            patch.setattr(segment_module, "_mapped", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                SharedSegment.attach("unilab-test")
+        assert os.fstat(segment.descriptor).st_size == 1024
+
+
 def _create_and_keep(name: str) -> None:
     _KEPT.append(SharedSegment(4096, name=name))
 

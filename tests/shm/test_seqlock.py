@@ -189,6 +189,19 @@ def test_an_attachment_publishes_no_more_once_another_was_closed_and_a_process_w
                 _publish(cell, 4)
 
 
+def test_an_attachment_that_is_closed_leaves_the_process_that_has_come_to_write():
+    with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:
+        attached = [SnapshotCell.attach(cell.name, cell.layout) for _ in range(2)]
+        for value, one in enumerate(attached, 1):
+            _publish(one, value)
+        attached[1].close()
+        with spawned(_publish_and_stay, cell, 3) as (writer, pipe):
+            assert receive(pipe) == 3
+            attached[0].close()
+            with pytest.raises(SegmentError, match=rf"process {writer.pid} publishes"):
+                _publish(cell, 4)
+
+
 @pytest.mark.parametrize("extra", [-64, 64])
 def test_a_named_cell_of_another_size_than_its_layouts_is_refused(extra):
     with SnapshotCell(_filled(0), name=f"unilab-test-{os.getpid()}") as cell:

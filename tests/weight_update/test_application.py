@@ -188,6 +188,20 @@ def test_a_replaced_model_is_filled_even_if_its_first_pull_was_overtaken(pair, m
     assert moved(TensorDict(observation=torch.zeros(3)))["action"].item() == 0.25
 
 
+def test_a_version_whose_report_was_interrupted_is_reported_by_the_next_pull(pair, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    sender, receiver = pair(make_policy(0.25), make_policy())
+    sender.send()
+    with monkeypatch.context() as patch:
+        patch.setattr(SnapshotCell, "report_applied", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            receiver.pull()
+    receiver.pull()
+    assert sender.applied_versions == {0: 1}
+
+
 def test_receive_applies_and_says_what_or_nothing(pair):
     learner, acting = make_policy(0.25), make_policy()
     sender, receiver = pair(learner, acting, pull="manual")

@@ -12,7 +12,7 @@ from torch import nn
 from torchrl.collectors.utils import _make_meta_policy
 from torchrl.modules import MultiAgentMLP
 
-from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.weight_update import UniLabShmScheme, UniLabShmTransport
 
 CPU = torch.device("cpu")
@@ -306,6 +306,31 @@ def test_a_workers_replaced_layer_takes_the_next_published_weights(pair):
     assert _same(policy, worker)
 
 
+@pytest.mark.parametrize(
+    ("bias", "error"),
+    [
+        (torch.zeros(3), LayoutShapeError),
+        (torch.zeros(2, 2), LayoutShapeError),  # into which the published one would spread
+        (torch.zeros(2, dtype=torch.float64), LayoutDtypeError),
+    ],
+)
+def test_a_worker_whose_tensor_is_of_another_form_now_is_refused_and_written_nothing(
+    bias, error, pair
+):
+    policy, worker = _net(), _net()
+    sender, receiver = pair(policy, worker)
+    worker[2].bias = nn.Parameter(bias)
+    before = copy.deepcopy(worker.state_dict())
+    nn.init.constant_(policy[0].weight, 3.0)
+    sender.send()
+
+    with pytest.raises(error):
+        receiver.pull()
+
+    assert all(torch.equal(before[key], now) for key, now in worker.state_dict().items())
+    assert receiver.applied_versions == {0: 0}
+
+
 def test_a_model_without_weights_is_published_too(pair):
     sender, receiver = pair(nn.Tanh(), nn.Tanh())
     sender.send()
@@ -359,3 +384,14 @@ def test_numbers_of_extra_state_are_read_into_a_module():
     with UniLabShmTransport.from_state_dict(sent) as transport:
         transport.read_weights_into(received)
     assert received.counter.count == 5
+
+
+def test_numbers_of_extra_state_in_a_state_dict_are_refused_and_nothing_is_read():
+    sent, received = Counter(), Counter()
+    sent.statistics["mean"].fill_(3.0)
+    with (
+        UniLabShmTransport.from_state_dict(sent) as transport,
+        pytest.raises(ConfigError, match=r"\['_extra_state.count#int'\] are no tensors"),
+    ):
+        transport.read_weights_into(received.state_dict())
+    assert received.statistics["mean"].tolist() == [0.0, 0.0]

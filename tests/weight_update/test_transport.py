@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
+import threading
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from tests.support.processes import receive, spawned
 from torchrl_unilab.errors import (
     ConfigError,
+    ContentionError,
     LayoutDtypeError,
     LayoutError,
     LayoutKeyError,
@@ -51,6 +54,38 @@ def test_an_unrelated_process_reads_by_name_what_was_written():
         assert transport.write_weights(_state(2.0)) == 2
         with spawned(_read_by_name, transport.name) as (_, pipe):
             assert receive(pipe) == (2, [[2.0] * 3] * 2, [2.0] * 3)
+
+
+class OfADevice(torch.Tensor):
+    """Passes for a tensor of an accelerator, which comes to the host by a copy."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["in the cell's order", "by key"])
+def test_what_two_threads_publish_from_a_device_is_each_whole(whole):
+    shapes = {"w": (200_000,), "b": (200_000,)}
+
+    def publish(value: float) -> None:
+        state = {key: torch.full(shapes[key], value).as_subclass(OfADevice) for key in keys}
+        for _ in range(200):
+            if whole:
+                transport.publish(keys, [*state.values()])
+            else:
+                transport.send_weights(state)
+
+    with UniLabShmTransport.create(shapes) as transport:
+        keys = transport.cells[0].layout.keys
+        threads = [threading.Thread(target=publish, args=(value,)) for value in (1.0, 2.0)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            with contextlib.suppress(ContentionError):  # overtaken, which is no tear
+                values = torch.stack([*transport.newest(0)[1].values()])
+                assert values.min() == values.max()
+        for thread in threads:
+            thread.join()
+        assert transport.version == 400
 
 
 def test_what_is_created_from_a_state_dict_holds_it_as_version_1():

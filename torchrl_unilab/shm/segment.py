@@ -173,7 +173,10 @@ class SharedSegment(Owner):
                 _reserve(descriptor, nbytes, named=name is not None)
             mapping = _mapped(descriptor, nbytes)
         except BaseException:  # Ctrl-C, too: to take many pages takes seconds
-            os.close(descriptor)
+            with _mappings_lock:
+                owned = any(descriptor in known.descriptors for known in _mappings.values())
+            if not owned:  # by a mapping, which closes it
+                os.close(descriptor)
             self._unlink()
             raise
         self._thread_locks = mapping.thread_locks

@@ -329,7 +329,8 @@ class SnapshotCell(Owner):
         with self._segment.thread_lock():  # another thread's publish ends before
             if self.closed:
                 return
-            if self._writer_pid == os.getpid():  # another process may write from now on
+            own = self._writer_pid == os.getpid() and self._words[_WRITER] == self._writer
+            if own:  # another process may write from now on
                 self._words[_WRITER] = 0
             # All that holds the mapping, which would outlive the cell's end.
             self._words = self._sequence = self._reports = _ClosedWords()

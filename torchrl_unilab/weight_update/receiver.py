@@ -62,7 +62,8 @@ class WeightReceiver:
         with span("pull"):
             version = self._cell.read(self._snapshot)
             targets = weights.tensors(model)
-            if targets is None:  # a layer was replaced
+            # A layer, or a tensor, may have been replaced.
+            if targets is None or [(t.shape, t.dtype) for t in targets] != self._expected:
                 weights = self._bind(model)
                 targets = weights.tensors(model) or []
             values: Mapping[str, torch.Tensor] = self._snapshot.tensors
@@ -73,8 +74,8 @@ class WeightReceiver:
                     torch._foreach_copy_(targets, [values[name] for name in weights.names])
             if self._extra:
                 weights.set_extra_state(self._extra)
+        self._cell.report_applied(self._worker, version)  # first: an interrupt leaves it to do
         self.applied = version
-        self._cell.report_applied(self._worker, version)
         return True
 
     def _bind(self, model: nn.Module) -> ModuleWeights:
@@ -90,7 +91,9 @@ class WeightReceiver:
             )
         self._cell.layout.select(parameters | self._extra)
         weights.make_private()
-        device = next((t.device for t in weights.tensors(model) or []), torch.device("cpu"))
+        targets = weights.tensors(model) or []
+        self._expected = [(tensor.shape, tensor.dtype) for tensor in targets]
+        device = next((tensor.device for tensor in targets), torch.device("cpu"))
         on_host = device.type == "cpu"
         self._packer = None if on_host else DevicePacker(self._cell.layout, device)
         self._weights = weights
@@ -196,9 +199,11 @@ class _PullsWeights(Collector):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state; its weights act until the next publish."""
         self._pull()  # what was published before comes before
-        super().load_state_dict(*args, **kwargs)
-        for puller in self._pullers:
-            puller.invalidate()
+        try:
+            super().load_state_dict(*args, **kwargs)
+        finally:  # one that is refused may have been loaded in part
+            for puller in self._pullers:
+                puller.invalidate()
 
     def cascade_execute(self, attr_path: str, *args: Any, **kwargs: Any) -> Any:
         """Pull, then call a nested method."""

@@ -7,6 +7,7 @@ publishes through it; programs without collectors use it directly.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -165,7 +166,7 @@ class UniLabShmTransport(Owner):
         self.unique_cells = list(dict.fromkeys(cells.values()))
         self._casts = casts
         self._optional = optional
-        self._packers: dict[tuple[SnapshotCell, torch.device], DevicePacker] = {}
+        self._packers: dict[tuple[SnapshotCell, torch.device, int], DevicePacker] = {}
 
     @classmethod
     def create(
@@ -301,7 +302,7 @@ class UniLabShmTransport(Owner):
         if device is None:
             return tensors
         cell.layout.check(tensors)
-        key = cell, device
+        key = cell, device, threading.get_ident()  # whose copy stays until it is published
         if key not in self._packers:
             self._packers[key] = DevicePacker(cell.layout, device)
         return self._packers[key].to_host(tensors)
@@ -317,12 +318,19 @@ class UniLabShmTransport(Owner):
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             ContentionError: Overtaken on every bounded try; nothing was written.
+            ConfigError: A state dict has numbers of extra state, into which nothing is written.
         """
         targets = self.unique_cells[0].layout.select(named_tensors(state_dict))
         version, weights = self.newest(0)
+        numbers = [key for key in weights if "#" in key]
+        if numbers and not isinstance(state_dict, nn.Module):
+            raise ConfigError(
+                f"cannot read weights: {numbers} are no tensors of the state dict (expected a "
+                "module, whose extra state they are). Read into the module."
+            )
         with torch.no_grad():
             torch._foreach_copy_(targets, list(weights.values()))
-        if isinstance(state_dict, nn.Module):  # numbers of its extra state are no tensors
+        if isinstance(state_dict, nn.Module):
             extra = {key: value for key, value in weights.items() if EXTRA_STATE in key}
             ModuleWeights(state_dict).set_extra_state(extra)
         return version
