@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from tests.support.interrupts import Bytecodes
-from torchrl_unilab.errors import PeerGoneError
+from torchrl_unilab.errors import PeerGoneError, UsageError
 from torchrl_unilab.runtime import link as link_module
 from torchrl_unilab.runtime.link import Channel, Link
 
@@ -72,6 +72,25 @@ def test_a_message_that_cannot_be_unpickled_raises_once_and_the_next_ones_are_ta
     assert channel.take() == "before"
     os.write(there.fileno(), _raw("last"))
     assert [channel.take(), channel.take()] == ["next", "last"]
+
+
+class Elsewhere:
+    """Is unpickled where there is a file that is not here."""
+
+    def __reduce__(self):
+        return open, ("/nonexistent/model.xml",)
+
+
+def test_a_message_that_needs_a_file_is_not_taken_for_the_end_of_the_pipe(
+    ends: tuple[Connection, Connection],
+):
+    here, there = ends
+    channel = Channel(here)
+    os.write(there.fileno(), _raw(Elsewhere()) + _raw("next"))
+    with pytest.raises(UsageError, match=r"FileNotFoundError\(2.* as it was unpickled") as raised:
+        channel.take()
+    assert isinstance(raised.value.__cause__, FileNotFoundError)
+    assert channel.take() == "next"
 
 
 def test_a_message_larger_than_the_pipe_is_sent_as_it_is_read(ends: tuple[Connection, Connection]):

@@ -195,7 +195,7 @@ def test_what_a_worker_raises_surfaces_promptly_with_its_traceback(refusals):
 
 
 def test_a_failure_stays_what_it_was(refusals):
-    first, *later = refusals["errors"]
+    first, *later = map(str, refusals["errors"])
     assert later == [first] * 2
 
 
@@ -272,10 +272,26 @@ def test_a_killed_worker_whose_child_holds_its_pipes_is_named_wherever_one_looks
         try:
             os.kill(group.pids[0], signal.SIGKILL)
             for call in (lambda: group.ask(0, "double", 1), group.check, lambda: group.poll(0)):
-                group._failed = None
                 assert "was ended by SIGKILL" in str(_within(PROMPT, call))
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_of_several_workers_each_is_named_by_what_it_failed_with_itself():
+    with _group(2) as group:
+        for number in (0, 1):
+            os.kill(group.pids[number], signal.SIGKILL)
+            with pytest.raises(WorkerError, match=rf"server {number}, .*SIGKILL") as raised:
+                group.ask(number, "double", 1)
+            assert raised.value.worker == number
+
+
+def test_a_worker_that_goes_on_after_it_was_stopped_is_at_work_again(lone):
+    os.kill(lone.pids[0], signal.SIGSTOP)
+    assert "was stopped" in str(_within(PROMPT, lambda: lone.ask(0, "double", 1)))
+    os.kill(lone.pids[0], signal.SIGCONT)
+    assert lone.ask(0, "double", 2) == 4
+    lone.check()
 
 
 def test_a_worker_whose_exit_code_has_been_read_is_dead_whatever_its_sentinel_says(lone):

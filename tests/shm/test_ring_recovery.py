@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -25,9 +26,10 @@ from tests.support.rings import (
     write_until_refused,
     write_until_told,
 )
-from torchrl_unilab.errors import PeerGoneError, WaitTimeoutError
+from torchrl_unilab.errors import PeerGoneError, UsageError, WaitTimeoutError
 from torchrl_unilab.shm import ring as ring_module
 from torchrl_unilab.shm import ring_writer
+from torchrl_unilab.shm.liveness import process_is_alive
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
@@ -194,6 +196,31 @@ def test_the_writer_of_a_dead_process_is_free_once_it_is_recovered():
             ring.become_writer(0)
         ring.recover(0)
         assert ring.become_writer() == 0
+
+
+def test_a_process_that_comes_to_write_during_a_recovery_keeps_its_slot(monkeypatch):
+    with make_ring(slots=2) as ring, contextlib.ExitStack() as closing:
+        assert write(ring)
+        ring.resign()
+        come: list = []
+
+        def alive(word: int) -> bool:
+            if not come:
+                come.extend(closing.enter_context(spawned(write_half, ring, 0)))
+                come[1].poll(0.5)  # until it has claimed a slot, which a recovery holds up
+            return process_is_alive(word)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ring_module, "process_is_alive", alive)
+            assert ring.recover(0) == 0
+        process, pipe = come
+        receive(pipe)
+        with pytest.raises(UsageError, match=f"process {process.pid} is alive"):
+            ring.recover(0)
+        pipe.send("commit")
+        receive(pipe)
+        assert [read(ring), read(ring), read(ring)] == [(0, 1), (0, 1), None]
+        check_all_free(ring)
 
 
 @pytest.mark.parametrize("how", ["killed", "closed"])

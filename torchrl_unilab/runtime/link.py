@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from torchrl_unilab.errors import ConfigError, PeerGoneError
+from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
 
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
 _RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
@@ -120,9 +120,14 @@ class Channel:
                     body = memoryview(data)[begin + _LENGTH.size : begin + needed]
                     try:
                         found.append(pickle.loads(body))
-                    except Exception:  # raised once: what came after it is still read
+                    except Exception as error:  # raised once: what came after it is still read
                         self._incoming = deque(found), [data[begin + needed :]], _LENGTH.size
-                        raise
+                        if not isinstance(error, (EOFError, OSError)):
+                            raise
+                        raise UsageError(  # as those two say that the other end is gone
+                            f"message that was sent here: {error!r} as it was unpickled (expected "
+                            "no error). Send what does not depend on where it is."
+                        ) from error
                     begin, needed = begin + needed, _LENGTH.size
             self._incoming = deque(found), [data[begin:]], needed
         if parts[before:] == [b""]:

@@ -87,7 +87,6 @@ class WorkerGroup:
         # what the workers use is closed.
         self._at_exit = Finalize(None, _stop, (weakref.ref(self),), exitpriority=1)
         self._workers: list[WorkerProcess] = []
-        self._failed: WorkerError | None = None
         self._next_check = 0.0
         try:
             for index in range(len(arguments)):
@@ -205,8 +204,6 @@ class WorkerGroup:
         Raises:
             WorkerError: A worker ended without being asked to, or is stopped.
         """
-        if self._failed is not None:
-            raise self._failed
         self._check(self._workers)
 
     def end(self, index: int) -> None:
@@ -226,7 +223,6 @@ class WorkerGroup:
         old, self._workers[index] = self._workers[index], worker
         old.channel.close()
         old.process.close()
-        self._failed = None
         self._receive(worker, START_SECONDS, [worker])
 
     def _wait(
@@ -299,8 +295,6 @@ class WorkerGroup:
 
     def _fail(self, worker: WorkerProcess) -> NoReturn:
         """Raise what a dead worker failed with."""
-        if self._failed is not None:
-            raise self._failed  # the pipe delivers it once
         worker.process.join(STOP_SECONDS)
         with contextlib.suppress(EOFError):
             while worker.channel.fill():
@@ -319,12 +313,12 @@ class WorkerGroup:
 
     def _error(self, worker: WorkerProcess, text: str, remedy: str = "") -> WorkerError:
         text, end = text.rstrip(), "\n" if "\n" in text else " "  # after a traceback
-        self._failed = WorkerError(
+        error = WorkerError(
             f"{worker.name}, process {worker.process.pid}, {text}{end}(expected it to keep "
             f"running). {remedy or 'Remove the cause, and start again.'}"
         )
-        self._failed.worker = worker.index
-        return self._failed
+        error.worker = worker.index
+        return error
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
         """Ask all workers to end; kill those that have not after `timeout`. Idempotent.

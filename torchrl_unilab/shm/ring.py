@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +171,7 @@ class RolloutRing(RingWriter):
         """Be the reader, and complete what an interrupt has cut short."""
         self._check_open()
         if not self._is_reader:
-            self._register(self._take_reader, "the reader")
+            self._register(self._take_reader, "become the reader")
             self._is_reader = True
         self._settle()
 
@@ -285,6 +286,10 @@ class RolloutRing(RingWriter):
         """
         self._check_reader()
         writer = self._known_writer(writer)
+        return self._register(partial(self._recover, writer), f"recover writer {writer}")
+
+    def _recover(self, writer: int) -> int:
+        """Recover a writer, which no process becomes meanwhile."""
         first = writer * WRITER_WORDS
         process = self._words[first + PROCESS]
         if process_is_alive(process):

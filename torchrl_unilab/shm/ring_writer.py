@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -32,6 +32,8 @@ from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import Owner, SharedSegment
 from torchrl_unilab.shm.tokens import TokenPipe, pack_token, unpack_token, waits
 from torchrl_unilab.shm.words import shared_words, words_nbytes
+
+T = TypeVar("T")
 
 Overflow = Literal["overwrite", "block"]
 
@@ -128,13 +130,14 @@ class RingWriter(Owner):
         if self._pid != os.getpid():
             self._start_process()
 
-    def _register(self, action: Callable[[], None], as_what: str) -> None:
-        """Run `action`, which makes this process a writer or the reader, alone of all."""
-        self._registration.run(0, 1, action, lambda: f"ring: cannot become {as_what}")
+    def _register(self, action: Callable[[], T], what: str) -> T:
+        """Run `action`, by which a process becomes a writer or the reader, alone of all."""
+        result = self._registration.run(0, 1, action, lambda: f"ring: cannot {what}")
         if self._at_end is None:
             # A process that ended in order has not died. Finalizers of multiprocessing run at
             # the end of its workers too, where atexit's may not.
             self._at_end = Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)
+        return result
 
     # Writing
 
@@ -154,7 +157,7 @@ class RingWriter(Owner):
                 f"cannot become writer {writer}: a slot is claimed (expected none). "
                 "Commit or abandon it first."
             )
-        self._register(partial(self._take_writer, choice), "a writer")
+        self._register(partial(self._take_writer, choice), "become a writer")
         assert self.writer is not None
         return self.writer
 
@@ -208,9 +211,9 @@ class RingWriter(Owner):
         return self._claimed
 
     def spare(self) -> int:
-        """Return the number of free slots of this writer."""
+        """Return the number of slots that this writer could fill now: free, or claimed."""
         self._check_open()
-        return 0 if self.writer is None else len(self._free[self.writer])
+        return 0 if self.writer is None else len(self._free[self.writer]) + len(self._hand)
 
     def _take_to_fill(self) -> bool:
         writer = self.become_writer() if self.writer is None else self.writer

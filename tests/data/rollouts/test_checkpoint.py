@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from multiprocessing.connection import Connection
+
 import pytest
 
+from tests.support.processes import receive, spawned
 from tests.support.rollouts import make_rollout, misfit, stack, values
 from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutKeyError, LayoutShapeError
@@ -54,6 +58,35 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(storage, settings, error
         with pytest.raises(error, match=message):
             target.load_state_dict(storage.state_dict())
         assert (len(target), target.write_count) == (0, 0)
+
+
+def _be_writer(pipe: Connection, storage: RolloutRingStorage, writer: int) -> None:
+    storage.use_writer(writer)
+    pipe.send(os.getpid())
+    pipe.recv()
+    storage.close()
+    pipe.send("closed")
+    pipe.recv()
+
+
+def test_a_checkpoint_of_a_writer_that_another_process_is_changes_nothing():
+    with (
+        RolloutRingStorage(2, example=make_rollout(), writers=2) as storage,
+        RolloutRingStorage(2, example=make_rollout(), writers=2) as target,
+    ):
+        for writer in (0, 1):
+            storage.use_writer(writer)
+            storage.write(make_rollout(writer))
+        state = storage.state_dict()
+        with spawned(_be_writer, target, 1) as (_, pipe):
+            pid = receive(pipe)
+            with pytest.raises(ConfigError, match=rf"taken, by processes {{1: {pid}}}"):
+                target.load_state_dict(state)
+            assert (len(target), target.written) == (0, (0, 0))
+            pipe.send("close")
+            receive(pipe)
+        target.load_state_dict(state)
+        assert values(target[:]) == [0, 1]
 
 
 def test_a_checkpoint_is_not_loaded_over_unread_rollouts(storage):

@@ -42,6 +42,16 @@ def across_time(rollout: TensorDict) -> LazyStackedTensorDict:
 # Writing
 
 
+def test_a_claim_while_a_slot_is_claimed_drops_nothing():
+    with RolloutRingStorage(2, example=make_rollout(), overflow="overwrite") as storage:
+        storage.write(make_rollout(1))
+        assert storage.wait()
+        places = {storage.claim()["action"].data_ptr() for _ in range(2)}
+        assert len(places) == 1
+        assert (len(storage), storage.skipped) == (1, (0,))
+        assert values(storage[:]) == [1]
+
+
 def test_a_rollout_without_a_leading_dimension_is_one_slot(storage):
     buffer = ReplayBuffer(storage=storage, sampler=RolloutRingSampler(), writer=RolloutRingWriter())
     assert buffer.extend(make_rollout(1)).tolist() == [0]

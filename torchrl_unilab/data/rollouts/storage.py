@@ -310,7 +310,7 @@ class RolloutRingStorage(SharedRollouts):
             UsageError: There are unread rollouts, or leases.
             LayoutError: The rollouts have other keys, shapes or dtypes.
             ConfigError: There are more of them than slots, another number of writers, or it
-                is a state of another storage.
+                is a state of another storage; or another process is one of the writers.
         """
         check_state(self, state_dict)
         if state_dict["schema"] is None:
@@ -325,12 +325,16 @@ class RolloutRingStorage(SharedRollouts):
             )
         writing = self.ring.writer
         tensors = [state_dict["rollouts"][name] for name in own.names]
-        for i, writer in enumerate(state_dict["of"]):
-            self.ring.become_writer(writer)
-            self._write(([tensor[i] for tensor in tensors], None))
-        self.ring.resign(replaced=True)
-        if writing is not None:
-            self.ring.become_writer(writing)
+        try:
+            for writer in {*state_dict["of"]}:  # refused before one is written
+                self.ring.become_writer(writer)
+            for i, writer in enumerate(state_dict["of"]):
+                self.ring.become_writer(writer)
+                self._write(([tensor[i] for tensor in tensors], None))
+        finally:
+            self.ring.resign(replaced=True)
+            if writing is not None:
+                self.ring.become_writer(writing)
         self.ring.resume_from(state_dict["counts"])
 
     # Copies and end
