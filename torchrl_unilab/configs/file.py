@@ -7,6 +7,7 @@ Each run directory has one. ``torchrl-unilab train ALGORITHM --config FILE`` rea
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,22 @@ from torchrl_unilab.errors import ConfigError
 CONFIG_FILE = "config.yaml"
 _KINDS = {"algo": str, "env": str, "frames": int, "seed": int}
 """What is checked before the settings are made."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Takes 1e-3 for a number, too, as YAML 1.2 does, and 1e6 for an integer, as flags do."""
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        """Return a number, an integer where there is no point."""
+        value: float = super().construct_yaml_float(node)
+        return value if "." in node.value or not value.is_integer() else int(value)
+
+
+_FLOAT = "tag:yaml.org,2002:float"
+_Loader.add_constructor(_FLOAT, _Loader.construct_yaml_float)
+_Loader.add_implicit_resolver(
+    _FLOAT, re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+)
 
 
 def as_yaml(values: Mapping[str, Any]) -> str:
@@ -39,7 +56,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: The file cannot be read, or has no settings by name.
     """
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         reason = error.strerror or str(error)
     except (UnicodeError, yaml.YAMLError) as error:

@@ -179,8 +179,9 @@ class RolloutRing(RingWriter):
         reader, me = self._header[READER], this_process()
         if reader not in (0, me):
             raise UsageError(
-                f"cannot read the ring: process {process_id(reader)} is its reader (expected "
-                "this one). Read in one process."
+                f"cannot read the ring: process {process_id(reader)} is its reader"
+                f"{'' if process_is_alive(reader) else ', and has ended with what it held'} "
+                "(expected this one). Read in one process, and make a new ring after its end."
             )
         self._header[READER] = me
 

@@ -97,7 +97,7 @@ class WorkerVersions:
 
         Args:
             version: The version to wait for; the newest if not given. A worker that it was not
-                published to needs the last before it.
+                published to needs its newest, if that is before it, else its next.
             worker_ids: Which workers; all if not given.
             timeout: Seconds to wait.
 
