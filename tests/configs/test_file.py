@@ -31,7 +31,7 @@ def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
     assert SETTINGS[config.algorithm].for_task("Hopper-v5", **settings) == config
 
 
-TEXTS = ["", "[1]", "a: [", "nothing", "env: 5", "env:", "frames: 1e6", "frames:", "seed: x"]
+TEXTS = ["", "[1]", "a: [", "nothing", "env: 5", "env:", "frames: 1e-6", "frames:", "seed: x"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -40,6 +40,20 @@ def test_a_file_without_settings_is_refused(text, tmp_path):
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read.*expected the settings"):
         read_config(file)
+
+
+def test_numbers_with_an_exponent_are_read_as_those_of_flags(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("env: 1e6x\nframes: 1e6\nlr: 1e-3\ngamma: 1.0e+0\nentropy_coeff: -2.5e-1\n")
+    read = read_config(file)
+    assert read == {
+        "env": "1e6x",
+        "frames": 1_000_000,
+        "lr": 0.001,
+        "gamma": 1.0,
+        "entropy_coeff": -0.25,
+    }
+    assert isinstance(read["frames"], int)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
