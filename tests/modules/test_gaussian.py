@@ -11,6 +11,16 @@ from torchrl_unilab.modules import make_actor
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, DiagonalNormal, GaussianActor
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_observation_may_be_given_by_name(grad):
+    actor, observation = make_actor(3, 2), torch.randn(4, 3)
+    with torch.set_grad_enabled(grad), set_exploration_type(ExplorationType.DETERMINISTIC):
+        expected = actor(TensorDict(observation=observation, batch_size=[4]))
+        found = actor(observation=observation)
+    for key, value in zip(actor.out_keys, found, strict=True):
+        assert torch.equal(value, expected[key]), key
+
+
 def test_the_scale_may_be_given_by_an_integer():
     assert make_actor(3, 2, log_std=-1).module[0].log_std.tolist() == [-1.0, -1.0]
 

@@ -81,13 +81,14 @@ class DirectActor(ProbabilisticActor, abc.ABC):
     that follows the step before, see `GaussianActor`).
     """
 
-    def forward(self, tensordict: TensorDictBase, *args: Any, **kwargs: Any) -> TensorDictBase:
-        """Write ``loc``, ``scale`` and ``action``, [..., n]."""
+    def forward(self, *args: Any, **kwargs: Any) -> TensorDictBase:
+        """Write ``loc``, ``scale`` and ``action``, [..., n], for a TensorDict."""
         how = exploration_type()
         explore = how == ExplorationType.RANDOM
-        if args or kwargs or torch.is_grad_enabled() or not (explore or how in _POINTS):
-            return super().forward(tensordict, *args, **kwargs)
-        return self._act(self.module[0](tensordict), explore)
+        given = len(args) == 1 and isinstance(args[0], TensorDictBase) and not kwargs
+        if torch.is_grad_enabled() or not given or not (explore or how in _POINTS):
+            return super().forward(*args, **kwargs)
+        return self._act(self.module[0](args[0]), explore)
 
     @abc.abstractmethod
     def _act(self, tensordict: TensorDictBase, explore: bool) -> TensorDictBase:
