@@ -152,9 +152,10 @@ def test_a_refused_setting_names_its_default():
 
 
 def test_numbers_of_numpy_are_taken_as_pythons():
-    config = APPOConfig(num_envs=np.int64(4), lr=np.float32(0.5))
-    assert config == APPOConfig(num_envs=4, lr=0.5)
-    assert [type(value) for value in (config.num_envs, config.lr)] == [int, float]
+    config = APPOConfig(num_envs=np.int64(4), lr=np.float32(0.5), hidden=(np.int64(8), 8))
+    assert config == APPOConfig(num_envs=4, lr=0.5, hidden=(8, 8))
+    values = (config.num_envs, config.lr, *config.hidden)
+    assert [type(value) for value in values] == [int, float, int, int]
     for bad in (np.float64(4.0), np.int64(0), np.bool_(True), np.array([4])):
         with pytest.raises(ConfigError, match=r"num_envs: .*expected an integer of at least 1"):
             APPOConfig(num_envs=bad)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import ObservationNormalizer
@@ -53,3 +54,16 @@ def test_integers_are_normalised_as_numbers_of_the_default_dtype(dtype):
     normalizer.update(observation)
     expected = torch.tensor([[-1.0, -1.0], [1.0, 1.0]])
     torch.testing.assert_close(normalizer(observation), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_statistics_of_a_network_of_another_dtype_go_on(dtype):
+    network = nn.Sequential(ObservationNormalizer(1), nn.Linear(1, 1)).to(dtype)
+    normalizer, exact = network[0], ObservationNormalizer(1)
+    for _ in range(300):
+        batch = 3.0 + torch.randn(256, 1)
+        normalizer.update(batch)
+        exact.update(batch)
+    assert normalizer.count == 300 * 256
+    assert torch.equal(normalizer.mean, exact.mean)
+    assert network(batch.to(dtype)).dtype == dtype

@@ -107,7 +107,9 @@ class Kind:
 
 
 def _as_python(value: Any) -> Any:
-    """Return a number of another library's, such as NumPy's, as one of Python's."""
+    """Return a number of another library's, such as NumPy's, or several, as Python's."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_as_python, value))
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)

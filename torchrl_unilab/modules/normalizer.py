@@ -6,10 +6,13 @@ The statistics are buffers: they are published and saved with the policy, and ch
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
+from typing_extensions import Self
 
 from torchrl_unilab.errors import LayoutShapeError
 from torchrl_unilab.scalars import as_integer
@@ -50,6 +53,16 @@ class ObservationNormalizer(nn.Module):
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move the statistics, which stay float64: of fewer digits they would cease to learn."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = fn(tensor)
+            return found if found.dtype == tensor.dtype else tensor.to(found.device)
+
+        super()._apply(moved, recurse)
+        return self
 
     @torch.no_grad()
     def update(self, observation: torch.Tensor) -> None:
