@@ -3,9 +3,12 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -288,3 +291,14 @@ def test_alone_each_verb_leaves_all_as_it_is(monkeypatch):
     assert gradient.tolist() == [1.0, 1.0]
     assert not torch.distributed.is_initialized()
     assert (ALONE.rank, ALONE.size) == (0, 1)
+
+
+def test_a_rank_that_ended_with_its_store_is_not_said_to_have_crashed():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    ranks = Ranks(1, 2)
+    ranks._store = Mock(check=Mock(side_effect=RuntimeError("Connection reset by peer")))
+    ranks._processes = [(socket.gethostname(), pid) for pid in (ended.pid, os.getpid())]
+    said = str(ranks._lost(RuntimeError("recv failed")))
+    assert "rank 0 has ended, and what it said is gone with its store" in said
+    assert "crashed" not in said

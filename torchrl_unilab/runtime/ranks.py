@@ -329,8 +329,8 @@ class Ranks:
         try:
             if self._store.check([f"end/{rank}"]):
                 return str(self._store.get(f"end/{rank}").decode())
-        except RuntimeError:
-            return state
+        except RuntimeError:  # of a rank that kept the store itself, without a launcher
+            return state and "has ended, and what it said is gone with its store"
         return state and f"{state}, process {pid}"
 
 
