@@ -25,6 +25,9 @@ from torchrl_unilab.weight_update.packing import DevicePacker
 from torchrl_unilab.weight_update.transport import nested
 
 
+_place = torch.Tensor.data_ptr
+
+
 class WeightReceiver:
     """A worker's end of a cell.
 
@@ -62,8 +65,8 @@ class WeightReceiver:
         with span("pull"):
             version = self._cell.read(self._snapshot)
             targets = weights.tensors(model)
-            # A layer, or a tensor, may have been replaced.
-            if targets is None or [(t.shape, t.dtype) for t in targets] != self._expected:
+            # A layer was replaced, or a tensor's memory, which may be of another shape or dtype.
+            if targets is None or [*map(_place, targets)] != self._places:
                 weights = self._bind(model)
                 targets = weights.tensors(model) or []
             values: Mapping[str, torch.Tensor] = self._snapshot.tensors
@@ -92,7 +95,7 @@ class WeightReceiver:
         self._cell.layout.select(parameters | self._extra)
         weights.make_private()
         targets = weights.tensors(model) or []
-        self._expected = [(tensor.shape, tensor.dtype) for tensor in targets]
+        self._places = [*map(_place, targets)]
         device = next((tensor.device for tensor in targets), torch.device("cpu"))
         on_host = device.type == "cpu"
         self._packer = None if on_host else DevicePacker(self._cell.layout, device)
