@@ -24,7 +24,6 @@ from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeigh
 from torchrl_unilab.weight_update.packing import DevicePacker
 from torchrl_unilab.weight_update.transport import nested
 
-
 _place = torch.Tensor.data_ptr
 
 
