@@ -53,12 +53,13 @@ def _check_bounds(head: SquashedNetwork, state: Mapping[str, Any], prefix: str, 
     names = ("center", "reach")
     own = torch.stack([getattr(head, name) for name in names])
     found = [state[prefix + name] for name in names if prefix + name in state]
-    if len(found) == 2 and not torch.equal(torch.stack(found).to(own), own):
+    known = len(found) == 2 and not own.is_meta
+    if known and not torch.equal(torch.stack(found).to(own), own):
         (center, reach), (own_center, own_reach) = found, own
         raise ConfigError(
             f"state of an actor with actions of {(center - reach).tolist()} to "
             f"{(center + reach).tolist()} (expected {(own_center - own_reach).tolist()} to "
-            f"{(own_center + own_reach).tolist()}). Make the actor with these bounds."
+            f"{(own_center + own_reach).tolist()}). Make the actor with the state's bounds."
         )
 
 
