@@ -57,7 +57,9 @@ def test_other_checkpointers_and_hooks_are_refused(cls):
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_storage_of_a_spec_knows_its_items_before_any_comes(cls, by_name):
     count = Unbounded((3,), dtype=torch.int32)
-    spec = Composite(reward=Unbounded((3, 1)), next=Composite(count=count, shape=(3,)), shape=(3,))
+    agents = Composite(speed=Unbounded((3, 2, 4)), shape=(3, 2))
+    after = Composite(count=count, shape=(3,))
+    spec = Composite(reward=Unbounded((3, 1)), next=after, agents=agents, shape=(3,))
     size = "max_size" if cls is PackedReplayStorage else "slots"
     args, settings = ((), {size: 5}) if by_name else ((5,), {})
     with cls.from_spec(spec, *args, **settings) as storage:
@@ -65,6 +67,7 @@ def test_a_storage_of_a_spec_knows_its_items_before_any_comes(cls, by_name):
         buffer_of(storage).extend(torch.stack([spec.rand() for _ in range(2)]))
         assert storage[:].batch_size == (2, 3)
         assert storage[0]["next", "count"].dtype is torch.int32
+        assert storage[:]["agents"].batch_size == (2, 3, 2)
 
 
 @BOTH

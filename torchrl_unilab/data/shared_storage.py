@@ -77,6 +77,9 @@ class SharedStorage(Owner, TensorStorage):
         example = TensorDict(batch_size=spec.shape, device=torch.device("meta"))
         for key, leaf in spec.items(include_nested=True, leaves_only=True):
             example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
+        for key, node in spec.items(include_nested=True):
+            if isinstance(node, Composite):
+                example.get(key).batch_size = node.shape
         build: Callable[..., Self] = cls
         return build(*size, example=example, **settings)
 

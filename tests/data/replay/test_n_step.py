@@ -23,7 +23,7 @@ from tests.support.transitions import (
     wrong_chain,
 )
 from torchrl_unilab.data import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutKeyError
 
 STEPS_TO_HALF_A_REWRITE = 4  # stores of the writer, the noted rows and an odd version come first
 
@@ -279,6 +279,28 @@ def test_rows_without_what_n_steps_need_are_refused_by_its_name(without, keys, n
         PackedReplayStorage(64, n_step=2, observation_keys=keys) as storage,
         pytest.raises(LayoutKeyError, match=named),
     ):
+        storage.append(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_rewards_that_cannot_be_discounted_are_refused(dtype):
+    rows = transitions(4)
+    rows["next", "reward"] = rows["next", "reward"].to(dtype)
+    with (
+        PackedReplayStorage(10, n_step=2) as storage,
+        pytest.raises(LayoutDtypeError, match=rf"rewards for n_step=2: {dtype}"),
+    ):
+        storage.append(rows)
+
+
+@pytest.mark.parametrize("key", ["gamma", ("nonterminal", "of"), ("next", "original_reward")])
+def test_rows_with_what_batches_of_several_steps_get_are_refused(key):
+    rows = transitions(4).set(key, torch.zeros(4))
+    with PackedReplayStorage(10, n_step=2) as storage:
+        with pytest.raises(LayoutKeyError, match=r"n_step=2: \['.*'\] \(expected none of"):
+            storage.append(rows)
+        storage.append(transitions(4))
+    with PackedReplayStorage(10) as storage:
         storage.append(rows)
 
 

@@ -253,6 +253,15 @@ def test_emptied_and_filled_again_it_counts_from_zero():
             buffer.sample()
         assert buffer.extend(transitions(3, 2)).tolist() == [0, 1, 2]
         assert same(buffer[:], transitions(3, 2))
+        for counts in ([3, 5, 5, 7], [0, 2, 2, 4]):  # as the stock buffer does
+            buffer.empty(empty_write_count=counts[0] == 0)
+            seen = [buffer.write_count]
+            buffer.extend(transitions(2))
+            seen.append(buffer.write_count)
+            buffer.empty(empty_write_count=False)
+            seen.append(buffer.write_count)
+            buffer.extend(transitions(2))
+            assert [*seen, buffer.write_count] == counts
         buffer.storage.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 from torchrl_unilab.data.rollouts.pool import RolloutPool
 from torchrl_unilab.errors import ConfigError, LayoutDtypeError, LayoutError, LayoutShapeError
@@ -182,3 +182,17 @@ def test_a_pool_that_loads_rollouts_of_another_size_takes_those_from_then_on():
     pool.add(_rollout(1, steps=T + 1))
     with pytest.raises(LayoutShapeError):
         pool.add(_rollout(2))
+
+
+def test_a_pool_keeps_no_graph_of_what_it_is_given():
+    pool, weight = RolloutPool(2), torch.ones(N, T, requires_grad=True)
+    pool.add(TensorDict(reward=2 * weight, batch_size=[N, T]))
+    assert not pool.data["reward"].requires_grad
+
+
+def test_a_first_rollout_that_is_refused_leaves_the_pool_to_the_next():
+    pool = RolloutPool(2)
+    with pytest.raises(LayoutError):
+        pool.add(_rollout(1).set("name", NonTensorData("a", batch_size=[N, T])))
+    pool.add(_rollout(1))
+    assert len(pool) == 1

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from torchrl_unilab.data.schema import Path, TensorSchema
-from torchrl_unilab.errors import LayoutKeyError
+from torchrl_unilab.errors import LayoutDtypeError, LayoutKeyError
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.row_layout import RowLayout
 
 REWARD = "next.reward"
 DONE, TERMINATED, TRUNCATED = "next.done", "next.terminated", "next.truncated"
+ONE_STEP_REWARD = ("next", "original_reward")
+EXTRA = {"steps_to_next_obs": torch.int64, "gamma": torch.float32, "nonterminal": torch.bool}
+"""What batches of several steps have beside the rows, and the reward of the first."""
 SIGNALS = ("done", "terminated", "truncated", "reward")
 
 
@@ -62,7 +65,8 @@ class RowForm:
                 truncated and reward.
 
         Raises:
-            LayoutKeyError: Several steps need a key that is not there.
+            LayoutKeyError: Several steps need a key that is not there, or write one that is.
+            LayoutDtypeError: Several steps cannot discount rewards of the dtype.
         """
         if n_step == 1:
             return cls(schema)
@@ -72,6 +76,18 @@ class RowForm:
                 "among them). Write these too."
             )
         kinds = {field.path: (field.shape, field.dtype) for field in schema.fields}
+        dtype = kinds["next", "reward"][1]
+        if not dtype.is_floating_point:
+            raise LayoutDtypeError(
+                f"rewards for n_step={n_step}: {dtype} (expected a floating-point one, as a "
+                "discounted sum is). Write rewards of float32."
+            )
+        taken = [path for path in kinds if path[0] in EXTRA or path[:2] == ONE_STEP_REWARD]
+        if taken:
+            raise LayoutKeyError(
+                f"rows for n_step={n_step}: {[*map(dotted, taken)]} (expected none of what batches "
+                f"get: {[*EXTRA, dotted(ONE_STEP_REWARD)]}). Rename or leave them out."
+            )
         both = [path for path in kinds if kinds.get(("next", *path)) == kinds[path]]
         if observed is None:
             observed = [path for path in both if path[-1] not in SIGNALS]

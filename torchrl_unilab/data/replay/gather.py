@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.data.replay.form import REWARD, RowForm
+from torchrl_unilab.data.replay.form import EXTRA, ONE_STEP_REWARD, REWARD, RowForm
 from torchrl_unilab.data.replay.trajectories import stride_of
 from torchrl_unilab.data.schema import TensorField
 from torchrl_unilab.errors import ConfigError
@@ -44,8 +44,6 @@ Batch = dict[str, torch.Tensor]
 """The memory of a batch, as blocks of shape [count, ...]."""
 _Block = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape of one row, dtype."""
-_EXTRA = {"steps_to_next_obs": torch.int64, "gamma": torch.float32, "nonterminal": torch.bool}
-"""What batches of several steps have beside the rows."""
 
 
 class _Known(NamedTuple):
@@ -92,10 +90,10 @@ class BatchLayout:
             blocks += [
                 *((f"last {part}", (w,), torch.int32) for part, w in enumerate(form.layout.widths)),
                 (REWARD, reward.shape, reward.dtype),
-                *((name, (), dtype) for name, dtype in _EXTRA.items()),
+                *((name, (), dtype) for name, dtype in EXTRA.items()),
             ]
-            fields.append(reward._replace(path=("next", "original_reward")))
-            fields += [TensorField((name,), (), dtype) for name, dtype in _EXTRA.items()]
+            fields.append(reward._replace(path=ONE_STEP_REWARD))
+            fields += [TensorField((name,), (), dtype) for name, dtype in EXTRA.items()]
         self._blocks = tuple(blocks)
         self._plain = replace(form.schema, fields=tuple(fields))
         index = TensorField(("index",), form.schema.batch_size, torch.int64)
@@ -137,7 +135,7 @@ class BatchLayout:
                     views[i] = last[i]
             views[form.index[REWARD]] = batch[REWARD]
             views.append(original)
-            views += [batch[name] for name in _EXTRA]
+            views += [batch[name] for name in EXTRA]
         if not index:
             return self._plain.tensordict(views, (count,))
         inner = form.schema.batch_size

@@ -44,7 +44,8 @@ class PackedReplayStorage(SharedReplay):
     ``storage[:]``, other slices, ``storage[i]`` and ``storage.get(key)`` are views of the rows:
     they cost nothing, and writing through them changes the rows (not the flags of ``storage[:]``
     in a ``HERReplayBuffer``, which are copies). Batches are copies of whole rows, also while other
-    processes write; views are not protected from them.
+    processes write; views are not protected from them. Tensors of both lie apart in memory, row by
+    row: `reshape` works on them where ``Tensor.view`` may not.
 
     The rows lie in `writers` shards, in turns: position ``i`` is in shard ``i % writers``. Each
     writing process claims one; more processes than shards share them, one append at a time.

@@ -35,6 +35,7 @@ class PackedReplayWriter(SharedStorageWriter):
 
     _kind = PackedReplayStorage
     _storage: PackedReplayStorage
+    _emptied = 0  # rows that are counted, and were in the storage before it was emptied
 
     def add(self, data: TensorDictBase) -> int:
         """Append one row []; return its position. Raises as `PackedReplayStorage.append`."""
@@ -57,7 +58,7 @@ class PackedReplayWriter(SharedStorageWriter):
 
     @property
     def _write_count(self) -> int:
-        return self._storage.ptr
+        return self._emptied + self._storage.ptr
 
     def loads(self, path: str | Path) -> None:
         """Go on where the stock writer of a stock checkpoint would."""
@@ -71,4 +72,5 @@ class PackedReplayWriter(SharedStorageWriter):
             self._storage.continue_at(state_dict["_cursor"])
 
     def _empty(self, empty_write_count: bool = True) -> None:
-        """The buffer empties the storage, and so the cursor."""
+        """Keep the count, or not; the buffer empties the storage next, and so the cursor."""
+        self._emptied = 0 if empty_write_count else self._write_count

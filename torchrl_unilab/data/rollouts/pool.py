@@ -70,17 +70,18 @@ class RolloutPool:
                 f"rollout for the pool: batch size {list(rollout.batch_size)} (expected [N, T], "
                 "time last). Unsqueeze or reshape it."
             )
-        given = rollout.transpose(0, 1)
-        if self._memory is None:
+        given, memory = rollout.detach().transpose(0, 1), self._memory
+        if memory is None:
             steps, n = given.batch_size
-            self._memory = given.to_tensordict().apply(
+            memory = given.to_tensordict().apply(
                 lambda t: t.new_empty((steps, self.size, *t.shape[1:]), device=self.device),
                 batch_size=[steps, self.size, n],
                 device=self.device,
             )
-        column = self._memory[:, self.added % self.size]
-        self._schema = self._schema or TensorSchema.of(column)
-        self._schema.select(given)
+        column = memory[:, self.added % self.size]
+        schema = self._schema or TensorSchema.of(column)
+        schema.select(given)
+        self._memory, self._schema = memory, schema
         column.update_(given)
         self.added += 1
         return column
