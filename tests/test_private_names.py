@@ -49,8 +49,8 @@ PRIVATE = {
     "_optim_count _pbar _post_epoch_hook _post_epoch_log_hook _post_optim_complete_log_ops "
     "_post_optim_hook _post_optim_log _post_optim_log_ops "
     "_post_steps_log_hook _post_steps_ops _pre_epoch_hook _pre_epoch_log_hook _pre_epoch_ops "
-    "_pre_optim_hook _pre_steps_log_hook _process_optim_batch_hook _process_optim_batch_ops "
-    "_stop_training",
+    "_pre_optim_hook _pre_steps_log_hook _process_batch_hook _process_optim_batch_hook "
+    "_process_optim_batch_ops _stop_training",
     "torchrl.weight_update.utils": "_resolve_model",
     "torchrl.weight_update.weight_sync_schemes": "_context_ref _init_on_receiver_impl "
     "_init_on_sender_impl _initialized_on_receiver _initialized_on_sender _model_id "

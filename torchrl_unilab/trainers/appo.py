@@ -258,8 +258,11 @@ class APPOTrainer(RankTrainer):
                 f"{tuple(batch.shape)}, one number per action). Take a distribution of the whole "
                 "action, such as IndependentNormal."
             )
-        rollout = self.pool.add(batch.select(*needed))
-        rollout.get(("next", keys.reward)).mul_(self.config.reward_scale)
+        taken, reward = batch.select(*needed), ("next", keys.reward)
+        if not taken.get(reward).is_floating_point():
+            taken.set(reward, taken.get(reward).to(torch.get_default_dtype()))
+        rollout = self.pool.add(taken)
+        rollout.get(reward).mul_(self.config.reward_scale)
         self._count_observations(self._observed(rollout))
 
 

@@ -174,6 +174,13 @@ class OffPolicyTrainer(RankTrainer):
             optimizer=None,
             **kwargs,
         )
+        self._reward_key = vars(loss_module.tensor_keys).get("reward", "reward")
+        if self.storage.n_step > 1 and self._reward_key != "reward":
+            raise ConfigError(
+                f"replay of n_step={self.storage.n_step}: a loss of the reward "
+                f"{self._reward_key!r} (expected 'reward', which returns of several steps sum "
+                "up). Rename it, or take n_step=1."
+            )
         self.updates = 0
         self._tick = 0
         self._ready = False  # all ranks have enough rows
@@ -211,16 +218,21 @@ class OffPolicyTrainer(RankTrainer):
         finally:
             torch.set_num_threads(found)
 
+    def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
+        """Write a rollout to the storage, those of random actions among them."""
+        batch = super()._process_batch_hook(batch)
+        if missing := [key for key in self._keys if batch.get(key, None) is None]:
+            raise LayoutKeyError(
+                f"rollouts: no {missing} (expected all keys of the replay's rows). Fill the "
+                "replay by its own `add`, or by a PackedReplayWriter, which adds no key."
+            )
+        if self._keys:
+            self.storage.add(batch.select(*self._keys).reshape(-1, batch.shape[-1]))
+        return batch
+
     def optim_steps(self, batch: TensorDictBase | None) -> None:
         """Take a tick's updates, if the replay has enough rows."""
         config = self.config
-        if batch is not None and self._keys:
-            if missing := [key for key in self._keys if batch.get(key, None) is None]:
-                raise LayoutKeyError(
-                    f"rollouts: no {missing} (expected all keys of the replay's rows). Fill the "
-                    "replay by its own `add`, or by a PackedReplayWriter, which adds no key."
-                )
-            self.storage.add(batch.select(*self._keys).reshape(-1, batch.shape[-1]))
         if self.normalizers:
             rows, self._counted = self.storage.read_since(self._counted)
             observed = self._observed(rows)
@@ -250,7 +262,12 @@ class OffPolicyTrainer(RankTrainer):
         """Take a tick's updates on its sample; return what to log."""
         config, update = self.config, self.update
         if config.reward_scale != 1.0:
-            sample.get(("next", "reward")).mul_(config.reward_scale)
+            key = ("next", self._reward_key)
+            reward = sample.get(key)
+            if reward.is_floating_point():
+                reward.mul_(config.reward_scale)
+            else:
+                sample = sample.copy().set(key, reward * config.reward_scale)
         if config.anneal:
             share = config.lr_share(self.collected_frames / self.total_frames)
             for part, optimizer in update.optimizers.items():
@@ -260,7 +277,7 @@ class OffPolicyTrainer(RankTrainer):
         if self._process_optim_batch_ops or self._post_optim_log_ops:
             parts = [*map(self._process_optim_batch_hook, sample.chunk(config.updates_per_step))]
             sample = torch.cat(parts)
-        observed, young = [], not self._policy_moved
+        observed, unknown = [], self._unknown()
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
             self.updates += 1
@@ -273,15 +290,24 @@ class OffPolicyTrainer(RankTrainer):
         self._post_epoch_log_hook(sample)
         self._post_epoch_hook()
         stacked = torch.stack(observed)
-        means = stacked.nanmean(0) if young else stacked.mean(0)
+        means = stacked.mean(0)
+        if unknown:
+            means[-unknown:] = stacked[:, -unknown:].nanmean(0)
         # The one wait for the device per tick.
         norm = norm_of(update.optimizers.values())
         values = torch.cat([means, norm.reshape(1)]).tolist()
-        logged = dict(zip((*update.statistics, NORM), values, strict=True))
-        if not young:
-            return logged
-        # The policy's are NaN until its first step; those of the critics are an error.
-        return {n: mean for n, mean in logged.items() if not math.isnan(mean) or n == "loss_qvalue"}
+        known = len(update.statistics) - unknown
+        return {
+            name: mean
+            for i, (name, mean) in enumerate(zip((*update.statistics, NORM), values, strict=True))
+            if name == NORM or i < known or not math.isnan(mean)
+        }
+
+    def _unknown(self) -> int:
+        """Return how many statistics, the policy's, are NaN as it has not been learnt yet."""
+        if self._fused is None or self._policy_moved:
+            return 0
+        return len(self._fused.statistics) - self._fused.statistics.index("td_error") - 1
 
     def _own_state(self) -> dict[str, Any]:
         """Return what a resumed trainer needs beside the loss and TorchRL's counts."""
@@ -298,7 +324,7 @@ class OffPolicyTrainer(RankTrainer):
         self._tick, self._counted = state_dict["tick"], state_dict["counted"]
         if "observed" in state_dict and self._fused is not None:
             self._fused.observed.copy_(state_dict["observed"])
-            self._policy_moved = self.updates >= self.config.policy_frequency
+            self._policy_moved = not self._fused.observed.isnan().any()
 
     def close(self) -> None:
         """Close the pipeline, and end the update's thread. Idempotent."""

@@ -345,10 +345,10 @@ Network = ReluNetwork | ReluNetworks
 def is_relu_mlp(net: nn.Module, size: int) -> bool:
     """Return whether it is as `relu_mlp` makes it, and ends in `size` units.
 
-    Linear layers with biases; between them relu, with or without a `nn.LayerNorm` of a
-    linear layer's outputs before it.
+    Linear layers with biases; between them relu, all with a `nn.LayerNorm` of the linear
+    layer's outputs before it, or none.
     """
-    return _is_mlp(net, "(LN?R)*L", size)
+    return _is_mlp(net, "((LR)*|(LNR)*)L", size)
 
 
 def is_tanh_mlp(net: nn.Module, size: int) -> bool:
