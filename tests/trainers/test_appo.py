@@ -130,6 +130,16 @@ def test_rewards_are_scaled_for_learning_alone():
     trainer.collector.shutdown()
 
 
+def test_integer_rewards_are_learnt_from_as_numbers():
+    trainer = appo_trainer(reward_scale=0.25)
+    (batch,) = pendulum_rollouts(1)
+    expected = 0.25 * batch["next", "reward"].round()
+    batch["next", "reward"] = batch["next", "reward"].round().long()
+    trainer.optim_steps(batch)
+    assert torch.equal(trainer.pool.data["next", "reward"].transpose(0, 1), expected)
+    trainer.collector.shutdown()
+
+
 def test_a_batch_of_any_number_of_dimensions_is_taken_in():
     trainer = appo_trainer()
     [batch] = pendulum_rollouts(1)

@@ -8,6 +8,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from torchrl.collectors import Collector
 
 from tests.support.collecting import flat_state_env
 from tests.support.off_policy_training import (
@@ -98,6 +99,55 @@ def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainer
         done = storage[:]["next", "done"].view(-1, 4)
         assert before[:-1][~done[:-1]].equal(after[1:][~done[:-1]])
         trainer.close()
+
+
+def test_random_frames_of_another_collector_are_in_the_replay():
+    config = OffPolicyConfig(**QUICK)
+    env = create_pendulum()
+    learner = build_off_policy(env, config)
+    row = env.fake_tensordict()[0].select(*transition_keys(env))
+    env.close()
+    with PackedReplayStorage(100, example=row) as storage:
+        trainer = OffPolicyTrainer(
+            collector=Collector(
+                create_pendulum,
+                learner.actor,
+                frames_per_batch=16,
+                total_frames=80,
+                init_random_frames=48,
+                auto_register_policy_transforms=False,
+            ),
+            loss_module=learner.loss,
+            total_frames=80,
+            config=config,
+            storage=storage,
+            progress_bar=False,
+        )
+        trainer.train()
+        trainer.close()
+        assert trainer.collected_frames == storage.size == 80
+        assert trainer.updates == 3 * QUICK["updates_per_step"]
+
+
+def test_a_reward_that_returns_of_several_steps_do_not_sum_up_is_refused():
+    config = OffPolicyConfig(**QUICK)
+    env = create_pendulum()
+    learner = build_off_policy(env, config)
+    row = env.fake_tensordict()[0].select(*transition_keys(env))
+    env.close()
+    learner.loss.set_keys(reward="bonus")
+    with (
+        PackedReplayStorage(100, example=row, n_step=3) as storage,
+        pytest.raises(ConfigError, match=r"replay of n_step=3: a loss of the reward 'bonus'"),
+    ):
+        OffPolicyTrainer(
+            collector=Mock(spec=APPOCollector),
+            loss_module=learner.loss,
+            total_frames=64,
+            config=config,
+            storage=storage,
+            progress_bar=False,
+        )
 
 
 def test_rollouts_without_a_key_of_the_replays_rows_are_refused():

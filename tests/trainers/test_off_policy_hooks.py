@@ -8,12 +8,15 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 from tensordict import TensorDictBase
+from torchrl.envs import Compose, DTypeCastTransform, RenameTransform, TransformedEnv
 from torchrl.trainers import LogScalar, RewardNormalizer, UTDRHook
 
 from tests.support.off_policy_training import (
     BOTH,
     QUICK,
+    create_pendulum,
     equal_states,
     off_policy_trainer,
     trained,
@@ -89,6 +92,45 @@ def test_a_hook_on_minibatches_changes_what_is_learnt_from_and_looking_changes_n
         weights.append(trained(trainer))
     assert equal_states(weights[0], weights[1])
     assert not equal_states(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("poisoned", [2, 3])  # of the first four: the policy moves with the sixth
+def test_what_is_not_finite_before_the_policy_moves_ends_the_training_as_well(poisoned):
+    trainer = off_policy_trainer(20, updates_per_step=4, policy_frequency=6)
+    updates, version = itertools.count(), trainer.collector.scheme.version
+
+    def spoil(rows: TensorDictBase) -> TensorDictBase:
+        if next(updates) == poisoned:
+            rows["next", "reward"][0] = float("nan")
+        return rows
+
+    trainer.register_op("process_optim_batch", spoil)
+    with pytest.raises(DivergedError, match=r"loss_qvalue is nan \(expected a finite one\)"):
+        trainer.train()
+    assert trainer.updates == 4
+    assert trainer.collector.scheme.version == version + trainer.collected_frames // 4 - 1
+    trainer.collector.shutdown()
+
+
+@pytest.mark.parametrize("of_floats", [True, False])
+def test_rewards_are_scaled_by_the_key_that_the_loss_reads_whatever_their_dtype(of_floats):
+    def two_rewards() -> TransformedEnv:
+        kinds = (torch.float32, torch.float32 if of_floats else torch.int64)
+        copied = RenameTransform(["reward"], ["bonus"], create_copy=True)
+        cast = DTypeCastTransform(*kinds, in_keys=["bonus"])
+        return TransformedEnv(create_pendulum(), Compose(copied, cast))
+
+    seen = []
+    for scale in (1.0, 0.25):
+        trainer = off_policy_trainer(12, two_rewards, reward_scale=scale, fused=False)
+        trainer.loss_module.set_keys(reward="bonus")
+        trainer.register_op("process_optim_batch", lambda rows: seen.append(rows.clone()) or rows)
+        trained(trainer)
+    half = len(seen) // 2
+    assert half > 0
+    for whole, scaled in zip(seen[:half], seen[half:], strict=True):
+        assert torch.equal(whole["next", "reward"], scaled["next", "reward"])
+        assert torch.equal(0.25 * whole["next", "bonus"], scaled["next", "bonus"])
 
 
 @BOTH

@@ -161,6 +161,12 @@ class OffPolicyTrainer(RankTrainer):
                 "which the first update needs). Raise replay_buffer_n, or lower learning_starts or "
                 "batch_size."
             )
+        if self.storage.n_step > 1 and _reward_of(loss_module) != "reward":
+            raise ConfigError(
+                f"replay of n_step={self.storage.n_step}: a loss of the reward "
+                f"{_reward_of(loss_module)!r} (expected 'reward', which returns of several steps "
+                "sum up). Rename it, or take n_step=1."
+            )
         self.update = update = make_update(loss_module, config, ranks)
         self._fused = None if isinstance(update, LossUpdate) else update
         if isinstance(collector, ReplayCollector):
@@ -174,13 +180,6 @@ class OffPolicyTrainer(RankTrainer):
             optimizer=None,
             **kwargs,
         )
-        self._reward_key = vars(loss_module.tensor_keys).get("reward", "reward")
-        if self.storage.n_step > 1 and self._reward_key != "reward":
-            raise ConfigError(
-                f"replay of n_step={self.storage.n_step}: a loss of the reward "
-                f"{self._reward_key!r} (expected 'reward', which returns of several steps sum "
-                "up). Rename it, or take n_step=1."
-            )
         self.updates = 0
         self._tick = 0
         self._ready = False  # all ranks have enough rows
@@ -262,7 +261,7 @@ class OffPolicyTrainer(RankTrainer):
         """Take a tick's updates on its sample; return what to log."""
         config, update = self.config, self.update
         if config.reward_scale != 1.0:
-            key = ("next", self._reward_key)
+            key = ("next", _reward_of(self.loss_module))
             reward = sample.get(key)
             if reward.is_floating_point():
                 reward.mul_(config.reward_scale)
@@ -331,3 +330,8 @@ class OffPolicyTrainer(RankTrainer):
         self.pipeline.close()
         if self._fused is not None:
             self._fused.close()
+
+
+def _reward_of(loss: LossModule) -> Any:
+    """Return the key of the reward that a loss reads."""
+    return vars(loss.tensor_keys).get("reward", "reward")

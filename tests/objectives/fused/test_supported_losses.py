@@ -116,6 +116,14 @@ UNSUPPORTED = {
             "td3", actor_net=nn.Sequential(nn.Linear(OBS, 8), nn.Linear(8, ACT))
         ),
         "other normalisation": lambda: _replaced("td3", actor_net=_norm_without_bias()),
+        "normalised in part": lambda: _replaced(
+            "td3",
+            actor_net=nn.Sequential(
+                *(nn.Linear(OBS, 8), nn.ReLU()),
+                *(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU()),
+                nn.Linear(8, ACT),
+            ),
+        ),
         "other actor": _other_actor,
         "ten critics": lambda: _replaced("td3", num_qvalue_nets=10),
         "no target actor": lambda: _replaced("td3", delay_actor=False),
