@@ -94,6 +94,26 @@ def test_a_hook_on_minibatches_changes_what_is_learnt_from_and_looking_changes_n
     assert not equal_states(weights[0], weights[2])
 
 
+def test_hooks_see_the_minibatches_that_are_learnt_from_however_many_rows_there_are():
+    trainer = off_policy_trainer(10, updates_per_step=4, fused=False)
+    step, seen, learnt = trainer.update.step, [], []
+
+    def look(rows: TensorDictBase) -> TensorDictBase:
+        seen.append(rows["observation"].clone())
+        return rows
+
+    def recorded(rows: TensorDictBase, **options: bool) -> torch.Tensor:
+        learnt.append(rows["observation"].clone())
+        return step(rows, **options)
+
+    trainer.update.step = recorded
+    trainer.register_op("pre_epoch", lambda sample: sample[:61])
+    trainer.register_op("process_optim_batch", look)
+    trained(trainer)
+    assert len(seen) == len(learnt) > 0
+    assert all(map(torch.equal, seen, learnt))
+
+
 @pytest.mark.parametrize("poisoned", [2, 3])  # of the first four: the policy moves with the sixth
 def test_what_is_not_finite_before_the_policy_moves_ends_the_training_as_well(poisoned):
     trainer = off_policy_trainer(20, updates_per_step=4, policy_frequency=6)

@@ -423,6 +423,15 @@ def test_a_dropped_batch_may_fail(table):
         assert pipeline.start_prepare(5, COUNT) is True
 
 
+def test_a_batch_that_is_dropped_waits_for_no_rows():
+    table = Table(10)
+    with make(table, timeout=1000 * DEADLINE) as pipeline:
+        pipeline.start_prepare(0, COUNT, min_snapshot_ptr=11)
+        assert table.counted.wait(DEADLINE)
+        pipeline.discard()
+        assert len(pipeline.sample_large_batch(0, COUNT)) == COUNT
+
+
 def test_closing_in_another_thread_ends_the_wait_for_rows(packer):
     table = Table(10)
     pipeline = make(table, packer=packer, timeout=10 * DEADLINE)

@@ -155,7 +155,7 @@ class DoubleBufferReplayPipeline(Owner):
         self._transfer = make_transfer(self._hosts)
         self._thread = ThreadPoolExecutor(1, "replay-packer") if packer == "thread" else None
         self._timeout = timeout
-        self._closing = threading.Event()
+        self._closing, self._dropping = threading.Event(), threading.Event()
         self._slot = 0  # the cold one: prepared next, or now
         self._tick: int | None = None  # being prepared, or prepared and not sampled
         self._prepared: Future[ReplayTickMetadata] = Future()  # that tick's
@@ -327,7 +327,11 @@ class DoubleBufferReplayPipeline(Owner):
         """End the tick, and drop the batch that is being prepared, also if that fails."""
         self.after_tick()
         if self._tick is not None:
-            self._prepared.exception()  # waits
+            self._dropping.set()
+            try:
+                self._prepared.exception()  # waits for the packing, not for rows to come
+            finally:
+                self._dropping.clear()
             self._tick = None
 
     def close(self) -> None:
@@ -363,7 +367,7 @@ class DoubleBufferReplayPipeline(Owner):
                     f"replay batch: {snapshot.ptr} rows written within {self._timeout:g} s "
                     f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."
                 )
-            if self._closing.wait(_POLL_SECONDS):
+            if self._closing.wait(_POLL_SECONDS) or self._dropping.is_set():
                 raise _closed()
         return snapshot
 
