@@ -179,7 +179,7 @@ def _add_algorithms(
 
 def _add_training(train: argparse.ArgumentParser) -> None:
     add = train.add_argument
-    path = os.path.expanduser  # no shell does in --run-dir=~/run
+    path = os.path.expanduser  # most shells leave the ~ of --run-dir=~/run
     run_dir = "new directory of the run (default: runs/TASK-ALGORITHM-SEED-TIME)"
     add("--run-dir", type=path, help=run_dir)
     resume = (

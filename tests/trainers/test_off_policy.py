@@ -8,6 +8,7 @@ from unittest.mock import Mock, call
 
 import pytest
 import torch
+from tensordict import TensorDictBase
 from torchrl.collectors import Collector
 
 from tests.support.collecting import flat_state_env
@@ -21,6 +22,7 @@ from tests.support.off_policy_training import (
 )
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.replay import transition_keys
+from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs.file import read_config
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
@@ -38,7 +40,7 @@ from torchrl_unilab.trainers import (
     replay_buffer_ready_for_learning,
     train_off_policy,
 )
-from torchrl_unilab.trainers.runs.builders import build_off_policy
+from torchrl_unilab.trainers.runs.builders import Learner, build_off_policy
 
 MOSTLY_SAC = pytest.mark.parametrize(
     "algorithm", ["sac", pytest.param("td3", marks=pytest.mark.slow)]
@@ -62,6 +64,13 @@ LEARNS = {
 }
 
 
+def _learner_and_row(config: OffPolicyConfig) -> tuple[Learner, TensorDictBase]:
+    """Networks for a pendulum, and a row of a replay for it."""
+    with closing_env(create_pendulum()) as env:
+        row = env.fake_tensordict()[0].select(*transition_keys(env))
+        return build_off_policy(env, config), row
+
+
 def test_another_collector_without_a_storage_is_refused():
     config = OffPolicyConfig(**QUICK)
     with pytest.raises(ConfigError, match=r"storage: none, with Mock \(expected one"):
@@ -72,10 +81,7 @@ def test_another_collector_without_a_storage_is_refused():
 def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainers(algorithm):
     torch.manual_seed(0)
     config = OffPolicyConfig(algorithm, **QUICK | {"obs_normalization": True})
-    env = create_pendulum()
-    learner = build_off_policy(env, config)
-    row = env.fake_tensordict()[0].select(*transition_keys(env))
-    env.close()
+    learner, row = _learner_and_row(config)
     steps, batches = 4, 5
     with PackedReplayStorage(100, example=row) as storage:
         trainer = OffPolicyTrainer(
@@ -103,10 +109,7 @@ def test_what_another_collector_yields_is_learnt_from_in_a_replay_of_the_trainer
 
 def test_random_frames_of_another_collector_are_in_the_replay():
     config = OffPolicyConfig(**QUICK)
-    env = create_pendulum()
-    learner = build_off_policy(env, config)
-    row = env.fake_tensordict()[0].select(*transition_keys(env))
-    env.close()
+    learner, row = _learner_and_row(config)
     with PackedReplayStorage(100, example=row) as storage:
         trainer = OffPolicyTrainer(
             collector=Collector(
@@ -131,10 +134,7 @@ def test_random_frames_of_another_collector_are_in_the_replay():
 
 def test_a_reward_that_returns_of_several_steps_do_not_sum_up_is_refused():
     config = OffPolicyConfig(**QUICK)
-    env = create_pendulum()
-    learner = build_off_policy(env, config)
-    row = env.fake_tensordict()[0].select(*transition_keys(env))
-    env.close()
+    learner, row = _learner_and_row(config)
     learner.loss.set_keys(reward="bonus")
     with (
         PackedReplayStorage(100, example=row, n_step=3) as storage,
@@ -152,10 +152,8 @@ def test_a_reward_that_returns_of_several_steps_do_not_sum_up_is_refused():
 
 def test_rollouts_without_a_key_of_the_replays_rows_are_refused():
     config = OffPolicyConfig(**QUICK)
-    env = create_pendulum()
-    learner = build_off_policy(env, config)
-    row = env.fake_tensordict()[0].select(*transition_keys(env)).set("index", torch.tensor(0))
-    env.close()
+    learner, row = _learner_and_row(config)
+    row.set("index", torch.tensor(0))
     with PackedReplayStorage(100, example=row) as storage:
         trainer = OffPolicyTrainer(
             collector=APPOCollector(

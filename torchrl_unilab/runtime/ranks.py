@@ -43,7 +43,7 @@ from torchrl_unilab.scalars import as_integer, as_seconds
 LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
 _POLL_SECONDS = 0.05
 _NOT_TO_BLAME = ""
-_LONGEST_SECONDS = 1e8  # what c10d counts: nanoseconds, in 64 bits
+_LONGEST_SECONDS = 1e8  # c10d counts nanoseconds in 64 bits
 _LONGEST_PAUSE_SECONDS = 0.01  # between two polls whether the others have come
 
 

@@ -67,8 +67,8 @@ def check_spawning(what: object) -> None:
 def handed_over(descriptor: int, *, again: bool = False) -> Any:
     """Return what a descriptor is pickled as for the process that is being spawned.
 
-    Its ``detach()`` gives the descriptor there. CPython hands none over twice, as two pickles of
-    one object among the arguments, in closures that share it, would.
+    Its ``detach()`` gives the descriptor there. An object may be pickled twice for one process, as
+    by two closures that share it; but CPython takes each descriptor to a process once.
 
     Args:
         descriptor: Open, and stays so.

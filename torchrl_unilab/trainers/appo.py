@@ -259,10 +259,8 @@ class APPOTrainer(RankTrainer):
                 "action, such as IndependentNormal."
             )
         taken, reward = batch.select(*needed), ("next", keys.reward)
-        if not taken.get(reward).is_floating_point():
-            taken.set(reward, taken.get(reward).to(torch.get_default_dtype()))
+        taken.set(reward, taken.get(reward) * self.config.reward_scale)  # of integers, too
         rollout = self.pool.add(taken)
-        rollout.get(reward).mul_(self.config.reward_scale)
         self._count_observations(self._observed(rollout))
 
 

@@ -82,8 +82,9 @@ def _play(
     count = envs if episodes is None else as_integer("episodes", episodes, "Raise it.")
     max_steps = as_integer("max_steps", max_steps, "Raise it.")
     base = base_env(env)
-    with torch.random.fork_rng(devices=[]) if seed is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as seeded:
         if seed is not None:
+            seeded.enter_context(torch.random.fork_rng(devices=[]))
             env.set_seed(seed)
             torch.manual_seed(seed)
         if isinstance(base, MujocoBatchEnv) and base.stagger:

@@ -262,11 +262,7 @@ class OffPolicyTrainer(RankTrainer):
         config, update = self.config, self.update
         if config.reward_scale != 1.0:
             key = ("next", _reward_of(self.loss_module))
-            reward = sample.get(key)
-            if reward.is_floating_point():
-                reward.mul_(config.reward_scale)
-            else:
-                sample = sample.copy().set(key, reward * config.reward_scale)
+            sample.set(key, sample.get(key) * config.reward_scale)  # of integers, too
         if config.anneal:
             share = config.lr_share(self.collected_frames / self.total_frames)
             for part, optimizer in update.optimizers.items():
@@ -297,15 +293,12 @@ class OffPolicyTrainer(RankTrainer):
         # The one wait for the device per tick.
         norm = norm_of(update.optimizers.values())
         values = torch.cat([means, norm.reshape(1)]).tolist()
-        known = len(update.statistics) - unknown
-        return {
-            name: mean
-            for i, (name, mean) in enumerate(zip((*update.statistics, NORM), values, strict=True))
-            if name == NORM or i < known or not math.isnan(mean)
-        }
+        logged = dict(zip((*update.statistics, NORM), values, strict=True))
+        may_lack = update.statistics[len(update.statistics) - unknown :]
+        return {n: mean for n, mean in logged.items() if n not in may_lack or not math.isnan(mean)}
 
     def _unknown(self) -> int:
-        """Return how many statistics, the policy's, are NaN as it has not been learnt yet."""
+        """Return how many statistics, the last, the policy's, may be NaN: before its first step."""
         if self._fused is None or self._policy_moved:
             return 0
         return len(self._fused.statistics) - self._fused.statistics.index("td_error") - 1
