@@ -42,6 +42,13 @@ def test_a_file_without_settings_is_refused(text, tmp_path):
         read_config(file)
 
 
+def test_a_setting_that_is_there_twice_is_refused(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("seed: 1\nlr: 0.1\nseed: 2\n")
+    with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read, 'seed' is there twice"):
+        read_config(file)
+
+
 def test_numbers_with_an_exponent_are_read_as_those_of_flags(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("env: 1e6x\nframes: 1e6\nlr: 1e-3\ngamma: 1.0e+0\nentropy_coeff: -2.5e-1\n")

@@ -22,7 +22,17 @@ _KINDS = {"algo": str, "env": str, "frames": int, "seed": int}
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes 1e-3 for a number, too, as YAML 1.2 does, and 1e6 for an integer, as flags do."""
+    """Takes 1e-3 for a number, too, as YAML 1.2 does, and 1e6 for an integer, as flags do.
+
+    A name that comes twice is refused, as YAML has it.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return settings by name."""
+        names = [key.value for key, _ in node.value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise yaml.YAMLError(f"{twice[0]!r} is there twice")
+        return super().construct_mapping(node, deep)
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         """Return a number, an integer where there is no point."""

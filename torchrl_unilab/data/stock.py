@@ -7,6 +7,7 @@ Nothing that is read here can execute code: a checkpoint with a pickle in it is 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,21 @@ def check_stock_arguments(
             )
 
 
+_METADATA = "storage_metadata.json"
+"""A file of each of a stock storage's dumps."""
+
+
 def is_stock_dump(path: Path) -> bool:
-    """Return whether a stock storage's ``dumps`` has saved to a folder."""
-    return (path / "storage_metadata.json").is_file()
+    """Return whether a stock storage's ``dumps`` was the last to save to a folder."""
+    return (path / _METADATA).is_file()
+
+
+def save_draft(draft: Path, file: Path) -> None:
+    """Put a file in place of what its folder had saved, a stock dump too; whole or not at all."""
+    with draft.open("rb+") as written:
+        os.fsync(written.fileno())
+    (file.parent / _METADATA).unlink(missing_ok=True)
+    draft.replace(file)
 
 
 def rows_of_dump(path: Path) -> TensorDictBase:
@@ -68,7 +81,7 @@ def rows_of_dump(path: Path) -> TensorDictBase:
     Raises:
         CheckpointError: They are no tensors in a TensorDict.
     """
-    saved = json.loads((path / "storage_metadata.json").read_text())
+    saved = json.loads((path / _METADATA).read_text())
     if saved["is_pytree"]:
         raise _no_rows(str(path), "plain tensors")
     try:

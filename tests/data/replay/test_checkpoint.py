@@ -311,6 +311,16 @@ def test_rows_go_on_where_the_buffer_of_a_stock_checkpoint_would(tmp_path, writt
         assert storage.read_since(())[0]["x"].tolist() == [written - 2 + i for i in range(8)]
 
 
+def test_what_was_saved_last_to_a_folder_is_loaded_also_of_stock_storages(tmp_path):
+    stock = LazyTensorStorage(8)
+    with PackedReplayStorage(8) as storage, PackedReplayStorage(8) as other:
+        for first, saver in enumerate([stock, storage, stock, storage]):
+            saver.set(range(4), _numbered(first, 4))
+            saver.dumps(tmp_path)
+            other.loads(tmp_path)
+            assert other[:]["x"].tolist() == [first, first + 1, first + 2, first + 3]
+
+
 def test_rows_that_a_process_hid_as_it_died_are_shown_by_the_next_that_goes_on_there():
     with PackedReplayStorage(8) as storage:
         storage.append(_numbered(0, 8))

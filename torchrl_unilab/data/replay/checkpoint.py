@@ -19,7 +19,7 @@ import torch
 from torchrl_unilab.data.replay.shared import SharedReplay
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
-from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump
+from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump, save_draft
 from torchrl_unilab.errors import CheckpointError, LayoutError
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.rows import SharedRows
@@ -151,9 +151,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
             text = json.dumps(header).encode()
             file.seek(0, os.SEEK_END)
             file.write(text + len(text).to_bytes(_LENGTH, "little"))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path / "rows.bin")
+        save_draft(draft, path / "rows.bin")
 
     def loads(self, storage: SharedReplay, path: str | Path) -> None:
         """Load what `dumps` of this class or of a stock storage saved, in place of what there is.
@@ -163,7 +161,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
                 not whole; the storage keeps its rows.
         """
         path = Path(path)
-        if is_stock_dump(path) and not (path / "rows.bin").exists():
+        if is_stock_dump(path):
             storage.load_rows(rows_of_dump(path))
             return
         with (path / "rows.bin").open("rb") as file:

@@ -15,7 +15,7 @@ import torch
 
 from torchrl_unilab.data.rollouts.shared import SharedRollouts
 from torchrl_unilab.data.shared_storage import SharedStorageCheckpointer
-from torchrl_unilab.data.stock import is_stock_dump
+from torchrl_unilab.data.stock import is_stock_dump, save_draft
 from torchrl_unilab.errors import CheckpointError, ConfigError, UsageError
 
 
@@ -28,12 +28,12 @@ class RolloutRingCheckpointer(SharedStorageCheckpointer):
         path.mkdir(parents=True, exist_ok=True)
         draft = path / "rollouts.pt.part"
         torch.save(storage.state_dict(), draft)
-        draft.replace(path / "rollouts.pt")
+        save_draft(draft, path / "rollouts.pt")
 
     def loads(self, storage: SharedRollouts, path: str | Path) -> None:
         """Load what `dumps` saved, see `RolloutRingStorage.load_state_dict`."""
         path = Path(path)
-        if is_stock_dump(path) and not (path / "rollouts.pt").exists():
+        if is_stock_dump(path):
             raise _foreign(f"a stock one in {path}")
         try:
             state = torch.load(path / "rollouts.pt", weights_only=True)
