@@ -315,7 +315,7 @@ def test_what_was_saved_last_to_a_folder_is_loaded_also_of_stock_storages(tmp_pa
     stock = LazyTensorStorage(8)
     with PackedReplayStorage(8) as storage, PackedReplayStorage(8) as other:
         for first, saver in enumerate([stock, storage, stock, storage]):
-            saver.set(range(4), _numbered(first, 4))
+            saver.set(torch.arange(4), _numbered(first, 4))
             saver.dumps(tmp_path)
             other.loads(tmp_path)
             assert other[:]["x"].tolist() == [first, first + 1, first + 2, first + 3]
