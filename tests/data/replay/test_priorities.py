@@ -422,6 +422,25 @@ def test_more_rows_than_fit_get_the_highest_priority_that_was_there(writer, stor
     assert raw_priorities(buffer) == [50] * CAPACITY
 
 
+@pytest.mark.parametrize("writer", [PackedReplayWriter, RoundRobinWriter])
+def test_rows_of_a_stock_checkpoint_are_not_new_when_its_writer_goes_on(writer, storage):
+    stock = prioritized_buffer(LazyTensorStorage(CAPACITY), writer=RoundRobinWriter())
+    for _ in range(2):
+        stock.extend(numbered_rows(CAPACITY - 3))
+    stock.update_priority(torch.arange(CAPACITY), torch.tensor([5.0] + [0.5] * (CAPACITY - 1)))
+    buffer = prioritized_buffer(storage, writer=writer())
+    buffer.load_state_dict(stock.state_dict())
+    buffer.sample()
+    read = storage.read_since(())[1]
+    new = buffer.extend(numbered_rows(2))
+    buffer.sample()
+    expected = [5.0] + [0.5] * (CAPACITY - 1)
+    for position in new.tolist():
+        expected[position] = 5.0
+    assert raw_priorities(buffer) == expected
+    assert storage.read_since(read)[0].batch_size == torch.Size([2])
+
+
 def test_rows_that_are_written_in_place_get_the_highest_priority_too(storage):
     buffer = prioritized_buffer(storage, writer=RoundRobinWriter())
     buffer.extend(numbered_rows(CAPACITY))

@@ -342,8 +342,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             known = None
         if not window.size:  # or all are being replaced
             return None
-        if known != source:
-            last = window.floors
+        last = storage.heads_now(last) if known == source else window.floors
         self._seen = source, bases, window.heads
         if last == window.heads:
             return None

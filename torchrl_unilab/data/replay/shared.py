@@ -31,7 +31,7 @@ from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 class SharedReplay(SharedStorage):
     """The rows of a `PackedReplayStorage`, which has the arguments."""
 
-    _of_a_process = ("_building", "_rows", "_appender", "_gatherer", "_batches", "_views")
+    _of_a_process = ("_building", "_rows", "_appender", "_gatherer", "_batches", "_views", "_moved")
 
     def __init__(
         self,
@@ -118,6 +118,7 @@ class SharedReplay(SharedStorage):
         self._batches = BatchLayout(form)
         self._gatherer = RowGatherer(rows, self._batches, self.gamma)
         self._appender = RowAppender(rows, form, self.non_finite_policy)
+        self._moved: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._rows = rows
 
     @property
@@ -157,6 +158,10 @@ class SharedReplay(SharedStorage):
             return ReplaySnapshot(0, 0)
         lineage = self._rows.lineage()
         return ReplaySnapshot(lineage.written, lineage.window.size, lineage.window)
+
+    def heads_now(self, heads: tuple[int, ...]) -> tuple[int, ...]:
+        """Return heads as they are numbered since `continue_at`: rows below them are not new."""
+        return self._moved.get(heads, heads)
 
     @property
     def size(self) -> int:

@@ -221,7 +221,9 @@ class PackedReplayStorage(SharedReplay):
         Rows from there on are then the oldest. Without effect before all have been written.
         """
         if self.writers == 1 and len(self) == self.max_size:
+            heads = self.rows.window().heads
             self.rows.continue_at(0, position)
+            self._moved = {heads: self.rows.window().heads}
 
     def _append_at(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
         """Append rows at positions that have not been written, in the order of these."""
@@ -314,7 +316,7 @@ class PackedReplayStorage(SharedReplay):
         shifts = tuple(map(int.__sub__, origins, bases))
         read = tuple(map(int.__add__, window.heads, shifts))
         known = (c if c <= r else 0 for c, r in zip(counted or (0,) * len(read), read, strict=True))
-        window = window.above(tuple(map(int.__sub__, known, shifts)))
+        window = window.above(self.heads_now(tuple(map(int.__sub__, known, shifts))))
         positions = [
             rows.positions(torch.arange(floor, head, device="cpu") * rows.shards + shard)
             for shard, (floor, head) in enumerate(zip(*window, strict=True))
