@@ -67,7 +67,7 @@ PRIVATE = {
 }
 """Module that has the names, to the names."""
 
-OTHERS = {"_setconst_inputs", "_asdict"}
+OTHERS = {"_setconst_inputs", "_setconst_outputs", "_asdict"}
 """Our own attribute on MuJoCo's class; what Python documents of named tuples."""
 
 PAIRS = [(module, name) for module, names in PRIVATE.items() for name in names.split()]

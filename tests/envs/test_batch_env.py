@@ -123,6 +123,22 @@ def test_a_derived_environment_may_change_what_a_step_gives() -> None:
         assert torch.equal(2 * reward, take(doubled, doubled.reset())["reward"])
 
 
+class Shifted(MujocoBatchEnv):
+    """Observes one more than there is when an episode starts."""
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        began = super()._reset(tensordict, **kwargs)
+        return began.set("observation", began["observation"] + 1)
+
+
+def test_a_derived_environment_may_change_how_episodes_start_also_within_a_rollout() -> None:
+    kinds = (MujocoBatchEnv, Shifted)
+    plain, shifted = (kind("Hopper-v5", 2, seed=0, max_episode_steps=3) for kind in kinds)
+    one, other = (env.rollout(8, break_when_any_done=False) for env in (plain, shifted))
+    difference = (other["observation"] - one["observation"]).mean(-1)
+    assert difference.round().tolist() == [[1, 0, 0, 1, 0, 0, 1, 0]] * 2
+
+
 COPIES = {"pickle": lambda env: pickle.loads(pickle.dumps(env)), "deepcopy": copy.deepcopy}
 
 

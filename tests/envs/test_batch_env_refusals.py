@@ -90,6 +90,7 @@ def test_a_malformed_action_is_refused_and_changes_nothing(
         (np.zeros((1, 2)), [-1], r"ids is \[-1\]"),
         (np.zeros((2, 2)), [1, 1], r"ids is \[1, 1\]"),
         (np.zeros((1, 2)), [0.0], r"ids is \[0.0\]"),
+        (np.zeros((1, 2)), [[0], [1, 2]], r"ids is \[\[0\], \[1, 2\]\]"),
         (np.zeros((1, 3)), [0], r"qpos has shape \(1, 3\) .*\(expected \(1, 2\)"),
         (np.zeros((1, 2)), None, r"qpos has shape \(1, 2\) .*\(expected \(2, 2\)"),
         (np.full((1, 2), np.inf), [0], "and 2 non-finite values"),

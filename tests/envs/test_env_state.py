@@ -124,6 +124,8 @@ def test_a_state_of_another_task_or_number_of_simulations_changes_nothing():
     partly = {key: value for key, value in env.snapshot().items() if key != "derived"}
     with pytest.raises(ConfigError, match=r"restore: no \['derived'\] in it"):
         env.restore(partly)
+    with pytest.raises(ConfigError, match=r"restore: 0 generators \(expected 3, one per"):
+        env.restore({**env.snapshot(), "generators": []})
     nameless = {key: value for key, value in env.snapshot().items() if key != "task"}
     env.restore(nameless)  # as it was before names were part of it
     env.close()
@@ -190,6 +192,63 @@ def test_rewards_of_a_task_that_are_none_are_refused_by_its_name(reward, message
         action = env.rand_action(env.reset())
         with pytest.raises(ValueError, match=rf"^MujocoBatchEnv.step: .*of Mine .*{message}"):
             env.step(action)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged(InvertedPendulum):
+    """A pendulum that is judged by a function of its outcome."""
+
+    judge: Callable[[Outcome], Any]
+
+    def outcome(self, *given: Any) -> Any:
+        """What the function makes of the pendulum's."""
+        return self.judge(super().outcome(*given))
+
+
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (lambda _: None, r"^outcome of Mine: NoneType \(expected an Outcome\)"),
+        (
+            lambda outcome: replace(outcome, terms={"part": outcome.reward[:, None]}),
+            r"part of Mine have shape \(3, 1\) \(expected \(3,\)\)",
+        ),
+    ],
+)
+def test_outcomes_and_parts_of_rewards_that_are_none_are_refused(judge, message, terms):
+    task = Judged(name="Mine", judge=judge)
+    with pytest.raises(ConfigError, match=message):
+        make(task, 0, with_reward_terms=terms).rollout(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commanded(InvertedPendulum):
+    """A pendulum with two commands."""
+
+    command_size: int = 2
+    drawn: Any = None
+
+    def command(self, rng: Any) -> Any:
+        """What it was given."""
+        return self.drawn
+
+
+@pytest.mark.parametrize("drawn", [0.5, None, np.zeros(3), [0.0, np.nan], ["a", "b"]])
+def test_commands_that_are_none_are_refused_by_the_tasks_name(drawn):
+    refused = pytest.raises(ConfigError, match=r"^command of Mine: .*\(expected 2 finite numbers")
+    with contextlib.closing(make(Commanded(name="Mine", drawn=drawn), 0)) as env, refused:
+        env.reset()
+
+
+@pytest.mark.parametrize("key", ["reward", "done", "action"])
+def test_observations_by_the_name_of_something_else_are_refused(key):
+    class Named(InvertedPendulum):
+        def observations(self, fields):
+            return {key: self.observation(fields)}
+
+    with pytest.raises(ConfigError, match=rf"of Mine returned \['{key}'\] \(expected groups"):
+        make(Named(name="Mine"), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,10 +389,11 @@ class Started(InvertedPendulum):
     [
         (lambda qpos: qpos * np.nan, r"shape \(3, 2\) and 6 non-finite values"),
         (lambda qpos: qpos[:1], r"shape \(3, 1\) and 0 non-finite"),
+        (lambda _: "pose", "is no array, could not convert"),
     ],
 )
 def test_states_to_start_from_that_are_none_are_refused_by_the_tasks_name(begin, message):
-    refused = pytest.raises(ValueError, match=rf"initial_state of Mine: qpos has {message}")
+    refused = pytest.raises(ValueError, match=rf"initial_state of Mine: qpos (has )?{message}")
     with contextlib.closing(make(Started(name="Mine", begin=begin), 0)) as env, refused:
         env.reset()
 

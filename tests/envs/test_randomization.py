@@ -198,6 +198,73 @@ def test_a_simulation_moves_as_mujoco_moves_its_model() -> None:
         np.testing.assert_array_equal(after[i], data.qpos)
 
 
+TILTED = """
+<mujoco>
+  <worldbody>
+    <geom name="floor" type="plane" size="50 50 .1"/>
+    <body name="base" pos="0 0 .11">
+      <freejoint/>
+      <geom type="box" size=".1 .1 .1" mass="1"/>
+      <body name="arm" pos=".3 0 0" simple="false">
+        <joint name="hinge" axis="0 1 0"/>
+        <geom type="box" size=".05 .03 .02" pos=".02 0 0" mass=".5"/>
+      </body>
+    </body>
+  </worldbody>
+  <actuator><motor joint="hinge" ctrlrange="-1 1"/></actuator>
+</mujoco>
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "of", "attribute"),
+    [
+        ("jnt_axis[0]", "hinge", "joint", "axis"),
+        ("body_quat[1]", "arm", "body", "quat"),
+        ("geom_quat[1]", "floor", "geom", "quat"),
+    ],
+)
+def test_what_is_tilted_moves_as_that_of_a_model_compiled_so(field, name, of, attribute):
+    spec = mujoco.MjSpec.from_string(TILTED)
+    tilted = getattr(spec, of)(name)
+    value = getattr(tilted, attribute).copy()
+    value[int(field[-2])] += 0.3
+    setattr(tilted, attribute, value)
+    compiled = spec.compile()
+    data = mujoco.MjData(compiled)
+    model = mujoco.MjModel.from_xml_string(TILTED)
+    batch = Batch(model, 1, 1)
+    randomizer = ModelRandomizer(batch, [Randomize(field, 0.3, 0.3, "add", (name,))], "test")
+    randomizer.seed([np.random.default_rng(0)])
+    batch.reset()
+    for _ in range(100):
+        batch.step()
+        mujoco.mj_step(compiled, data)
+    np.testing.assert_allclose(batch.bind("qpos")[0], data.qpos, rtol=1e-12)
+    randomizer.close()
+
+
+def test_centres_of_bodies_that_are_compiled_as_simple_are_refused():
+    body = '<body name="one"><freejoint/><geom size=".1"/></body>'
+    one = f"<mujoco><worldbody>{body}</worldbody></mujoco>"
+    moved = [Randomize("body_ipos[0]", 0.01, 0.02, "add", ("one",))]
+    with pytest.raises(
+        ConfigError, match=r"body_ipos of \['one'\], .* as simple \(expected bodies"
+    ):
+        ModelRandomizer(Batch(mujoco.MjModel.from_xml_string(one), 1, 1), moved, "test")
+    other = mujoco.MjModel.from_xml_string(one.replace('"one"', '"one" simple="false"'))
+    ModelRandomizer(Batch(other, 1, 1), moved, "test").seed([np.random.default_rng(0)])
+
+
+def test_numbers_of_other_fields_are_not_taken_for_these():
+    one, other = make([MASS]), make([replace(MASS, objects=("*_thigh",), shared=True)])
+    with pytest.raises(ConfigError, match="ModelRandomizer: what is drawn, shapes and generators"):
+        other.restore(one.snapshot())
+    wider = make([replace(MASS, low=0.1)])
+    wider.restore(one.snapshot())
+    assert_same(values(wider, [MASS]), values(one, [MASS]))
+
+
 def test_a_task_that_reads_a_randomised_or_derived_field_sees_each_simulations_own() -> None:
     task = replace(TASK, reads=(*TASK.reads, "body_mass", "body_subtreemass"))
     env = MujocoBatchEnv(task, N, seed=0, randomization=[MASS])
@@ -347,6 +414,8 @@ FEET = Randomize("geom_friction[0]", 0.5, 1.0, objects=("foot_geom",))
         (Randomize("body_mass", 0, 2), r"body_mass can become 0.0 .expected masses"),
         (Randomize("body_mass", -0.13, 2, "add"), r"body_mass can become -0.13"),
         (Randomize("body_inertia[1]", -1, 2, "set"), r"body_inertia can become -1.0"),
+        (Randomize("dof_invweight0", 1, 2), "MuJoCo derives dof_invweight0 .* .expected one that"),
+        (Randomize("geom_aabb", 1, 2), "MuJoCo derives geom_aabb from"),
     ],
 )
 def test_what_the_model_has_not_is_refused_and_nothing_is_expanded(
@@ -389,6 +458,8 @@ def test_a_malformed_spec_is_refused(settings: dict) -> None:
     [
         ({"low": None}, r"range is None to 1.0 \(expected finite numbers"),
         ({"objects": "torso"}, r"objects is 'torso' \(expected a tuple of names\). Give"),
+        ({"objects": (1,)}, r"objects is \(1,\) \(expected a tuple of names"),
+        ({"fields": 5}, r"fields is 5 \(expected a tuple of names"),
     ],
 )
 def test_what_is_no_number_and_no_tuple_of_names_is_refused(options, message):

@@ -6,6 +6,7 @@ import pytest
 
 from torchrl_unilab.envs import make_task
 from torchrl_unilab.envs.simulations import Simulations, all_finite
+from torchrl_unilab.errors import ConfigError
 
 PENDULUM = """
 <mujoco>
@@ -29,6 +30,12 @@ def simulations() -> Simulations:
 
 def controls(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).uniform(-3.0, 3.0, (N, 1))
+
+
+def test_what_the_batch_does_not_take_is_refused_by_the_tasks_name() -> None:
+    asleep = PENDULUM.replace("<worldbody>", '<option><flag sleep="enable"/></option><worldbody>')
+    with pytest.raises(ConfigError, match=r"^cannot make 3 simulations of Inv.*: sleep .*expected"):
+        Simulations(make_task("InvertedPendulum-v5", model=asleep), N, 1)
 
 
 @pytest.mark.parametrize("ids", [None, [0, 2]])

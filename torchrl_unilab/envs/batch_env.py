@@ -319,8 +319,8 @@ class MujocoBatchEnv(EnvBase):
         episodes = self._state.episodes
         if episodes.any_done:
             done = episodes.terminated | episodes.truncated
-            self._start_episodes(np.flatnonzero(done))
-            fresh = self._output()  # in the rows that went on, what the step returned
+            # in the rows that went on, what the step returned
+            fresh = self._reset(self._unchecked({"_reset": self._tensor(done)}))
             others = root.exclude(*fresh.keys())
             if not done.all():
                 # what the policy wrote is zeroed where an episode starts

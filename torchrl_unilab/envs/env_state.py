@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
-from torchrl_unilab.envs.task import Array, MujocoTask
+from torchrl_unilab.envs.task import Array, MujocoTask, judge
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
@@ -152,7 +152,8 @@ class EnvState:
         """Make `reward_terms` zero before the first step; return their names."""
         physics, task = self.physics, self.task
         action: NDArray[Any] = np.zeros((len(self), physics.num_controls), dtype=dtype)
-        terms = task.outcome(physics.fields, task.before(physics.fields), action, self.dt).terms
+        before = task.before(physics.fields)
+        terms = judge(task, physics.fields, before, action, self.dt).terms
         self.reward_terms = dict.fromkeys(terms, np.zeros(len(self)))
         self._clears_terms = True
         return list(terms)
@@ -177,9 +178,8 @@ class EnvState:
         before = task.before(physics.seen)
         diverged = physics.step(action, ids)
         start = self.count("physics", start)
-        outcome = task.outcome(physics.seen, before, action, self.dt)
+        outcome = judge(task, physics.seen, before, action, self.dt)
         reward, terminated, terms = outcome.reward, outcome.terminated, outcome.terms
-        self._check_outcome(reward, terminated)
         if diverged is not None:
             self._report(diverged)
             # what the task makes of the jump to the default pose means nothing
@@ -241,7 +241,13 @@ class EnvState:
         """Return states for these simulations as arrays of finite numbers, a row for each."""
         fields, values = self.physics.fields, []
         for name, value in (("qpos", qpos), ("qvel", qvel)):
-            value = np.asarray(value, dtype=np.float64)
+            try:
+                value = np.asarray(value, dtype=np.float64)
+            except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors
+                raise ConfigError(
+                    f"{what}: {name} is no array, {error} (expected one row of numbers per "
+                    "simulation to set). Correct it."
+                ) from error
             shape = (len(rows), fields[name].shape[1])
             if value.shape != shape or not all_finite(value):
                 raise ConfigError(
@@ -269,6 +275,11 @@ class EnvState:
         Raises:
             ConfigError: if it is of another task or number. Nothing has changed then.
         """
+        if (found := len(state.get("generators", ()))) != len(self):
+            raise ConfigError(
+                f"restore: {found} generators (expected {len(self)}, one per simulation). Restore "
+                "what `snapshot` returned."
+            )
         self.physics.load_state_dict(state)
         self.episodes.load_state_dict(state["episodes"])
         self._to_stagger[...] = state["to_stagger"]
@@ -284,19 +295,6 @@ class EnvState:
         now = time.perf_counter()
         self.phase_seconds[phase] += now - start
         return now
-
-    def _check_outcome(self, reward: NDArray[Any], terminated: NDArray[Any]) -> None:
-        for name, value in (("rewards", reward), ("terminations", terminated)):
-            if np.shape(value) != (len(self),):
-                raise ConfigError(
-                    f"MujocoBatchEnv.step: {name} of {self.task.name} have shape {np.shape(value)} "
-                    f"(expected {(len(self),)}). Correct the task's `outcome`, or `failed`."
-                )
-        if (kind := np.asarray(terminated).dtype) != np.bool_:
-            raise ConfigError(
-                f"MujocoBatchEnv.step: terminations of {self.task.name} are of {kind} (expected "
-                "bool). Compare in the task's `outcome`, or `failed`."
-            )
 
     def _check_finite(self, reward: NDArray[Any], terms: Mapping[str, NDArray[Any]]) -> None:
         if not all_finite(reward):
@@ -337,9 +335,19 @@ class EnvState:
     def _draw_commands(self, ids: Ids) -> None:
         """Draw new commands for simulations `ids`, if the task has commands."""
         if self.task.command_size:
-            command = self.physics.fields["command"]
+            command, size = self.physics.fields["command"], self.task.command_size
             for i in ids:
-                command[i] = self.task.command(self._rngs[i])
+                drawn = np.asarray(self.task.command(self._rngs[i]))
+                if (
+                    drawn.shape != (size,)
+                    or drawn.dtype.kind not in "fiub"
+                    or not all_finite(drawn)
+                ):
+                    raise ConfigError(
+                        f"command of {self.task.name}: {drawn!r} (expected {size} finite numbers). "
+                        "Correct the task's `command`."
+                    )
+                command[i] = drawn
 
     def _report(self, diverged: NDArray[np.bool_]) -> None:
         """Count simulations that diverged; log the first and whenever they doubled."""
@@ -362,7 +370,12 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
     Raises:
         ConfigError: they are not integers from 0 to n - 1, or not distinct.
     """
-    rows = np.arange(n) if ids is None else np.asarray(ids)
+    try:
+        rows = np.arange(n) if ids is None else np.asarray(ids)
+    except ValueError:  # of unequal lengths
+        rows = np.empty(())
+    if rows.shape == (0,):
+        rows = rows.astype(np.intp)
     if (
         rows.ndim != 1
         or rows.dtype.kind not in "iu"

@@ -21,6 +21,8 @@ import mujoco
 
 _logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 _NAME = "torchrl_unilab.contact_forces"
+CONTACT_FIELDS = frozenset({"cfrc_ext", "cfrc_int", "cacc"})
+"""Fields that ``mj_rnePostConstraint`` computes."""
 
 
 class _Plugin(ctypes.Structure):

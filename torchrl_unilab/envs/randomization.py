@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from torchrl_unilab.errors import ConfigError
 
+_INPUTS = frozenset(mujoco.MjModel._setconst_inputs)
+_DERIVED = frozenset(mujoco.MjModel._setconst_outputs) - _INPUTS
 # the kind of object to which a field's rows belong, by the field's prefix
 _OBJECTS = {
     "actuator": mjtObj.mjOBJ_ACTUATOR,
@@ -34,6 +36,7 @@ _OBJECTS = {
     "tendon": mjtObj.mjOBJ_TENDON,
 }
 _TARGET = re.compile(r"([\w.]+?)(?:\[(\d+)\])?")
+_UNIT = re.compile("quat$|^jnt_axis$")  # fields of unit vectors
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,14 @@ class Randomize:
 
     def __post_init__(self) -> None:
         """Refuse what no number can be drawn from."""
-        if isinstance(self.objects, str):
-            raise ConfigError(
-                f"Randomize {self.fields}: objects is {self.objects!r} (expected a tuple of "
-                f"names). Give ({self.objects!r},)."
-            )
+        fields = (self.fields,) if isinstance(self.fields, str) else self.fields
+        for what, names in (("fields", fields), ("objects", self.objects or ())):
+            several = isinstance(names, Sequence) and not isinstance(names, str)
+            if not several or not all(isinstance(name, str) for name in names):
+                raise ConfigError(
+                    f"Randomize {self.fields}: {what} is {names!r} (expected a tuple of names). "
+                    f"Give ({names!r},)."
+                )
         numbers = all(isinstance(bound, Real) for bound in (self.low, self.high))
         if not (numbers and np.isfinite((self.low, self.high)).all() and self.low <= self.high):
             raise ConfigError(
@@ -156,9 +162,9 @@ class ModelRandomizer:
         self._defaults = {field: _default(batch.model, field) for field in fields}
         # kept, so that what was drawn at the start outlasts what is drawn at resets
         self._numbers = [np.zeros((batch.nsim, plan.size)) for plan in self._plans]
+        self._units = [(t.field, t.rows) for t in targets if _UNIT.search(t.field)]
         self._at_reset = any(spec.when == "reset" for spec in specs)
-        inputs = mujoco.MjModel._setconst_inputs
-        self._derives = any(field in inputs or field.startswith("opt.") for field in fields)
+        self._derives = any(field in _INPUTS or field.startswith("opt.") for field in fields)
         if self._derives:
             for field in MODEL_FIELDS.intersection(reads):
                 batch.expand(field)  # or else it becomes the simulations' own only as it changes
@@ -195,6 +201,7 @@ class ModelRandomizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers drawn, and the generators of those to come."""
         return {
+            "of": [f"{s.how} {s.fields} of {s.objects}" for s, *_ in self._plans],
             "numbers": [numbers.copy() for numbers in self._numbers],
             "generators": [rng.bit_generator.state for rng in self._rngs],
         }
@@ -205,12 +212,15 @@ class ModelRandomizer:
         Raises:
             ConfigError: if they are of another randomisation. Nothing has changed then.
         """
-        found = [numbers.shape for numbers in state_dict["numbers"]]
-        expected = [numbers.shape for numbers in self._numbers]
-        if found != expected or len(state_dict["generators"]) != len(self._rngs):
+        own = self.state_dict()
+        found, expected = (
+            (one["of"], [numbers.shape for numbers in one["numbers"]], len(one["generators"]))
+            for one in ({**own, **state_dict}, own)  # older ones do not say the first
+        )
+        if found != expected:
             raise ConfigError(
-                f"ModelRandomizer: numbers of shapes {found} (expected {expected}). Load them "
-                "where the same is randomized in as many simulations."
+                f"ModelRandomizer: what is drawn, shapes and generators are {found} (expected "
+                f"{expected}). Load them where the same is randomized in as many simulations."
             )
         for mine, numbers in zip(self._numbers, state_dict["numbers"], strict=True):
             mine[...] = numbers
@@ -240,6 +250,10 @@ class ModelRandomizer:
         for plan, numbers in zip(self._plans, self._numbers, strict=True):
             for target in plan.targets:
                 _apply(self._values[target.field], ids, target, plan.spec.how, numbers[ids])
+        for field, rows in self._units:  # as MuJoCo's compiler makes them
+            units = self._values[field][np.ix_(ids, rows)]
+            lengths = np.linalg.norm(units, axis=-1, keepdims=True)
+            self._values[field][np.ix_(ids, rows)] = units / np.maximum(lengths, mujoco.mjMINVAL)
         if self._derives:
             self._batch.set_const(ids)
 
@@ -288,6 +302,7 @@ def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
     ]
     for target in targets:
         _check_masses(model, spec, target, name)
+        _check_frames(model, target, name)
     return _Plan(spec, 1 if spec.shared else len(draws), targets)
 
 
@@ -302,6 +317,11 @@ def _part(model: mujoco.MjModel, text: str, name: str) -> tuple[str, int | None,
     column = None if index is None else int(index)
     known = field in MODEL_FIELDS and field != "opt.timestep"
     value = _default(model, field) if known else np.empty(0)
+    if field == "geom_aabb" or field in _DERIVED:
+        raise ConfigError(
+            f"randomization of {name}: MuJoCo derives {field} from other fields (expected one that "
+            "it does not). Randomize those."
+        )
     option = field.startswith("opt.")
     width = value.shape[-1] if value.ndim == 2 or option else 0
     if value.dtype.kind != "f" or not value.size or (column is not None and column >= width):
@@ -356,6 +376,17 @@ def _check_masses(model: mujoco.MjModel, spec: Randomize, target: _Target, name:
         raise ConfigError(
             f"randomization of {name}: {target.field} can become {least[spec.how].min()} "
             "(expected masses and inertias above 0). Correct the range."
+        )
+
+
+def _check_frames(model: mujoco.MjModel, target: _Target, name: str) -> None:
+    """Refuse to move the centre of mass of a body that MuJoCo takes to lie at its frame."""
+    if target.field not in ("body_ipos", "body_iquat"):
+        return
+    if simple := [model.body(i).name for i in target.rows if model.body_simple[i]]:
+        raise ConfigError(
+            f"randomization of {name}: {target.field} of {simple}, which the model has compiled as "
+            'simple (expected bodies that are not). Give them simple="false" in the model.'
         )
 
 

@@ -75,7 +75,13 @@ class Simulations:
     ) -> None:
         stop_physics_clock()
         model = task.load_model()
-        self.batch = batch = Batch(model, num_envs, num_threads)
+        try:
+            self.batch = batch = Batch(model, num_envs, num_threads)
+        except ValueError as error:
+            raise ConfigError(
+                f"cannot make {num_envs} simulations of {task.name}: {error} (expected a model "
+                "that mujoco.batch takes, and as many as fit memory). Change one of them."
+            ) from error
         batch.reset()
         if randomization is None:
             randomization = task.randomization

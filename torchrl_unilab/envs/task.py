@@ -15,7 +15,7 @@ import mujoco
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from torchrl_unilab.envs.mujoco_engine import add_contact_forces
+from torchrl_unilab.envs.mujoco_engine import CONTACT_FIELDS, add_contact_forces
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.errors import ConfigError
 
@@ -26,6 +26,11 @@ State: TypeAlias = tuple[Array, Array]
 Fields = Mapping[str, NDArray[Any]]
 Model: TypeAlias = str | Path | mujoco.MjSpec
 
+_KEYS = frozenset(
+    ("action", "done", "next", "pixels", "reward", "reward_terms", "terminated", "truncated")
+)
+"""What an environment has beside observations."""
+
 
 def observation_shapes(
     task: str, groups: Mapping[str, Sequence[Any]], nsim: int
@@ -33,8 +38,13 @@ def observation_shapes(
     """Return the shape of each observation of a task, whose parts are ``(nsim, width)`` each.
 
     Raises:
-        ConfigError: They are not; names their shapes.
+        ConfigError: They are not, or an observation has the name of something else.
     """
+    if not isinstance(groups, Mapping) or not _KEYS.isdisjoint(groups):
+        raise ConfigError(
+            f"MujocoBatchEnv: `observations` of {task} returned {list(groups)} (expected groups by "
+            f"name, none of them {sorted(_KEYS)}). Correct the task."
+        )
     for key, parts in groups.items():
         shapes = [np.shape(part) for part in parts]
         if not shapes or any(len(shape) != 2 or shape[0] != nsim for shape in shapes):
@@ -119,8 +129,9 @@ class MujocoTask(ABC):
         frame_skip: physics steps per control step.
         max_episode_steps: control steps after which an episode is truncated.
         reads: further fields that the task reads: of ``MjData``, such as
-            ``xpos``, which `mj_step` must compute for the model (it computes
-            ``cfrc_ext`` where that is read, but not in `mj_forward`), or of
+            ``xpos``, which `mj_step` must compute for the model (it computes ``cfrc_ext``,
+            ``cfrc_int`` and ``cacc`` where they are read, but not in `mj_forward`; others,
+            such as ``subtree_linvel``, for a sensor that needs them), or of
             ``MjModel``, such as ``body_mass`` or ``opt.timestep``, which hold each
             simulation's own values where these are randomised.
         command_size: numbers in a simulation's command; 0 for none.
@@ -159,8 +170,11 @@ class MujocoTask(ABC):
         """Turn an MjSpec into its text."""
         if isinstance(self.model, mujoco.MjSpec):
             spec = self.model.copy()
-            with _logged_warnings():
-                spec.compile()
+            try:
+                with _logged_warnings():
+                    spec.compile()
+            except ValueError as error:
+                raise self._refusal(error) from error
             if spec.modelfiledir:  # which the text does not tell
                 spec.meshdir = str(Path(spec.modelfiledir, spec.meshdir).absolute())
                 spec.texturedir = str(Path(spec.modelfiledir, spec.texturedir).absolute())
@@ -182,7 +196,7 @@ class MujocoTask(ABC):
                 raise self._refusal(error) from error
 
     def load_spec(self) -> mujoco.MjSpec:
-        """Parse the model, and have its steps compute ``cfrc_ext`` if that is read.
+        """Parse the model, and have its steps compute contact forces if these are read.
 
         Raises:
             ConfigError: MuJoCo does not parse it.
@@ -192,7 +206,7 @@ class MujocoTask(ABC):
             spec = self._parse()
         except ValueError as error:
             raise self._refusal(error) from error
-        if "cfrc_ext" in self.reads:
+        if not CONTACT_FIELDS.isdisjoint(self.reads):
             add_contact_forces(spec)
         return spec
 
@@ -210,10 +224,13 @@ class MujocoTask(ABC):
 
     def _refusal(self, error: ValueError) -> ConfigError:
         reason = " ".join(str(error).split()).rstrip(".")
-        text = str(self.model).lstrip().startswith("<")
+        if isinstance(self.model, mujoco.MjSpec):
+            what = "the MjSpec"
+        else:
+            text = str(self.model).lstrip().startswith("<")
+            what = "its text" if text else str(self.model_path())
         return ConfigError(
-            f"model of {self.name}: {reason} (expected one that MuJoCo compiles). Correct "
-            f"{'its text' if text else self.model_path()}."
+            f"model of {self.name}: {reason} (expected one that MuJoCo compiles). Correct {what}."
         )
 
     def model_path(self) -> Path:
@@ -281,6 +298,34 @@ class MujocoTask(ABC):
                 given: like Gymnasium, its cost is computed in that precision.
             dt: seconds of simulated time that the step took.
         """
+
+
+def judge(
+    task: MujocoTask, fields: Fields, before: Any, action: NDArray[Any], dt: float
+) -> Outcome:
+    """Return a task's `MujocoTask.outcome`, checked.
+
+    Raises:
+        ConfigError: It is none, or has not one reward, part of it and termination per simulation.
+    """
+    outcome, n = task.outcome(fields, before, action, dt), len(action)
+    if not isinstance(outcome, Outcome):
+        raise ConfigError(
+            f"outcome of {task.name}: {type(outcome).__name__} (expected an Outcome). Return one."
+        )
+    checked = ("rewards", outcome.reward), ("terminations", outcome.terminated)
+    for name, value in (*checked, *outcome.terms.items()):
+        if np.shape(value) != (n,):
+            raise ConfigError(
+                f"MujocoBatchEnv.step: {name} of {task.name} have shape {np.shape(value)} "
+                f"(expected {(n,)}). Correct the task's `outcome`, or `failed`."
+            )
+    if (kind := np.asarray(outcome.terminated).dtype) != np.bool_:
+        raise ConfigError(
+            f"MujocoBatchEnv.step: terminations of {task.name} are of {kind} (expected "
+            "bool). Compare in the task's `outcome`, or `failed`."
+        )
+    return outcome
 
 
 @contextlib.contextmanager

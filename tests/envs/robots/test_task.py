@@ -284,6 +284,26 @@ def test_a_range_that_is_not_two_finite_numbers_in_order_is_refused(bounds: Any)
 # The model
 
 
+def test_a_spec_that_does_not_compile_is_refused() -> None:
+    spec = mujoco.MjSpec()
+    spec.worldbody.add_body(name="massless").add_freejoint()
+    with pytest.raises(ConfigError, match=r"^model of Cart: .*mass.* Correct the MjSpec"):
+        Cart(model=spec)
+
+
+@pytest.mark.parametrize("what", ["weights", "commands"])
+def test_weights_and_commands_without_names_are_refused(what: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^Cart: {what} is \[1.0\] \(expected names\)"):
+        Cart(**{what: [1.0]})
+
+
+@pytest.mark.parametrize("name", ["cfrc_int", "cacc"])
+def test_forces_within_and_accelerations_are_computed_where_they_are_read(name: str) -> None:
+    env = make(Cart(reads=(name,)))
+    env.rollout(3)
+    assert env._state.physics.fields[name].any()
+
+
 def test_every_form_of_a_model_gives_the_same_steps(tmp_path: Path) -> None:
     path = tmp_path / "cart.xml"
     path.write_text(CART)

@@ -232,6 +232,15 @@ def test_what_cannot_be_is_refused(make: Callable[[], Transform]) -> None:
         make()
 
 
+@pytest.mark.parametrize("make", [ObservationNoise, ObservationDelay])
+def test_one_key_may_be_given_as_it_is(make: type) -> None:
+    assert make(1, in_keys="observation").in_keys == ["observation"]
+    assert ActionDelay(1, in_keys_inv="action").in_keys_inv == ["action"]
+    env = TransformedEnv(hopper(), make(1, in_keys="obs"))
+    with pytest.raises(KeyError, match="obs"):
+        env.rollout(1)
+
+
 def test_a_delay_without_an_environment_says_so() -> None:
     env = hopper()
     data = env.rand_action(env.reset())

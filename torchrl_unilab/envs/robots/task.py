@@ -120,8 +120,8 @@ class RobotTask(MujocoTask):
         weights: a factor for each reward term; `rewards` must return these names.
         commands: range of each number that is drawn uniformly to be asked of the
             robot, by name; ``fields["command"]`` holds them in this order.
-        home: name of the keyframe in which episodes start; None for the model's
-            default pose.
+        home: name of the keyframe in whose pose and velocity episodes start, with no control in
+            effect; None for the model's default pose.
         joint_names: the joints that `joint_positions` and `joint_velocities` are
             about; None for all hinges and slides.
         remembers: fields of which reward terms get copies from before the step;
@@ -168,6 +168,9 @@ class RobotTask(MujocoTask):
     def __post_init__(self) -> None:
         """Count the commands, and read what is remembered."""
         super().__post_init__()
+        for what in ("weights", "commands"):
+            if not isinstance(each := getattr(self, what), Mapping):
+                raise ConfigError(f"{self.name}: {what} is {each!r} (expected names). Name each.")
         for name, weight in self.weights.items():
             if not (isinstance(weight, Real) and math.isfinite(weight)):
                 raise ConfigError(

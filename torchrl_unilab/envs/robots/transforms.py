@@ -24,6 +24,11 @@ from torchrl_unilab.errors import ConfigError, UsageError
 Delay = int | tuple[int, int]
 
 
+def _listed(keys: NestedKey | Sequence[NestedKey]) -> list[NestedKey]:
+    """Return one key, or several, as a list; a tuple is of several."""
+    return [keys] if isinstance(keys, str) else list(keys)
+
+
 class ObservationNoise(ObservationTransform):
     """Adds normal noise to observations, new at each step and reset.
 
@@ -52,7 +57,7 @@ class ObservationNoise(ObservationTransform):
     def __init__(
         self,
         std: float | Sequence[float] | torch.Tensor,
-        in_keys: Sequence[NestedKey] = ("observation",),
+        in_keys: NestedKey | Sequence[NestedKey] = ("observation",),
     ) -> None:
         deviation = torch.as_tensor(std, dtype=torch.float64)
         if not deviation.isfinite().all() or (deviation < 0).any():
@@ -60,7 +65,8 @@ class ObservationNoise(ObservationTransform):
                 f"ObservationNoise: std is {std} (expected finite numbers of at least 0). "
                 "Correct it."
             )
-        super().__init__(in_keys=list(in_keys), out_keys=list(in_keys))
+        keys = _listed(in_keys)
+        super().__init__(in_keys=keys, out_keys=keys)
         self.register_buffer("std", deviation)
 
     def _apply_transform(self, obs: torch.Tensor) -> torch.Tensor:
@@ -151,7 +157,7 @@ class _Delay(Transform):
     ) -> TensorDictBase:
         """Put values in, in rows that step (all if None), and set what comes out in their place."""
         for key in keys:
-            value = tensordict.get(key)
+            value = tensordict[key]
             flat = self._flat(value)
             if key not in self._history:
                 self._fill(key, None, flat)
@@ -214,8 +220,11 @@ class ObservationDelay(_Delay):
         >>> env.close()
     """
 
-    def __init__(self, delay: Delay, in_keys: Sequence[NestedKey] = ("observation",)) -> None:
-        super().__init__(delay, in_keys=list(in_keys), out_keys=list(in_keys))
+    def __init__(
+        self, delay: Delay, in_keys: NestedKey | Sequence[NestedKey] = ("observation",)
+    ) -> None:
+        keys = _listed(in_keys)
+        super().__init__(delay, in_keys=keys, out_keys=keys)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self._late(self.in_keys, next_tensordict, self._mask(tensordict, "_step"))
@@ -223,7 +232,7 @@ class ObservationDelay(_Delay):
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        first = {key: self._flat(tensordict_reset.get(key)) for key in self.in_keys}
+        first = {key: self._flat(tensordict_reset[key]) for key in self.in_keys}
         self._start(self._mask(tensordict, "_reset"), first)
         return tensordict_reset
 
@@ -257,9 +266,10 @@ class ActionDelay(_Delay):
         self,
         delay: Delay,
         before: float | Sequence[float] | torch.Tensor = 0.0,
-        in_keys_inv: Sequence[NestedKey] = ("action",),
+        in_keys_inv: NestedKey | Sequence[NestedKey] = ("action",),
     ) -> None:
-        super().__init__(delay, in_keys_inv=list(in_keys_inv), out_keys_inv=list(in_keys_inv))
+        keys = _listed(in_keys_inv)
+        super().__init__(delay, in_keys_inv=keys, out_keys_inv=keys)
         self.register_buffer("before", torch.as_tensor(before, dtype=torch.float64))
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
