@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
-from torchrl_unilab.shm.seqlock import Snapshot
 
 PHASES = ("physics", "policy", "write", "wait")
 """Where a worker's time goes: environment, policy, filling the slot, waiting for one."""
@@ -226,10 +225,7 @@ class SharedMetrics:
 
     def snapshot(self, worker: int) -> dict[str, torch.Tensor]:
         """Return the newest snapshot of `worker`; its replacement resumes from it."""
-        cell = self._cells[worker]
-        snapshot = Snapshot(cell.layout)
-        cell.read(snapshot)
-        return snapshot.tensors
+        return self._cells[worker].newest()[1]
 
     def total(self) -> CollectorMetrics:
         """Return sums over all workers, and means over their last episodes."""

@@ -305,6 +305,11 @@ class SnapshotCell(Owner):
             f"{version} (expected one whole copy). Publish less often or add slots."
         )
 
+    def newest(self) -> tuple[int, dict[str, torch.Tensor]]:
+        """Return the newest version, and a copy of it by dotted key. Raises as `read`."""
+        snapshot = Snapshot(self.layout)
+        return self.read(snapshot), snapshot.tensors
+
     def become_reader(self, reader: int, version: int | None = None) -> None:
         """Record that this process is reader `reader`, and acts with `version`, or with none."""
         self._reports[_READER_WORDS * reader + _PROCESS] = this_process()

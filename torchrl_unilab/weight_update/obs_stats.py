@@ -9,7 +9,6 @@ import torch
 
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
-from torchrl_unilab.shm.seqlock import Snapshot
 
 
 class SharedObsNormStats:
@@ -74,9 +73,8 @@ class SharedObsNormStats:
         """Return the latest (mean, standard deviation), or None if nothing is new here."""
         if self._cell.version == self._seen:
             return None
-        snapshot = Snapshot(self._cell.layout)
-        self._seen = self._cell.read(snapshot)
-        return snapshot.tensors["mean"], snapshot.tensors["std"]
+        self._seen, tensors = self._cell.newest()
+        return tensors["mean"], tensors["std"]
 
     def close(self) -> None:
         """Close the statistics; their creator frees them. Idempotent."""

@@ -20,7 +20,7 @@ from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.segment import Owner
-from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS, Snapshot
+from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import (
     EXTRA_STATE,
     ModuleWeights,
@@ -284,9 +284,8 @@ class UniLabShmTransport(Owner):
     ) -> Sequence[torch.Tensor]:
         """Bring named tensors into a cell's order, checked, on the host."""
         if absent := self._optional - tensors.keys():
-            last = Snapshot(cell.layout)
-            cell.read(last)
-            tensors = tensors | {key: last.tensors[key] for key in absent}
+            _, last = cell.newest()
+            tensors = tensors | {key: last[key] for key in absent}
         if self._casts:
             for field in cell.layout.fields:
                 tensor = tensors.get(field.key)
@@ -337,9 +336,7 @@ class UniLabShmTransport(Owner):
 
     def newest(self, worker: int) -> tuple[int, dict[str, torch.Tensor]]:
         """Return the newest version of a worker's weights and a copy of them by dotted key."""
-        cell = self.cell(worker)
-        snapshot = Snapshot(cell.layout)
-        return cell.read(snapshot), snapshot.tensors
+        return self.cell(worker).newest()
 
     def cell(self, worker: int) -> SnapshotCell:
         """Return the cell of a worker.
