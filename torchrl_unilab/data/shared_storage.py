@@ -211,8 +211,25 @@ class SharedStorage(Owner, TensorStorage):
         self._start_process()
 
 
-class SharedStorageWriter(Writer):
-    """A writer to storages of one kind, with nothing to save: the storage has it all."""
+class Stateless:
+    """A part of a replay buffer with nothing to save: it begins anew, or the storage has it."""
+
+    def dumps(self, path: str | Path) -> None:
+        """Save nothing."""
+
+    def loads(self, path: str | Path) -> None:
+        """Load nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+class SharedStorageWriter(Stateless, Writer):
+    """A writer to storages of one kind."""
 
     _kind: ClassVar[type[SharedStorage]]
 
@@ -228,16 +245,3 @@ class SharedStorageWriter(Writer):
                 f"{self._kind.__name__}). Use TorchRL's own writer."
             )
         super().register_storage(storage)
-
-    def dumps(self, path: str | Path) -> None:
-        """Save nothing."""
-
-    def loads(self, path: str | Path) -> None:
-        """Load nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""

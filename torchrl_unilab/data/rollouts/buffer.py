@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_unilab.data.rollouts.storage import RolloutRingStorage, RolloutSampler
-from torchrl_unilab.data.shared_storage import SharedStorageWriter
+from torchrl_unilab.data.shared_storage import SharedStorageWriter, Stateless
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.scalars import as_seconds
 
@@ -66,7 +65,7 @@ class RolloutRingWriter(SharedStorageWriter):
         self._storage._empty(counts=empty_write_count)
 
 
-class RolloutRingSampler(RolloutSampler):
+class RolloutRingSampler(Stateless, RolloutSampler):
     """Takes whole rollouts out of a `RolloutRingStorage`, each once.
 
     ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest and
@@ -139,19 +138,6 @@ class RolloutRingSampler(RolloutSampler):
     def _empty(self) -> None:
         self.ran_out = False
         self._remaining_batches = 0
-
-    def dumps(self, path: str | Path) -> None:
-        """Save nothing: an iteration begins anew."""
-
-    def loads(self, path: str | Path) -> None:
-        """Load nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(take={self.take!r})"
