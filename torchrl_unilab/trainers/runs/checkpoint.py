@@ -34,15 +34,15 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torchrl.checkpoint import (
     Checkpoint,
-    CheckpointAdapter,
     CheckpointOptions,
     CheckpointRotation,
+    DumpLoadCheckpointAdapter,
     GlobalRNGState,
     StateDictCheckpointAdapter,
 )
@@ -65,16 +65,10 @@ _SUFFIXES = {".json", ".memmap", ".bin", ".pt"}  # nothing is unpickled: .pt is 
 _CHUNK = 1 << 22
 
 
-class _ReplayAdapter(CheckpointAdapter):
+class _ReplayAdapter(DumpLoadCheckpointAdapter):
     """Saves the rows of a replay as they lie in shared memory, without a copy."""
 
     adapter_id = "torchrl_unilab.packed_replay"
-
-    def save(self, component: Any, path: Path, **_: Any) -> None:
-        component.dumps(path)
-
-    def load(self, component: Any, path: Path, **_: Any) -> None:
-        component.loads(path)
 
 
 def run_checkpoint(**components: Any) -> Checkpoint:
@@ -262,8 +256,7 @@ class RunCheckpoints(CheckpointRotation):
                 f"{remedy}"
             )
         metadata = Checkpoint.manifest(paths[0])["metadata"]
-        names = ("run", "total_frames", "interval", "keep", "resumed", "version")
-        kept = {name: metadata[name] for name in names}
+        kept = {field.name: metadata[field.name] for field in fields(SavedRun)[2:]}
         return SavedRun(paths[0], metadata["collected_frames"], **kept)
 
 
