@@ -7,6 +7,7 @@ and the collector's node has what differs.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,27 +22,15 @@ from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.hydra.nodes import TrainerNode
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.trainers.base import leave_out
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-_PASSED = frozenset(
-    {
-        "logger",
-        "progress_bar",
-        "save_trainer_file",
-        "save_trainer_interval",
-        "log_interval",
-        "log_timings",
-        "auto_log_optim_steps",
-        "checkpoint",
-        "checkpoint_rotation",
-        "checkpoint_metadata",
-    }
-)
-"""Arguments of TorchRL's trainers that ours take, too."""
+_PASSED = frozenset(field.name for field in dataclasses.fields(TrainerNode))
+"""Arguments that our trainers take of TorchRL's, beside those of `_make_trainer`."""
 
 
 def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:

@@ -251,8 +251,8 @@ class EpisodeReturnsNode(_Node):
 
 
 @dataclass
-class _TrainerNode:
-    """What the nodes of TorchRL's trainers have; from `frame_skip` on, None alone is accepted."""
+class TrainerNode:
+    """What our trainers take, by the names of TorchRL's nodes."""
 
     config: Any = MISSING
     create_env_fn: Any = None
@@ -271,52 +271,26 @@ class _TrainerNode:
     checkpoint_metadata: Any = None
     hooks: Any = None
 
-    frame_skip: Any = None
-    loss_module: Any = None
-    optimizer: Any = None
-    replay_buffer: Any = None
-    actor_network: Any = None
-    critic_network: Any = None
-    target_net_updater: Any = None
-    optim_steps_per_batch: Any = None
-    batch_size: Any = None
-    clip_grad_norm: Any = None
-    clip_norm: Any = None
-    async_collection: Any = None
-    enable_logging: Any = None
-    log_rewards: Any = None
-    log_actions: Any = None
-    log_observations: Any = None
-    done_key: Any = None
-    terminated_key: Any = None
-    reward_key: Any = None
-    episode_reward_key: Any = None
-    action_key: Any = None
-    observation_key: Any = None
+
+_REFUSED = """
+    frame_skip loss_module optimizer replay_buffer actor_network critic_network target_net_updater
+    optim_steps_per_batch batch_size clip_grad_norm clip_norm async_collection
+    enable_logging log_rewards log_actions log_observations
+    done_key terminated_key reward_key episode_reward_key action_key observation_key
+"""
+"""Further fields of the nodes of TorchRL's trainers, of which ours accept None alone."""
 
 
-@dataclass
-class APPOTrainerNode(_TrainerNode):
-    """`APPOTrainer`, with the fields of TorchRL's ``OnPolicyTrainerConfig``."""
-
-    num_epochs: Any = None
-    add_gae: Any = None
-    gae: Any = None
-    lr_scheduler: Any = None
-    weight_update_map: Any = None
-    gamma: Any = None
-    lmbda: Any = None
-    _target_: str = "torchrl_unilab.hydra.factories.make_appo_trainer"
-
-
-@dataclass
-class OffPolicyTrainerNode(_TrainerNode):
-    """`OffPolicyTrainer`, with the fields of TorchRL's ``SACTrainerConfig``."""
-
-    learner_backend: Any = None
-    learner_backend_options: Any = None
-    learner_poll_interval: Any = None
-    _target_: str = "torchrl_unilab.hydra.factories.make_off_policy_trainer"
+def _trainer_node(target: str, refused: str) -> type:
+    """Return the node of a trainer, with further fields of the node in whose place it is."""
+    return dataclasses.make_dataclass(
+        "TrainerNode",
+        [
+            *((name, Any, field(default=None)) for name in (_REFUSED + refused).split()),
+            ("_target_", str, field(default=f"torchrl_unilab.hydra.factories.{target}")),
+        ],
+        bases=(TrainerNode,),
+    )
 
 
 def _settings_node(name: str, kind: type[Settings]) -> type:
@@ -357,8 +331,13 @@ NODES: Mapping[tuple[str, str], type] = {
     ("collector", "appo"): APPOCollectorNode,
     ("collector", "replay"): ReplayCollectorNode,
     ("hook", "episode_returns"): EpisodeReturnsNode,
-    ("trainer", "appo"): APPOTrainerNode,
-    ("trainer", "off_policy"): OffPolicyTrainerNode,
+    # In the places of TorchRL's OnPolicyTrainerConfig and SACTrainerConfig.
+    ("trainer", "appo"): _trainer_node(
+        "make_appo_trainer", "num_epochs add_gae gae lr_scheduler weight_update_map gamma lmbda"
+    ),
+    ("trainer", "off_policy"): _trainer_node(
+        "make_off_policy_trainer", "learner_backend learner_backend_options learner_poll_interval"
+    ),
     **{
         ("settings", name): _settings_node(name, algorithm.kind)
         for name, algorithm in SETTINGS.items()
