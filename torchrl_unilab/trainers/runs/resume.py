@@ -28,21 +28,11 @@ from torchrl_unilab.trainers.runs.saved import (
 )
 from torchrl_unilab.trainers.runs.train import Run
 
-_TAKEN_OVER = (
-    "logger",
-    "eval_episodes",
-    "eval_max_steps",
-    "eval_interval",
-    "video_interval",
-    "trace",
-    "checkpoint_interval",
-    "keep_checkpoints",
-    "rank_timeout",
-)
-"""What a resumed run does as before by default."""
-
 _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
 """What a resumed run can do otherwise."""
+
+_TAKEN_OVER = _CHANGEABLE - {"stop_at", "max_seconds", "progress_bar"}
+"""What it does as before by default: not what ended it, nor how it was shown."""
 
 
 def resume_run(
