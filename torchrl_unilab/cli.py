@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.parser.error(f"unknown argument {unknown[0]}.{nearest(unknown[0], flags)}")
     # The collectors that TorchRL builds on import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which nohup ignores
         signal.signal(signal.SIGHUP, _hang_up)
     try:
@@ -98,10 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             child.terminate()
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def _interrupt(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _hang_up(*_: object) -> NoReturn:
