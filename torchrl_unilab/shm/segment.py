@@ -22,6 +22,7 @@ import tempfile
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,7 @@ def _mapped(descriptor: int, nbytes: int) -> _Mapping:
                     raise
                 raise SegmentSpaceError(_over_limit("map", nbytes, "ulimit -v")) from error
             mapping.descriptors, mapping.thread_locks = [], {}
-            weakref.finalize(mapping, _close_all, mapping.descriptors)
+            weakref.finalize(mapping, close_all, mapping.descriptors)
     if descriptor not in mapping.descriptors:
         mapping.descriptors.append(descriptor)
     return mapping
@@ -280,7 +281,8 @@ def _mapping_of(name: str) -> _Mapping | None:
         return _mappings.get((found.st_dev, found.st_ino, found.st_size))
 
 
-def _close_all(descriptors: list[int]) -> None:
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from itertools import starmap
 
 from torchrl_unilab.scalars import deadline
+from torchrl_unilab.shm.segment import close_all
 
 LIFE_CHECK_SECONDS = 0.2
 """How often a wait looks whether the other side lives."""
@@ -48,7 +49,7 @@ class TokenPipe:
         self.ends = ends
         self._writes = ends[1:]
         self._reads = ((ends[0], _TOKEN.size),)
-        self.close = weakref.finalize(self, _close, ends)
+        self.close = weakref.finalize(self, close_all, ends)
 
     @classmethod
     def create(cls) -> TokenPipe:
@@ -79,11 +80,6 @@ class TokenPipe:
         """Tokens in the pipe."""
         answer = fcntl.ioctl(self.ends[0], termios.FIONREAD, b"\0\0\0\0")
         return int(struct.unpack("i", answer)[0]) // _TOKEN.size
-
-
-def _close(ends: tuple[int, int]) -> None:
-    for end in ends:
-        os.close(end)
 
 
 def waits(pipes: Sequence[TokenPipe], timeout: float | None) -> Iterator[None]:
