@@ -118,14 +118,8 @@ def contact_forces(fields: Fields) -> Array:
     """The ``cfrc_ext`` that Gymnasium would show: zero until an episode's first step.
 
     ``mj_forward``, which ends a reset, does not compute it, so that a batch of
-    simulations holds other values there.
-
-    Args:
-        fields: with ``cfrc_ext`` and ``time``.
-
-    Returns:
-        ``(nsim, nbody, 6)``, torques and forces in the frame of the tree's centre of
-        mass, newton metres and newtons; not to be written.
+    simulations holds other values there. ``(nsim, nbody, 6)``, torques and forces in the frame of
+    the tree's centre of mass, newton metres and newtons; not to be written.
     """
     forces: Array = fields["cfrc_ext"]
     stepped = fields["time"] > 0.0
@@ -138,16 +132,10 @@ def never(fields: Fields) -> NDArray[np.bool_]:
 
 
 def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
-    """Sum of the squares of each row, in its own dtype.
+    """Sum of the squares of each row of ``(nsim, ...)``, in its own dtype, ``(nsim,)``.
 
     Summing the contiguous last axis adds in the order in which ``np.sum`` adds
     one array of any shape; ``einsum`` or a sum over other axes need not.
-
-    Args:
-        values: ``(nsim, ...)``.
-
-    Returns:
-        ``(nsim,)``, in the dtype of ``values``.
     """
     squares = np.square(values)
     if values.ndim != 2:
@@ -157,16 +145,10 @@ def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def norms(vectors: Array) -> Array:
-    """Length of each row.
+    """Length of each row of ``(nsim, k)``, ``(nsim,)``.
 
     ``np.linalg.norm`` of one vector is the root of its dot product with itself, and
     so is this: a product of matrices of one row and one column is a dot product.
-
-    Args:
-        vectors: ``(nsim, k)``.
-
-    Returns:
-        ``(nsim,)``.
     """
     squares: Array = np.matmul(vectors[:, None, :], vectors[:, :, None])
     return np.sqrt(squares[:, 0, 0])
@@ -176,25 +158,16 @@ def scalar_squares(values: Array) -> Array:
     """Squares as ``x**2`` gives them for a scalar ``x``, which are not always ``x * x``.
 
     NumPy calls C's ``pow`` for a scalar, and multiplies for an array.
-
-    Args:
-        values: any shape.
-
-    Returns:
-        The shape of ``values``.
     """
     return np.float_power(values, 2)
 
 
 def mass_centers(masses: Array, positions: Array) -> Array:
-    """Mean position of the bodies of each simulation, weighted with their masses.
+    """Mean position of the bodies of each simulation, ``(nsim, 3)``, weighted with their masses.
 
     Args:
         masses: ``(nsim, nbody)``, kilograms.
         positions: ``(nsim, nbody, 3)``, metres.
-
-    Returns:
-        ``(nsim, 3)``, metres.
     """
     weighted: Array = np.einsum("nb,nbj->nj", masses, positions)
     totals: Array = masses.sum(axis=1)
@@ -202,14 +175,6 @@ def mass_centers(masses: Array, positions: Array) -> Array:
 
 
 def inside(values: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:
-    """Whether values lie in an open range; NaN does not.
-
-    Args:
-        values: any shape.
-        bounds: the least and the greatest value, both outside.
-
-    Returns:
-        The shape of ``values``.
-    """
+    """Whether each of the values lies in an open range; NaN does not."""
     low, high = bounds
     return (low < values) & (values < high)

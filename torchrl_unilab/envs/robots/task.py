@@ -358,13 +358,9 @@ def to_body_frame(quaternion: Array, vector: Array) -> Array:
 
 
 def projected_gravity(quaternion: Array) -> Array:
-    """Where down is, as a body sees it: ``(0, 0, -1)`` where it stands upright.
+    """Where down is, as a body sees it: ``(0, 0, -1)`` where it stands upright, ``(nsim, 3)``.
 
-    Args:
-        quaternion: as for `to_body_frame`.
-
-    Returns:
-        ``(nsim, 3)``, of unit length.
+    The quaternion is that of `to_body_frame`, and the result of unit length.
     """
     w, x, y, z = quaternion.T
     return np.stack(
