@@ -64,8 +64,7 @@ class NodeScheme(UniLabShmScheme):
 
     Args:
         mailbox: The mailbox's name.
-        pull: As in `UniLabShmScheme`.
-        slots: As in `UniLabShmScheme`.
+        pull, slots: As in `UniLabShmScheme`.
     """
 
     def __init__(

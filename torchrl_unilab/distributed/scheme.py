@@ -93,12 +93,7 @@ class UniLabRayScheme(WeightSyncScheme):
         self._nodes = 0
 
     def node(self, *, pull: PullAt = "rollout", slots: int = DEFAULT_SLOTS) -> NodeScheme:
-        """Return the scheme for the collectors on the nodes.
-
-        Args:
-            pull: As in `UniLabShmScheme`.
-            slots: As in `UniLabShmScheme`.
-        """
+        """Return the scheme for the collectors on the nodes; arguments as `UniLabShmScheme`."""
         return NodeScheme(self._name, pull=pull, slots=slots)
 
     # Sender

@@ -32,13 +32,7 @@ def reached(returns: LearningCurve, stop_at: float | None, max_seconds: float | 
 
 
 def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None) -> None:
-    """End training once a return is reached or the time is up.
-
-    Args:
-        trainer: `APPOTrainer` or `OffPolicyTrainer`.
-        stop_at: Mean return at which to stop.
-        max_seconds: Seconds since training began after which to stop.
-    """
+    """End training once a return is reached or the time is up, as `reached` says."""
 
     def check(batch: TensorDictBase | None) -> None:
         if reason := reached(trainer.returns, stop_at, max_seconds):

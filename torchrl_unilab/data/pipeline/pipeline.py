@@ -205,7 +205,7 @@ class DoubleBufferReplayPipeline(Owner):
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
             UsageError: Another tick has not been sampled.
-            SegmentClosedError: The pipeline is closed.
+            SegmentClosedError: The pipeline is closed, before or meanwhile.
             Exception: Packing in the learner's thread failed.
         """
         tick_id = self._check(tick_id, sample_count)
@@ -227,10 +227,7 @@ class DoubleBufferReplayPipeline(Owner):
     def batch_ready(self, tick_id: int, sample_count: int) -> bool:
         """Return whether a tick's batch is on the device, or being learnt from.
 
-        Raises:
-            ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            SegmentClosedError: The pipeline is closed.
-            Exception: What packing it failed with.
+        Raises as `start_prepare`, and what packing it failed with.
         """
         tick_id = self._check(tick_id, sample_count)
         if self._hot == tick_id:
@@ -243,9 +240,7 @@ class DoubleBufferReplayPipeline(Owner):
     def wait_ready(self) -> None:
         """Wait until the batch that is being prepared, if one is, is on the device.
 
-        Raises:
-            SegmentClosedError: The pipeline is closed, before or meanwhile.
-            Exception: What packing it failed with.
+        Raises as `batch_ready`.
         """
         self._check(0, self.sample_count)
         if self._tick is not None:
@@ -255,14 +250,7 @@ class DoubleBufferReplayPipeline(Owner):
     def wait_until_ready(self, tick_id: int, sample_count: int) -> bool:
         """Wait until a tick's batch is on the device; prepare it if it has not been started.
 
-        Returns:
-            True.
-
-        Raises:
-            ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            UsageError: Another tick has not been sampled.
-            SegmentClosedError: The pipeline is closed, before or meanwhile.
-            Exception: What packing it failed with.
+        Returns true. Raises as `batch_ready`.
         """
         self.start_prepare(tick_id, sample_count)
         if self._hot != tick_id:
@@ -279,11 +267,7 @@ class DoubleBufferReplayPipeline(Owner):
             Batch [sample_count] on the device. Entries may be added to it; its tensors are
             the pipeline's.
 
-        Raises:
-            ConfigError: Another number of rows than the pipeline's, or a negative tick.
-            UsageError: Another tick has not been sampled, or is being learnt.
-            SegmentClosedError: The pipeline is closed, before or meanwhile.
-            Exception: What packing it failed with.
+        Raises as `batch_ready`, and a UsageError if another tick is being learnt.
         """
         tick_id = self._check(tick_id, sample_count)
         if self._hot is None:
