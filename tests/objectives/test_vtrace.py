@@ -86,17 +86,10 @@ def test_only_an_episode_that_was_cut_short_would_have_earned_more(done, termina
 def test_it_equals_torchrls_estimate_without_decay(seed, gamma, rho_bar):
     x = _inputs(seed, off_policy=0.5)
     targets, advantages = vtrace(**x, gamma=gamma, rho_bar=rho_bar)
-    column = {key: value.unsqueeze(-1) for key, value in x.items()}
+    log_rho, *others = (value.unsqueeze(-1) for value in x.values())
+    behaviour = torch.zeros_like(log_rho)
     expected_advantages, expected_targets = vtrace_advantage_estimate(
-        double(gamma),
-        column["log_rho"],
-        torch.zeros_like(column["log_rho"]),
-        column["v_tm1"],
-        column["v_t"],
-        column["r_t"],
-        column["done_t"],
-        column["terminated_t"],
-        rho_thresh=double(rho_bar),
+        double(gamma), log_rho, behaviour, *others, rho_thresh=double(rho_bar)
     )
     torch.testing.assert_close(targets, expected_targets.squeeze(-1), **ROUNDING)
     torch.testing.assert_close(advantages, expected_advantages.squeeze(-1), **ROUNDING)
@@ -106,15 +99,9 @@ def test_it_equals_torchrls_estimate_without_decay(seed, gamma, rho_bar):
 def test_on_policy_it_is_generalised_advantage_estimation(seed, gamma, lambda_):
     x = _inputs(seed, off_policy=0.0)
     targets, advantages = vtrace(**x, gamma=gamma, lambda_=lambda_)
-    column = {key: value.unsqueeze(-1) for key, value in x.items()}
+    _, *others = (value.unsqueeze(-1) for value in x.values())
     expected_advantages, expected_targets = generalized_advantage_estimate(
-        double(gamma),
-        double(lambda_),
-        column["v_tm1"],
-        column["v_t"],
-        column["r_t"],
-        column["done_t"],
-        column["terminated_t"],
+        double(gamma), double(lambda_), *others
     )
     torch.testing.assert_close(advantages, expected_advantages.squeeze(-1), **ROUNDING)
     torch.testing.assert_close(targets, expected_targets.squeeze(-1), **ROUNDING)
