@@ -57,6 +57,8 @@ class MujocoBatchEnv(EnvBase):
     Copying or pickling it makes a new environment of the same arguments, which starts new episodes,
     from the same states if it was given a seed.
 
+    Once it is closed, all that needs the simulations raises a UsageError.
+
     From the first environment on, MuJoCo does not time its steps in this process
     (`torchrl_unilab.envs.mujoco_engine.stop_physics_clock`).
 
@@ -202,11 +204,7 @@ class MujocoBatchEnv(EnvBase):
         self.done_spec = Composite(flags, shape=[n])
 
     def get_state(self) -> tuple[Array, Array]:
-        """Return copies of ``qpos`` ``(n, nq)`` and ``qvel`` ``(n, nv)``, float64.
-
-        Raises:
-            UsageError: if the environment is closed.
-        """
+        """Return copies of ``qpos`` ``(n, nq)`` and ``qvel`` ``(n, nv)``, float64."""
         fields = self._state.physics.fields
         return fields["qpos"].copy(), fields["qvel"].copy()
 
@@ -224,7 +222,6 @@ class MujocoBatchEnv(EnvBase):
             What ``reset`` would return: the observation and flags of all rows.
 
         Raises:
-            UsageError: if the environment is closed.
             ConfigError: if an argument has the wrong shape, is not finite, or names
                 no simulation. Nothing has changed then.
 
@@ -245,9 +242,6 @@ class MujocoBatchEnv(EnvBase):
         An environment of the same task that restores it continues bit for bit as this one.
         All of it is copies: tensors, numbers, and dicts and lists of them.
 
-        Raises:
-            UsageError: if the environment is closed.
-
         Examples:
             >>> from torchrl_unilab.envs import MujocoBatchEnv
             >>> one, other = (MujocoBatchEnv("Hopper-v5", 2, seed=seed) for seed in (0, 1))
@@ -262,7 +256,6 @@ class MujocoBatchEnv(EnvBase):
         """Continue from what `snapshot` returned, here or in an environment like this one.
 
         Raises:
-            UsageError: if the environment is closed.
             ConfigError: if it is of another task or number of simulations; nothing has changed.
         """
         self._state.load_state_dict(as_arrays(snapshot))
@@ -280,7 +273,6 @@ class MujocoBatchEnv(EnvBase):
             ``(k, render_height, render_width, 3)`` uint8, in the order of ``ids``.
 
         Raises:
-            UsageError: if the environment is closed.
             ConfigError: if ids names no simulation, or OpenGL cannot draw here.
         """
         self._state.physics  # noqa: B018 - an error where the environment is closed

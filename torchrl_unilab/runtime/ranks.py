@@ -53,7 +53,7 @@ class Ranks:
     Entering joins the others and leaving tells them why; in between SIGTERM, by which a launcher
     ends ranks, raises KeyboardInterrupt unless something else handles it. All ranks call the same
     verbs in the same order. If one does not come, because it was killed or stopped, or has failed,
-    the others raise within `timeout` seconds, and name it.
+    the others raise a PeerGoneError within `timeout` seconds, which names it.
 
     Args:
         rank: This one's number; rank 0 alone writes, logs and evaluates.
@@ -192,9 +192,6 @@ class Ranks:
         Args:
             gradients: Tensors of any shapes, on one device.
             statistics: What the step is judged by, as many. They may be NaN.
-
-        Raises:
-            PeerGoneError: A rank does not come; names it.
         """
         if self.size == 1:
             return
@@ -216,7 +213,6 @@ class Ranks:
 
         Raises:
             DivergedError: What ranks have sent is not finite, on all ranks; names those.
-            PeerGoneError: A rank does not come; names it.
         """
         if self.size == 1:
             return [tensor]
@@ -226,11 +222,7 @@ class Ranks:
         return gathered
 
     def broadcast_(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give tensors rank 0's values, in place.
-
-        Raises:
-            PeerGoneError: A rank does not come; names it.
-        """
+        """Give tensors rank 0's values, in place."""
         for tensor in tensors if self.size > 1 else ():
             self._together(tensor, dist.broadcast, tensor.detach(), 0)
 
@@ -239,7 +231,6 @@ class Ranks:
 
         Raises:
             DivergedError: Gradients of a rank were not finite since; names it.
-            PeerGoneError: A rank does not come; names it.
         """
         if self.size == 1:
             return wish

@@ -155,10 +155,7 @@ class BlockLayout:
     def select(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors of a mapping in the layout's order, checked.
 
-        Raises:
-            LayoutKeyError: A key is missing or unknown.
-            LayoutShapeError: A tensor has another shape.
-            LayoutDtypeError: A tensor has another dtype.
+        Raises as `check`, and a LayoutKeyError if a key is missing or unknown.
         """
         if tensors.keys() != set(self.keys):
             missing = sorted(set(self.keys) - tensors.keys())

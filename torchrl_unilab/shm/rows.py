@@ -134,10 +134,7 @@ class SharedRows(Shards):
                 changed, alone in the shard; may still fill in `parts`, or raise.
 
         Returns:
-            The number of the first row.
-
-        Raises:
-            WaitTimeoutError: Another process or thread held the shard for too long.
+            The number of the first row. Raises as `alone`.
         """
         shard = self.shard
         return self.alone(shard, partial(self._append, shard, parts, prepare))
@@ -166,11 +163,7 @@ class SharedRows(Shards):
             own[: count - fit] = items[fit:]
 
     def rewrite(self, positions: torch.Tensor, parts: Parts) -> None:
-        """Write rows anew at positions that have been written, int64 [n].
-
-        Raises:
-            WaitTimeoutError: Another process or thread held a shard for too long.
-        """
+        """Write rows anew at positions that have been written, int64 [n]. Raises as `alone`."""
         for shard in range(self.shards):
             mine = (positions.remainder(self.shards) == shard).nonzero().squeeze(1)
             for part in mine.split(NOTES):
@@ -221,14 +214,13 @@ class SharedRows(Shards):
     ) -> None:
         """Replace all rows. Should this fail, or the process die, there are none.
 
+        Raises as `alone`.
+
         Args:
             window: The rows of each shard, numbered from the first ever written to it.
             read: Called with a shard, the number of a first row and how many rows; returns
                 these.
             saved: Where the rows were saved, each shard's origin by `lineage`, and its `steps`.
-
-        Raises:
-            WaitTimeoutError: Another process or thread held a shard for too long.
         """
 
         def fill() -> None:

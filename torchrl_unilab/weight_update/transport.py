@@ -221,11 +221,7 @@ class UniLabShmTransport(Owner):
     # Sender
 
     def write_weights(self, state_dict: Weights) -> int:
-        """Publish `state_dict` to every worker and return the version.
-
-        Raises:
-            LayoutError: Keys, shapes or dtypes differ; nothing was written.
-        """
+        """Publish `state_dict` to every worker and return the version. Raises as `send_weights`."""
         self.send_weights(state_dict)
         return self.version
 
