@@ -154,10 +154,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
     ) -> None:
         """Allocate shared memory, start the workers, and seed them.
 
-        Args:
-            frames_per_batch: Frames of a batch.
-            share: Workers that collect a batch together.
-            explore: Wraps the policy for acting in a worker.
+        Of the workers `share` collect a batch together; `explore` wraps the policy in each.
         """
         env, own = self._factories[0](), None
         check_env(env)

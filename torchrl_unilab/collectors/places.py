@@ -27,13 +27,9 @@ def first_trajectory(worker_idx: int | None, first_version: int) -> int:
 
 
 def first_seed(seed: int, worker_idx: int | None, first_version: int, environments: int) -> int:
-    """Return the seed of a collector's first environment.
+    """Return the seed of a collector's first environment, given that of all collectors.
 
-    Args:
-        seed: That of all collectors.
-        worker_idx: As in `first_trajectory`.
-        first_version: As in `first_trajectory`.
-        environments: Of each collector: seeds of those before it are left to them.
+    Each has as many environments: seeds of those before it are left to them.
     """
     if worker_idx is None:
         return seed

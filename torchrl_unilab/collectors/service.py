@@ -200,13 +200,7 @@ class WorkerService:
 
 
 def run_worker(link: Link, setup: WorkerSetup, worker: int) -> None:
-    """A worker process: serve the collector; while it runs ahead, collect between requests.
-
-    Args:
-        link: To the collector.
-        setup: What to step and how, and where rollouts go.
-        worker: The number of this worker.
-    """
+    """A worker process: serve the collector; while it runs ahead, collect between requests."""
     with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
         trace.join(setup.trace, f"collector {worker}")
     service = WorkerService(setup, worker)

@@ -111,13 +111,7 @@ def on_host(policy: TensorDictModuleBase) -> TensorDictModuleBase:
 
 
 def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) -> TensorDictBase:
-    """Return a rollout of `num_steps` in shape and dtypes, its content meaningless.
-
-    Args:
-        env: Is reset and stepped once.
-        policy: Acts once.
-        num_steps: Steps of each environment.
-    """
+    """Return a rollout in shape and dtypes, of an environment that is reset and stepped once."""
     acting = on_host(policy)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         step, _ = env.step_and_maybe_reset(act(acting, env.reset()))

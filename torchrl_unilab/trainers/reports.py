@@ -352,12 +352,7 @@ def register_reports(
     """Register a trainer's busy time, learning curve and, where a scheme is given, policy lag.
 
     TorchRL's trainers keep all that they log, for hooks that read the last: from now on only the
-    newest `KEPT` values of each key.
-
-    Args:
-        trainer: The trainer.
-        collector: Any; one of ours counts its episodes itself.
-        scheme: The scheme that publishes the policy.
+    newest `KEPT` values of each key. A collector of ours counts its episodes itself.
     """
     trainer._log_dict = defaultdict(partial(deque, maxlen=KEPT))
     busy = BusyTime()

@@ -78,13 +78,7 @@ class RunSizes:
 
     @classmethod
     def of(cls, env: EnvBase, actor: TensorDictModuleBase, loss: LossModule) -> RunSizes:
-        """Measure one environment, which is reset and stepped once, and the networks.
-
-        Args:
-            env: One of the run's, of any batch size.
-            actor: What is published.
-            loss: Holds all networks.
-        """
+        """Measure an environment of any batch size, which is stepped once, and the networks."""
         frame = example_rollout(env, actor, 1).reshape(-1)[0].to("meta")
         held = {t.data_ptr(): t.nbytes for t in (*loss.parameters(), *loss.buffers())}
         return cls(
@@ -122,13 +116,7 @@ class RunBudget:
 
     @classmethod
     def of(cls, config: Config, sizes: RunSizes, own: Sequence[MemoryItem]) -> RunBudget:
-        """Add up a run.
-
-        Args:
-            config: The run's settings.
-            sizes: What its sizes follow from.
-            own: What its algorithm allocates: `ring_items` or `replay_items`.
-        """
+        """Add up a run, with its algorithm's `own` items: `ring_items` or `replay_items`."""
         items = (*own, *_common_items(config, sizes))
         return cls(run_threads(config), MemoryBudget(items, memory_limits(sizes.device)))
 

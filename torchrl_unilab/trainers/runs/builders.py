@@ -283,13 +283,9 @@ def build_learner(env: EnvBase, config: Config) -> Learner:
 def run_budget(
     env: EnvBase, learner: Learner, config: Config, *, evaluates: bool = False
 ) -> RunBudget:
-    """Return what a run takes, and what is free.
+    """Return what a run takes, and what is free; with a process that `evaluates` if there is one.
 
-    Args:
-        env: One of the run's environments, of any batch size; it is reset and stepped once.
-        learner: Its networks and loss.
-        config: Its settings.
-        evaluates: Whether a process evaluates while it trains.
+    The environment, of any batch size, is reset and stepped once.
     """
     sizes = RunSizes.of(env, learner.actor, learner.loss)
     own = ALGORITHMS[config.algorithm].memory(config, sizes)
