@@ -57,9 +57,6 @@ def cgroup_headroom(root: Path = Path("/")) -> int | None:
     The group itself and all above it count, of version 2 (``memory.max``) and of version 1
     (``memory.limit_in_bytes``). Pages of files that are not in use can be had back, so they
     do not count as taken.
-
-    Args:
-        root: Root of the file system, for tests.
     """
     rooms = []
     for version, group in _groups("memory", root):
@@ -80,9 +77,6 @@ def cgroup_cores(root: Path = Path("/")) -> float | None:
 
     The group itself and all above it count, of version 2 (``cpu.max``) and of version 1
     (``cpu.cfs_quota_us``); ``docker run --cpus`` sets it.
-
-    Args:
-        root: Root of the file system, for tests.
     """
     shares = []
     for version, group in _groups("cpu", root):

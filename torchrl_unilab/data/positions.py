@@ -147,15 +147,8 @@ def from_the_start(positions: torch.Tensor, length: int) -> torch.Tensor:
 def check_range(low: int, high: int, length: int, what: str, state: str) -> None:
     """Refuse positions from `low` to `high`, negative ones counted from the end.
 
-    Args:
-        low: The lowest position.
-        high: The highest one.
-        length: How many items there are.
-        what: What an item is.
-        state: What items that are there are.
-
     Raises:
-        PositionError: There is no such item.
+        PositionError: There is no such item: of `length` items, each a `what`, that are `state`.
     """
     if low < -length or high >= length:
         at = low if low < -length else high

@@ -120,10 +120,7 @@ def _no_rows(what: str, found: str) -> CheckpointError:
 def writers_ahead(storage: Storage, cursor: Any, head: int) -> list[RoundRobinWriter]:
     """Return stock writers that are to write at `cursor`: they advance before they write.
 
-    Args:
-        storage: What they write to.
-        cursor: Where.
-        head: How many rows have ever been written.
+    Of the storage `head` rows have ever been written.
     """
     single = is_single(cursor)
     if not single and not (isinstance(cursor, torch.Tensor) and len(cursor)):

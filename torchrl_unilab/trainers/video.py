@@ -128,11 +128,9 @@ def check_video(path: str | os.PathLike[str], width: int, height: int) -> None:
 def check_filming(*, own_environment: bool = False) -> None:
     """Check, before anything starts, that a run can film its evaluations.
 
-    Args:
-        own_environment: Whether it has another environment than `MujocoBatchEnv`.
-
     Raises:
-        ConfigError: It has, PyAV is missing, or OpenGL cannot draw here.
+        ConfigError: It has another environment than `MujocoBatchEnv`, PyAV is missing, or OpenGL
+            cannot draw here.
     """
     if own_environment:
         raise ConfigError(

@@ -66,12 +66,7 @@ class RowAppender:
         self._memory = threading.local()
 
     def append(self, rows: TensorDictBase, at: int | None = None) -> int:
-        """Append rows [n] as they are; return the number of the first one.
-
-        Args:
-            rows: The rows.
-            at: Position that the first one must have.
-        """
+        """Append rows [n] as they are, the first at position `at` if given; return its number."""
         return self._write(self._stage(rows), None, at)
 
     def add(

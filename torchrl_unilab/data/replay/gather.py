@@ -72,11 +72,7 @@ class _Known(NamedTuple):
 
 
 class BatchLayout:
-    """What batches of rows look like.
-
-    Args:
-        form: The rows.
-    """
+    """What batches of rows of a form look like."""
 
     def __init__(self, form: RowForm) -> None:
         self.form = form
@@ -119,12 +115,7 @@ class BatchLayout:
         return [batch[f"{name} {part}"] for part in range(len(self.form.layout.widths))]
 
     def tensordict(self, batch: Batch, *, index: bool) -> TensorDict:
-        """Return a batch as views of its memory, of batch size [count, ...].
-
-        Args:
-            batch: The memory.
-            index: Whether to add the rows' positions as ``"index"``.
-        """
+        """Return a batch as views of its memory, [count, ...], with an ``"index"`` or not."""
         form, count = self.form, batch["index"].shape[0]
         views = form.layout.views(self.parts(batch, "rows"))[: len(form.schema.fields)]
         if form.n_step > 1:

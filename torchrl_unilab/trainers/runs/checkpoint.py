@@ -335,9 +335,7 @@ def _sync(path: Path) -> None:
 def save_learner(trainer: Trainer, *, insist: bool = False) -> None:
     """Save all but the workers' state, which may be in the midst of something, or lost.
 
-    Args:
-        trainer: The trainer.
-        insist: Begin again after an interrupt: torchrun sends one to all ranks if one is lost.
+    To `insist` is to begin again after an interrupt: torchrun sends all ranks one if one is lost.
     """
     if not all(p.isfinite().all() for p in trainer.loss_module.parameters()):
         return  # checkpoints of before are worth more
@@ -357,12 +355,8 @@ def save_learner(trainer: Trainer, *, insist: bool = False) -> None:
 def load_trainer(trainer: RankTrainer, saved: SavedRun, *, moved: bool = False) -> None:
     """Put a trainer and its workers where they were.
 
-    The checkpoint is rank 0's: episodes, noise and samples of the others begin anew.
-
-    Args:
-        trainer: As it was made for the run.
-        saved: The checkpoint.
-        moved: Whether it was written on other devices: noise and samples begin anew.
+    The checkpoint is rank 0's: episodes, noise and samples of the others begin anew; noise and
+    samples also if it was `moved`, that is written on other devices.
 
     Raises:
         CheckpointError: The checkpoint does not fit.

@@ -63,9 +63,7 @@ def action_space(env: EnvBase) -> ContinuousBox:
 def fit_environments(env: EnvBase, config: Config) -> str | None:
     """Say how many steps a batch of another size than ``num_envs`` takes for as many frames.
 
-    Args:
-        env: What a caller's ``create_env`` made.
-        config: Settings of the run.
+    The environment is what a caller's ``create_env`` made.
 
     Returns:
         A line for a person; None if the batch is as set.

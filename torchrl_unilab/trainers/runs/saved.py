@@ -68,9 +68,7 @@ def saved_config(settings: Mapping[str, Any]) -> Any:
 def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
     """Return the task of a run; a ConfigError if it is none, or the run had another environment.
 
-    Args:
-        settings: What a checkpoint has.
-        refusal: How the error begins.
+    The settings are what a checkpoint has; the error begins with `refusal`.
     """
     if settings.get(OWN_ENVIRONMENT):
         raise ConfigError(

@@ -105,14 +105,10 @@ def run_dir_held(path: Path) -> Iterator[None]:
 def run_logger(
     path: Path, names: Sequence[str], closing: contextlib.ExitStack, resumed_at: int | None
 ) -> RunLogger:
-    """Return the logger of a run.
+    """Return what logs to TorchRL's loggers of these names in a run's directory.
 
-    Args:
-        path: The run's directory, where CSV and TensorBoard files are written.
-        names: Of TorchRL's loggers.
-        closing: Closes the loggers, and with them their threads.
-        resumed_at: Frames at the checkpoint that the run is resumed from; what the files have
-            of later frames is removed.
+    Of a run that is resumed, what the files have of frames after `resumed_at` is removed. At the
+    end of `closing` the loggers close, and with them their threads.
     """
     if resumed_at is not None:
         cut_logs(path / "logs", resumed_at)
@@ -140,12 +136,7 @@ def _logger(name: str, path: Path, resumed_at: int | None) -> Logger:
 
 
 def cut_logs(directory: Path, frames: int) -> None:
-    """Remove from scalars in CSV files what was logged after so many frames.
-
-    Args:
-        directory: Of TorchRL's `CSVLogger`; may be absent.
-        frames: Rows "step,value" of later steps go.
-    """
+    """Remove what TorchRL's `CSVLogger` logged, as "step,value", after so many frames."""
     for path in directory.rglob("*.csv"):
         lines = path.read_text().splitlines(keepends=True)
         # A process that was killed may have left half a line at the end, a lost disk any text.
@@ -230,11 +221,7 @@ def plot_returns(
 ) -> None:
     """Write a picture of the return against seconds and against frames.
 
-    Args:
-        path: Where to write; the suffix chooses the format.
-        title: Above the picture.
-        curve: (seconds, frames, mean return).
-        evaluations: Without exploration; drawn against frames.
+    The curve is (seconds, frames, mean return); the path's suffix chooses the format.
     """
     # Imported here: it takes a second, and neither workers nor `--help` draw.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
