@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.bounds import PROMPT
 from tests.support.faults import CONFIGS, ENV, FRAMES, INTERVAL
 from tests.support.mounts import fill, mount_small, start_from_here
 from tests.support.processes import DEADLINE, live_children, receive, spawned
 from torchrl_unilab.trainers import resume_run, train_appo, train_off_policy
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
 
 LONG = (pytest.mark.faults, pytest.mark.slow)
 LEFT = 8192  # bytes that are free when the second checkpoint is begun, some of what it needs
@@ -127,3 +128,25 @@ def test_the_checkpoint_before_stays_whole_and_nothing_half_written_beside_it(ou
 
 def test_with_room_again_the_run_goes_on_from_there(outcome):
     assert outcome["resumed"] == (FRAMES, [INTERVAL])
+
+
+def save_what_does_not_fit(pipe: Any, disk: Path) -> None:
+    """Save a checkpoint of one large tensor where the files before it fit; tell the error."""
+    mounted = mount_small(disk, "4m")
+    pipe.send(mounted)
+    if mounted:
+        fill(disk, but=1 << 18)
+        large = torch.nn.Linear(1 << 18, 1)
+        try:
+            RunCheckpoints(disk / "checkpoint").save(run_checkpoint(net=large), step=1)
+        except Exception as error:
+            pipe.send((type(error).__name__, str(error)))
+
+
+def test_a_tensor_that_does_not_fit_is_an_error_and_no_signal(tmp_path):
+    with spawned(save_what_does_not_fit, tmp_path) as (_, pipe):
+        if not receive(pipe):
+            pytest.skip("this process may not mount a file system")
+        kind, message = receive(pipe)
+    assert kind == "OSError"
+    assert re.match(r"cannot save a checkpoint in .*: No space left on device \(expected", message)

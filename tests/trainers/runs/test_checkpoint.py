@@ -190,7 +190,7 @@ def test_where_all_are_damaged_no_older_one_is_offered(tmp_path, name, text):
 
 def test_what_is_not_needed_may_be_damaged(tmp_path):
     path = save(tmp_path, 100, policy=Part(1.0))
-    file = next(path.glob("components/*-part/**/*.memmap"))
+    file = next(path.glob("components/*-part/**/*.tdz"))
     file.write_bytes(b"")
     assert RunCheckpoints(tmp_path).newest(["policy"]).frames == 100
     with pytest.raises(CheckpointError, match="not as they were written"):

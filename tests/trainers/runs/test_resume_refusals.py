@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -53,6 +55,15 @@ def test_a_run_directory_with_a_pickle_is_refused_and_runs_no_code(
     with pytest.raises(CheckpointError, match=r"it holds \['.*state/evil/other.pickle'\]"):
         LOADERS[loader](run_dir)
     assert not mark.exists()
+
+
+def test_a_pickle_within_an_archive_is_refused(run_dir):
+    newest = max((run_dir / "checkpoint").iterdir())
+    archive = next(newest.rglob("*.tdz"))
+    with ZipFile(archive, "a") as within:
+        within.writestr("evil/other.pickle", pickle.dumps(1))
+    (newest / "digests.json").write_text(json.dumps(_digests(newest)))
+    refused(run_dir, rf"it holds \['.*{archive.name}/evil/other.pickle'\]", frames=2 * FRAMES)
 
 
 def test_files_behind_a_symbolic_link_are_refused(run_dir, tmp_path):

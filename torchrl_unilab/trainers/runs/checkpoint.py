@@ -28,6 +28,7 @@ the others resume with its networks and replay, and begin episodes and noise tha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -37,6 +38,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 from torchrl.checkpoint import (
     Checkpoint,
@@ -61,7 +63,8 @@ FORMAT = 5
 DIGESTS = "digests.json"
 MANIFEST = "manifest.json"
 _PREFIX, _DIGITS = "frames", 12
-_SUFFIXES = {".json", ".memmap", ".bin", ".pt"}  # nothing is unpickled: .pt is weights only
+_ARCHIVE = ".tdz"
+_SUFFIXES = {".json", ".memmap", ".bin", ".pt", _ARCHIVE}  # not unpickled: .pt is weights only
 _CHUNK = 1 << 22
 
 
@@ -77,7 +80,8 @@ def run_checkpoint(**components: Any) -> Checkpoint:
     Trainers add what they have.
     """
     checkpoint = Checkpoint(**components, rng=GlobalRNGState())
-    checkpoint.register_adapter(object, StateDictCheckpointAdapter())
+    # Written, not mapped: where a disk is full, a page of a map that has no room ends the process.
+    checkpoint.register_adapter(object, StateDictCheckpointAdapter("archive"))
     checkpoint.register_adapter(PackedReplayStorage, _ReplayAdapter())
     return checkpoint
 
@@ -291,11 +295,17 @@ def _damage(path: Path, components: Collection[str] | None) -> str | None:
 
 def _foreign(directory: Path) -> list[str]:
     """Return files and links of a kind that a checkpoint has not, by name below a directory."""
-    return sorted(
-        path.relative_to(directory).as_posix()
-        for path in directory.rglob("*")
-        if path.is_symlink() or (path.is_file() and path.suffix not in _SUFFIXES)
-    )
+    names, links = [], []
+    for path in directory.rglob("*"):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink():
+            links.append(name)
+        elif path.is_file():
+            names.append(name)
+            if path.suffix == _ARCHIVE:
+                with contextlib.suppress(BadZipFile), ZipFile(path) as archive:
+                    names += [f"{name}/{inner}" for inner in archive.namelist()]
+    return sorted(links + [name for name in names if Path(name).suffix not in _SUFFIXES])
 
 
 def _digests(directory: Path, parts: tuple[str, ...] | None = None) -> dict[str, str]:
