@@ -182,6 +182,15 @@ def test_an_error_of_the_system_says_what_to_do(code, end, monkeypatch, capsys):
     assert re.match("error: " + end, capsys.readouterr().err)
 
 
+def test_an_interrupt_that_became_another_error_is_one_still(monkeypatch, capsys):
+    error = ImportError("initialization failed")
+    error.__cause__ = ImportError("amid another import")
+    error.__cause__.__cause__ = KeyboardInterrupt()
+    monkeypatch.setattr("torchrl_unilab.cli._tasks", Mock(side_effect=error))
+    assert main(["tasks"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_a_narrow_terminal_cuts_no_number_of_the_table(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     summary = {"env": "Hopper-v5", "final_return": 1234.56, "eval_return": None, "seconds": 2.0}

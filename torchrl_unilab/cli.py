@@ -37,6 +37,7 @@ from torchrl_unilab.errors import (
     RunCompleteError,
     UniLabError,
     WorkerError,
+    came_of,
 )
 from torchrl_unilab.fork_server import start_fork_server
 from torchrl_unilab.limits import of_launcher
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         flags = [flag for action in options.parser._actions for flag in action.option_strings]
         options.parser.error(f"unknown argument {unknown[0]}.{nearest(unknown[0], flags)}")
-    # The collectors that TorchRL builds on import classes that it has deprecated itself.
+    # TorchRL's collectors import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which nohup ignores
@@ -83,7 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         remedy = _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
         print(f"error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
         return 2
-    except (AttributeError, ImportError, RuntimeError) as error:
+    except (AttributeError, ImportError, RuntimeError, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt) or came_of(error, KeyboardInterrupt):
+            # Before or after the training itself, which ends with a checkpoint by its own means;
+            # the import of mujoco's C code makes another error of it.
+            for child in multiprocessing.active_children():
+                child.terminate()
+            print("interrupted", file=sys.stderr)
+            return 130
         if "MUJOCO_GL" not in os.environ or "mujoco" in sys.modules:
             raise
         print(
@@ -92,12 +100,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    except KeyboardInterrupt:
-        # Before or after the training itself, which ends with a checkpoint by its own means.
-        for child in multiprocessing.active_children():
-            child.terminate()
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def _hang_up(*_: object) -> NoReturn:

@@ -130,3 +130,18 @@ class ConfigError(UniLabError, ValueError):
 
 class RunCompleteError(ConfigError):
     """A run that is to go on has come to all that was asked for."""
+
+
+def came_of(error: BaseException, kind: type[BaseException]) -> bool:
+    """Return whether an error came of another one of a kind.
+
+    Examples:
+        >>> from torchrl_unilab.errors import came_of
+        >>> try:
+        ...     raise OSError("no file") from KeyError("a")
+        ... except OSError as error:
+        ...     came_of(error, KeyError), came_of(error, OSError)
+        (True, False)
+    """
+    cause = error.__cause__ or error.__context__
+    return cause is not None and (isinstance(cause, kind) or came_of(cause, kind))

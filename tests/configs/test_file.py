@@ -31,7 +31,8 @@ def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
     assert SETTINGS[config.algorithm].for_task("Hopper-v5", **settings) == config
 
 
-TEXTS = ["", "[1]", "a: [", "nothing", "env: 5", "env:", "frames: 1e-6", "frames:", "seed: x"]
+TEXTS = ["", "[1]", "a: [", "nothing"]
+VALUES = ["env: 5", "env:", "frames: 1e-6", "frames:", "seed: x"]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -39,6 +40,15 @@ def test_a_file_without_settings_is_refused(text, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"config\.yaml: cannot be read.*expected the settings"):
+        read_config(file)
+
+
+@pytest.mark.parametrize("text", VALUES)
+def test_a_value_that_is_none_of_its_kind_is_refused_by_name(text, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    name = text.partition(":")[0]
+    with pytest.raises(ConfigError, match=rf"config\.yaml: {name} is .* \(expected (int|str)\)\."):
         read_config(file)
 
 

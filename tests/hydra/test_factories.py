@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from torchrl.envs import GymEnv, SerialEnv
 from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
 
+from tests.support.processes import live_children
 from torchrl_unilab.data import (
     PackedPrioritizedSampler,
     PackedReplayStorage,
@@ -223,6 +225,33 @@ def test_what_cannot_work_is_refused_in_one_line(override, message, monkeypatch)
     monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "appo", *APPO, override])
     with pytest.raises(SystemExit, match=message):
         main()
+
+
+def test_a_setting_may_be_none_in_place_of_the_tasks():
+    assert make_settings("appo", "Hopper-v5").final_gamma is not None
+    given = make_settings("appo", "Hopper-v5", final_gamma="none", hidden=None)
+    assert given.final_gamma is None
+    assert given.hidden == make_settings("appo", "Hopper-v5").hidden
+
+
+@pytest.mark.filterwarnings("ignore:.*checkpoint:FutureWarning", "ignore:.*:DeprecationWarning")
+def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(monkeypatch, tmp_path, capsys):
+    def train(_: Trainer) -> None:
+        assert live_children()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(APPOTrainer, "train", train)
+    monkeypatch.chdir(tmp_path)
+    saved = f"trainer.save_trainer_file={tmp_path}/trained.pt"
+    monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "appo", *APPO, saved])
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert (tmp_path / "trained.pt").exists()
+    assert not live_children()
 
 
 def test_too_few_frames_for_an_update_are_refused(monkeypatch):

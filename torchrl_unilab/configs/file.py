@@ -77,7 +77,10 @@ def read_config(path: Path) -> dict[str, Any]:
             other = [k for k, t in _KINDS.items() if not isinstance(values.get(k, t()), t)]
             if not other:
                 return {str(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-            reason = f"{other[0]} is {values[other[0]]!r}"
+            raise ConfigError(
+                f"{path}: {other[0]} is {values[other[0]]!r} (expected "
+                f"{_KINDS[other[0]].__name__}). Correct it."
+            )
     raise ConfigError(
         f"{path}: cannot be read, {reason} (expected the settings of a run by name). Correct the "
         "path, or restore the file."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def _train(config: DictConfig) -> None:
     trainer = instantiate(config.trainer)
     try:
         trainer.train()
+    except KeyboardInterrupt:
+        trainer.save_trainer(force_save=True)  # where `save_trainer_file` says
+        raise
     finally:
         trainer.collector.shutdown()
     logging.getLogger(__name__).info("%d frames collected", trainer.collected_frames)
@@ -41,8 +45,12 @@ def _expected() -> str:
 def main() -> None:
     """Train; end without a traceback where the configuration, or a setting, cannot work."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # else Hydra prints an error and exits
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     try:
         _train()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     except InstantiationException as error:
@@ -50,7 +58,8 @@ def main() -> None:
             raise
         sys.exit(f"error: {error.__cause__}")
     except ValidationError as error:  # of a value that stands for another one
-        sys.exit(f"error: {' '.join(str(error).split())}. Correct the value.")
+        reason = " ".join(str(error).split())
+        sys.exit(f"error: {reason} (expected a value of that type). Correct the value.")
     except MissingConfigException as error:
         sys.exit(f"error: {str(error).splitlines()[0]} ({_expected()}). Correct the name.")
     except CompactHydraException as error:  # which Hydra, too, shows without a traceback

@@ -36,6 +36,8 @@ _PASSED = frozenset(field.name for field in dataclasses.fields(TrainerNode))
 def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
     """Return the settings of a task, with all values that are not None on top.
 
+    The value ``"none"`` is None in place of the task's.
+
     Raises:
         ConfigError: There is no such setting, or a value cannot work.
 
@@ -44,9 +46,9 @@ def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
         >>> make_settings("appo", "Swimmer-v5", epochs=3, gamma=None).gamma
         0.998
     """
-    given = _given(values)
-    if isinstance(given.get("hidden"), Sequence):
-        given["hidden"] = tuple(given["hidden"])
+    given = {name: None if v == "none" else v for name, v in _given(values).items()}
+    if isinstance(hidden := given.get("hidden"), Sequence):
+        given["hidden"] = tuple(hidden)
     try:
         settings: APPOConfig | OffPolicyConfig = SETTINGS[algorithm].for_task(task, **given)
     except TypeError as error:  # of the name

@@ -124,6 +124,26 @@ def test_moments_of_a_silent_unit_end_at_zero_without_denormal_numbers():
     assert moments[0, :2].tolist() == [0.0, 0.0]
 
 
+def test_an_optimizer_that_is_loaded_goes_on_bit_for_bit_with_moments_that_decay():
+    whole, other = (FlatAdam([nn.Parameter(torch.ones(2))], 1e-2) for _ in range(2))
+    whole.grad.copy_(torch.tensor([1e-33, 1.0]))  # of the first the moment becomes 0 on the way
+    for i in range(200):
+        whole.step()
+        whole.grad.zero_()
+        if i == 40:  # between two looks at the moments
+            other.flat.copy_(whole.flat)
+            other.optimizer.load_state_dict(deepcopy(whole.optimizer.state_dict()))
+        elif i > 40:
+            other.step()
+            for one, same in zip(*map(_moments, (whole, other)), strict=True):
+                assert torch.equal(one, same)
+
+
+def _moments(flat: FlatAdam) -> list[torch.Tensor]:
+    (state,) = flat.optimizer.state.values()
+    return [state["exp_avg"], state["exp_avg_sq"]]
+
+
 def test_a_learning_rate_that_is_loaded_comes_to_the_device_of_the_parameters():
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=torch.tensor(1e-3))
     _rate_to(torch.device("meta"), optimizer)

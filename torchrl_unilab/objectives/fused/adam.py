@@ -6,7 +6,6 @@ The fused updates step with it: one operation for all parameters, one for the gr
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -86,12 +85,17 @@ class FlatAdam:
         self._parameter = nn.Parameter(self.flat)
         self._parameter.grad = self.grad
         self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
-        self.optimizer.register_load_state_dict_post_hook(partial(_rate_to, device))
+        self.optimizer.register_load_state_dict_post_hook(self._go_on)
         self.optimizer.state[self._parameter] = {
             "step": torch.zeros((), device=self.flat.device),
             "exp_avg": torch.zeros_like(self.grad),
             "exp_avg_sq": torch.zeros_like(self.grad),
         }
+
+    def _go_on(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on from a state that was loaded."""
+        _rate_to(self.flat.device, optimizer)
+        self._steps = int(optimizer.state[self._parameter]["step"])
 
     def check(self) -> None:
         """Be sure that steps reach the parameters, and take up gradients set by others.
