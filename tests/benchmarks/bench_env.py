@@ -12,11 +12,12 @@ the median turn of each, and the median over the turns of each ratio.
 humanoids observe and MuJoCo computes on request), from the same states and with the
 same controls as *step*, which is `EnvBase.step` of ours: neither restarts anything, and that
 both end in the same states is checked. *unclocked* is the same without MuJoCo's own timing of
-its steps, which ours switches off. *rollout* is ``EnvBase.rollout`` over the steps of a turn, which
-restarts what ended and stacks all of it. *restarting* is our `step_and_maybe_reset`, which starts
-the next episodes, beside *EnvPool*, which does the same inside its `step`. *ParallelEnv* and
-*AsyncEnvPool* (by shared memory) are TorchRL's, *AsyncVectorEnv* Gymnasium's, of so many
-workers with one environment each, whatever the number of simulations, by turns of 20 steps.
+its steps, which ours switches off. *rollout* is ``EnvBase.rollout`` over the steps of a turn with
+a policy that only looks an action up, which restarts what ended and stacks all of it.
+*restarting* is our `step_and_maybe_reset`, which starts the next episodes, beside *EnvPool*,
+which does the same inside its `step`. *ParallelEnv* and *AsyncEnvPool* (by shared memory) are
+TorchRL's, *AsyncVectorEnv* Gymnasium's, of so many workers with one environment each, whatever
+the number of simulations, by turns of 20 steps.
 EnvPool is a dependency of this benchmark alone: ``pip install '.[peers]'``.
 """
 
@@ -38,7 +39,6 @@ import torch
 from gymnasium.vector import AsyncVectorEnv
 from mujoco.batch import Batch
 from numpy.typing import NDArray
-from tensordict.nn import TensorDictModule
 from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import AsyncEnvPool, EnvBase, GymEnv, ParallelEnv, step_mdp
 
@@ -167,7 +167,7 @@ class Stepping:
         actions = iter(self.actions[i : i + self.turn])
         rollout = self.rolling.rollout(
             self.turn,
-            TensorDictModule(lambda: next(actions), in_keys=[], out_keys=["action"]),
+            lambda root: root.set("action", next(actions)),
             auto_reset=False,
             break_when_any_done=False,
             tensordict=self.rolling_root,
@@ -260,9 +260,12 @@ def set_clock(on: bool) -> None:
         stop_physics_clock()
 
 
-def ratio(seconds: dict[str, list[float]], ours: str, theirs: str) -> float:
-    """How many times as fast, the median of the turns."""
-    return float(median(np.divide(seconds[theirs], seconds[ours])))
+def ratio(
+    seconds: dict[str, list[float]], ours: str, theirs: str, steps: tuple[int, int] = (1, 1)
+) -> float:
+    """How many times as fast, the median of the turns, given the steps of a turn of both."""
+    mine, other = steps
+    return float(median(np.divide(seconds[theirs], seconds[ours]))) * mine / other
 
 
 def main() -> None:
@@ -296,11 +299,11 @@ def main() -> None:
                     ways = stepping.ways() | gym_ways
                     seconds = race(ways, args.rounds, turns, turn, stepping.check)
                     stepping.close()
-                    speeds = {
-                        name: (args.workers * way.steps if way.steps else envs * turn)
-                        / median(seconds[name])
+                    steps = {
+                        name: args.workers * way.steps if way.steps else envs * turn
                         for name, way in ways.items()
                     }
+                    speeds = {name: steps[name] / median(seconds[name]) for name in ways}
                     cells = [
                         f"{speeds['mujoco.batch']:,.0f}",
                         f"{speeds['step']:,.0f}",
@@ -313,7 +316,8 @@ def main() -> None:
                         f"**{ratio(seconds, 'restarting', 'EnvPool'):.2f}**",
                     ]
                     for way in gym_ways:
-                        times = speeds["restarting"] / speeds[way]
+                        counts = steps["restarting"], steps[way]
+                        times = ratio(seconds, "restarting", way, counts)
                         cells += [f"{speeds[way]:,.0f}", f"**{times:.1f}**"]
                     print(f"| {task} | {envs} | {threads} | {' | '.join(cells)} |", flush=True)
 

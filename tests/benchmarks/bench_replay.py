@@ -74,6 +74,7 @@ EXTENSION = prioritized.SumSegmentTreeFp32 is not None  # of TorchRL, which its 
 SAMPLES = (256, 2048, 8192, 32_768)
 
 Call = Callable[[], object]
+Calls = dict[str, Call]
 
 
 def make_blocks(observations: int, actions: int) -> list[TensorDict]:
@@ -296,7 +297,8 @@ class Contenders:
 
 def torn(rows: int) -> tuple[int, int, float]:
     """Sampled rows that mix two, rows written meanwhile, seconds."""
-    storage = PackedReplayStorage(8192, example=stamped(torch.zeros(1))[0].contiguous())
+    example = stamped(torch.zeros(1))[0].contiguous()
+    storage = PackedReplayStorage(8192, example=example, writers=2)
     bad, done, started = 0, 0, time.monotonic()
     with storage, contextlib.ExitStack() as stack:
         pipes = [
@@ -316,6 +318,26 @@ def torn(rows: int) -> tuple[int, int, float]:
     return bad, written, time.monotonic() - started
 
 
+def tables(contenders: Contenders) -> dict[str, tuple[dict[str, Callable[[], Calls]], str]]:
+    """What makes the calls of each case, and what they are compared with, by title."""
+    few = SAMPLES[:2]
+    slices = {
+        f"256, of {every:,}": partial(contenders.slicing, 256, end) for end, every in EVERY.items()
+    }
+    found = {
+        "Sample": ({f"{n:,}": partial(contenders.sampling, n) for n in SAMPLES}, "gather"),
+        "Extend a buffer": ({"1,024": contenders.extending}, "stock"),
+        "Slices": (slices, "stock"),
+        "Sequences": ({f"{n:,}": partial(contenders.sequences, n) for n in few}, "stock"),
+        "Hindsight": ({f"{n:,}": partial(contenders.hindsight, n) for n in few}, "stock"),
+    }
+    if EXTENSION:
+        by_priority = {f"{n:,}": partial(contenders.prioritising, n) for n in few}
+        found["By priority"] = by_priority, "stock"
+    writing = {"1,024": contenders.writing, "1,024, one block": partial(contenders.writing, 1)}
+    return found | {"Write to a storage": (writing, "copy")}
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -329,37 +351,13 @@ def main() -> None:
     for size in SIZES:
         with contextlib.ExitStack() as stack:
             contenders = Contenders(size, stack, peers=options.peers)
-            for title, cases, limit in (
-                ("Sample", {f"{n:,}": contenders.sampling(n) for n in SAMPLES}, "gather"),
-                (
-                    "Slices",
-                    {
-                        f"256, of {every:,}": contenders.slicing(256, end)
-                        for end, every in EVERY.items()
-                    },
-                    "stock",
-                ),
-                ("Sequences", {f"{n:,}": contenders.sequences(n) for n in SAMPLES[:2]}, "stock"),
-                ("Hindsight", {f"{n:,}": contenders.hindsight(n) for n in SAMPLES[:2]}, "stock"),
-                (
-                    "By priority",
-                    {f"{n:,}": contenders.prioritising(n) for n in SAMPLES[:2] if EXTENSION},
-                    "stock",
-                ),
-                ("Extend a buffer", {"1,024": contenders.extending()}, "stock"),
-                (
-                    "Write to a storage",
-                    {"1,024": contenders.writing(), "1,024, one block": contenders.writing(1)},
-                    "copy",
-                ),
-            ):
-                if not cases:
-                    continue
-                names = list(next(iter(cases.values())))
-                print(f"\n{title}, rows of {size}: µs (times as fast as stock)\n")
-                print(f"| rows | {' | '.join(names)} | time / {limit} |")
-                print("|---:|" + "---:|" * len(names) + "---|")
-                for case, calls in cases.items():
+            for title, (cases, limit) in tables(contenders).items():
+                print(f"\n{title}, rows of {size}: µs (times as fast as stock)")
+                for number, (case, make) in enumerate(cases.items()):
+                    calls = make()  # as late: a storage tells each buffer of it what is written
+                    if not number:
+                        print(f"\n| rows | {' | '.join(calls)} | time / {limit} |")
+                        print("|---:|" + "---:|" * len(calls) + "---|")
                     print_row(case, race(calls, options.rounds, options.calls), limit)
             row = sum(leaf.nbytes for leaf in contenders.blocks[0].values(True, True)) / BLOCK
             packed = contenders.packed.nbytes / CAPACITY

@@ -108,7 +108,7 @@ class Learner:
             list(self.loss.qvalue_network_params.flatten_keys().values()),
             [self.loss.log_alpha],
         )
-        self.optimizers = [torch.optim.Adam(group, lr=3e-4) for group in groups]
+        self.optimizers = [torch.optim.Adam(group, lr=3e-4, fused=True) for group in groups]
         self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(1_000_000), batch_size=BATCH)
 
     def update(self) -> None:

@@ -186,6 +186,12 @@ class Shards:
             hidden |= floor > max(base, head - self.shard_rows)
         return max(0, min(*ends, self.shards * self.shard_rows)), hidden
 
+    def length(self) -> int:
+        """How many positions of the first shard have been written: `extent` of one shard."""
+        words = self.words[0]
+        written = min(words[HEAD] - words[BASE], self.shard_rows)
+        return 0 if self._words[LOADING] else max(0, written)
+
     def lineage(self) -> Lineage:
         """Return a window, and what its numbers count from."""
         while True:

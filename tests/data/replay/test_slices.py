@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torchrl_unilab.data.replay import slices
 from torchrl_unilab.errors import ConfigError, PositionError, UsageError
 from torchrl_unilab.shm.liveness import this_process
 from torchrl_unilab.shm.rows import SharedRows
-from torchrl_unilab.shm.shards import LOADING, Window
+from torchrl_unilab.shm.shards import LOADING
 
 CAPACITY = 12
 KEYS = pytest.mark.parametrize(
@@ -220,29 +221,33 @@ def _begin_to_clear(rows: SharedRows) -> None:
 
 
 def _after_look(
-    number: int, action: Callable[[], object], rows: SharedRows
-) -> Callable[[], Window]:
-    """Return `rows.window`, which another process's action follows once."""
-    looks, look = count(1), rows.window
+    number: int, action: Callable[[], object], rows: SharedRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Have another process's action follow one of the looks at what there is."""
+    looks = count(1)
 
-    def window() -> Window:
-        found = look()
-        if next(looks) == number:
-            action()
-        return found
+    def followed(look: Callable[[], Any]) -> Callable[[], Any]:
+        def looked() -> Any:
+            found = look()
+            if next(looks) == number:
+                action()
+            return found
 
-    return window
+        return looked
+
+    for name in ("window", "length"):
+        monkeypatch.setattr(rows, name, followed(getattr(rows, name)))
 
 
 @pytest.mark.parametrize("empty", [SharedRows.clear, _begin_to_clear])
-@pytest.mark.parametrize("number", range(1, 4))  # as often as the window is looked at
+@pytest.mark.parametrize("number", range(1, 4))  # as often as there is a look
 def test_rows_that_go_away_while_slices_are_sampled_are_missed(number, empty, monkeypatch):
     with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
         buffer = _buffer(PackedSliceSampler(slice_len=2, traj_key="episode"), storage)
         buffer.extend(_rows([False] * CAPACITY))
         buffer.sample()
         rows = storage.rows
-        monkeypatch.setattr(rows, "window", _after_look(number, lambda: empty(rows), rows))
+        _after_look(number, lambda: empty(rows), rows, monkeypatch)
         with pytest.raises(PositionError, match=r"^no row \d+: 0 are written"):
             buffer.sample()
 
@@ -256,7 +261,7 @@ def test_slices_do_not_go_round_fewer_rows_that_take_their_place(number, error, 
         buffer.extend(_rows([False] * CAPACITY))
         buffer.sample()
         replace = partial(storage.load_rows, _rows([False] * 5))
-        monkeypatch.setattr(storage.rows, "window", _after_look(number, replace, storage.rows))
+        _after_look(number, replace, storage.rows, monkeypatch)
         with pytest.raises(UsageError, match=f"^{error}"):
             buffer.sample()
 
@@ -273,7 +278,7 @@ def test_a_thread_beside_one_that_has_seen_newer_rows_gets_whole_slices(number, 
             buffer.sampler.sample(storage, 2)
 
         rows = storage.rows
-        monkeypatch.setattr(rows, "window", _after_look(number, overtake, rows))
+        _after_look(number, overtake, rows, monkeypatch)
         assert (buffer.sample()["step"].view(-1, 2).diff(dim=1) == 1).all()
 
 

@@ -112,6 +112,8 @@ class PackedReplayStorage(SharedReplay):
         """
         if not self.initialized:
             return 0
+        if self.writers == 1:  # which TorchRL asks several times for a batch
+            return self.rows.length()
         window = self.rows.window()
         return self.rows.extent(window)[0] or min(1, window.size)
 
