@@ -167,7 +167,7 @@ class Stepping:
         actions = iter(self.actions[i : i + self.turn])
         rollout = self.rolling.rollout(
             self.turn,
-            lambda root: root.set("action", next(actions)),
+            lambda td: td.set("action", next(actions)),  # a name that TorchRL knows
             auto_reset=False,
             break_when_any_done=False,
             tensordict=self.rolling_root,

@@ -88,6 +88,7 @@ def test_a_task_of_any_module_has_a_name(tmp_path: Path, monkeypatch: pytest.Mon
         (".robots:Task", "no task '.robots:Task', which is no name"),
         ("os:path", "'os:path' gives module .expected a MujocoTask or what makes one"),
         ("os:sep", "'os:sep' gives str .expected"),
+        (None, "make_task: None .expected the name of a task"),
     ],
 )
 def test_an_unknown_name_is_refused(name: str, message: str) -> None:

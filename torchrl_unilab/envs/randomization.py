@@ -145,7 +145,8 @@ class ModelRandomizer:
         reads: fields that somebody reads, of which some may follow from what differs.
 
     Raises:
-        ConfigError: if the model has no such field or object. The batch is unchanged.
+        ConfigError: if the model has no such field or object, or MuJoCo derives the field from
+            others. The batch is unchanged.
     """
 
     def __init__(

@@ -70,6 +70,8 @@ def make_task(name: str, **options: Any) -> MujocoTask:
         >>> make_task("torchrl_unilab.envs.robots.quadruped:QuadrupedWalk", frame_skip=8).frame_skip
         8
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"make_task: {name!r} (expected the name of a task). Give one.")
     module, colon, attribute = name.partition(":")
     if colon:
         return _imported(module, attribute, options)

@@ -337,6 +337,21 @@ def test_missing_model_file_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("Hopper-v5", "healthy_z_range", 1.0),
+        ("Hopper-v5", "healthy_state_range", (1.0,)),
+        ("Ant-v5", "contact_force_range", (1.0, -1.0)),
+        ("Humanoid-v5", "contact_cost_range", (None, 1.0)),
+        ("Ant-v5", "reset_noise_scale", -1.0),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: {option} is .* \(expected (two|a) number"):
+        make_task(name, **{option: value})
+
+
+@pytest.mark.parametrize(
     ("task", "message"),
     [
         (make_task("Ant-v5", main_body="trunk"), r"no body 'trunk' \(expected one of world, tor"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -37,6 +38,25 @@ class GymnasiumTask(MujocoTask):
         >>> task.ctrl_cost_weight, task.max_episode_steps
         (0.5, 1000)
     """
+
+    def __post_init__(self) -> None:
+        """Refuse ranges that are none, and noise below 0."""
+        super().__post_init__()
+        for name, value in vars(self).items():
+            if name.endswith("_range"):
+                expected = "two numbers, low first"
+                pair = isinstance(value, tuple | list) and len(value) == 2
+                numbers = pair and all(isinstance(v, Real) for v in value)
+                right = numbers and list(value) == sorted(value)
+            else:
+                expected = "a number of at least 0"
+                right = name != "reset_noise_scale" or (
+                    isinstance(value, Real) and float(value) >= 0
+                )
+            if not right:
+                raise ConfigError(
+                    f"{self.name}: {name} is {value!r} (expected {expected}). Correct it."
+                )
 
     def model_path(self) -> Path:
         """Where the model lies: a mere name is looked up among the assets, as Gymnasium does.
