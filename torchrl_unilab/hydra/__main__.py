@@ -18,6 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ValidationError
 from torchrl_unilab import preload  # noqa: F401  (spares the end of the process a second)
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import ConfigError, UniLabError
+from torchrl_unilab.trainers.base import RankTrainer
 
 
 @hydra.main(version_base="1.3", config_path="pkg://torchrl_unilab.hydra.recipes")
@@ -29,7 +30,8 @@ def _train(config: DictConfig) -> None:
     try:
         trainer.train()
     except KeyboardInterrupt:
-        trainer.save_trainer(force_save=True)  # where `save_trainer_file` says
+        if isinstance(trainer, RankTrainer):  # TorchRL's workers have been interrupted, too
+            trainer.save_trainer(force_save=True)  # where `save_trainer_file` says
         raise
     finally:
         trainer.collector.shutdown()
