@@ -191,6 +191,14 @@ def test_an_interrupt_that_became_another_error_is_one_still(monkeypatch, capsys
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_an_error_after_an_interrupt_is_not_hidden_by_it(monkeypatch):
+    error = RuntimeError("cannot save")
+    error.__context__ = KeyboardInterrupt()
+    monkeypatch.setattr("torchrl_unilab.cli._tasks", Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match="cannot save"):
+        main(["tasks"])
+
+
 def test_a_narrow_terminal_cuts_no_number_of_the_table(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     summary = {"env": "Hopper-v5", "final_return": 1234.56, "eval_return": None, "seconds": 2.0}

@@ -85,9 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
         return 2
     except (AttributeError, ImportError, RuntimeError, KeyboardInterrupt) as error:
-        if isinstance(error, KeyboardInterrupt) or came_of(error, KeyboardInterrupt):
-            # Before or after the training itself, which ends with a checkpoint by its own means;
-            # the import of mujoco's C code makes another error of it.
+        # The import of mujoco's C code makes an ImportError of an interrupt.
+        while_importing = isinstance(error, ImportError) and came_of(error, KeyboardInterrupt)
+        if while_importing or isinstance(error, KeyboardInterrupt):
+            # Before or after the training itself, which ends with a checkpoint by its own means.
             for child in multiprocessing.active_children():
                 child.terminate()
             print("interrupted", file=sys.stderr)
