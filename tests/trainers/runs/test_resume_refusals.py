@@ -62,6 +62,7 @@ def test_a_pickle_within_an_archive_is_refused(run_dir):
     archive = next(newest.rglob("*.tdz"))
     with ZipFile(archive, "a") as within:
         within.writestr("evil/other.pickle", pickle.dumps(1))
+    (newest / "digests.json").unlink()
     (newest / "digests.json").write_text(json.dumps(_digests(newest)))
     refused(run_dir, rf"it holds \['.*{archive.name}/evil/other.pickle'\]", frames=2 * FRAMES)
 

@@ -28,7 +28,6 @@ the others resume with its networks and replay, and begin episodes and noise tha
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -38,7 +37,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 from torchrl.checkpoint import (
     Checkpoint,
@@ -268,10 +267,10 @@ def _damage(path: Path, components: Collection[str] | None) -> str | None:
     """Say what is wrong with a checkpoint, or at least with some components of it.
 
     Digests show accidents. Against code that was planted, with digests to match, no file may
-    be of a kind that is unpickled, wherever in the checkpoint it is.
+    be of a kind that is unpickled, wherever in the checkpoint it is, or in an archive to be loaded.
     """
-    if foreign := _foreign(path):
-        return f"it holds {foreign}, which no checkpoint has and loading may execute"
+    if held := _holds(_foreign(path)):
+        return held
     try:
         expected = dict(json.loads((path / DIGESTS).read_text()))
         if expected.get(MANIFEST) != _digest(path / MANIFEST):
@@ -290,29 +289,36 @@ def _damage(path: Path, components: Collection[str] | None) -> str | None:
     found = _digests(path, parts)
     found.pop(DIGESTS, None)
     wrong = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
-    return f"its files {wrong} are not as they were written" if wrong else None
+    if wrong:
+        return f"its files {wrong} are not as they were written"
+    # Only now: to open a damaged archive may raise anything.
+    archives = [name for name in expected if name.endswith(_ARCHIVE)]
+    return _holds([f"{name}/{file}" for name in archives for file in _foreign_within(path / name)])
+
+
+def _holds(foreign: list[str]) -> str | None:
+    said = f"it holds {foreign}, which no checkpoint has and loading may execute"
+    return said if foreign else None
 
 
 def _foreign(directory: Path) -> list[str]:
     """Return files and links of a kind that a checkpoint has not, by name below a directory."""
-    names, links = [], []
-    for path in directory.rglob("*"):
-        name = path.relative_to(directory).as_posix()
-        if path.is_symlink():
-            links.append(name)
-        elif path.is_file():
-            names.append(name)
-            if path.suffix == _ARCHIVE:
-                with contextlib.suppress(BadZipFile), ZipFile(path) as archive:
-                    names += [f"{name}/{inner}" for inner in archive.namelist()]
-    return sorted(links + [name for name in names if Path(name).suffix not in _SUFFIXES])
+    return sorted(
+        path.relative_to(directory).as_posix()
+        for path in directory.rglob("*")
+        if path.is_symlink() or (path.is_file() and path.suffix not in _SUFFIXES)
+    )
+
+
+def _foreign_within(archive: Path) -> list[str]:
+    """Return files of such a kind in an archive."""
+    with ZipFile(archive) as files:
+        return [name for name in files.namelist() if Path(name).suffix not in _SUFFIXES]
 
 
 def _digests(directory: Path, parts: tuple[str, ...] | None = None) -> dict[str, str]:
     """Return each file's digest by its name below a directory."""
-    names = (
-        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
-    )
+    names = (p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
     return {n: _digest(directory / n) for n in names if parts is None or n.startswith(parts)}
 
 
