@@ -121,15 +121,16 @@ def main() -> None:
     options = parser.parse_args()
     torchrl_logger.setLevel("ERROR")
     print("Frames per second\n")
-    print("| task | collector | median | each round | of it by APPOCollector |")
-    print("|---|---|---:|---|---:|")
     for task in options.tasks:
         makers = contenders(task)
         rates: dict[str, list[float]] = {name: [] for name in makers}
         for _ in range(options.rounds):
             for name, make in makers.items():
                 rates[name].append(frames_per_second(make, task, options.seconds))
+                print(f"{task}, {name}: {rates[name][-1]:,.0f}", flush=True)
         ours = rates["unilab APPOCollector"]
+        print("\n| task | collector | median | each round | of it by APPOCollector |")
+        print("|---|---|---:|---|---:|")
         for name, turns in rates.items():
             ratio = statistics.median(a / b for a, b in zip(ours, turns, strict=True))
             each = " ".join(f"{rate:,.0f}" for rate in turns)

@@ -126,8 +126,7 @@ def train(
     *,
     seed: int,
     threads: int,
-    stop: Callable[[ProbabilisticActor, int, int], bool],
-    clock: Callable[[], float],
+    stop: Callable[[int, int], bool],
     asynchronous: bool = False,
     record: Callable[[TensorDictBase], object] = len,
 ) -> float:
@@ -138,7 +137,6 @@ def train(
         seed: Seeds networks, environment and sampling.
         threads: Torch's threads.
         stop: Asked after each batch of frames and each update, with the frames and updates so far.
-        clock: Seconds of training.
         asynchronous: Collect in other processes, by the policy from the first frame on.
         record: Given each batch of frames.
 
@@ -159,13 +157,13 @@ def train(
                 frames += data.numel()
                 record(data)
                 learner.buffer.extend(data.reshape(-1))
-                over = stop(learner.actor, frames, updates)
+                over = stop(frames, updates)
                 if frames >= RANDOM:
-                    began = clock() if began is None else began
+                    began = time.monotonic() if began is None else began
                     for _ in range(0 if over else data.numel()):
                         learner.update()
                         updates += 1
-                        over = stop(learner.actor, frames, updates)
+                        over = stop(frames, updates)
                         if over:
                             break
                     collector.update_policy_weights_(TensorDict.from_module(learner.actor))
@@ -173,7 +171,7 @@ def train(
                     break
         finally:
             collector.shutdown()
-    return updates / (clock() - began) if began is not None else 0.0
+    return updates / (time.monotonic() - began) if began is not None else 0.0
 
 
 def main() -> None:
@@ -191,14 +189,14 @@ def main() -> None:
         if finished:
             curve.append((clock(), frames + data.numel(), sum(finished) / len(finished)))
 
-    def stop(actor: ProbabilisticActor, frames_now: int, updates_now: int) -> bool:
+    def stop(frames_now: int, updates_now: int) -> bool:
         nonlocal frames, updates
         frames, updates = frames_now, updates_now
         return clock() >= float(limit)
 
     threads = available_cores()
     settings: dict[str, Any] = {"asynchronous": True, "record": record}
-    train(task, seed=int(seed), threads=threads, stop=stop, clock=clock, **settings)
+    train(task, seed=int(seed), threads=threads, stop=stop, **settings)
     counts = {"frames": frames, "seconds": clock(), "optim_steps": updates}
     print(json.dumps({**counts, "curve": curve}))
 
