@@ -60,8 +60,9 @@ PRIVATE = {
     "tensordict.nn.params": "_param_td",
     "torch": "_foreach_copy_ _foreach_lerp_ _fused_adam_",
     "torch.ops.mkldnn": "_linear_pointwise",
-    "torch.nn.modules.module": "_apply _forward_hooks _forward_pre_hooks "
-    "_non_persistent_buffers_set _parameters",
+    "torch.nn.modules.module": "_apply _backward_hooks _backward_pre_hooks _forward_hooks "
+    "_forward_pre_hooks _non_persistent_buffers_set _parameters",
+    "torch._tensor": "_backward_hooks _post_accumulate_grad_hooks",
     "mujoco": "_callbacks",
     "argparse": "_ActionsContainer _actions",
 }

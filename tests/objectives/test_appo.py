@@ -337,6 +337,8 @@ class _Sampled(torch.distributions.Distribution):
         self.normal = normal
         self.log_prob, self.rsample = normal.log_prob, normal.rsample
 
+    has_rsample = True
+
 
 def test_estimates_of_entropy_and_divergence_are_near_the_formulas():
     torch.manual_seed(0)
@@ -349,6 +351,18 @@ def test_estimates_of_entropy_and_divergence_are_near_the_formulas():
     torch.testing.assert_close(divergence.mean(), exact, rtol=0.05, atol=0.0)
     entropy = _entropy(_Sampled(q)).mean()
     torch.testing.assert_close(entropy, q.entropy().mean(), rtol=0.02, atol=0.0)
+
+
+def test_the_entropy_of_a_saturated_policy_is_that_of_what_was_drawn():
+    loc = torch.full((100_000, 1), 9.0)
+    log_std = torch.zeros((), requires_grad=True)
+    torch.manual_seed(0)
+    entropy = _entropy(TanhNormal(loc, log_std.exp().expand_as(loc))).mean()
+    (slope,) = torch.autograd.grad(entropy, log_std)
+    # 1 - tanh(u)^2 is 4 exp(-2u) here, so it is the normal's entropy and 2 (log 2 - u).
+    exact = 0.5 * math.log(2 * math.pi * math.e) + 2 * (math.log(2) - 9.0)
+    assert entropy.item() == pytest.approx(exact, abs=0.02)
+    assert slope.item() == pytest.approx(1.0, abs=0.02)
 
 
 class _Twofold(TensorDictModuleBase):

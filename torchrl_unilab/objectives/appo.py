@@ -16,6 +16,7 @@ from tensordict.nn import (
 )
 from tensordict.utils import NestedKey
 from torch.distributions import Distribution, kl_divergence
+from torchrl.modules.distributions.utils import sample_and_log_prob
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
@@ -61,8 +62,10 @@ class APPOLoss(LossModule):
         value   = 0.5 * max((V - v)^2, (V_old + clip(V - V_old, -eps_v, eps_v) - v)^2)
 
     `estimate` computes ``v`` and ``A`` by V-trace with ``rho = t / b`` once per pool of
-    rollouts; `forward` gives the losses of a minibatch of it. Runs do not take the defaults of
-    here: `APPOConfig` leaves values free (``value_clip``) and updates the target once per rollout.
+    rollouts; `forward` gives the losses of a minibatch of it. In a loop of your own call
+    `step_target` after each optimiser step, or else the target policy stays what it was. Runs do
+    not take the defaults of here: `APPOConfig` leaves values free (``value_clip``) and updates the
+    target once per rollout.
 
     Args:
         actor_network: Probabilistic actor that returns its log probability.
@@ -77,8 +80,8 @@ class APPOLoss(LossModule):
         rho_bar: V-trace's bound of the ratio in temporal differences.
         c_bar: V-trace's bound of the ratio in traces.
         tau: Share of the current policy that each target update takes over.
-        target_update_freq: Optimiser steps between target updates; None: `update_target` is called
-            where one is due.
+        target_update_freq: Calls of `step_target` from one target update to the next; None: none,
+            `update_target` is called where one is due.
 
     Raises:
         ConfigError: A coefficient is out of its range, or the actor draws several actions.
@@ -95,8 +98,9 @@ class APPOLoss(LossModule):
         ...     {"next": {"observation": torch.zeros(4, 8, 3), "reward": torch.ones(4, 8, 1),
         ...               "done": flag, "terminated": flag}})
         >>> losses = loss(loss.estimate(rollout).reshape(-1))
-        >>> sorted(key for key in losses.keys() if key.startswith("loss_"))
-        ['loss_critic', 'loss_entropy', 'loss_objective']
+        >>> sum(loss for key, loss in losses.items() if key.startswith("loss_")).backward()
+        >>> torch.optim.Adam(p for p in loss.parameters() if p.requires_grad).step()
+        >>> loss.step_target()
     """
 
     @dataclass
@@ -386,7 +390,8 @@ def _entropy(dist: Distribution) -> torch.Tensor:
     try:
         return dist.entropy()
     except NotImplementedError:
-        return -dist.log_prob(dist.rsample())
+        # Of the same draw: to find what a tanh had saturated would give another density.
+        return -sample_and_log_prob(dist, reparameterize=dist.has_rsample)[1]
 
 
 def _kl_divergence(p: Distribution, q: Distribution) -> torch.Tensor:

@@ -238,6 +238,12 @@ def _computed(compute: Callable[[nn.Module], object]) -> APPOLoss:
     return loss
 
 
+def _hooked(hook: Callable[[APPOLoss], object]) -> APPOLoss:
+    loss = _replaced()
+    hook(loss)
+    return loss
+
+
 def _twice(part: str | None) -> APPOLoss:
     """A loss of whose critic a hidden layer, or one tensor of it, comes twice."""
     net = make_critic(OBS, hidden=(8, 8, 8)).net
@@ -271,6 +277,15 @@ UNSUPPORTED = {
     "hook": lambda: _computed(lambda layer: layer.register_forward_hook(lambda *_: None)),
     "hook before": lambda: _computed(
         lambda layer: layer.register_forward_pre_hook(lambda *_: None)
+    ),
+    "hook of the actor": lambda: _hooked(
+        lambda loss: loss.actor_network.register_forward_hook(lambda *_: None)
+    ),
+    "hook on gradients": lambda: _hooked(
+        lambda loss: loss.critic_network.net.register_full_backward_hook(lambda *_: None)
+    ),
+    "hook on a parameter": lambda: _hooked(
+        lambda loss: loss.actor_network[0].log_std.register_hook(torch.zeros_like)
     ),
     "frozen": _frozen,
     "mixed dtypes": _mixed_dtypes,

@@ -59,6 +59,12 @@ def _computed(compute: Callable[[nn.Module], object]) -> SACLoss:
     return _replaced(critic=critic)
 
 
+def _hooked(hook: Callable[[SACLoss], object]) -> SACLoss:
+    loss = _replaced()
+    hook(loss)
+    return loss
+
+
 class _Actor(SquashedPoint):
     pass
 
@@ -102,6 +108,18 @@ UNSUPPORTED = {
         ),
         "spectral norm": lambda: _computed(nn.utils.spectral_norm),
         "hook": lambda: _computed(lambda layer: layer.register_forward_hook(lambda *_: None)),
+        "hook of the actor": lambda: _hooked(
+            lambda loss: loss.actor_network.register_forward_hook(lambda *_: None)
+        ),
+        "hook of the critics": lambda: _hooked(
+            lambda loss: loss.qvalue_network.register_forward_pre_hook(lambda *_: None)
+        ),
+        "hook on gradients": lambda: _hooked(
+            lambda loss: loss.actor_network[0].net[0].register_full_backward_hook(lambda *_: None)
+        ),
+        "hook on a parameter": lambda: _hooked(
+            lambda loss: next(loss.parameters()).register_hook(torch.zeros_like)
+        ),
         "subclass": lambda: _Loss(make_sac_actor(OBS, ACT), make_q_value(OBS, ACT)),
         "frozen": _frozen,
         "mixed dtypes": lambda: _replaced(critic=make_q_value(OBS, ACT).float()),

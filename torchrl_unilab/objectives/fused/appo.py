@@ -18,7 +18,12 @@ from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
 from torchrl_unilab.objectives.fused.adam import FlatAdam, rate_of
 from torchrl_unilab.objectives.fused.graphs import DeviceNumber, graphs_of
-from torchrl_unilab.objectives.fused.networks import TanhNetwork, is_tanh_mlp, one_input
+from torchrl_unilab.objectives.fused.networks import (
+    TanhNetwork,
+    are_hooked,
+    is_tanh_mlp,
+    one_input,
+)
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
 STATISTICS = (
@@ -106,6 +111,7 @@ class FusedAPPOUpdate:
             and is_tanh_mlp(head.net, len(head.log_std))
             and is_tanh_mlp(critic.net, 1)
             and len(set(parameters)) == len(parameters)
+            and not are_hooked((actor, critic), parameters)
             and all(parameter.requires_grad for parameter in parameters)
             and len({(parameter.device, parameter.dtype) for parameter in parameters}) == 1
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -356,10 +356,22 @@ def is_tanh_mlp(net: nn.Module, size: int) -> bool:
     return _is_mlp(net, "(LT)*L", size)
 
 
+def are_hooked(networks: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether somebody hooks on to what networks compute, or to gradients."""
+    modules = (module for network in networks for module in network.modules())
+    return any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        for module in modules
+    ) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+
+
 def _is_mlp(net: nn.Module, pattern: str, size: int) -> bool:
     """Return whether its layers' kinds match, all with weights and biases of their own.
 
-    It ends in `size` units, and nobody hooks on to what layers compute.
+    It ends in `size` units.
     """
     kinds = {nn.Linear: "L", nn.LayerNorm: "N", nn.ReLU: "R", nn.Tanh: "T"}
     layers: list[Any] = list(net) if type(net) is nn.Sequential else []
@@ -372,7 +384,6 @@ def _is_mlp(net: nn.Module, pattern: str, size: int) -> bool:
             for layer in layers
             if isinstance(layer, nn.Linear | nn.LayerNorm)
         )
-        and not any(each._forward_hooks or each._forward_pre_hooks for each in (net, *layers))
         and all(
             norm.normalized_shape == (linear.out_features,)
             for linear, norm in itertools.pairwise(layers)

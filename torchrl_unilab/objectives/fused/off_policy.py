@@ -24,7 +24,7 @@ from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten, trained
 from torchrl_unilab.objectives.fused.graphs import SideStream, graphs_of
-from torchrl_unilab.objectives.fused.networks import Network, is_relu_mlp, relu_networks
+from torchrl_unilab.objectives.fused.networks import Network, are_hooked, is_relu_mlp, relu_networks
 from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
@@ -53,6 +53,7 @@ def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
         and (keys.action, keys.state_action_value) == ("action", critic.out_keys[0])
         and {type(n.normalizer) for n in (actor, critic)} <= {nn.Identity, ObservationNormalizer}
         and len(learnt) == len(list(actor.net.parameters())) + len(list(critic.net.parameters()))
+        and not are_hooked((loss.actor_network, critic), loss.parameters())
         and len(set(learnt)) == len(learnt)
         and len({(parameter.device, parameter.dtype) for parameter in learnt}) == 1
     )
