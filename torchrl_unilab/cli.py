@@ -40,7 +40,7 @@ from torchrl_unilab.errors import (
     came_of,
 )
 from torchrl_unilab.fork_server import start_fork_server
-from torchrl_unilab.limits import of_launcher
+from torchrl_unilab.limits import local_ranks, of_launcher
 
 _REMEDIES = {
     errno.ENOSPC: " (expected room for a run's files). Make room, or choose another directory.",
@@ -248,7 +248,8 @@ def _resuming(options: argparse.Namespace) -> str:
     """Return the command that continues a run."""
     start, ranks = "torchrl-unilab", of_launcher("WORLD_SIZE", 1)
     if ranks > 1:
-        start = f"torchrun --nproc-per-node {ranks} -m torchrl_unilab"
+        machines = "" if ranks == local_ranks() else f"--nnodes {ranks // local_ranks()} "
+        start = f"torchrun {machines}--nproc-per-node {local_ranks()} -m torchrl_unilab"
     return f"{start} train {options.algorithm} --run-dir {shlex.quote(options.run_dir)} --resume"
 
 

@@ -20,6 +20,7 @@ from torchrl.collectors import Collector
 
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
+from torchrl_unilab.distributed.mailbox import find, load_ray
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, UsageError, WaitTimeoutError
 from torchrl_unilab.modules import make_actor
@@ -161,6 +162,41 @@ def test_an_interrupted_publish_uses_its_version_up(learner, node, monkeypatch):
     assert scheme.version == FIRST + 2
 
 
+def test_each_publish_of_several_threads_has_a_version_of_its_own(learner):
+    scheme, policy = learner
+    posted = []
+    mailbox = Mock(**{"post.remote.side_effect": lambda letter: posted.append(letter.version)})
+    scheme._mailbox, mailbox = mailbox, scheme._mailbox
+    try:
+        threads = [threading.Thread(target=scheme.send) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        scheme._mailbox = mailbox
+    assert {*range(FIRST + 1, FIRST + 9)} <= {*posted}
+    assert scheme.version == FIRST + 8
+
+
+def test_weights_may_take_long_to_come(learner, monkeypatch):
+    scheme, _ = learner
+    ray, waits = load_ray(), []
+
+    def late(letters: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        waits.append(timeout)
+        return ([], letters) if len(waits) < 4 else (letters, [])
+
+    monkeypatch.setattr(ray, "wait", late)
+    node = scheme.node()
+    node._actor = find(node._mailbox, 10.0)
+    assert node._poll(-1, 1.0).version == FIRST
+    assert len(waits) == 4
+    node._ended.set()
+    waits.clear()
+    assert node._poll(-1, 1.0) is None
+
+
 def test_a_node_publishes_nothing_of_its_own(node):
     with pytest.raises(ConfigError, match="learner's scheme"):
         node.update_policy_weights_()
@@ -290,5 +326,5 @@ def test_a_scheme_that_is_shut_down_sends_nothing(learner):
     scheme, _ = learner
     scheme.shutdown()
     scheme.shutdown()
-    with pytest.raises(RuntimeError, match="initialized on sender"):
+    with pytest.raises(UsageError, match="no mailbox"):
         scheme.send()

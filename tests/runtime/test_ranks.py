@@ -34,7 +34,7 @@ def use_each_verb(_: Any) -> dict[str, Any]:
         gradients, statistics = [torch.full((2, 3), own), torch.full((1,), -own)], torch.zeros(2)
         statistics[1] = math.nan
         ranks.mean_(gradients, [statistics])
-        ranks.mean_([torch.full((4,), 1e38)], [])  # whose sum is not finite
+        ranks.mean_([huge := torch.full((4,), 3e38)], [])  # whose sum is not finite
         ranks.mean_([], [only := torch.full((1,), own)])
         given = torch.full((2,), own, dtype=torch.float64)
         ranks.broadcast_([given])
@@ -42,6 +42,7 @@ def use_each_verb(_: Any) -> dict[str, Any]:
             "mean": [*gradients[0].flatten().tolist(), *gradients[1].tolist()],
             "statistics": statistics.isnan().tolist(),
             "only": only.item(),
+            "huge": bool((huge == 3e38).all()),
             "gathered": [one.tolist() for one in ranks.gather(torch.tensor([own]))],
             "broadcast": given.tolist(),
             "agreed": [ranks.agree(wish) for wish in (False, True, ranks.rank == 1)],
@@ -54,7 +55,9 @@ def use_each_verb(_: Any) -> dict[str, Any]:
         with pytest.raises(DivergedError) as diverged:
             ranks.agree(False)
         results |= {"settings": str(refused.value), "overflow": str(diverged.value)}
-        return results
+    with ranks:
+        results["again"] = ranks.agree(False)
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,14 @@ def test_a_statistic_that_is_nan_stays_so_and_hurts_no_other(verbs):
 
 def test_statistics_without_gradients_become_means_as_well(verbs):
     assert verbs[0]["only"] == 1.5
+
+
+def test_the_mean_of_numbers_whose_sum_is_too_large_is_finite(verbs):
+    assert verbs[0]["huge"]
+
+
+def test_ranks_that_join_again_begin_without_what_was_not_finite(verbs):
+    assert verbs[0]["again"] is False
 
 
 def test_what_is_gathered_is_in_the_order_of_ranks(verbs):
@@ -160,15 +171,19 @@ def come_late(pipe: Any) -> None:
     """Rank 1 comes to no step, though it lives."""
     with Ranks.of_torchrun(timeout=1.0) as ranks:
         if ranks.rank:
-            pipe.poll(None)
+            pipe.recv()
         ranks.agree(False)
 
 
-def test_a_rank_that_is_late_ends_the_others_which_name_it():
+def test_a_rank_that_is_late_ends_the_others_which_name_it_and_then_itself():
     with world(come_late) as ranks:
         error = receive(ranks.pipes[0])
+        ranks.pipes[1].send(None)
+        late = receive(ranks.pipes[1])
     assert isinstance(error, PeerGoneError)
     assert "rank 1 did not come to a step within 1 s" in str(error)
+    assert isinstance(late, PeerGoneError)
+    assert "rank 1 of 2: came late, or for another step than the others" in str(late)
 
 
 def join_of_two(_: Any) -> None:

@@ -30,7 +30,6 @@ POLL_SECONDS = 0.5
 BEHIND_SECONDS = 0.02
 """How long a poll waits: while a worker has yet to apply what was published, its report is due."""
 _GRACE_SECONDS = 2.0  # for the answer, after the poll's own
-_FETCH_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,10 @@ class NodeScheme(UniLabShmScheme):
         return replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
 
     def _first(self) -> StoredWeights:
-        """Return the newest version, once there is one; the mailbox may be being started."""
+        """Return the newest version, once there is one; the mailbox may be being started.
+
+        What has been posted may take as long as it does to come.
+        """
         errors = load_ray().exceptions
         self._actor = find(self._mailbox, FIRST_SECONDS)
         cause: Exception | None = None
@@ -158,11 +160,20 @@ class NodeScheme(UniLabShmScheme):
         node: int | None = None,
         applied: dict[int, int | None] | None = None,
     ) -> StoredWeights | None:
-        """Return the weights that `Mailbox.poll` tells of; a Ray error if it does not answer."""
+        """Return the weights that `Mailbox.poll` tells of, None at the end of the scheme.
+
+        A Ray error if the mailbox does not answer, or the weights are lost.
+        """
         ray = load_ray()
         answer = self._actor.poll.remote(after, seconds, node, applied or {})
         letter: Letter | None = ray.get(answer, timeout=seconds + _GRACE_SECONDS)
-        return None if letter is None else ray.get(letter.weights[0], timeout=_FETCH_SECONDS)
+        if letter is None:
+            return None
+        # A `get` that is given up gives up what has come so far: a slow link would bring nothing.
+        while not ray.wait(letter.weights, timeout=POLL_SECONDS)[0]:
+            if self._ended.is_set():
+                return None
+        return ray.get(letter.weights[0])
 
     def disconnect(self) -> None:
         """End the thread that follows the mailbox. Idempotent."""

@@ -86,6 +86,7 @@ class UniLabRayScheme(WeightSyncScheme):
         self._letter: Letter | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
+        self._sending = threading.Lock()
         self._last_reports: Reports = {}
         self._name = f"unilab-mailbox-{uuid.uuid4().hex}"
         self._mailbox: Any = None
@@ -174,18 +175,18 @@ class UniLabRayScheme(WeightSyncScheme):
             worker_ids: Accepted, as `RayCollector` gives it: all nodes get them.
 
         Raises:
-            UsageError: Not initialised on the sender, or shut down, or Ray is.
+            UsageError: The scheme has no collector yet, or is shut down, or Ray is.
+            ConfigError: They are no weights.
             LayoutError: Keys, shapes or dtypes differ from the policy's; nothing was posted.
         """
-        if not self._initialized_on_sender or self._mailbox is None:
-            raise UsageError("Must be initialized on sender before sending weights")
-        self._check_session()
+        self._check_mailbox()
         with span("publish"):
             tensors = named_tensors(self.model if weights is None else weights)
             if absent := self._optional - tensors.keys():  # RayCollector leaves out extra state
                 own = named_tensors(self.model)
                 tensors |= {key: own[key] for key in absent}
-            self._post(tensors, self.version + 1)
+            with self._sending:  # any thread may: each takes a number of its own
+                self._post(tensors, self.version + 1)
 
     def _post(self, tensors: dict[str, torch.Tensor], version: int) -> None:
         """Post tensors as a version."""
@@ -209,8 +210,13 @@ class UniLabRayScheme(WeightSyncScheme):
             with contextlib.suppress(ray.exceptions.RayError):
                 self._mailbox.post.remote(self._letter)
 
-    def _check_session(self) -> None:
-        """Refuse if the mailbox is gone with its Ray: a call would start Ray anew."""
+    def _check_mailbox(self) -> None:
+        """Refuse if there is no mailbox, or it is gone with its Ray: a call would start Ray anew."""
+        if self._mailbox is None:
+            raise UsageError(
+                "UniLabRayScheme: no mailbox (expected one: RayCollector makes it at its start, "
+                "and its shutdown, at the end of its loop, ends it). Use the scheme between."
+            )
         if (found := session()) != self._session:
             raise UsageError(
                 f"Ray: {'not running' if found is None else 'started again'} (expected the one "
@@ -267,12 +273,7 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def _reports(self) -> Reports:
         """Return what nodes reported, or reported last where the mailbox does not answer."""
-        if self._mailbox is None:
-            raise UsageError(
-                "reports of nodes: the scheme has no mailbox (expected one: RayCollector makes it "
-                "at its start, and its shutdown, at the end of its loop, ends it). Ask between."
-            )
-        self._check_session()
+        self._check_mailbox()
         ray = load_ray()
         try:
             reports: Reports = ray.get(self._mailbox.reports.remote(), timeout=_ANSWER_SECONDS)
@@ -297,7 +298,7 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        own = ("_mailbox", "_policy", "_letter", "_thread", "_ended")
+        own = ("_mailbox", "_policy", "_letter", "_thread", "_ended", "_sending")
         return state | dict.fromkeys(own)
 
     def shutdown(self) -> None:

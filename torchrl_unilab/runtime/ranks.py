@@ -86,8 +86,6 @@ class Ranks:
         self._handler: Any = None  # of SIGTERM, before
         self._waits = False  # for the others, and if it was interrupted in that
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
-        # NaN for ranks whose gradients were not finite, in the first step where one was not.
-        self._spoilt = torch.zeros(self.size)
 
     @classmethod
     def of_torchrun(cls, *, device: str = "cpu", timeout: float = 300.0) -> Self:
@@ -102,6 +100,8 @@ class Ranks:
     def __enter__(self) -> Self:
         if self.size == 1:
             return self
+        # NaN for ranks whose gradients were not finite, in the first step where one was not.
+        self._spoilt = torch.zeros(self.size)
         if dist.is_initialized():
             raise ConfigError(
                 f"ranks: this process has a process group already (expected none: {self.size} "
@@ -202,8 +202,9 @@ class Ranks:
         # `agree` checks it later: here nothing waits for the device.
         finite = flat[: sum(sizes[: len(gradients)])].isfinite().all()
         flat[self.rank - self.size] = torch.where(finite, 0.0, torch.nan)
+        flat.div_(self.size)  # first: a sum of finite numbers may not be
         self._together(flat, dist.all_reduce, flat)
-        for tensor, part in zip(tensors, flat.div_(self.size).split(sizes), strict=True):
+        for tensor, part in zip(tensors, flat.split(sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
         found = self._spoilt.to(spoilt)
         self._spoilt = torch.where(found.isnan().any(), found, spoilt)
@@ -307,8 +308,9 @@ class Ranks:
                 break
             time.sleep(_POLL_SECONDS)
         named = [f"rank {rank} {reason}" for rank, reason in reasons.items() if reason]
+        found = "; ".join(named) or f"came late, or for another step than the others, {error}"
         return PeerGoneError(
-            f"rank {self.rank} of {self.size}: {'; '.join(named) or error}\n(expected all to come "
+            f"rank {self.rank} of {self.size}: {found}\n(expected all to come "
             "to each step). Remove the cause, and start again, with --resume if there is a "
             "checkpoint."
         )

@@ -93,9 +93,10 @@ def resume_run(
     check_run(saved, said, f"cannot resume {run_dir}", settings)
     ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
     if ranks != found:
+        way = "without torchrun" if ranks == 1 else f"by torchrun, in {ranks} processes in all"
         raise ConfigError(
             f"cannot resume {run_dir}: {found} ranks for a run of {ranks} (expected as many). "
-            f"Start it with torchrun --nproc-per-node {ranks}."
+            f"Start it {way}."
         )
     before = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
     before |= {name: said[name] for name in _TAKEN_OVER if said.get(name) is not None}
