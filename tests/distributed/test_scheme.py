@@ -163,7 +163,7 @@ def test_an_interrupted_publish_uses_its_version_up(learner, node, monkeypatch):
 
 
 def test_each_publish_of_several_threads_has_a_version_of_its_own(learner):
-    scheme, policy = learner
+    scheme, _ = learner
     posted = []
     mailbox = Mock(**{"post.remote.side_effect": lambda letter: posted.append(letter.version)})
     scheme._mailbox, mailbox = mailbox, scheme._mailbox

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import set_composite_lp_aggregate
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal
 
@@ -97,6 +100,21 @@ def test_noise_continues_after_a_snapshot_and_begins_anew_for_other_environments
 def test_a_correlation_out_of_its_range_is_refused(correlation):
     with pytest.raises(ConfigError, match=r"noise_correlation: .*expected from 0 to below 1"):
         make_actor(3, 2, noise_correlation=correlation)
+
+
+@pytest.mark.parametrize("log_std", [math.nan, math.inf])
+def test_a_scale_that_is_not_finite_is_refused(log_std):
+    with pytest.raises(ConfigError, match="log_std"):
+        make_actor(3, 2, log_std=log_std)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_log_probability_has_one_name_whatever_torchrl_calls_its_own(grad):
+    observation = TensorDict(observation=torch.zeros(5, 3), batch_size=[5])
+    with set_composite_lp_aggregate(True), torch.set_grad_enabled(grad):
+        actor = make_actor(3, 2)
+        assert "action_log_prob" in actor.out_keys
+        assert {*actor(observation).keys()} == {"observation", *actor.out_keys}
 
 
 def test_noise_is_neither_published_nor_saved_with_the_weights():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -45,6 +47,14 @@ def test_an_observation_that_never_changes_is_nought():
 def test_a_size_that_is_no_positive_integer_is_refused(size):
     with pytest.raises(ConfigError, match=r"size of observations: .* an integer of at least 1"):
         ObservationNormalizer(size)
+
+
+@pytest.mark.parametrize(
+    "numbers", [{"epsilon": 0.0}, {"epsilon": -1.0}, {"epsilon": math.inf}, {"clip": -1.0}]
+)
+def test_numbers_that_make_nonsense_of_observations_are_refused(numbers):
+    with pytest.raises(ConfigError, match=r"expected numbers above 0"):
+        ObservationNormalizer(3, **numbers)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])

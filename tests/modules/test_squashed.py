@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -127,9 +128,25 @@ def test_bounds_and_widths_that_cannot_work_are_refused(make, bounds, complaint)
         make(3, 2, **bounds)
 
 
-def test_bounds_of_the_scale_must_be_in_order():
+@pytest.mark.parametrize("bounds", [(1.0, 1.0), (-math.inf, 0.0), (0.0, math.inf)])
+def test_bounds_of_the_scale_must_be_finite_and_in_order(bounds):
     with pytest.raises(ConfigError, match="log_std_bounds"):
-        make_sac_actor(3, 2, log_std_bounds=(1.0, 1.0))
+        make_sac_actor(3, 2, log_std_bounds=bounds)
+
+
+@given(st.floats(-1000, 1000, width=32), st.floats(0.0625, 1000, width=32))
+def test_no_action_is_rounded_beyond_its_bounds(low, width):
+    low, high = torch.tensor([low]), torch.tensor([low]) + width
+    actor = make_td3_actor(1, 1, low=low, high=high, hidden=())
+    with torch.no_grad():
+        actor.net[0].weight.fill_(1.0)
+        saturated = TensorDict(observation=torch.tensor([[-1e4], [1e4]]), batch_size=[2])
+        least, most = actor(saturated)["action"]
+    assert low <= least
+    assert most <= high
+    room = 1e-6 * (float(low.abs()) + width)
+    torch.testing.assert_close(least, low, rtol=0.0, atol=room)
+    torch.testing.assert_close(most, high, rtol=0.0, atol=room)
 
 
 @pytest.mark.parametrize("make", [make_sac_actor, make_td3_actor])

@@ -262,6 +262,7 @@ def test_the_learning_rate_stays_within_its_bounds(lr, kl):
         ("rho_bar", -1.0),
         ("c_bar", -2.0),
         ("entropy_coeff", float("nan")),
+        ("entropy_coeff", float("inf")),
     ],
 )
 def test_coefficients_out_of_range_are_refused(name, value):

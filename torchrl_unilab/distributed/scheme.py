@@ -211,7 +211,7 @@ class UniLabRayScheme(WeightSyncScheme):
                 self._mailbox.post.remote(self._letter)
 
     def _check_mailbox(self) -> None:
-        """Refuse if there is no mailbox, or it is gone with its Ray: a call would start Ray anew."""
+        """Refuse if there is no mailbox, or none any more: a call would start Ray anew."""
         if self._mailbox is None:
             raise UsageError(
                 "UniLabRayScheme: no mailbox (expected one: RayCollector makes it at its start, "

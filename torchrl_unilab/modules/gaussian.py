@@ -121,6 +121,7 @@ class GaussianActor(DirectActor):
             in_keys=["loc", "scale"],
             distribution_class=DiagonalNormal,
             return_log_prob=True,
+            log_prob_key="action_log_prob",  # also where TorchRL would have another default
         )
         self.noise_correlation = noise_correlation
         self._noise: torch.Tensor | None = None  # neither parameter nor buffer: not published
@@ -177,6 +178,9 @@ def make_actor(
         log_std: Initial logarithm of the standard deviation; 0 in APPO's settings.
         noise_correlation: See `GaussianActor`.
 
+    Raises:
+        ConfigError: A size is not positive, or a number is out of its range.
+
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict
@@ -185,6 +189,10 @@ def make_actor(
         >>> batch["action"].shape, batch["action_log_prob"].shape
         (torch.Size([5, 2]), torch.Size([5]))
     """
+    if not math.isfinite(log_std):
+        raise ConfigError(
+            f"log_std: {log_std} (expected a finite number). Leave it out for the default."
+        )
     net = tanh_mlp([observation_size, *hidden, action_size], last_gain=0.01)
     parameters = GaussianParameters(in_key, normalizer, net, action_size, log_std)
     return GaussianActor(parameters, noise_correlation)

@@ -6,6 +6,7 @@ The statistics are buffers: they are published and saved with the policy, and ch
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 from typing_extensions import Self
 
-from torchrl_unilab.errors import LayoutShapeError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
 from torchrl_unilab.scalars import as_integer
 
 
@@ -26,11 +27,11 @@ class ObservationNormalizer(nn.Module):
 
     Args:
         size: Length of the observation vector.
-        epsilon: Added to the variance.
-        clip: Bound of the normalised values.
+        epsilon: Added to the variance; above 0.
+        clip: Bound of the normalised values; above 0, infinity for none.
 
     Raises:
-        ConfigError: The size is not positive.
+        ConfigError: A number is not positive.
 
     Examples:
         >>> import torch
@@ -48,6 +49,11 @@ class ObservationNormalizer(nn.Module):
     def __init__(self, size: int, *, epsilon: float = 1e-8, clip: float = 10.0) -> None:
         super().__init__()
         size = as_integer("size of observations", size, "Give the length of their vector.")
+        if not (0.0 < epsilon < math.inf and clip > 0.0):
+            raise ConfigError(
+                f"ObservationNormalizer: epsilon {epsilon} and clip {clip} (expected numbers above "
+                "0). Leave them out for the defaults."
+            )
         self.epsilon = epsilon
         self.clip = clip
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))

@@ -6,6 +6,7 @@ An action is ``center + reach * tanh(u)``, whatever writes ``u``. `FusedSACUpdat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ def _check_bounds(head: SquashedNetwork, state: Mapping[str, Any], prefix: str, 
     own = torch.stack([getattr(head, name) for name in names])
     found = [state[prefix + name] for name in names if prefix + name in state]
     known = len(found) == 2 and not own.is_meta
-    if known and not torch.equal(torch.stack(found).to(own), own):
+    if known and not torch.allclose(torch.stack(found).to(own), own):
         (center, reach), (own_center, own_reach) = found, own
         raise ConfigError(
             f"state of an actor with actions of {(center - reach).tolist()} to "
@@ -86,8 +87,13 @@ class SquashedNetwork(NormalizedNetwork):
         high: torch.Tensor,
     ) -> None:
         super().__init__(in_key, normalizer, net)
-        self.register_buffer("center", (high + low) / 2)
-        self.register_buffer("reach", (high - low) / 2)
+        center, reach = (high + low) / 2, (high - low) / 2
+        digit = torch.finfo(center.dtype).eps * torch.maximum(center.abs(), reach)
+        # Else the sum may be rounded beyond a bound, by its last digit.
+        while (beyond := (center + reach > high) | (center - reach < low)).any():
+            reach = torch.where(beyond, (reach - digit).clamp(min=0.0), reach)
+        self.register_buffer("center", center)
+        self.register_buffer("reach", reach)
         self.register_load_state_dict_pre_hook(_check_bounds)
 
 
@@ -179,6 +185,8 @@ def make_sac_actor(
         high: Highest action, likewise.
         in_key: Where the observation is.
         normalizer: Normalises observations; part of the actor, so it is published with it.
+            TorchRL's losses keep copies: in a loop of your own call
+            `torchrl_unilab.objectives.targets.sync_normalizers` before each update.
         hidden: Widths of the relu layers.
         layer_norm: Whether to normalise what goes into each relu.
         log_std_bounds: Soft bounds of the standard deviation's logarithm, before the tanh.
@@ -194,9 +202,9 @@ def make_sac_actor(
         >>> actor(TensorDict(observation=torch.zeros(5, 3), batch_size=[5]))["action"].shape
         torch.Size([5, 2])
     """
-    if not log_std_bounds[0] < log_std_bounds[1]:
+    if not -math.inf < log_std_bounds[0] < log_std_bounds[1] < math.inf:
         raise ConfigError(
-            f"log_std_bounds: {log_std_bounds} (expected a lower and a higher number). "
+            f"log_std_bounds: {log_std_bounds} (expected a lower and a higher finite number). "
             "Leave it out for the default."
         )
     lowest, highest = _bounds(low, high, action_size)
@@ -227,6 +235,8 @@ def make_td3_actor(
         high: Highest action, likewise.
         in_key: Where the observation is.
         normalizer: Normalises observations; part of the actor, so it is published with it.
+            TorchRL's losses keep copies: in a loop of your own call
+            `torchrl_unilab.objectives.targets.sync_normalizers` before each update.
         hidden: Widths of the relu layers.
         layer_norm: Whether to normalise what goes into each relu.
 

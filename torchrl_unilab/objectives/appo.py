@@ -63,9 +63,8 @@ class APPOLoss(LossModule):
 
     `estimate` computes ``v`` and ``A`` by V-trace with ``rho = t / b`` once per pool of
     rollouts; `forward` gives the losses of a minibatch of it. In a loop of your own call
-    `step_target` after each optimiser step, or else the target policy stays what it was. Runs do
-    not take the defaults of here: `APPOConfig` leaves values free (``value_clip``) and updates the
-    target once per rollout.
+    `step_target` after each optimiser step: nothing else moves the target policy. Runs have other
+    defaults (`APPOConfig`): values are left free, and the target moves once per rollout.
 
     Args:
         actor_network: Probabilistic actor that returns its log probability.
@@ -80,8 +79,7 @@ class APPOLoss(LossModule):
         rho_bar: V-trace's bound of the ratio in temporal differences.
         c_bar: V-trace's bound of the ratio in traces.
         tau: Share of the current policy that each target update takes over.
-        target_update_freq: Calls of `step_target` from one target update to the next; None: none,
-            `update_target` is called where one is due.
+        target_update_freq: Optimiser steps between target updates; None: call `update_target`.
 
     Raises:
         ConfigError: A coefficient is out of its range, or the actor draws several actions.
@@ -144,7 +142,7 @@ class APPOLoss(LossModule):
     ) -> None:
         for name, value in (("gamma", gamma), ("lambda_", lambda_), ("tau", tau)):
             _check_range(name, value, 0.0, 1.0)
-        _check_range("entropy_coeff", entropy_coeff, -math.inf, math.inf)
+        _check_range("entropy_coeff", entropy_coeff, -1e38, 1e38)
         for name, value in (
             ("clip_epsilon", clip_epsilon),
             ("value_clip", value_clip or 0.0),
@@ -281,8 +279,7 @@ class APPOLoss(LossModule):
         Returns:
             Scalars ``loss_objective``, ``loss_critic``, ``loss_entropy`` with gradients,
             and ``kl`` (target to current policy), ``entropy``, ``clip_fraction``,
-            ``rho_clip_fraction`` without. What a distribution cannot tell of entropy and
-            divergence is estimated from samples.
+            ``rho_clip_fraction`` without. What a distribution cannot tell is estimated by samples.
 
         Raises:
             LayoutKeyError: `estimate` has not prepared the minibatch.
@@ -390,7 +387,7 @@ def _entropy(dist: Distribution) -> torch.Tensor:
     try:
         return dist.entropy()
     except NotImplementedError:
-        # Of the same draw: to find what a tanh had saturated would give another density.
+        # Of the draw itself: where a tanh is saturated the action no longer tells it.
         return -sample_and_log_prob(dist, reparameterize=dist.has_rsample)[1]
 
 

@@ -23,6 +23,19 @@ def sync_normalizers(loss: LossModule) -> None:
 
     Args:
         loss: An off-policy loss of TorchRL.
+
+    Examples:
+        >>> import torch
+        >>> from torchrl.objectives import TD3Loss
+        >>> from torchrl_unilab.modules import ObservationNormalizer, make_q_value, make_td3_actor
+        >>> from torchrl_unilab.objectives.targets import sync_normalizers, targets_of
+        >>> normalizer = ObservationNormalizer(3)
+        >>> actor, critic = (f(3, 1, normalizer=normalizer) for f in (make_td3_actor, make_q_value))
+        >>> loss = TD3Loss(actor, critic, bounds=(-1.0, 1.0))
+        >>> normalizer.update(torch.ones(10, 3))
+        >>> sync_normalizers(loss)
+        >>> targets_of(loss, "actor_network")["normalizer", "mean"].tolist()
+        [1.0, 1.0, 1.0]
     """
     children = dict(loss.named_children())
     for name in loss._has_update_associated:  # of all networks

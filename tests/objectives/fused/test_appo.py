@@ -14,7 +14,7 @@ from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
 from tests.support.appo import ACT, OBS, fused, make_loss, make_pool
 from torchrl_unilab.configs.appo import APPOConfig
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
@@ -293,6 +293,12 @@ UNSUPPORTED = {
     "other critic": lambda: _replaced(critic=ValueOperator(nn.Linear(OBS, 1))),
     "subclass": lambda: _Subclass(make_actor(OBS, ACT), make_critic(OBS)),
 }
+
+
+def test_a_pool_of_several_dimensions_is_refused_with_what_to_do():
+    loss = _replaced()
+    with pytest.raises(LayoutShapeError, match=r"\(2, 3\) \(expected one dimension\).*reshape"):
+        fused(loss).prepare(TensorDict(batch_size=[2, 3]))
 
 
 @pytest.mark.parametrize("case", UNSUPPORTED)

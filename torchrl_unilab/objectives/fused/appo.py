@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
 from torchrl_unilab.modules.critics import StateValue
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI, GaussianActor, GaussianParameters
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
@@ -178,8 +178,14 @@ class FusedAPPOUpdate:
 
         Raises:
             ConfigError: A parameter's memory has moved since this was made, or it was frozen.
+            LayoutShapeError: The batch has several dimensions.
         """
         self.check()
+        if pool.batch_dims != 1:
+            raise LayoutShapeError(
+                f"pool: batch size {tuple(pool.batch_size)} (expected one dimension). Flatten it "
+                "by reshape(-1)."
+            )
         loss, keys = self.loss, self.loss.tensor_keys
         self._factors[1] = 0.5 * loss.critic_coeff
         networks = (loss.actor_network[0], loss.critic_network)[: 1 if self._one_input else 2]

@@ -258,8 +258,8 @@ class FusedOffPolicyUpdate(abc.ABC):
             minibatch: Some of `prepare`'s rows, [n, k].
             update_policy: Whether the policy learns too; critics and targets always move.
             generator: Source of the noise; the device's global one by default. It is drawn in
-                the order in which the loss draws it; on the CPU torch fills by 16 numbers. With
-                one, steps are eager on a GPU, too.
+                the order in which the loss draws it, the policy's only where the policy learns;
+                on the CPU torch fills by 16 numbers. With one, steps are eager on a GPU, too.
 
         Returns:
             Losses and statistics as `statistics` names them. Those of the policy are of the
