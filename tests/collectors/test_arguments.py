@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torchrl.data import Unbounded
+from torchrl.envs import TensorDictPrimer, TransformedEnv
 
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv
@@ -15,7 +17,7 @@ from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 FRAMES = 2 * 16
-# As `RayCollector` gives them to each collector that it makes.
+# As `RayCollector` gives them to each collector that it makes, and what collectors always do.
 FROM_RAY: dict[str, Any] = {
     "max_frames_per_traj": -1,
     "init_random_frames": 0,
@@ -25,6 +27,7 @@ FROM_RAY: dict[str, Any] = {
     "storing_device": None,
     "env_device": None,
     "policy_device": None,
+    "track_policy_version": True,
     "trust_policy": None,
     "worker_idx": 0,
 }
@@ -49,6 +52,8 @@ def test_what_ray_collectors_hand_on_changes_nothing():
         ("split_trajs", True),
         ("reset_at_each_iter", True),
         ("storing_device", "cuda"),
+        ("compile_policy", True),
+        ("replay_buffer", object()),
     ],
 )
 def test_a_stock_argument_that_asks_for_something_is_refused_by_name(argument, value):
@@ -61,6 +66,18 @@ def test_environments_of_another_size_than_the_first_workers_are_refused(sizes):
     factories = [partial(CountingEnv, (size,)) for size in sizes]
     with pytest.raises(WorkerError, match=rf"worker 1: batch size \({sizes[1]},\) \(expected"):
         APPOCollector(factories, make_policy(), frames_per_batch=FRAMES)
+
+
+def primed(primer: TensorDictPrimer) -> TransformedEnv:
+    return TransformedEnv(CountingEnv(), primer)
+
+
+def test_a_function_may_hold_a_transform_for_its_environment():
+    primer = TensorDictPrimer(state=Unbounded((3,)), expand_specs=True)
+    make_env = partial(primed, primer)
+    with APPOCollector(make_env, make_policy(), frames_per_batch=FRAMES, num_collectors=2) as one:
+        assert next(iter(one))["state"].shape == (2, 16, 3)
+    assert primer.parent is None
 
 
 def test_an_argument_that_no_collector_has_is_a_type_error():

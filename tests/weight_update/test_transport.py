@@ -56,6 +56,17 @@ def test_an_unrelated_process_reads_by_name_what_was_written():
             assert receive(pipe) == (2, [[2.0] * 3] * 2, [2.0] * 3)
 
 
+@pytest.mark.parametrize("shape", [3, "3", [2.0], np.zeros(3)])
+def test_what_is_neither_a_shape_nor_a_tensor_is_refused_by_its_key(shape):
+    with pytest.raises(ConfigError, match=r"'w' is .* \(expected a shape or a tensor\)"):
+        UniLabShmTransport.create({"w": shape})
+
+
+def test_weights_of_no_worker_are_refused():
+    with pytest.raises(ConfigError, match="of no worker"):
+        UniLabShmTransport({})
+
+
 class OfADevice(torch.Tensor):
     """Passes for a tensor of an accelerator, which comes to the host by a copy."""
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+import cloudpickle
 import torch
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
@@ -42,10 +43,14 @@ class WorkerSettings(TypedDict, total=False):
 
 _LEAVE_OUT = "Leave it out: these collectors do without"
 STOCK: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "max_frames_per_traj": ((None, 0, -1), _LEAVE_OUT),
-    "init_random_frames": ((None, 0, -1), _LEAVE_OUT),
+    "max_frames_per_traj": ((None, 0, -1), "Append a StepCounter(max_steps) to the environment"),
+    "init_random_frames": ((None, 0, -1), "Use a ReplayCollector, which has it"),
     "reset_at_each_iter": ((False,), _LEAVE_OUT),
-    "split_trajs": ((None, False), _LEAVE_OUT),
+    "split_trajs": ((None, False), "Take torchrl.collectors.utils.split_trajectories"),
+    "postproc": ((None,), "Call it with what is yielded"),
+    "replay_buffer": ((None,), "Extend it by what is yielded, or use a ReplayCollector"),
+    "compile_policy": ((None, False), "Give torch.compile(policy)"),
+    "track_policy_version": ((None, True), "Leave it out: batches always have it"),
     "device": ((None, "cpu"), _LEAVE_OUT),
     "storing_device": ((None, "cpu"), _LEAVE_OUT),
     "env_device": ((None, "cpu"), _LEAVE_OUT),
@@ -190,6 +195,13 @@ def env_factories(
     for create_env in factories:
         check_factory(create_env)
     return factories
+
+
+def of_another(create_env: CreateEnv) -> CreateEnv:
+    """Return a copy of a factory: a transform that it holds cannot be of two environments."""
+    shared = isinstance(create_env, EnvCreator)
+    copied: CreateEnv = create_env if shared else cloudpickle.loads(cloudpickle.dumps(create_env))
+    return copied
 
 
 def without_creators(

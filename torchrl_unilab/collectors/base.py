@@ -33,6 +33,7 @@ from torchrl_unilab.collectors.arguments import (
     closed_error,
     env_factories,
     find_device,
+    of_another,
     policy_scheme,
     refuse_hook,
     steps_of,
@@ -59,7 +60,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     Args:
         create_env_fn: Makes a worker's environment, of any TorchRL kind, or one such
-            function per worker; cloudpickled. One environment is made here for its specs.
+            function per worker; cloudpickled. One environment is made here for its specs, so with
+            `inline` it is called twice, and may hold no transform.
         policy: Acts in the workers, which get copies; needs parameters or buffers. None where
             `policy_factory` makes it.
         total_frames: Frames to yield, -1 for no end.
@@ -156,7 +158,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
         Of the workers `share` collect a batch together; `explore` wraps the policy in each.
         """
-        env, own = self._factories[0](), None
+        first, own = self._factories[0], None
+        env = (first if self._inline else of_another(first))()
         check_env(env)
         try:
             check_done_keys(env)
@@ -184,7 +187,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             )
             workers: WorkerService | WorkerGroup
             if self._inline:
-                own = self._factories[0]()  # not stepped yet: it may learn from what it sees
+                own = first()  # not stepped yet: it may learn from what it sees
                 workers = WorkerService(setup, env=own)
             else:
                 arguments = [(setup, worker) for worker in range(self.num_workers)]

@@ -173,7 +173,8 @@ class NodeScheme(UniLabShmScheme):
         while not ray.wait(letter.weights, timeout=POLL_SECONDS)[0]:
             if self._ended.is_set():
                 return None
-        return ray.get(letter.weights[0])
+        weights: StoredWeights = ray.get(letter.weights[0])
+        return weights
 
     def disconnect(self) -> None:
         """End the thread that follows the mailbox. Idempotent."""

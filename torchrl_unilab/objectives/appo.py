@@ -386,9 +386,9 @@ def _needed(tensordict: TensorDictBase, key: NestedKey, remedy: str) -> torch.Te
 def _entropy(dist: Distribution) -> torch.Tensor:
     try:
         return dist.entropy()
-    except NotImplementedError:
-        # Of the draw itself: where a tanh is saturated the action no longer tells it.
-        return -sample_and_log_prob(dist, reparameterize=dist.has_rsample)[1]
+    except NotImplementedError:  # of the draw, which a saturated action no longer tells
+        _, log_prob = sample_and_log_prob(dist, reparameterize=dist.has_rsample)
+        return torch.neg(log_prob)
 
 
 def _kl_divergence(p: Distribution, q: Distribution) -> torch.Tensor:

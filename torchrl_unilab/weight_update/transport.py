@@ -45,14 +45,14 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
         return ModuleWeights(weights).named()
     if not isinstance(weights, (dict, TensorDictBase)):
         raise ConfigError(
-            f"cannot publish weights: {type(weights).__name__} (expected a module, a "
+            f"weights: {type(weights).__name__} (expected a module, a "
             "TensorDict or a state dict). Convert it first."
         )
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _leaves(weights, ""):
         if name in tensors:
             raise LayoutKeyError(
-                f"cannot publish weights: key {name!r} comes twice (expected once). "
+                f"weights: key {name!r} comes twice (expected once). "
                 "Leave out either the nested or the dotted entry."
             )
         tensors[name] = tensor
@@ -72,7 +72,7 @@ def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
             leaves += _leaves(value, name)
         else:
             raise ConfigError(
-                f"cannot publish weights: {name!r} is a {type(value).__name__} (expected a "
+                f"weights: {name!r} is a {type(value).__name__} (expected a "
                 "tensor). Leave it out, or make it a tensor."
             )
     return leaves
@@ -146,7 +146,8 @@ class UniLabShmTransport(Owner):
         settings: dict[str, Any] = {"slots": slots, "name": name, "first_version": first_version}
         for worker in initial:
             as_integer("a worker of the initial weights", worker, "Number them from 0.", least=0)
-        readers = max(initial, default=-1) + 1
+        if not initial:
+            raise ConfigError("initial weights: of no worker (expected some). Give worker 0's.")
         sources = {id(weights): named_tensors(weights) for weights in initial.values()}
         for tensors in sources.values():
             if meta := [key for key, tensor in tensors.items() if tensor.is_meta]:
@@ -155,7 +156,7 @@ class UniLabShmTransport(Owner):
                     "policy values, or pass it beside a policy_factory that does."
                 )
         cells = {
-            source: SnapshotCell(tensors, readers=readers, **settings)
+            source: SnapshotCell(tensors, readers=max(initial) + 1, **settings)
             for source, tensors in sources.items()
         }
         workers = {worker: cells[id(weights)] for worker, weights in initial.items()}
@@ -363,7 +364,7 @@ class UniLabShmTransport(Owner):
         model: Any = None,
         strategy: Any = None,
     ) -> TensorDictBase:
-        """Return the newest published weights of the first worker, applied to `model` if given."""
+        """Return the first worker's newest weights, applied to `model` if given. Never waits."""
         received = nested(self.newest(min(self.cells))[1])
         if model is not None and strategy is not None:
             strategy.apply_weights(model, received)
@@ -385,9 +386,14 @@ class UniLabShmTransport(Owner):
 def _initial(
     param_shapes: Mapping[str, Sequence[int] | torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    return {
-        key: value
-        if isinstance(value, torch.Tensor)
-        else torch.zeros(tuple(value), dtype=torch.float32, device="cpu")
-        for key, value in param_shapes.items()
-    }
+    initial = {}
+    for key, value in param_shapes.items():
+        if isinstance(value, torch.Tensor):
+            initial[key] = value
+        elif isinstance(value, Sequence) and all(isinstance(n, int) for n in value):
+            initial[key] = torch.zeros(tuple(value), dtype=torch.float32, device="cpu")
+        else:
+            raise ConfigError(
+                f"initial weights: {key!r} is {value!r} (expected a shape or a tensor). Convert it."
+            )
+    return initial

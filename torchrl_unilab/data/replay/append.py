@@ -282,6 +282,7 @@ def check_steps(
         )
     if mask is not None and (mask.shape != rows.batch_size or mask.dtype is not torch.bool):
         raise LayoutShapeError(
-            f"terminal_mask: {mask.dtype} of shape {tuple(mask.shape)} (expected torch.bool of "
-            f"{tuple(rows.batch_size)}). One entry for each row."
+            f"terminal_mask: {type(mask).__name__} of {mask.dtype} and shape {tuple(mask.shape)} "
+            f"(expected a tensor of torch.bool and {tuple(rows.batch_size)}). One entry for each "
+            "row."
         )

@@ -227,7 +227,8 @@ class SharedRollouts(SharedStorage):
             timeout: Seconds; without end if None.
 
         Raises:
-            PeerGoneError: There is none and a writer has died; names its process.
+            PeerGoneError: There is none and a writer has died, which it names; or all have
+                resigned, and there is no timeout.
             UsageError: The schema is not known yet.
         """
         return bool(self._hold(1, timeout))
@@ -241,7 +242,8 @@ class SharedRollouts(SharedStorage):
             timeout: Seconds to wait for a rollout; None waits as long as all writers live.
 
         Raises:
-            PeerGoneError: No rollout came, and a writer has died; names its process.
+            PeerGoneError: None came and a writer has died, which it names; or all have
+                resigned, and there is no timeout.
             SegmentError: The slot was written without a claim.
         """
         unread = self._unread()
