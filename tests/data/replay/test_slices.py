@@ -169,6 +169,23 @@ def test_other_storages_are_left_to_torchrl():
     )
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"end_keys": [("next", "done")]},
+        {"end_key": ("next", "done"), "cache_values": True},
+        {"traj_key": "episode", "cache_values": True},
+    ],
+    ids=str,
+)
+def test_what_it_does_not_look_for_is_left_to_torchrl_where_rows_do_not_take_turns(settings):
+    with PackedReplayStorage(CAPACITY, example=_rows([False])[0]) as storage:
+        storage.append(_rows([False, True, False, False, True, False]))
+        ours, stock = (kind(slice_len=1, **settings) for kind in (PackedSliceSampler, SliceSampler))
+        _assert_same_boundaries(ours, stock, storage)
+        assert _buffer(ours, storage).sample()["step"].max() <= 5
+
+
 _USE_OURS = "slices of a replay with writers={}: its .*Use PackedSliceSampler"
 
 
