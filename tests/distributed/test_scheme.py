@@ -230,6 +230,12 @@ def test_a_collector_without_workers_is_refused(learner):
         )
 
 
+@pytest.mark.parametrize("policy", [partial(make_policy, 1.0), 3])
+def test_what_is_no_policy_is_refused_at_once(policy):
+    with pytest.raises(ConfigError, match="expected a module"):
+        UniLabRayScheme(policy)
+
+
 def test_other_weights_are_refused_before_anything_is_posted(learner):
     scheme, policy = learner
     weights = named_tensors(policy)

@@ -62,6 +62,13 @@ def test_what_is_neither_a_shape_nor_a_tensor_is_refused_by_its_key(shape):
         UniLabShmTransport.create({"w": shape})
 
 
+def test_weights_by_number_are_refused_by_the_number():
+    with UniLabShmTransport.create(SHAPES) as transport:
+        with pytest.raises(ConfigError, match=r"key 0 \(expected names\)"):
+            transport.write_weights({0: _state(1.0)})
+        assert transport.version == 0
+
+
 def test_weights_of_no_worker_are_refused():
     with pytest.raises(ConfigError, match="of no worker"):
         UniLabShmTransport({})

@@ -64,7 +64,7 @@ class UniLabRayScheme(WeightSyncScheme):
             The newest is posted when it does.
 
     Raises:
-        ConfigError: Ray is not installed, or `first_version` is below 0.
+        ConfigError: Ray is not installed, `first_version` is below 0, or `policy` is no module.
 
     Examples:
         >>> from torchrl_unilab.distributed import UniLabRayScheme
@@ -79,6 +79,11 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def __init__(self, policy: nn.Module | None = None, *, first_version: int = 0) -> None:
         load_ray()
+        if not isinstance(policy, nn.Module | None):
+            raise ConfigError(
+                f"UniLabRayScheme: policy is a {type(policy).__name__} (expected a module). Give "
+                "what the policy_factory makes."
+            )
         super().__init__()
         self.version = as_integer("first_version", first_version, "Use 0.", least=0)
         self.skipped = 0

@@ -52,8 +52,7 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
     for name, tensor in _leaves(weights, ""):
         if name in tensors:
             raise LayoutKeyError(
-                f"weights: key {name!r} comes twice (expected once). "
-                "Leave out either the nested or the dotted entry."
+                f"weights: key {name!r} comes twice, nested and dotted (expected once). Leave one out."
             )
         tensors[name] = tensor
     return tensors
@@ -62,6 +61,8 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
 def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
     leaves: list[tuple[str, torch.Tensor]] = []
     for key, value in weights.items():
+        if not isinstance(key, (str, tuple)):
+            raise ConfigError(f"weights: key {key!r} (expected names). Give those of one module.")
         name = prefix + ("" if not prefix else ".") + dotted(key)
         name = name.replace(_TORCHRL_EXTRA_STATE, EXTRA_STATE)
         if isinstance(value, torch.Tensor):
