@@ -52,7 +52,7 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
     for name, tensor in _leaves(weights, ""):
         if name in tensors:
             raise LayoutKeyError(
-                f"weights: key {name!r} comes twice, nested and dotted (expected once). Leave one out."
+                f"weights: key {name!r} comes twice (expected once). Leave one of them out."
             )
         tensors[name] = tensor
     return tensors
