@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from torchrl_unilab.configs.appo import APPO_TASKS, APPOConfig
-from torchrl_unilab.configs.off_policy import OFF_POLICY_TASKS, OffPolicyConfig
+from torchrl_unilab.configs.off_policy import OFF_POLICY_TASKS, Algorithm, OffPolicyConfig
 from torchrl_unilab.configs.run import RunConfig
 from torchrl_unilab.configs.settings import Settings, nearest
 from torchrl_unilab.errors import ConfigError
@@ -38,20 +38,15 @@ class AlgorithmSettings:
     tasks: Collection[str]
 
 
+def _off_policy(algorithm: Algorithm, title: str) -> AlgorithmSettings:
+    for_task = partial(OffPolicyConfig.for_task, algorithm=algorithm)
+    return AlgorithmSettings(title, OffPolicyConfig, for_task, OFF_POLICY_TASKS)
+
+
 SETTINGS: Mapping[str, AlgorithmSettings] = {
     "appo": AlgorithmSettings("asynchronous PPO", APPOConfig, APPOConfig.for_task, APPO_TASKS),
-    "sac": AlgorithmSettings(
-        "soft actor-critic",
-        OffPolicyConfig,
-        partial(OffPolicyConfig.for_task, algorithm="sac"),
-        OFF_POLICY_TASKS,
-    ),
-    "td3": AlgorithmSettings(
-        "twin delayed DDPG",
-        OffPolicyConfig,
-        partial(OffPolicyConfig.for_task, algorithm="td3"),
-        OFF_POLICY_TASKS,
-    ),
+    "sac": _off_policy("sac", "soft actor-critic"),
+    "td3": _off_policy("td3", "twin delayed DDPG"),
 }
 """The settings of all algorithms, by name."""
 
