@@ -10,8 +10,6 @@ import mmap
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from torchrl_unilab.errors import ConfigError
-
 Place = Literal["shared", "private", "device"]
 """Shared segments, a process's own memory, or the learner's accelerator."""
 
@@ -191,22 +189,12 @@ def plan_threads(
 
     Small networks run fastest on one thread; physics scales with cores. Up to two cores are
     for physics even if the learner asks for them, too: it waits for data now and then, and a
-    collector for its policy, and what one leaves idle the other takes.
-
-    Raises:
-        ConfigError: A count is not positive.
+    collector for its policy, and what one leaves idle the other takes. All counts are positive.
 
     Examples:
         >>> print(plan_threads(8, collectors=2))
         8 core(s): 1 learner thread(s), 2 collector(s) with 3 physics thread(s) each
     """
-    asked = (cores, collectors, learner_threads, 1 if physics_threads is None else physics_threads)
-    if min(asked) < 1:
-        raise ConfigError(
-            f"thread plan: {cores} cores, {collectors} collectors, {physics_threads} physics "
-            f"and {learner_threads} learner threads (expected at least 1 each). "
-            "Check the process's affinity and the settings."
-        )
     if physics_threads is None:
         for_physics = max(min(cores, 2), cores - learner_threads)
         physics_threads = max(1, for_physics // collectors)

@@ -153,11 +153,7 @@ def check_frames(frames: int, config: Config, ranks: int = 1, name: str = "frame
 
 
 def run_threads(config: Config) -> ThreadPlan:
-    """Share this process's cores out among learner and collectors.
-
-    Raises:
-        ConfigError: A count is not positive.
-    """
+    """Share this process's cores out among learner and collectors."""
     cores = available_cores()
     learner = config.learner_threads or min(2, cores)
     return plan_threads(cores, config.num_collectors, config.physics_threads, learner)
