@@ -294,7 +294,8 @@ class MujocoBatchEnv(EnvBase):
         if seed is not None:
             self._set_seed(seed)
         ids = self._rows(None if tensordict is None else tensordict.get("_reset", None))
-        self._start_episodes(np.arange(len(self._state)) if ids is None else ids)
+        self._state.start(np.arange(len(self._state)) if ids is None else ids)
+        self._mark(ids)
         return self._output()
 
     def _step_and_maybe_reset(
@@ -352,10 +353,6 @@ class MujocoBatchEnv(EnvBase):
     def _rows(self, mask: torch.Tensor | None) -> NDArray[np.intp] | None:
         """The rows that a ``(n,)`` or ``(n, 1)`` mask selects; None for all."""
         return None if mask is None or mask.all() else np.flatnonzero(mask.cpu().numpy())
-
-    def _start_episodes(self, ids: NDArray[np.intp]) -> None:
-        self._state.start(ids)
-        self._mark(ids)
 
     def _mark(self, ids: NDArray[np.intp] | None = None) -> None:
         """Let the pictures of these simulations be drawn anew; of all for None."""
