@@ -233,7 +233,6 @@ class ModelRandomizer:
     def close(self) -> None:
         """Drop the views of the models, which keep the simulations alive."""
         self._batch = None
-        self._at_reset = False
         self._values = {}
 
     def _draw(self, ids: NDArray[np.intp], when: tuple[str, ...]) -> None:
