@@ -32,6 +32,9 @@ class PerEnvNoise(TensorDictModuleBase):
             each environment's first deviation for ever.
         generator: Source of all draws; the device's global one by default.
 
+    Attributes:
+        std: Each environment's standard deviation now, [*B, 1]; None before the first action.
+
     Raises:
         ConfigError: Bounds or standard deviations are not in order.
 
@@ -72,7 +75,7 @@ class PerEnvNoise(TensorDictModuleBase):
             torch.as_tensor(bound, dtype=torch.get_default_dtype()) for bound in (low, high)
         )
         self._generator = generator
-        self._std: torch.Tensor | None = None
+        self.std: torch.Tensor | None = None
         low_bound, high_bound = self._bounds
         finite = all(bound.isfinite().all() for bound in self._bounds)
         if not finite or not (low_bound < high_bound).all():
@@ -81,18 +84,13 @@ class PerEnvNoise(TensorDictModuleBase):
                 "finite). Take the action spec's, or bounds of your own where it has none."
             )
 
-    @property
-    def std(self) -> torch.Tensor | None:
-        """Each environment's standard deviation now, [*B, 1]; None before the first action."""
-        return self._std
-
     def snapshot(self) -> torch.Tensor | None:
         """Return a copy of `std`, for a checkpoint of who acts."""
-        return None if self._std is None else self._std.clone()
+        return None if self.std is None else self.std.clone()
 
     def restore(self, snapshot: torch.Tensor | None) -> None:
         """Continue with the deviations that `snapshot` returned; None: draw anew."""
-        self._std = snapshot
+        self.std = snapshot
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -121,12 +119,12 @@ class PerEnvNoise(TensorDictModuleBase):
 
     def _draw(self, like: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
         """Return the deviations, new ones where an episode starts or none is known yet."""
-        known = self._std
+        known = self.std
         if known is not None and (known.shape, known.device) != (like.shape, like.device):
             known = None  # of other environments
         if known is not None and first is None:
             return known
         drawn = torch.empty_like(like, memory_format=torch.contiguous_format)
         drawn.uniform_(self.std_min, self.std_max, generator=self._generator)
-        self._std = drawn if known is None or first is None else torch.where(first, drawn, known)
-        return self._std
+        self.std = drawn if known is None or first is None else torch.where(first, drawn, known)
+        return self.std
