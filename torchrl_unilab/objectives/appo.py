@@ -365,12 +365,10 @@ def _dist_params(
 
 
 def _build(policy: ProbabilisticTensorDictSequential, dist_params: TensorDictBase) -> Distribution:
-    dist: Distribution
     head = policy.module[-1]
-    if isinstance(head, ProbabilisticTensorDictModule):  # spares a search through all modules
-        dist = head.get_dist(dist_params)
-    else:
-        dist = policy.build_dist_from_params(dist_params)
+    last = isinstance(head, ProbabilisticTensorDictModule)  # spares a search through all modules
+    build = head.get_dist if last else policy.build_dist_from_params
+    dist: Distribution = build(dist_params)
     return dist
 
 
