@@ -57,7 +57,6 @@ class TanhNetwork:
             )
             for linear in linears
         ]
-        self._widths = [linear.out_features for linear in linears[:-1]]
         self._buffers: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._x = torch.empty(0)
         self._minus_one = linears[0].weight.new_tensor(-1.0)
@@ -89,9 +88,8 @@ class TanhNetwork:
     def _hidden(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         n = self._x.shape[1]
         if n not in self._buffers:
-            self._buffers[n] = [
-                (self._x.new_empty(width, n), self._x.new_empty(width, n)) for width in self._widths
-            ]
+            shapes = [(len(weight), n) for weight, *_ in self._layers[:-1]]
+            self._buffers[n] = [(self._x.new_empty(s), self._x.new_empty(s)) for s in shapes]
         return self._buffers[n]
 
 
