@@ -92,10 +92,9 @@ class Channel:
         Raises:
             EOFError: No message is left, and the other end is closed.
         """
-        if not self._incoming[0]:
+        if not self.messages:
             self.fill()
-        messages = self._incoming[0]
-        return messages.popleft() if messages else None
+        return self.messages.popleft() if self.messages else None
 
     def fill(self) -> bool:
         """Read once, and append to `messages` those that are whole; return whether bytes came.
