@@ -339,10 +339,7 @@ def _part(model: mujoco.MjModel, text: str, name: str) -> tuple[str, int | None,
 
 
 def _chosen(
-    model: mujoco.MjModel,
-    owners: dict[int, _Owner],
-    patterns: tuple[str, ...] | None,
-    name: str,
+    model: mujoco.MjModel, owners: dict[int, _Owner], patterns: tuple[str, ...] | None, name: str
 ) -> dict[int, _Owner]:
     """Keep the rows whose owner's name matches one of the patterns."""
     if patterns is None:

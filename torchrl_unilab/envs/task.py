@@ -56,11 +56,7 @@ def observation_shapes(
 
 
 def join_observation(
-    task: str,
-    key: str,
-    parts: Sequence[NDArray[Any]],
-    shape: tuple[int, int],
-    dtype: DTypeLike,
+    task: str, key: str, parts: Sequence[NDArray[Any]], shape: tuple[int, int], dtype: DTypeLike
 ) -> NDArray[Any]:
     """Return the parts of an observation beside each other, ``(nsim, width)`` of `dtype`.
 

@@ -180,10 +180,7 @@ class ThreadPlan:
 
 
 def plan_threads(
-    cores: int,
-    collectors: int = 1,
-    physics_threads: int | None = None,
-    learner_threads: int = 1,
+    cores: int, collectors: int = 1, physics_threads: int | None = None, learner_threads: int = 1
 ) -> ThreadPlan:
     """Share `cores` out: to the learner what it asks for, to physics all others.
 

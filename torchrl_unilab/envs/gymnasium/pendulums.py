@@ -77,9 +77,5 @@ class InvertedDoublePendulum(NoisyStart):
         return Outcome(
             survive - distance - speed,
             terminated,
-            {
-                "reward_survive": survive,
-                "distance_penalty": -distance,
-                "velocity_penalty": -speed,
-            },
+            {"reward_survive": survive, "distance_penalty": -distance, "velocity_penalty": -speed},
         )

@@ -18,12 +18,7 @@ from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
 from torchrl_unilab.objectives.fused.adam import FlatAdam, rate_of
 from torchrl_unilab.objectives.fused.graphs import DeviceNumber, graphs_of
-from torchrl_unilab.objectives.fused.networks import (
-    TanhNetwork,
-    are_hooked,
-    is_tanh_mlp,
-    one_input,
-)
+from torchrl_unilab.objectives.fused.networks import TanhNetwork, are_hooked, is_tanh_mlp, one_input
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
 STATISTICS = (

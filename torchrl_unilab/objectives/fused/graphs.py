@@ -77,10 +77,7 @@ class StepGraphs:
         self._graphs: dict[Hashable, _Graph | None] = {}  # the kind of the last step comes last
 
     def __call__(
-        self,
-        step: Callable[[torch.Tensor], torch.Tensor],
-        rows: torch.Tensor,
-        *constants: Hashable,
+        self, step: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, *constants: Hashable
     ) -> torch.Tensor:
         """Take a step; return what it returns, which the next one may overwrite.
 

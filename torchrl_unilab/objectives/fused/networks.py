@@ -21,11 +21,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from torchrl_unilab.objectives.fused.graphs import SideStream
-from torchrl_unilab.objectives.fused.products import (
-    BatchedProducts,
-    OneDNNProducts,
-    products_for,
-)
+from torchrl_unilab.objectives.fused.products import BatchedProducts, OneDNNProducts, products_for
 from torchrl_unilab.objectives.fused.threads import at_once
 
 ALL = slice(None)
@@ -253,11 +249,7 @@ class ReluNetwork:
         return out, seen
 
     def _normalize_backward(
-        self,
-        gradient: torch.Tensor,
-        norm: _Affine,
-        seen: Normed,
-        learn: bool,
+        self, gradient: torch.Tensor, norm: _Affine, seen: Normed, learn: bool
     ) -> torch.Tensor:
         out = torch.empty_like(gradient)
         for j, (x, mean, rstd) in enumerate(seen):

@@ -305,10 +305,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         return at_once(self._thread, partial(critics, None), policy)[0]
 
     def _differentiate_critics(
-        self,
-        data: Transitions,
-        noise: torch.Tensor,
-        thread: ThreadPoolExecutor | SideStream | None,
+        self, data: Transitions, noise: torch.Tensor, thread: ThreadPoolExecutor | SideStream | None
     ) -> torch.Tensor:
         """Write the critics' gradients and statistics; a thread takes the targets, and then one."""
         judge = partial(self._critics.forward, data.state_action)

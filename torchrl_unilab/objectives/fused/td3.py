@@ -76,13 +76,7 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         return actor if known else None
 
     def __init__(
-        self,
-        loss: TD3Loss,
-        *,
-        lr_actor: float,
-        lr_critic: float,
-        tau: float,
-        **options: Any,
+        self, loss: TD3Loss, *, lr_actor: float, lr_critic: float, tau: float, **options: Any
     ) -> None:
         super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, **options)
         actor = loss.actor_network

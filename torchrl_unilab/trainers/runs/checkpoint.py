@@ -47,9 +47,7 @@ from torchrl.checkpoint import (
     GlobalRNGState,
     StateDictCheckpointAdapter,
 )
-from torchrl.checkpoint import (
-    CheckpointError as TorchRLCheckpointError,
-)
+from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.data import PackedReplayStorage
