@@ -75,15 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(complete, file=sys.stderr)
         return 0
     except (ConfigError, WorkerError) as error:
-        print(f"error: {error}", file=sys.stderr)  # with the lines of a table, or a traceback
-        return 2
+        return _refused(error)  # with the lines of a table, or a traceback
     except BrokenPipeError:  # `| head` has seen enough
         _leave_terminal()
         return 141
     except (UniLabError, OSError) as error:
         remedy = _REMEDIES.get(error.errno or 0, "") if isinstance(error, OSError) else ""
-        print(f"error: {' '.join(str(error).split())}{remedy}", file=sys.stderr)
-        return 2
+        return _refused(" ".join(str(error).split()) + remedy)
     except (AttributeError, ImportError, RuntimeError, KeyboardInterrupt) as error:
         # The import of mujoco's C code makes an ImportError of an interrupt.
         while_importing = isinstance(error, ImportError) and came_of(error, KeyboardInterrupt)
@@ -95,12 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
         if "MUJOCO_GL" not in os.environ or "mujoco" in sys.modules:
             raise
-        print(
-            f"error: mujoco cannot be imported with MUJOCO_GL={os.environ['MUJOCO_GL']}, {error} "
-            "(expected a backend that is installed). Unset it: `play` finds a backend.",
-            file=sys.stderr,
+        return _refused(
+            f"mujoco cannot be imported with MUJOCO_GL={os.environ['MUJOCO_GL']}, {error} "
+            "(expected a backend that is installed). Unset it: `play` finds a backend."
         )
-        return 2
+
+
+def _refused(reason: object) -> int:
+    """Say what was wrong; return the exit code for it."""
+    print(f"error: {reason}", file=sys.stderr)
+    return 2
 
 
 def _hang_up(*_: object) -> NoReturn:
@@ -357,10 +359,8 @@ def _budget(options: argparse.Namespace) -> int:
     settings = given(options, algorithm.kind)
     budget = plan_run(options.env, algorithm.for_task(options.env, **settings))
     print(json.dumps(budget.as_dict()) if options.json else budget)
-    if (refusal := budget.refusal()) is not None:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    return 0
+    refusal = budget.refusal()
+    return 0 if refusal is None else _refused(refusal)
 
 
 def _add_evaluation(evaluation: argparse.ArgumentParser) -> None:
