@@ -296,23 +296,18 @@ def _trainer_node(target: str, refused: str) -> type:
 def _settings_node(name: str, kind: type[Settings]) -> type:
     """Return the node of an algorithm's settings, in which None leaves one to the task."""
     types = typing.get_type_hints(kind)
-    fields = [
-        (each.name, next((t | None for t in (bool, int, float) if types[each.name] is t), Any))
+    checked: Mapping[Any, Any] = {bool: bool | None, int: int | None, float: float | None}
+    constants = [
+        ("algorithm", str, field(default=name)),
+        ("_target_", str, field(default="torchrl_unilab.hydra.factories.make_settings")),
+        ("task", str, field(default="")),
+    ]
+    settings = [
+        (each.name, checked.get(types[each.name], Any), field(default=None))
         for each in dataclasses.fields(kind)
         if each.name != "algorithm"
     ]
-    constants = {
-        "algorithm": name,
-        "_target_": "torchrl_unilab.hydra.factories.make_settings",
-        "task": "",
-    }
-    return dataclasses.make_dataclass(
-        f"{name.upper()}SettingsNode",
-        [
-            *((field_name, str, field(default=value)) for field_name, value in constants.items()),
-            *((field_name, kind, field(default=None)) for field_name, kind in fields),
-        ],
-    )
+    return dataclasses.make_dataclass(f"{name.upper()}SettingsNode", [*constants, *settings])
 
 
 NODES: Mapping[tuple[str, str], type] = {
