@@ -270,9 +270,8 @@ class OffPolicyTrainer(RankTrainer):
         self._pre_epoch_log_hook(sample)
         sample, parts = self._pre_epoch_hook(sample), []
         if self._process_optim_batch_ops or self._post_optim_log_ops:
-            parts = [
-                *map(self._process_optim_batch_hook, sample.tensor_split(config.updates_per_step))
-            ]
+            raw = sample.tensor_split(config.updates_per_step)
+            parts = [self._process_optim_batch_hook(part) for part in raw]
             sample = torch.cat(parts)
         observed, unknown = [], self._unknown()
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
