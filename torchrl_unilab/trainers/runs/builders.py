@@ -103,11 +103,9 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
 def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
     """Return SAC's or TD3's networks and TorchRL's loss over them."""
     sizes = observation_sizes(env, config)
-    normalizers = (
-        {key: ObservationNormalizer(size) for key, size in sizes.items()}
-        if config.obs_normalization
-        else {}
-    )
+    normalizers = {
+        key: ObservationNormalizer(size) for key, size in sizes.items() if config.obs_normalization
+    }
     space = action_space(env)
     low, high = (bound.reshape(-1, bound.shape[-1])[0] for bound in (space.low, space.high))
     key, critic_key = config.observation, config.critic_observation
