@@ -224,11 +224,9 @@ def plot_returns(
     The curve is (seconds, frames, mean return); the path's suffix chooses the format.
     """
     # Imported here: it takes a second, and neither workers nor `--help` draw.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6))
-    FigureCanvasAgg(figure)
     margins = {"left": 0.09, "right": 0.97, "bottom": 0.15, "top": 0.88, "wspace": 0.08}
     axes = figure.subplots(1, 2, sharey=True, gridspec_kw=margins)  # a layout solver is slow
     returns = [point[2] for point in curve]
