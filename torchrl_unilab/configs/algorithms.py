@@ -34,7 +34,7 @@ class AlgorithmSettings:
 
     title: str
     kind: type[Settings]
-    for_task: Callable[..., Any]
+    for_task: Callable[..., APPOConfig | OffPolicyConfig]
     tasks: Collection[str]
 
 

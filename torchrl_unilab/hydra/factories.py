@@ -50,10 +50,9 @@ def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
     if isinstance(hidden := given.get("hidden"), Sequence):
         given["hidden"] = tuple(hidden)
     try:
-        settings: APPOConfig | OffPolicyConfig = SETTINGS[algorithm].for_task(task, **given)
+        return SETTINGS[algorithm].for_task(task, **given)
     except TypeError as error:  # of the name
         raise ConfigError(str(error)) from None
-    return settings
 
 
 def make_appo_collector(**arguments: Any) -> APPOCollector:
@@ -191,17 +190,14 @@ def _sized(create_env: Any, config: Config) -> Any:
             "the group env, with _partial_: true."
         )
     if isinstance(create_env, partial) and create_env.func is MujocoBatchEnv:
-        from_settings = {
-            "num_envs": config.num_envs,
-            "num_threads": run_threads(config).physics_threads,
-        }
-        given = {k: v for k, v in create_env.keywords.items() if k in from_settings}
+        given, threads = create_env.keywords, run_threads(config).physics_threads
+        from_settings = {"num_envs": config.num_envs, "num_threads": threads}
         if given.get("num_envs") not in (None, config.num_envs):
             raise ConfigError(
                 f"env.num_envs: {given['num_envs']} with settings.num_envs {config.num_envs} "
                 "(expected null, or the same). Set settings.num_envs."
             )
         missing = {k: v for k, v in from_settings.items() if given.get(k) is None}
-        stagger = config.stagger or bool(create_env.keywords.get("stagger"))
+        stagger = config.stagger or bool(given.get("stagger"))
         return partial(create_env, **missing, stagger=stagger)
     return create_env
