@@ -101,11 +101,9 @@ class MemoryBudget:
         limit = self.exceeded[0]
         needed, largest = self.needed(limit), self.under(limit)[0]
         room = limit.nbytes - (needed - largest.taken)
-        share = (
-            f"{largest.taken / room:.2f} times what the others leave"
-            if room > 0
-            else "and the others alone do not fit either"
-        )
+        share = "and the others alone do not fit either"
+        if room > 0:
+            share = f"{largest.taken / room:.2f} times what the others leave"
         return (
             f"memory of the run: {readable(needed)} do not fit {limit.name} (expected at most "
             f"{readable(limit.nbytes)}, which is free). The largest item, {largest.name}, takes "

@@ -212,11 +212,9 @@ class RunCheckpoints(CheckpointRotation):
             refused = _refused_by_disk(error)
             if not refused:
                 raise
-            then = (
-                "resume from the checkpoint before, or keep fewer (keep_checkpoints)"
-                if self.paths()
-                else "train again"
-            )
+            then = "train again"
+            if self.paths():
+                then = "resume from the checkpoint before, or keep fewer (keep_checkpoints)"
             raise OSError(
                 f"cannot save a checkpoint in {directory}: {refused} (expected room for it; "
                 f"{shutil.disk_usage(directory).free} bytes are free). Make room and {then}."
@@ -247,11 +245,9 @@ class RunCheckpoints(CheckpointRotation):
         damage = _damage(paths[0], components)
         if damage is not None:
             older = next((p for p in paths[1:] if _damage(p, components) is None), None)
-            remedy = (
-                "None of the older ones is whole either. Train from the start."
-                if older is None
-                else f"{older.name} is: remove {paths[0].name} to resume from there."
-            )
+            remedy = "None of the older ones is whole either. Train from the start."
+            if older is not None:
+                remedy = f"{older.name} is: remove {paths[0].name} to resume from there."
             raise CheckpointError(
                 f"checkpoint {paths[0]}: {damage} (expected a whole one, of format {FORMAT}). "
                 f"{remedy}"
