@@ -227,9 +227,7 @@ class APPOTrainer(RankTrainer):
 
     def _shuffled(self, pool: TensorDictBase, minibatches: int) -> Iterable[TensorDictBase]:
         order = torch.randperm(pool.shape[0], device=pool.device)
-        rows: TensorDictBase = self._pre_epoch_hook(pool[order])
-        parts: Iterable[TensorDictBase] = rows.tensor_split(minibatches)
-        return parts
+        yield from self._pre_epoch_hook(pool[order]).tensor_split(minibatches)
 
     def _step(self, minibatch: TensorDictBase) -> torch.Tensor:
         losses = self.optimization_stepper.step(self, minibatch)

@@ -63,13 +63,11 @@ class APPOStepper(OptimizationStepper):
                 f"{type(loss).__name__}: no parameter requires a gradient (expected at least one "
                 "to learn). Call requires_grad_(True) of a network."
             )
-        # A tensor, so that steering it waits for no device.
-        lr = torch.tensor(config.lr, device=self.parameters[0].device)
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.Adam(self.parameters, lr=lr, fused=True)
-            if fused is None
-            else fused.optimizer
-        )
+        if fused is None:  # the rate is a tensor, so that steering it waits for no device
+            lr = torch.tensor(config.lr, device=self.parameters[0].device)
+            self.optimizer = torch.optim.Adam(self.parameters, lr=lr, fused=True)
+        else:
+            self.optimizer = fused.optimizer
 
     @property
     def lr(self) -> torch.Tensor:
@@ -151,8 +149,7 @@ class LossUpdate:
 
     def minibatches(self, prepared: TensorDictBase, count: int) -> Iterable[TensorDictBase]:
         """Cut a batch into minibatches, whose sizes differ by one at most."""
-        parts: Iterable[TensorDictBase] = prepared.tensor_split(count)
-        return parts
+        yield from prepared.tensor_split(count)
 
     def step(self, minibatch: TensorDictBase, *, update_policy: bool = True) -> torch.Tensor:
         """Take one step; return the losses, named by `statistics`.
