@@ -269,9 +269,8 @@ def evaluate_run(
         3
     """
     episodes, seed = check_episodes(episodes, seed)
-    cores = available_cores()
     envs = min(episodes, MOST_AT_ONCE)
-    run = load_run(run_dir, "evaluate", create_env, num_envs=envs, num_threads=cores)
+    run = load_run(run_dir, "evaluate", create_env, num_envs=envs, num_threads=available_cores())
     with closing_env(run.env):
         max_steps = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
         steps = RunConfig.kinds()["eval_max_steps"]  # a person may have changed it
