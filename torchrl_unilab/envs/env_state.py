@@ -338,11 +338,8 @@ class EnvState:
             command, size = self.physics.fields["command"], self.task.command_size
             for i in ids:
                 drawn = np.asarray(self.task.command(self._rngs[i]))
-                if (
-                    drawn.shape != (size,)
-                    or drawn.dtype.kind not in "fiub"
-                    or not all_finite(drawn)
-                ):
+                numbers = drawn.shape == (size,) and drawn.dtype.kind in "fiub"
+                if not (numbers and all_finite(drawn)):
                     raise ConfigError(
                         f"command of {self.task.name}: {drawn!r} (expected {size} finite numbers). "
                         "Correct the task's `command`."
@@ -376,12 +373,8 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
         rows = np.empty(())
     if rows.shape == (0,):
         rows = rows.astype(np.intp)
-    if (
-        rows.ndim != 1
-        or rows.dtype.kind not in "iu"
-        or len(np.unique(rows)) != len(rows)
-        or ((rows < 0) | (rows >= n)).any()
-    ):
+    whole = rows.ndim == 1 and rows.dtype.kind in "iu"
+    if not whole or len(np.unique(rows)) != len(rows) or ((rows < 0) | (rows >= n)).any():
         raise ConfigError(
             f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Correct ids."
         )

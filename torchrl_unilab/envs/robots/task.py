@@ -226,10 +226,9 @@ class RobotTask(MujocoTask):
                     "(expected none: episodes start with 0). Take a keyframe without."
                 )
             bodies = np.flatnonzero(model.body_mocapid >= 0)
-            if not (
-                np.allclose(model.key_mpos[key].reshape(-1, 3), model.body_pos[bodies])
-                and np.allclose(model.key_mquat[key].reshape(-1, 4), model.body_quat[bodies])
-            ):
+            places = model.key_mpos[key].reshape(-1, 3), model.key_mquat[key].reshape(-1, 4)
+            own = model.body_pos[bodies], model.body_quat[bodies]
+            if not all(map(np.allclose, places, own)):
                 raise ConfigError(
                     f"{self.name}: keyframe {self.home!r} moves mocap bodies (expected them where "
                     "the model has them, where they stay). Place them in the model."
