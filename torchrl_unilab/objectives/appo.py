@@ -143,14 +143,11 @@ class APPOLoss(LossModule):
         for name, value in (("gamma", gamma), ("lambda_", lambda_), ("tau", tau)):
             _check_range(name, value, 0.0, 1.0)
         _check_range("entropy_coeff", entropy_coeff, -1e38, 1e38)
-        for name, value in (
-            ("clip_epsilon", clip_epsilon),
-            ("value_clip", value_clip or 0.0),
-            ("critic_coeff", critic_coeff),
-            ("rho_bar", rho_bar),
-            ("c_bar", c_bar),
-        ):
-            _check_range(name, value, 0.0, math.inf)
+        _check_range("clip_epsilon", clip_epsilon, 0.0, math.inf)
+        _check_range("value_clip", value_clip or 0.0, 0.0, math.inf)
+        _check_range("critic_coeff", critic_coeff, 0.0, math.inf)
+        _check_range("rho_bar", rho_bar, 0.0, math.inf)
+        _check_range("c_bar", c_bar, 0.0, math.inf)
         if target_update_freq is not None:
             as_integer("target_update_freq", target_update_freq, "It counts optimiser steps.")
         heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
