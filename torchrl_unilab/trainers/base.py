@@ -205,9 +205,8 @@ class RankTrainer(Trainer):
         own = {key: self.normalizers[key].moments(seen) for key, seen in observed.items()}
         sizes = [len(moments) for moments in own.values()]
         for gathered in self.ranks.gather(torch.cat([*own.values()])):
-            for normalizer, moments in zip(
-                self.normalizers.values(), gathered.split(sizes), strict=True
-            ):
+            parts = gathered.split(sizes)
+            for normalizer, moments in zip(self.normalizers.values(), parts, strict=True):
                 normalizer.merge(moments)
 
     def _pre_steps_log_hook(self, batch: TensorDictBase | None) -> None:
