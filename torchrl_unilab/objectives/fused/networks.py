@@ -318,15 +318,10 @@ def relu_networks(
     weight = parameters.get((first, "weight"))
     products = products_for(weight, kind.get("matmul_dtype"))
     networks = range(len(weight))[kind.pop("which", ALL)] if stacked else range(1)
+    make = partial(ReluNetwork, net, parameters, products, stacked=stacked, **kind)
     if len(networks) == 1 or type(products) is not OneDNNProducts:
-        which = slice(networks.start, networks.stop)
-        return ReluNetwork(net, parameters, products, stacked=stacked, which=which, **kind)
-    return ReluNetworks(
-        [
-            ReluNetwork(net, parameters, products, stacked=True, which=slice(j, j + 1), **kind)
-            for j in networks
-        ]
-    )
+        return make(which=slice(networks.start, networks.stop))
+    return ReluNetworks([make(which=slice(j, j + 1)) for j in networks])
 
 
 Network = ReluNetwork | ReluNetworks
