@@ -136,10 +136,8 @@ class HumanoidStandup(HumanoidBody):
         qpos, start = fields["qpos"], fields["qpos0"]
         height = qpos[:, 2] / fields["opt.timestep"]
         control = self.ctrl_cost_weight * sums_of_squares(fields["ctrl"])
-        impact = np.clip(
-            self.impact_cost_weight * sums_of_squares(contact_forces(fields)),
-            *self.impact_cost_range,
-        )
+        impact = self.impact_cost_weight * sums_of_squares(contact_forces(fields))
+        impact = np.clip(impact, *self.impact_cost_range)
         return Outcome(
             height - control - impact + 1.0,
             never(fields),

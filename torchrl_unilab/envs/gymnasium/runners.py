@@ -136,9 +136,8 @@ class PlanarWalker(HealthyRunner):
     def healthy(self, fields: Fields) -> NDArray[np.bool_]:
         """Whether height and pitch are in range."""
         qpos = fields["qpos"]
-        return inside(qpos[:, 1], self.healthy_z_range) & inside(
-            qpos[:, 2], self.healthy_angle_range
-        )
+        high = inside(qpos[:, 1], self.healthy_z_range)
+        return high & inside(qpos[:, 2], self.healthy_angle_range)
 
     def progress(self, fields: Fields, before: Array, dt: float) -> tuple[Array, dict[str, Array]]:
         """Tell of the height, too."""
