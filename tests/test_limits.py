@@ -3,12 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.limits import (
-    available_cores,
-    available_memory,
-    cgroup_cores,
-    cgroup_headroom,
-)
+from torchrl_unilab.limits import available_cores, available_memory, cgroup_cores, cgroup_headroom
 
 
 def _write(root, files):

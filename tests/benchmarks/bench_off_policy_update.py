@@ -150,12 +150,7 @@ def roofline(batch: int, device: str) -> dict[str, float]:
 
 
 def sampled_step(
-    algorithm: str,
-    storage: PackedReplayStorage,
-    batch: int,
-    device: str,
-    *,
-    compiled: bool = False,
+    algorithm: str, storage: PackedReplayStorage, batch: int, device: str, *, compiled: bool = False
 ) -> Callable[[], object]:
     """A step by our update on a sample from the packed replay, which counts."""
     update = make_update(algorithm, device)

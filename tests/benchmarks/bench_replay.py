@@ -158,8 +158,7 @@ class Contenders:
         }
         self.buffers = {
             name: ReplayBuffer(
-                storage=storage,
-                writer=PackedReplayWriter() if name == "packed" else None,
+                storage=storage, writer=PackedReplayWriter() if name == "packed" else None
             )
             for name, storage in self.storages.items()
         }
@@ -214,9 +213,7 @@ class Contenders:
         """A call that samples rows in sequences of 16, by contender."""
         return {
             name: ReplayBuffer(
-                storage=self.storages[name],
-                sample_unit=Sequence(length=16),
-                batch_size=count // 16,
+                storage=self.storages[name], sample_unit=Sequence(length=16), batch_size=count // 16
             ).sample
             for name in ("stock", "packed")
         }

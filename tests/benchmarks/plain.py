@@ -127,11 +127,7 @@ class PlainLearner:
         """Take observations, [..., size], into the running mean and variance."""
         rows = observation.reshape(-1, observation.shape[-1]).double()
         count, total, squares = self._moments
-        self._moments = (
-            count + len(rows),
-            total + rows.sum(0),
-            squares + rows.square().sum(0),
-        )
+        self._moments = (count + len(rows), total + rows.sum(0), squares + rows.square().sum(0))
         count, total, squares = self._moments
         mean = total / count
         self.mean = mean.float()

@@ -51,11 +51,7 @@ PUBLISHED: Mapping[str, Mapping[str, Mapping[str, float]]] = {
         "sac": {"Tianshou": 44, "Zoo": 346},
         "td3": {"Tianshou": 104, "Zoo": 359},
     },
-    "Reacher-v5": {
-        "ppo": {"Tianshou": -4.1},
-        "sac": {"Tianshou": -2.6},
-        "td3": {"Tianshou": -2.7},
-    },
+    "Reacher-v5": {"ppo": {"Tianshou": -4.1}, "sac": {"Tianshou": -2.6}, "td3": {"Tianshou": -2.7}},
     "InvertedPendulum-v5": {
         "ppo": {"Tianshou": 1000},
         "sac": {"Tianshou": 1000},

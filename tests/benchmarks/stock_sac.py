@@ -65,11 +65,7 @@ def make_collector(
             **settings,
         )
     return Collector(
-        env,
-        actor,
-        init_random_frames=RANDOM,
-        auto_register_policy_transforms=False,
-        **settings,
+        env, actor, init_random_frames=RANDOM, auto_register_policy_transforms=False, **settings
     )
 
 

@@ -36,11 +36,7 @@ from tests.support.collecting import (
 )
 from tests.support.processes import wait_for
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.errors import (
-    UsageError,
-    WaitTimeoutError,
-    WorkerError,
-)
+from torchrl_unilab.errors import UsageError, WaitTimeoutError, WorkerError
 from torchrl_unilab.runtime.workers import WorkerGroup
 
 

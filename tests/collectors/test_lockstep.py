@@ -24,9 +24,7 @@ from tests.support.collecting import (
     writer_of,
 )
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.errors import (
-    ConfigError,
-)
+from torchrl_unilab.errors import ConfigError
 
 
 def test_environments_of_different_workers_have_different_seeds(pair):

@@ -32,10 +32,7 @@ from tests.support.collecting import (
 from tests.support.processes import wait_for
 from torchrl_unilab.collectors import base as base_module
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import (
-    ConfigError,
-    SegmentClosedError,
-)
+from torchrl_unilab.errors import ConfigError, SegmentClosedError
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.weight_update import UniLabShmScheme

@@ -2,12 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_unilab.configs import (
-    SETTINGS,
-    APPOConfig,
-    OffPolicyConfig,
-    RunConfig,
-)
+from torchrl_unilab.configs import SETTINGS, APPOConfig, OffPolicyConfig, RunConfig
 from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.errors import ConfigError

@@ -56,12 +56,7 @@ KINDS = [
         "some of csv, tensorboard, wandb, mlflow, trackio, with commas between",
     ),
     (bool, [True, False], [1, 0, None, "yes"], "True or False"),
-    (
-        Device,
-        ["cpu", "cuda", "cuda:1"],
-        ["gpu", "cuda:", "cuda:x", "cpu\n", 0],
-        "cpu, cuda or",
-    ),
+    (Device, ["cpu", "cuda", "cuda:1"], ["gpu", "cuda:", "cuda:x", "cpu\n", 0], "cpu, cuda or"),
     (Text, ["a"], ["", None, 1, ("a",)], "a text"),
     (Widths, [(), (1,), [8, 8]], [(0,), (True,), (8.0,), "8", 8, None], "a tuple of integers of"),
 ]

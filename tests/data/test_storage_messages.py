@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import (
-    LazyMemmapStorage,
-    LazyTensorStorage,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
-from torchrl.data.replay_buffers import (
-    RandomSampler,
-    RoundRobinWriter,
-    SamplerWithoutReplacement,
-)
+from torchrl.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import RandomSampler, RoundRobinWriter, SamplerWithoutReplacement
 
 from tests.support.rollouts import make_rollout, stack
 from tests.support.transitions import same, transitions

@@ -57,9 +57,7 @@ def test_rollouts_of_all_nodes_have_the_learners_versions(cluster, collector_cla
     if collector_class is MultiAsyncCollector:
         settings["track_policy_version"] = True
     collector = ray_collector(
-        collector_class=collector_class,
-        num_workers_per_collector=2,
-        **followed(scheme, **settings),
+        collector_class=collector_class, num_workers_per_collector=2, **followed(scheme, **settings)
     )
     try:
         collector.update_policy_weights_()

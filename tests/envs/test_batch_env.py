@@ -331,9 +331,7 @@ def test_diverging_is_counted_and_logged_at_first_and_whenever_the_count_has_dou
     assert "8 have since the start" in message
 
 
-def test_a_simulation_error_terminates_its_simulation_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_simulation_error_terminates_its_simulation_only(monkeypatch: pytest.MonkeyPatch) -> None:
     env, twin = make(), make()
     root = env.reset()
     physics_step = env._state.physics.batch.step

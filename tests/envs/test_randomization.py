@@ -445,8 +445,7 @@ def test_what_one_column_may_lose_is_told_from_what_the_others_have() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"low": 2.0}, {"high": float("inf")}, {"how": "multiply"}, {"when": "never"}],
+    "settings", [{"low": 2.0}, {"high": float("inf")}, {"how": "multiply"}, {"when": "never"}]
 )
 def test_a_malformed_spec_is_refused(settings: dict) -> None:
     with pytest.raises(ConfigError, match=r"^Randomize body_mass: .*\(expected"):

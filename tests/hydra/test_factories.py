@@ -17,11 +17,7 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
 
 from tests.support.processes import live_children
-from torchrl_unilab.data import (
-    PackedPrioritizedSampler,
-    PackedReplayStorage,
-    PackedSliceSampler,
-)
+from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedSliceSampler
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra.__main__ import main

@@ -205,8 +205,7 @@ def test_the_target_normalises_by_the_same_statistics():
 
 
 @pytest.mark.parametrize(
-    ("kl", "expected"),
-    [(0.0121, 1e-3 / 1.1), (0.0119, 1e-3), (0.0084, 1e-3), (0.0083, 1.1e-3)],
+    ("kl", "expected"), [(0.0121, 1e-3 / 1.1), (0.0119, 1e-3), (0.0084, 1e-3), (0.0083, 1.1e-3)]
 )
 def test_the_learning_rate_steps_by_a_tenth_outside_the_band(kl, expected):
     lr = kl_adapted_lr(torch.tensor(1e-3), torch.tensor(kl), desired_kl=0.01, max_lr=1e-2)

@@ -153,10 +153,7 @@ def _publish_and_stay(pipe: Connection, cell: SnapshotCell, value: int) -> None:
 
 
 def test_a_second_living_writer_is_refused_with_the_pid_of_the_first():
-    with (
-        SnapshotCell(_filled(0)) as cell,
-        spawned(_publish_and_stay, cell, 1) as (writer, pipe),
-    ):
+    with SnapshotCell(_filled(0)) as cell, spawned(_publish_and_stay, cell, 1) as (writer, pipe):
         assert receive(pipe) == 1
 
         with pytest.raises(SegmentError, match=rf"process {writer.pid} publishes"):
@@ -166,10 +163,7 @@ def test_a_second_living_writer_is_refused_with_the_pid_of_the_first():
 
 
 def test_another_process_publishes_once_the_writer_has_closed():
-    with (
-        SnapshotCell(_filled(0)) as cell,
-        spawned(_publish_and_stay, cell, 1) as (_, pipe),
-    ):
+    with SnapshotCell(_filled(0)) as cell, spawned(_publish_and_stay, cell, 1) as (_, pipe):
         receive(pipe)
         pipe.send("close")
         assert receive(pipe) == "closed"

@@ -40,12 +40,7 @@ def appo_loss(config: APPOConfig, normalizer: ObservationNormalizer) -> APPOLoss
     )
 
 
-def appo_trainer(
-    rollouts: int = 5,
-    *,
-    inline: bool = True,
-    **settings: object,
-) -> APPOTrainer:
+def appo_trainer(rollouts: int = 5, *, inline: bool = True, **settings: object) -> APPOTrainer:
     """A trainer of a pendulum, everything seeded."""
     config = APPOConfig(**{**QUICK, **settings})
     normalizer = ObservationNormalizer(4)

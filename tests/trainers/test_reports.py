@@ -13,11 +13,7 @@ from tensordict import TensorDict
 from torchrl_unilab.collectors.metrics import CollectorMetrics
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag
-from torchrl_unilab.trainers.reports import (
-    KEPT,
-    CollectorReport,
-    register_reports,
-)
+from torchrl_unilab.trainers.reports import KEPT, CollectorReport, register_reports
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 

@@ -15,10 +15,7 @@ from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
 from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.errors import (
-    ConfigError,
-    WaitTimeoutError,
-)
+from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.shm import seqlock
 from torchrl_unilab.weight_update import UniLabShmScheme
 

@@ -134,10 +134,7 @@ class EpisodeLog:
         self._may_be_cut[...] = state_dict["may_be_cut"]
 
     def add(
-        self,
-        reward: NDArray[np.floating],
-        done: NDArray[np.bool_],
-        terminated: NDArray[np.bool_],
+        self, reward: NDArray[np.floating], done: NDArray[np.bool_], terminated: NDArray[np.bool_]
     ) -> None:
         """Take a rollout in: arrays of shape [num_envs, num_steps]."""
         sums = np.cumsum(reward, axis=1, dtype=np.float64)

@@ -218,10 +218,7 @@ class OffPolicyConfig(Settings):
         return cls(algorithm=algorithm, **own).replace(**overrides)
 
 
-ALGORITHM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "sac": {},
-    "td3": {"policy_frequency": 2},
-}
+ALGORITHM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"sac": {}, "td3": {"policy_frequency": 2}}
 """What differs from the defaults, per algorithm."""
 
 _FAST: Mapping[str, Any] = {

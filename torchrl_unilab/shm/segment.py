@@ -31,12 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
-from torchrl_unilab.errors import (
-    ConfigError,
-    SegmentClosedError,
-    SegmentError,
-    SegmentSpaceError,
-)
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.limits import available_memory
 from torchrl_unilab.shm.liveness import check_spawning, handed_over
 

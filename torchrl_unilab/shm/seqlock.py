@@ -21,12 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from torchrl_unilab.errors import (
-    ContentionError,
-    LayoutError,
-    SegmentClosedError,
-    SegmentError,
-)
+from torchrl_unilab.errors import ContentionError, LayoutError, SegmentClosedError, SegmentError
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process

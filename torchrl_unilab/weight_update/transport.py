@@ -384,9 +384,7 @@ class UniLabShmTransport(Owner):
         return self.__dict__ | {"_packers": {}}
 
 
-def _initial(
-    param_shapes: Mapping[str, Sequence[int] | torch.Tensor],
-) -> dict[str, torch.Tensor]:
+def _initial(param_shapes: Mapping[str, Sequence[int] | torch.Tensor]) -> dict[str, torch.Tensor]:
     initial = {}
     for key, value in param_shapes.items():
         if isinstance(value, torch.Tensor):

@@ -200,10 +200,7 @@ def test_what_an_environment_masks_by_nan_is_the_same_in_the_next_row():
 
 def test_rollouts_and_steps_give_the_same_returns():
     rows = steps(3, 8, seed=2, episode=0.2)
-    with (
-        PackedReplayStorage(100, n_step=3) as one,
-        PackedReplayStorage(100, n_step=3) as other,
-    ):
+    with PackedReplayStorage(100, n_step=3) as one, PackedReplayStorage(100, n_step=3) as other:
         for row in rows:
             one.add(row)
         other.add(torch.stack(rows[:5], 1))

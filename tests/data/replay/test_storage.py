@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    RoundRobinWriter,
-    TensorDictReplayBuffer,
-)
-from torchrl.data.replay_buffers import (
-    PrioritizedSampler,
-    RandomSampler,
-)
+from torchrl.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, TensorDictReplayBuffer
+from torchrl.data.replay_buffers import PrioritizedSampler, RandomSampler
 from torchrl.envs.transforms import RewardScaling
 
 from tests.support.transitions import same, stamped, transitions
@@ -119,8 +111,7 @@ def test_transforms_and_prefetch_see_the_same_batches():
         torch.manual_seed(0)
         got = torch.stack([buffer.sample() for _ in range(3)])
         assert torch.equal(
-            got["next", "reward"],
-            transitions(60)["next", "reward"][got["index"]] * 2.0 + 1.0,
+            got["next", "reward"], transitions(60)["next", "reward"][got["index"]] * 2.0 + 1.0
         )
         batches.append(got)
     assert set(batches[0].keys(True, True)) == set(batches[1].keys(True, True))

@@ -11,11 +11,7 @@ import threading
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
-from torchrl.data import (
-    LazyTensorStorage,
-    ReplayBuffer,
-    TensorDictReplayBuffer,
-)
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tests.support.rollouts import copied_bytes, make_rollout, misfit, stack, values
 from torchrl_unilab.data import (

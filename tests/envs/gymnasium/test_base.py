@@ -6,12 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_unilab.envs.gymnasium.arms import Reacher
-from torchrl_unilab.envs.gymnasium.base import (
-    mass_centers,
-    norms,
-    scalar_squares,
-    sums_of_squares,
-)
+from torchrl_unilab.envs.gymnasium.base import mass_centers, norms, scalar_squares, sums_of_squares
 
 SEEDS = st.integers(0, 2**32 - 1)
 

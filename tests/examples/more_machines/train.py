@@ -115,10 +115,7 @@ def make_trainer(
     return OffPolicyTrainer(
         config=per_batch(config, steps),
         storage=PackedReplayStorage(
-            config.capacity,
-            example=example.select(*keys),
-            n_step=config.n_step,
-            gamma=config.gamma,
+            config.capacity, example=example.select(*keys), n_step=config.n_step, gamma=config.gamma
         ),
         **parts,
     )

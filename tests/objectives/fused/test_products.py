@@ -78,9 +78,7 @@ def test_a_network_that_has_diverged_says_so():
 
 
 def test_layers_may_have_names():
-    net = nn.Sequential(
-        OrderedDict(first=nn.Linear(5, 8), relu=nn.ReLU(), last=nn.Linear(8, 1)),
-    )
+    net = nn.Sequential(OrderedDict(first=nn.Linear(5, 8), relu=nn.ReLU(), last=nn.Linear(8, 1)))
     parameters = TensorDict.from_module(net)
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

@@ -15,10 +15,7 @@ from tensordict import TensorDictBase
 from tests.support.processes import DEADLINE, live_children, wait_for
 from tests.support.traces import load_events, spans
 from torchrl_unilab.cli import main
-from torchrl_unilab.trainers import (
-    APPOTrainer,
-    evaluate_run,
-)
+from torchrl_unilab.trainers import APPOTrainer, evaluate_run
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 

@@ -31,11 +31,7 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.runs.checkpoint import (
-    DIGESTS,
-    RunCheckpoints,
-    _digests,
-)
+from torchrl_unilab.trainers.runs.checkpoint import DIGESTS, RunCheckpoints, _digests
 from torchrl_unilab.trainers.runs.train import Run
 
 KILLED = 160  # frames, after the first checkpoint

@@ -260,9 +260,7 @@ def as_rows(data: Any) -> TensorDictBase:
 
 
 def check_steps(
-    rows: TensorDictBase,
-    mask: torch.Tensor | None,
-    finals: torch.Tensor | TensorDictBase | None,
+    rows: TensorDictBase, mask: torch.Tensor | None, finals: torch.Tensor | TensorDictBase | None
 ) -> None:
     """Refuse what `RowAppender.add` cannot add, whatever the form of the rows.
 

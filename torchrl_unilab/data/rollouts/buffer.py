@@ -170,11 +170,7 @@ class RolloutReplayBuffer(TensorDictReplayBuffer):
     """
 
     def __init__(
-        self,
-        *,
-        storage: RolloutRingStorage,
-        sampler: Sampler | None = None,
-        **settings: Any,
+        self, *, storage: RolloutRingStorage, sampler: Sampler | None = None, **settings: Any
     ) -> None:
         super().__init__(
             storage=storage,
