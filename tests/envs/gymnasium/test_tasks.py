@@ -343,11 +343,15 @@ def test_missing_model_file_is_refused() -> None:
         ("Hopper-v5", "healthy_state_range", (1.0,)),
         ("Ant-v5", "contact_force_range", (1.0, -1.0)),
         ("Humanoid-v5", "contact_cost_range", (None, 1.0)),
+        ("Hopper-v5", "healthy_z_range", (float("nan"), 1.0)),
         ("Ant-v5", "reset_noise_scale", -1.0),
+        ("Ant-v5", "reset_noise_scale", float("inf")),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(name: str, option: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name}: {option} is .* \(expected (two|a) number"):
+    with pytest.raises(
+        ConfigError, match=rf"^{name}: {option} is .* \(expected (two|a finite) number"
+    ):
         make_task(name, **{option: value})
 
 

@@ -47,11 +47,11 @@ class GymnasiumTask(MujocoTask):
                 expected = "two numbers, low first"
                 pair = isinstance(value, tuple | list) and len(value) == 2
                 numbers = pair and all(isinstance(v, Real) for v in value)
-                right = numbers and list(value) == sorted(value)
+                right = numbers and value[0] <= value[1]
             else:
-                expected = "a number of at least 0"
+                expected = "a finite number of at least 0"
                 right = name != "reset_noise_scale" or (
-                    isinstance(value, Real) and float(value) >= 0
+                    isinstance(value, Real) and 0 <= float(value) < np.inf
                 )
             if not right:
                 raise ConfigError(
