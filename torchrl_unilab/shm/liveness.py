@@ -9,6 +9,7 @@ The snapshot cell, the ring, the rows and the storages record `this_process` and
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -25,17 +26,10 @@ _ID_BITS = 22  # the largest process id of 64-bit Linux is 2**22 - 1
 _START_BITS = 41  # of hundredths of a second: with the id, a word stays below 2**63
 _STATE, _START = 0, 19  # fields of /proc/<pid>/stat after the name of the program
 
-_own_pid, _own_word = 0, 0
-
 
 def this_process() -> int:
     """Return the word of the calling process, also in a forked child."""
-    global _own_pid, _own_word
-    pid = os.getpid()
-    if _own_pid != pid:
-        _own_word = _living(pid)
-        _own_pid = pid
-    return _own_word
+    return _own_word(os.getpid())
 
 
 def process_id(word: int) -> int:
@@ -105,3 +99,6 @@ def _living(pid: int) -> int:
         except psutil.NoSuchProcess:
             return 0
     return 0 if ended else (start & ((1 << _START_BITS) - 1)) << _ID_BITS | pid
+
+
+_own_word = functools.lru_cache(maxsize=1)(_living)  # a process that lives keeps its word
