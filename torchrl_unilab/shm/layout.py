@@ -88,20 +88,17 @@ class BlockLayout:
         Raises:
             LayoutKeyError: A key comes twice.
         """
-        fields: list[Field] = []
-        seen: set[str] = set()
+        fields: dict[str, Field] = {}
         end = 0
         for key, shape, dtype in specs:
-            if key in seen:
+            if key in fields:
                 raise LayoutKeyError(
                     f"cannot lay out tensors: key {key!r} comes twice (expected once). "
                     "Rename one; nested and dotted keys share one namespace."
                 )
-            seen.add(key)
-            field = Field(key, tuple(shape), dtype, align(end))
-            fields.append(field)
+            field = fields[key] = Field(key, tuple(shape), dtype, align(end))
             end = field.offset + field.nbytes
-        return cls(tuple(fields), max(align(end), LINE))
+        return cls(tuple(fields.values()), max(align(end), LINE))
 
     @functools.cached_property
     def keys(self) -> tuple[str, ...]:
@@ -162,14 +159,12 @@ class BlockLayout:
             unknown = sorted(tensors.keys() - set(self.keys))
             raise LayoutKeyError(
                 f"keys of the tensors: missing {missing}, unknown {unknown} "
-                f"(expected {len(self.fields)} keys: {_some(self.keys)}). " + _REMEDY
+                f"(expected {len(self.fields)} keys: {_some(self.keys)}). Give tensors like those "
+                "the layout was made from, or build it anew from these."
             )
         ordered = [tensors[key] for key in self.keys]
         self.check(ordered)
         return ordered
-
-
-_REMEDY = "Give tensors like those the layout was made from, or build it anew from these."
 
 
 def _some(keys: Sequence[str], shown: int = 8) -> str:
