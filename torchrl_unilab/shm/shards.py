@@ -240,6 +240,14 @@ class Shards:
         """Return the positions of rows, int64 [n]."""
         return ids.remainder(self.shards * self.shard_rows)
 
+    def positions_in(self, window: Window) -> torch.Tensor:
+        """Return the positions of all rows of a window, shard by shard, int64 [n]."""
+        ids = [
+            torch.arange(floor, head, device="cpu") * self.shards + shard
+            for shard, (floor, head) in enumerate(zip(*window, strict=True))
+        ]
+        return self.positions(torch.cat(ids))
+
     def bounds(self, words: tuple[int, ...], rows: torch.Tensor) -> int | torch.Tensor:
         """Return a bound of each of n rows as an id, given one for each shard.
 

@@ -346,13 +346,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         self._seen = source, bases, window.heads
         if last == window.heads:
             return None
-        new = [
-            torch.arange(max(first, floor), head, device="cpu") * rows.shards + shard
-            for shard, (first, floor, head) in enumerate(
-                zip(last, window.floors, window.heads, strict=True)
-            )
-        ]
-        positions = rows.positions(torch.cat(new))
+        positions = rows.positions_in(window.above(last))
         if known != source:  # a checkpoint may have priorities, also of rows that are not here
             away = torch.ones(self._max_capacity, dtype=torch.bool, device="cpu")
             away[positions] = False

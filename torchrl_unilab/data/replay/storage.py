@@ -319,12 +319,8 @@ class PackedReplayStorage(SharedReplay):
         read = tuple(map(int.__add__, window.heads, shifts))
         known = (c if c <= r else 0 for c, r in zip(counted or (0,) * len(read), read, strict=True))
         window = window.above(self.heads_now(tuple(map(int.__sub__, known, shifts))))
-        positions = [
-            rows.positions(torch.arange(floor, head, device="cpu") * rows.shards + shard)
-            for shard, (floor, head) in enumerate(zip(*window, strict=True))
-        ]
         memory = batches.batch(window.size)
-        rows.read_at(torch.cat(positions), gatherer.into(memory))
+        rows.read_at(rows.positions_in(window), gatherer.into(memory))
         return batches.tensordict(memory, index=False), read
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
