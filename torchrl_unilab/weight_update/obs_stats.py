@@ -38,16 +38,16 @@ class SharedObsNormStats:
         >>> stats.close()
     """
 
+    _seen = 0  # the version that this process has got
+
     def __init__(self, size: int | tuple[int, ...], *, name: str | None = None) -> None:
         self._cell = SnapshotCell(_initial(size), name=name)
-        self._seen = 0
 
     @classmethod
     def attach(cls, name: str, size: int | tuple[int, ...]) -> SharedObsNormStats:
         """Attach the statistics that an unrelated process created under `name`."""
         stats = cls.__new__(cls)
         stats._cell = SnapshotCell.attach(name, BlockLayout.of(_initial(size)))
-        stats._seen = 0
         return stats
 
     @property
@@ -81,7 +81,7 @@ class SharedObsNormStats:
         self._cell.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_cell": self._cell, "_seen": 0}
+        return {"_cell": self._cell}
 
 
 def _initial(size: int | tuple[int, ...]) -> dict[str, torch.Tensor]:
