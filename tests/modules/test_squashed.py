@@ -156,7 +156,15 @@ def test_a_state_of_other_bounds_is_refused_and_one_of_these_loaded(make):
     state = make(3, 2, low=LOW, high=2 * HIGH).state_dict()
     with pytest.raises(ConfigError, match=r"of \[-1.*\] to \[0\.5.*\] \(expected .*Make the actor"):
         actor.load_state_dict(state)
+    with pytest.raises(ConfigError, match="Make the actor"):
+        actor.load_state_dict(make(3, 3).state_dict())
     pickle.loads(pickle.dumps(actor)).load_state_dict(actor.state_dict())
+
+
+def test_a_state_whose_bounds_are_rounded_otherwise_is_loaded():
+    actor = make_td3_actor(3, 2, low=LOW, high=HIGH)
+    state = actor.state_dict()
+    actor.load_state_dict(state | {"reach": state["reach"].nextafter(torch.tensor(9.0))})
 
 
 def test_an_actor_does_not_alias_the_bounds_it_was_given():

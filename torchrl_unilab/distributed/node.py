@@ -170,6 +170,7 @@ class NodeScheme(UniLabShmScheme):
         if letter is None:
             return None
         # A `get` that is given up gives up what has come so far: a slow link would bring nothing.
+        # The wait ends with the learner, whose loss is an error of the weights.
         while not ray.wait(letter.weights, timeout=POLL_SECONDS)[0]:
             if self._ended.is_set():
                 return None
