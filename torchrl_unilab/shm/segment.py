@@ -329,23 +329,19 @@ def _checked_size(descriptor: int, name: str) -> int:
     Raises:
         SegmentError: It is not a file, not this user's, or empty.
     """
-    found = os.fstat(descriptor)
+    found, user = os.fstat(descriptor), os.geteuid()
     if not stat.S_ISREG(found.st_mode):
-        raise SegmentError(
-            f"cannot attach segment: {name!r} is not a regular file (expected one that its "
-            "creator made). Remove it."
+        unfit = "not a regular file (expected one that its creator made). Remove it."
+    elif found.st_uid != user:
+        unfit = (
+            f"owned by user {found.st_uid} (expected user {user}). Attach segments of this user "
+            "only, or use another name."
         )
-    if found.st_uid != os.geteuid():
-        raise SegmentError(
-            f"cannot attach segment: {name!r} is owned by user {found.st_uid} (expected user "
-            f"{os.geteuid()}). Attach segments of this user only, or use another name."
-        )
-    if found.st_size == 0:
-        raise SegmentError(
-            f"cannot attach segment: {name!r} is empty (expected one its creator has "
-            "sized). Wait for the creator."
-        )
-    return found.st_size
+    elif found.st_size == 0:
+        unfit = "empty (expected one its creator has sized). Wait for the creator."
+    else:
+        return found.st_size
+    raise SegmentError(f"cannot attach segment: {name!r} is {unfit}")
 
 
 def _unlink(path: Path | None, owner_pid: int | None, file: os.stat_result) -> None:
