@@ -162,10 +162,8 @@ def _refuse(given: Mapping[str, Any], reason: str) -> None:
 
 
 def _checked_params_map(params_map: Any) -> Mapping[int, Weights]:
-    if (
-        not isinstance(params_map, dict)
-        or not all(isinstance(k, int) for k in params_map)
-        or not all(isinstance(v, TensorDictBase) for v in params_map.values())
+    if not isinstance(params_map, dict) or not all(
+        isinstance(k, int) and isinstance(v, TensorDictBase) for k, v in params_map.items()
     ):
         raise ConfigError("params_map must be a dict[int, TensorDictBase]")
     return params_map
