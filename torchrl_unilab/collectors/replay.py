@@ -47,7 +47,7 @@ class ReplaySink:
     def __reduce__(self) -> tuple[Any, ...]:
         return ReplaySink, (self.storage.without_buffers(), self.schema)
 
-    def open(self, rollouts: RolloutWorker, worker: int) -> None:
+    def open(self, worker: int) -> None:
         """Become writer `worker` of the replay, with private memory for a rollout."""
         self.storage.use_writer(worker)
         self._slot = self.schema.empty()

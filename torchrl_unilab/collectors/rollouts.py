@@ -44,7 +44,7 @@ class RingSink:
     def __reduce__(self) -> tuple[Any, ...]:
         return RingSink, (self.storage.without_buffers(),)
 
-    def open(self, rollouts: RolloutWorker, worker: int) -> None:
+    def open(self, worker: int) -> None:
         """Become writer `worker` of the ring."""
         self.storage.use_writer(worker)
 

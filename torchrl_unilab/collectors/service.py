@@ -38,7 +38,7 @@ class Sink(Protocol):
 
     storage: Any
 
-    def open(self, rollouts: RolloutWorker, worker: int) -> None:
+    def open(self, worker: int) -> None:
         """Become writer `worker`, in the process that stores its rollouts."""
 
     def collect(
@@ -130,7 +130,7 @@ class WorkerService:
             "load": self._load,
             "resume": self._resume,
         }
-        self.sink.open(rollouts, worker)
+        self.sink.open(worker)
 
     def serve(self, kind: str, *arguments: Any) -> Any:
         """Serve a request; return the answer.
