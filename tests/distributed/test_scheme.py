@@ -190,11 +190,11 @@ def test_weights_may_take_long_to_come(learner, monkeypatch):
     monkeypatch.setattr(ray, "wait", late)
     node = scheme.node()
     node._actor = find(node._mailbox, 10.0)
-    assert node._poll(-1, 1.0).version == FIRST
+    assert node._poll(-1, 1.0, None, {}).version == FIRST
     assert len(waits) == 4
     node._ended.set()
     waits.clear()
-    assert node._poll(-1, 1.0) is None
+    assert node._poll(-1, 1.0, None, {}) is None
 
 
 def test_a_node_publishes_nothing_of_its_own(node):

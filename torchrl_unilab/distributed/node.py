@@ -107,7 +107,7 @@ class NodeScheme(UniLabShmScheme):
         deadline = time.monotonic() + FIRST_SECONDS
         while time.monotonic() < deadline:
             try:
-                if snapshot := self._poll(after=-1, seconds=POLL_SECONDS):
+                if snapshot := self._poll(-1, POLL_SECONDS, None, {}):
                     return snapshot
             except errors.RayError as error:
                 cause = error
@@ -154,18 +154,14 @@ class NodeScheme(UniLabShmScheme):
                 transport.publish(snapshot.layout.keys, _views(snapshot), version=snapshot.version)
 
     def _poll(
-        self,
-        after: int,
-        seconds: float,
-        node: int | None = None,
-        applied: dict[int, int | None] | None = None,
+        self, after: int, seconds: float, node: int | None, applied: dict[int, int | None]
     ) -> StoredWeights | None:
         """Return the weights that `Mailbox.poll` tells of, None at the end of the scheme.
 
         A Ray error if the mailbox does not answer, or the weights are lost.
         """
         ray = load_ray()
-        answer = self._actor.poll.remote(after, seconds, node, applied or {})
+        answer = self._actor.poll.remote(after, seconds, node, applied)
         letter: Letter | None = ray.get(answer, timeout=seconds + _GRACE_SECONDS)
         if letter is None:
             return None
