@@ -77,15 +77,13 @@ class RowAppender:
     ) -> int:
         """Append steps [N] or [N, T]; return the number of the first. See the storage's `add`."""
         observed = {} if mask is None else self._final_observations(mask, finals)
-        envs, flat = rows.batch_size[0], rows
-        if rows.ndim == 2:
-            flat = rows.transpose(0, 1).reshape(-1)
-            mask = None if mask is None else mask.t()
-            observed = {name: tensor.transpose(0, 1) for name, tensor in observed.items()}
+        flat = rows if rows.ndim == 1 else rows.transpose(0, 1).reshape(-1)
         stage, index = self._stage(flat), self._form.index
-        for name, tensor in observed.items():
-            assert mask is not None
-            stage.views[index[name]][mask.flatten()] = tensor[mask]
+        if mask is not None:
+            # Where the masked rows, one environment after the other, lie step by step.
+            at = torch.arange(mask.numel(), device="cpu").view(mask.shape[::-1]).t()[mask]
+            for name, tensor in observed.items():
+                stage.views[index[name]][at] = tensor
         ends = [stage.views[index[name]] for name in (TERMINATED, TRUNCATED) if name in index]
         if DONE in index and ends:
             done = stage.views[index[DONE]]
@@ -94,7 +92,7 @@ class RowAppender:
         if len(ends) == 2:
             terminated, truncated = ends
             torch.gt(truncated, terminated, out=truncated)
-        return self._write(stage, envs)
+        return self._write(stage, rows.batch_size[0])
 
     def rewrite(self, positions: torch.Tensor, rows: TensorDictBase) -> None:
         """Write rows [n] anew at positions, int64 [n], that have been written."""
@@ -186,7 +184,7 @@ class RowAppender:
     def _final_observations(
         self, mask: torch.Tensor, finals: torch.Tensor | TensorDictBase | None
     ) -> dict[str, torch.Tensor]:
-        """Return final observations by dotted key, [*mask.shape, ...]; only masked rows count."""
+        """Return final observations of the masked rows, [mask.sum(), ...], by dotted key."""
         names = self._form.index
         # What rows have before and after a step.
         known = [f"next.{name}" for name in names if name.split(".")[-1] not in SIGNALS]
@@ -206,10 +204,10 @@ class RowAppender:
                     f"final observations: without {missing} (expected all that rows have). Add "
                     "them: a row would mix the final state with that after the reset."
                 )
-        return {name: self._unmask(name, leaf, mask) for name, leaf in named.items()}
+        return {name: self._masked(name, leaf, mask) for name, leaf in named.items()}
 
-    def _unmask(self, name: str, leaf: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return one observation for all rows, given for all rows or for the masked ones only."""
+    def _masked(self, name: str, leaf: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return an observation of the masked rows, given for these only or for all rows."""
         index = self._form.index.get(name)
         if index is None:
             raise LayoutKeyError(
@@ -223,15 +221,13 @@ class RowAppender:
                 f"final observations {name!r}: {leaf.dtype} (expected {field.dtype}). Cast them."
             )
         if leaf.shape == all_rows:
-            return leaf
+            return leaf[mask]
         if leaf.shape != masked_rows:
             raise LayoutShapeError(
                 f"final observations {name!r}: shape {tuple(leaf.shape)} (expected {all_rows}, or "
                 f"{masked_rows} for the masked rows). Check the mask."
             )
-        unmasked = torch.zeros(all_rows, dtype=field.dtype, device="cpu")
-        unmasked[mask] = leaf
-        return unmasked
+        return leaf
 
 
 def as_rows(data: Any) -> TensorDictBase:
