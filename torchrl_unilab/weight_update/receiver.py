@@ -96,8 +96,7 @@ class WeightReceiver:
         targets = weights.tensors(model) or []
         self._places = [*map(_place, targets)]
         device = next((tensor.device for tensor in targets), torch.device("cpu"))
-        on_host = device.type == "cpu"
-        self._packer = None if on_host else DevicePacker(self._cell.layout, device)
+        self._packer = None if device.type == "cpu" else DevicePacker(self._cell.layout, device)
         self._weights = weights
         return weights
 

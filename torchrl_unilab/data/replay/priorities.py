@@ -96,11 +96,10 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         max_capacity = as_integer(
             "PackedPrioritizedSampler max_capacity", max_capacity, "Make it the storage's."
         )
-        choices: dict[str, tuple[object, tuple[object, ...]]] = {
-            "dtype": (dtype, (torch.float32, torch.float64)),
-            "reduction": (reduction, ("max", "min", "median", "mean")),
-        }
-        for name, (value, known) in choices.items():
+        for name, value, known in (
+            ("dtype", dtype, (torch.float32, torch.float64)),
+            ("reduction", reduction, ("max", "min", "median", "mean")),
+        ):
             if value not in known:
                 raise ConfigError(
                     f"PackedPrioritizedSampler {name}: {value} (expected "
