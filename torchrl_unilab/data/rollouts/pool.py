@@ -50,6 +50,7 @@ class RolloutPool:
         self.device = torch.device(device)
         self.added = 0
         self._memory: TensorDictBase | None = None
+        self._schema: TensorSchema | None = None  # of a column [T, N]
 
     def __len__(self) -> int:
         return min(self.added, self.size)
@@ -78,8 +79,9 @@ class RolloutPool:
                 device=self.device,
             )
         column = memory[:, self.added % self.size]
-        TensorSchema.of(column).select(given)
-        self._memory = memory
+        schema = self._schema or TensorSchema.of(column)
+        schema.select(given)
+        self._memory, self._schema = memory, schema
         column.update_(given)
         self.added += 1
         return column
@@ -106,7 +108,7 @@ class RolloutPool:
                 "into a pool of its size."
             )
         self.added = state_dict["added"]
-        self._memory = None
+        self._memory = self._schema = None
         if size is not None:
             self._memory = TensorDict(state_dict["rollouts"], size).to(self.device).clone()
 
