@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -93,6 +95,18 @@ def test_the_true_final_observation_takes_the_place_of_the_reset_one(form, steps
         storage.add(rows, terminal_mask=mask, terminal_next_obs=given)
         got = storage[:]["next", "observation"]
     assert torch.equal(got, expected.reshape(4, steps_, 17).transpose(0, 1).reshape(-1, 17))
+
+
+def test_the_graph_of_a_final_observation_is_let_go_of():
+    mask, weight = torch.ones(4, dtype=torch.bool), torch.ones(17, requires_grad=True)
+    held = weakref.ref(weight)
+    with PackedReplayStorage(20) as storage:
+        storage.add(
+            transitions(4), terminal_mask=mask, terminal_next_obs=torch.rand(4, 17) * weight
+        )
+        del weight
+        gc.collect()
+        assert held() is None
 
 
 @pytest.mark.parametrize(

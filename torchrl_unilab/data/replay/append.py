@@ -204,7 +204,7 @@ class RowAppender:
                     f"final observations: without {missing} (expected all that rows have). Add "
                     "them: a row would mix the final state with that after the reset."
                 )
-        return {name: self._masked(name, leaf, mask) for name, leaf in named.items()}
+        return {name: self._masked(name, leaf.detach(), mask) for name, leaf in named.items()}
 
     def _masked(self, name: str, leaf: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return an observation of the masked rows, given for these only or for all rows."""
