@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 import torchrl_unilab
-from torchrl_unilab.cli import _show, main
+from torchrl_unilab.cli import _resuming, _show, main
 from torchrl_unilab.configs import known
 from torchrl_unilab.configs.known import Known
 from torchrl_unilab.envs.registry import EXAMPLES, TASKS
@@ -125,6 +126,18 @@ def test_a_run_without_a_directory_gets_one_of_its_own(tmp_path, monkeypatch, ca
     assert run_dir.name.startswith("InvertedPendulum-v5-appo-5-20")
     assert (run_dir / "summary.json").is_file()
     assert f"wrote runs/{run_dir.name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("local", "launch"), [("4", "--nproc-per-node 4"), ("2", "--nnodes 2 --nproc-per-node 2")]
+)
+def test_a_run_of_several_ranks_is_resumed_by_as_many_on_as_many_machines(
+    local, launch, monkeypatch
+):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    command = _resuming(Namespace(algorithm="appo", run_dir="run"))
+    assert command == f"torchrun {launch} -m torchrl_unilab train appo --run-dir run --resume"
 
 
 def test_resuming_takes_a_run_directory(capsys):

@@ -134,6 +134,13 @@ def test_bounds_of_the_scale_must_be_finite_and_in_order(bounds):
         make_sac_actor(3, 2, log_std_bounds=bounds)
 
 
+@pytest.mark.parametrize(("low", "high"), [(2e38, 3e38), (0.0, 4.2e-45), (1.0, 1.0000001)])
+def test_bounds_at_the_end_of_floating_point_leave_actions_within(low, high):
+    actor = make_td3_actor(1, 1, low=low, high=high)
+    for action in (actor.center - actor.reach, actor.center + actor.reach):
+        assert torch.tensor(low) <= action <= torch.tensor(high)
+
+
 @given(st.floats(-1000, 1000, width=32), st.floats(0.0625, 1000, width=32))
 def test_no_action_is_rounded_beyond_its_bounds(low, width):
     low, high = torch.tensor([low]), torch.tensor([low]) + width

@@ -197,7 +197,7 @@ def env_factories(
     return factories
 
 
-def of_another(create_env: CreateEnv) -> CreateEnv:
+def copied_factory(create_env: CreateEnv) -> CreateEnv:
     """Return a copy of a factory: a transform that it holds cannot be of two environments."""
     shared = isinstance(create_env, EnvCreator)
     copied: CreateEnv = create_env if shared else cloudpickle.loads(cloudpickle.dumps(create_env))

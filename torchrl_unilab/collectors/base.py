@@ -31,9 +31,9 @@ from torchrl_unilab.collectors.arguments import (
     check_settings,
     check_state,
     closed_error,
+    copied_factory,
     env_factories,
     find_device,
-    of_another,
     policy_scheme,
     refuse_hook,
     steps_of,
@@ -159,7 +159,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Of the workers `share` collect a batch together; `explore` wraps the policy in each.
         """
         first, own = self._factories[0], None
-        env = (first if self._inline else of_another(first))()
+        env = (first if self._inline else copied_factory(first))()
         check_env(env)
         try:
             check_done_keys(env)

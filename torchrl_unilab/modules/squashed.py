@@ -88,8 +88,9 @@ class SquashedNetwork(NormalizedNetwork):
         high: torch.Tensor,
     ) -> None:
         super().__init__(in_key, normalizer, net)
-        center, reach = (high + low) / 2, (high - low) / 2
-        digit = torch.finfo(center.dtype).eps * torch.maximum(center.abs(), reach)
+        center, reach = high / 2 + low / 2, (high - low) / 2
+        digits = torch.finfo(center.dtype)
+        digit = digits.eps * torch.maximum(center.abs(), reach).clamp(min=digits.tiny / digits.eps)
         # Else the sum may be rounded beyond a bound, by its last digit.
         while (beyond := (center + reach > high) | (center - reach < low)).any():
             reach = torch.where(beyond, (reach - digit).clamp(min=0.0), reach)
