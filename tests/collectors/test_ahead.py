@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from unittest.mock import Mock, call
 
 import cloudpickle
 import psutil
@@ -37,7 +38,6 @@ from tests.support.collecting import (
 from tests.support.processes import wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.errors import UsageError, WaitTimeoutError, WorkerError
-from torchrl_unilab.runtime.workers import WorkerGroup
 
 
 def test_rollouts_of_all_workers_come_without_gaps_and_in_order(free):
@@ -131,19 +131,15 @@ def test_no_rollout_in_time_is_an_error_that_says_so(tmp_path):
 
 
 def test_workers_have_time_to_close_environments_unless_they_may_hang(monkeypatch):
-    given, stop = [], WorkerGroup.stop
-
-    def noting(group: WorkerGroup, timeout: float) -> None:
-        given.append(timeout)
-        stop(group, timeout)
-
-    monkeypatch.setattr(WorkerGroup, "stop", noting)
     collector = appo_collector(actor())
+    group = collector._team.group  # not those of collectors that are deleted meanwhile
+    stop = Mock(side_effect=group.stop)
+    monkeypatch.setattr(group, "stop", stop)
     monkeypatch.setattr(collector, "iterator", _raising)
     with pytest.raises(RuntimeError, match="no rollout"):
         next(iter(collector))
     collector.shutdown()
-    assert given == [2.0, 10.0]
+    assert stop.call_args_list == [call(2.0), call(10.0)]
 
 
 def _raising() -> Iterator[TensorDictBase]:
