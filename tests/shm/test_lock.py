@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import signal
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,13 +66,16 @@ def test_one_thread_at_a_time_has_a_range(twice):
         other = RangeLock(segment, 0.02) if twice else lock
         free: list[bool] = []
 
-        def hold() -> None:
+        def hold() -> int:
             thread = threading.Thread(target=lambda: free.append(_try(other)))
             thread.start()
             thread.join()
+            child = os.fork()  # is the range still locked, though a thread has given up?
+            if child == 0:
+                os._exit(_try(lock))
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-        lock.run(0, 1, hold, _holder)
-
+        assert lock.run(0, 1, hold, _holder) == 0
         assert free == [False]
         assert _try(other)
 
@@ -98,12 +104,49 @@ def test_a_forked_child_does_not_hold_the_lock_of_its_parent():
             os.close(descriptor)
 
 
+def test_a_lock_is_had_as_soon_as_another_process_releases_it(monkeypatch):
+    with SharedSegment(64) as segment, spawned(_hold, segment, 0, 1) as (_, pipe):
+        receive(pipe)
+        asked: list[str] = []
+
+        def sleep(seconds: float) -> None:
+            if not asked:  # the lock was tried, and not had
+                asked.append("release")
+                pipe.send("release")
+            time.sleep(seconds)
+
+        patched = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+        monkeypatch.setattr("torchrl_unilab.shm.lock.time", patched)
+
+        assert _try(RangeLock(segment, 30.0))
+        assert asked
+
+
 def test_an_error_while_it_is_held_releases_it():
     with SharedSegment(64) as segment:
         lock = RangeLock(segment, 0.02)
 
         with pytest.raises(ZeroDivisionError):
             lock.run(0, 1, lambda: 1 // 0, _holder)
+
+        with spawned(_hold, segment, 0, 1) as (_, pipe):
+            assert receive(pipe) == "held"
+
+
+def test_an_interrupt_while_it_is_released_leaves_it_free(monkeypatch):
+    lockf, interrupted = fcntl.lockf, []
+
+    def interrupt(descriptor: int, operation: int, *of: int) -> None:
+        if operation == fcntl.LOCK_UN and not interrupted:
+            interrupted.append(operation)
+            raise KeyboardInterrupt
+        lockf(descriptor, operation, *of)
+
+    with SharedSegment(64) as segment:
+        monkeypatch.setattr(fcntl, "lockf", interrupt)
+
+        with pytest.raises(KeyboardInterrupt):
+            RangeLock(segment, 0.02).run(0, 1, lambda: None, _holder)
 
         with spawned(_hold, segment, 0, 1) as (_, pipe):
             assert receive(pipe) == "held"
