@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 
+from tests.support.bounds import DEADLINE
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.distributed.mailbox import find, load_ray
@@ -189,12 +190,12 @@ def test_weights_may_take_long_to_come(learner, monkeypatch):
 
     monkeypatch.setattr(ray, "wait", late)
     node = scheme.node()
-    node._actor = find(node._mailbox, 10.0)
-    assert node._poll(-1, 1.0, None, {}).version == FIRST
+    node._actor = find(node._mailbox, DEADLINE)
+    assert node._poll(-1, DEADLINE, None, {}).version == FIRST
     assert len(waits) == 4
     node._ended.set()
     waits.clear()
-    assert node._poll(-1, 1.0, None, {}) is None
+    assert node._poll(-1, DEADLINE, None, {}) is None
 
 
 def test_a_node_publishes_nothing_of_its_own(node):
