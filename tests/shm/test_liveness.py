@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import multiprocessing
 import os
 import pickle
@@ -9,6 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.processes import DEADLINE, process_with_id, receive, spawned
@@ -31,6 +34,12 @@ def test_a_process_names_itself_by_its_id_and_start_time():
 def test_no_process_and_one_of_another_start_time_under_the_same_id_are_not_alive():
     assert not process_is_alive(0)
     assert not process_is_alive(this_process() ^ (1 << 40))
+
+
+def test_a_process_that_takes_memory_is_the_one_that_it_was():
+    word = this_process()
+    with mmap.mmap(-1, 1 << 26):
+        assert process_is_alive(word)
 
 
 def test_each_process_knows_itself_also_when_it_is_forked():
@@ -104,12 +113,17 @@ def _use_both(segments: list[Any], rings: list[Any]) -> None:
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_what_is_pickled_twice_for_one_process_is_there_twice(method):
-    context = multiprocessing.get_context(method)
-    with SharedSegment(4096) as segment, make_ring(slots=2) as ring:
-        both = [[Apart(segment), Apart(segment)], [Apart(ring), Apart(ring)]]
-        process = context.Process(target=_use_both, args=both)
-        process.start()
-        process.join(DEADLINE)
-        assert process.exitcode == 0
-        assert segment.buffer[:3].tolist() == [1, 1, 0]
-        assert [read(ring), read(ring), read(ring)] == [(0, 1), (0, 2), None]
+    context, descriptors = multiprocessing.get_context(method), []
+    for _ in range(2):
+        with SharedSegment(4096) as segment, make_ring(slots=2) as ring:
+            both = [[Apart(segment), Apart(segment)], [Apart(ring), Apart(ring)]]
+            process = context.Process(target=_use_both, args=both)
+            process.start()
+            process.join(DEADLINE)
+            assert process.exitcode == 0
+            assert segment.buffer[:3].tolist() == [1, 1, 0]
+            assert [read(ring), read(ring), read(ring)] == [(0, 1), (0, 2), None]
+        process.close()
+        gc.collect()
+        descriptors.append(psutil.Process().num_fds())
+    assert descriptors[1] <= descriptors[0]
