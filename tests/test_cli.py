@@ -117,6 +117,17 @@ def test_a_config_file_repeats_a_run_and_flags_take_precedence(tmp_path, capsys)
     assert again == {**yaml.safe_load(shown), "frames": 7}
 
 
+def test_numbers_and_paths_of_a_film_are_read_as_those_of_a_run(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(torchrl_unilab, "play_run", play := Mock(return_value={}))
+    assert main(["play", "--run-dir", "run", "--video=~/film.mp4", "--episodes", "1e1"]) == 0
+    given = play.call_args.kwargs
+    assert (given["video"], given["episodes"]) == (str(tmp_path / "film.mp4"), 10)
+    capsys.readouterr()
+    shown = _printed(capsys, "--env", "Swimmer-v5", "--frames", "9", "--hidden", "1e1")
+    assert yaml.safe_load(shown)["hidden"] == [10]
+
+
 def test_a_run_without_a_directory_gets_one_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     small = "--frames 64 --num-envs 2 --num-steps 16 --minibatches 1 --epochs 1 --eval-episodes 1"

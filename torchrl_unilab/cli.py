@@ -29,7 +29,7 @@ import torchrl_unilab
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import run_settings, split_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml, read_config
-from torchrl_unilab.configs.flags import add_settings, given
+from torchrl_unilab.configs.flags import add_settings, argument, given
 from torchrl_unilab.configs.settings import nearest
 from torchrl_unilab.errors import (
     CheckpointError,
@@ -237,8 +237,9 @@ def _train(options: argparse.Namespace) -> int:
     if of_launcher("RANK", 0):
         return 130 if summary["interrupted"] else 0
     _show(summary)
-    traced = ", trace.json" if options.trace else ""
-    print(f"wrote {options.run_dir}: summary.json, returns.png, checkpoint, logs{traced}")
+    files = ("summary.json", "returns.png", "checkpoint", "logs", "trace.json")
+    there = [name for name in files if Path(options.run_dir, name).exists()]
+    print(f"wrote {options.run_dir}: {', '.join(there)}")
     if not summary["interrupted"]:
         return 0
     again = _resuming(options)
@@ -282,7 +283,7 @@ def _show(summary: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     busy, frames, seconds = summary["busy"], summary["frames"], summary["seconds"]
-    collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"])
+    collectors = ", ".join(f"{share:.0%}" for share in busy["collectors"]) or "none"
     cells = {
         "training return": _number(summary["final_return"]),
         "deterministic": _number(summary["eval_return"]),
@@ -364,22 +365,22 @@ def _budget(options: argparse.Namespace) -> int:
 
 
 def _add_evaluation(evaluation: argparse.ArgumentParser) -> None:
-    add = evaluation.add_argument
+    add, count = evaluation.add_argument, argument(int)
     add("--run-dir", required=True, help="directory of a run")
-    add("--episodes", type=int, default=16, help="number of episodes (default: 16)")
-    add("--seed", type=int, default=0, help="seed of the episodes (default: 0)")
+    add("--episodes", default=16, help="number of episodes (default: 16)", **count)
+    add("--seed", default=0, help="seed of the episodes (default: 0)", **count)
     evaluation.set_defaults(run=partial(_print_result, "evaluate_run"), parser=evaluation)
 
 
 def _add_playing(playing: argparse.ArgumentParser) -> None:
-    add = playing.add_argument
+    add, count, path = playing.add_argument, argument(int), os.path.expanduser
     add("--run-dir", required=True, help="directory of a run")
-    add("--video", required=True, help="file to write, ending in .mp4")
-    add("--episodes", type=int, default=1, help="episodes, one after the other (default: 1)")
-    add("--max-steps", type=int, help="steps after which an episode ends (default: the task's)")
-    add("--seed", type=int, default=0, help="seed of episodes and drawn actions (default: 0)")
-    add("--width", type=int, default=640, help="pixels, even (default: 640)")
-    add("--height", type=int, default=480, help="pixels, even (default: 480)")
+    add("--video", required=True, type=path, help="file to write, ending in .mp4")
+    add("--episodes", default=1, help="episodes, one after the other (default: 1)", **count)
+    add("--max-steps", help="steps after which an episode ends (default: the task's)", **count)
+    add("--seed", default=0, help="seed of episodes and drawn actions (default: 0)", **count)
+    add("--width", default=640, help="pixels, even (default: 640)", **count)
+    add("--height", default=480, help="pixels, even (default: 480)", **count)
     camera = "camera of the model, by name or number (default: a free one)"
     add("--camera", type=_name_or_number, help=camera)
     flag = argparse.BooleanOptionalAction

@@ -75,6 +75,14 @@ def test_the_table_names_items_estimates_and_what_is_too_much():
     ]
 
 
+def test_what_no_setting_makes_smaller_a_run_is_to_do_without():
+    items = (MemoryItem("videos", "private", 11 * MIB), MemoryItem("pool", "private", MIB, ("n",)))
+    refusal = MemoryBudget(items, (MEMORY,)).refusal()
+    assert refusal.endswith(
+        "videos, takes 11.0 MiB, 1.22 times what the others leave: do without it."
+    )
+
+
 def test_a_run_that_fits_is_not_refused():
     assert MemoryBudget((MemoryItem("pool", "private", MIB),), (MEMORY,)).refusal() is None
 

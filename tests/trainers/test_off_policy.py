@@ -298,12 +298,13 @@ def test_a_resumed_trainer_whose_first_updates_leave_the_policy_has_not_diverged
     settings = {"algorithm": algorithm, "policy_frequency": 4, "updates_per_step": 1}
     before, trainer = off_policy_trainer(20, **settings), off_policy_trainer(20, **settings)
     before.train()
-    before.updates -= before.updates % 4  # as after a step of the policy
+    before._optim_count -= before.updates % 4  # as after a step of the policy
     state = before._own_state()
     assert state["observed"].isfinite().all()
     if old:  # a checkpoint of before they were kept
         del state["observed"]
     trainer._load_own_state(state)
+    trainer._optim_count = before.updates
     assert trainer.update.observed.equal(before.update.observed) is not old
     trainer.train()
     assert trainer.updates > before.updates + 4

@@ -28,7 +28,7 @@ def add_settings(
     for field in dataclasses.fields(kind):
         if field.name in skip:
             continue
-        arguments = _argument(types[field.name])
+        arguments = argument(types[field.name])
         default = defaults[field.name]
         text = f"{field.metadata['help']}; {kinds[field.name]}"
         if default is not dataclasses.MISSING:
@@ -37,14 +37,14 @@ def add_settings(
         group.add_argument(flag, dest=field.name, default=None, help=text, **arguments)
 
 
-def _argument(kind: Any) -> dict[str, Any]:
-    """How argparse reads a value of a type."""
+def argument(kind: Any) -> dict[str, Any]:
+    """Return how argparse reads a value of a type."""
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(kind) is typing.Literal:
         return {"choices": typing.get_args(kind)}
     if typing.get_origin(kind) is tuple:
-        return {"type": int, "nargs": "+", "metavar": "INT"}
+        return argument(int) | {"nargs": "+"}
     scalar, *others = typing.get_args(kind) or (kind,)
 
     def read(text: str) -> Any:

@@ -22,7 +22,7 @@ class MemoryItem:
         name: What it is.
         place: Where it lies.
         nbytes: Bytes of all of it.
-        settings: What lowers it, the best first.
+        settings: What lowers it, the best first; none where a run can do without it.
         estimate: Whether `nbytes` is a measured or rounded figure, and not what is allocated.
         segments: Segments of equal size that `nbytes` are spread over, if it is shared.
     """
@@ -104,10 +104,11 @@ class MemoryBudget:
         share = "and the others alone do not fit either"
         if room > 0:
             share = f"{largest.taken / room:.2f} times what the others leave"
+        remedy = f"lower {' or '.join(largest.settings)}" if largest.settings else "do without it"
         return (
             f"memory of the run: {readable(needed)} do not fit {limit.name} (expected at most "
             f"{readable(limit.nbytes)}, which is free). The largest item, {largest.name}, takes "
-            f"{readable(largest.taken)}, {share}: lower {' or '.join(largest.settings)}."
+            f"{readable(largest.taken)}, {share}: {remedy}."
         )
 
     def table(self) -> str:

@@ -100,6 +100,9 @@ class Tracer:
     def start(self, path: str | os.PathLike[str]) -> None:
         """Record from now on. Writes nothing at `path` before `stop`.
 
+        Where this process is killed, what all recorded stays in ``unilab-trace-...``, in the
+        directory of temporary files.
+
         Args:
             path: File to write in the end, usually ending in ``.json``.
 

@@ -180,7 +180,6 @@ class OffPolicyTrainer(RankTrainer):
             optimizer=None,
             **kwargs,
         )
-        self.updates = 0
         self._tick = 0
         self._ready = False  # all ranks have enough rows
         self._policy_moved = False  # so that its statistics are known
@@ -276,7 +275,6 @@ class OffPolicyTrainer(RankTrainer):
         observed, unknown = [], self._unknown()
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
-            self.updates += 1
             policy = self.updates % config.policy_frequency == 0
             observed.append(update.step(minibatch, update_policy=policy))
             self._policy_moved |= policy
@@ -305,7 +303,7 @@ class OffPolicyTrainer(RankTrainer):
     def _own_state(self) -> dict[str, Any]:
         """Return what a resumed trainer needs beside the loss and TorchRL's counts."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
-        state |= {"updates": self.updates, "tick": self._tick, "counted": [*self._counted]}
+        state |= {"tick": self._tick, "counted": [*self._counted]}
         if self._fused is not None:
             state["observed"] = self._fused.observed.clone()
         return state
@@ -313,11 +311,15 @@ class OffPolicyTrainer(RankTrainer):
     def _load_own_state(self, state_dict: Mapping[str, Any]) -> None:
         for name, part in self._parts.items():
             part.load_state_dict(state_dict[name])
-        self.updates = state_dict["updates"]
         self._tick, self._counted = state_dict["tick"], state_dict["counted"]
         if "observed" in state_dict and self._fused is not None:
             self._fused.observed.copy_(state_dict["observed"])
             self._policy_moved = not self._fused.observed.isnan().any()
+
+    @property
+    def updates(self) -> int:
+        """How many have been made."""
+        return int(self._optim_count)
 
     def close(self) -> None:
         """Close the pipeline, and end the update's thread. Idempotent."""

@@ -144,7 +144,9 @@ def test_a_process_that_evaluates_counts():
     alone, beside = (run_budget(env, learner, config, evaluates=yes) for yes in (False, True))
     env.close()
     more = set(beside.memory.items) - set(alone.memory.items)
-    assert [(item.name, item.nbytes) for item in more] == [("evaluation's process", 300 * MIB)]
+    assert [(item.name, item.nbytes) for item in more] == [
+        ("evaluation's process (eval_interval)", 300 * MIB)
+    ]
 
 
 # Limits

@@ -8,14 +8,17 @@ import re
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from tensordict import TensorDictBase
 
 from tests.support.processes import DEADLINE, live_children, wait_for
+from tests.support.quick import quick_run
 from tests.support.traces import load_events, spans
 from torchrl_unilab.cli import main
 from torchrl_unilab.trainers import APPOTrainer, evaluate_run
+from torchrl_unilab.trainers.runs.train import Run
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 
@@ -56,6 +59,26 @@ def test_ctrl_c_ends_with_a_checkpoint_a_trace_and_exit_code_130(tmp_path, monke
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"] is True
     assert evaluate_run(tmp_path / "run", episodes=1)["episodes"] == 1
     assert not live_children()
+
+
+def test_ctrl_c_in_the_final_evaluation_leaves_it_to_a_resumed_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Run, "_evaluate", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    command = ["train", "appo", "--env", "InvertedPendulum-v5", "--frames", "1024"]
+    command += ["--run-dir", str(tmp_path), "--num-envs", "8", "--eval-episodes", "1"]
+    assert main(command) == 130
+    assert "frames are saved; to go on: " in capsys.readouterr().err
+    assert not (tmp_path / "summary.json").exists()
+    monkeypatch.undo()
+    assert main([*command, "--resume"]) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["eval_return"] > 0
+
+
+def test_a_second_ctrl_c_ends_the_evaluation_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "_evaluate", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(APPOTrainer, "_learn", Mock(side_effect=KeyboardInterrupt))
+    summary = quick_run(tmp_path)
+    assert summary["interrupted"]
+    assert json.loads((tmp_path / "summary.json").read_text())["eval_return"] is None
 
 
 @pytest.mark.usefixtures("hangs_up")

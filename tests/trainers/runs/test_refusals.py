@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import partial
+from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import tree
 from tests.support.processes import live_children
-from tests.support.quick import four_pendulums, pendulum, quick_run
+from tests.support.quick import APPO, four_pendulums, pendulum, quick_run
 from torchrl_unilab.cli import main
+from torchrl_unilab.configs import RunConfig
+from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import make_task
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import (
@@ -23,6 +28,7 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.runs.summary import run_dir_held
+from torchrl_unilab.trainers.runs.train import Run
 
 
 @pytest.mark.parametrize("run_dir", ["", "~nobody-of-this-name/run"])
@@ -44,6 +50,32 @@ def test_a_run_directory_that_cannot_be_made_or_written_in_this_locale_is_refuse
         quick_run("/proc/none")
     with pytest.raises(ConfigError, match=r"run directory 'r\\udcfcn': no text in the locale's"):
         quick_run("r\udcfcn")
+
+
+@pytest.mark.parametrize(
+    ("again", "message"),
+    [(False, "it is not empty"), (True, r"frames-0+128 was written meanwhile \(expected none\)")],
+)
+def test_a_run_writes_nothing_beside_what_another_one_has_left_meanwhile(
+    tmp_path, monkeypatch, again, message
+):
+    plan = RunConfig("InvertedPendulum-v5", 128, progress_bar=False, eval_episodes=1)
+    start = partial(Run, plan, APPOConfig(**APPO), tmp_path, again=again)
+    connect, runs = Run.connect, [start(), start()]
+
+    def slow(run: Run, closing: contextlib.ExitStack) -> None:
+        connect(run, closing)
+        if runs:
+            runs.pop()()
+            kept.update(tree(tmp_path))
+
+    kept: dict[Any, Any] = {}
+    monkeypatch.setattr(Run, "connect", slow)
+    if again:
+        (tmp_path / CONFIG_FILE).write_text(as_yaml(runs[0].settings))
+    with pytest.raises(ConfigError, match=message):
+        runs.pop()()
+    assert kept == tree(tmp_path) != {}
 
 
 def test_an_environment_that_a_function_does_not_return_is_refused(tmp_path):

@@ -20,7 +20,7 @@ from tests.support.quick import FRAMES, INTERVAL, OFF_POLICY, QUIET
 from torchrl_unilab.cli import main
 from torchrl_unilab.configs.file import as_yaml, read_config
 from torchrl_unilab.data import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import ConfigError, RunCompleteError, WorkerError
 from torchrl_unilab.trainers import (
     APPOConfig,
     OffPolicyConfig,
@@ -398,10 +398,19 @@ def test_so_is_one_whose_last_rollout_brought_more_frames_than_asked_for(tmp_pat
 
 def test_a_line_of_a_log_that_is_none_is_left_out_by_a_resumed_run(run_dir):
     log = next(run_dir.joinpath("logs").rglob("*.csv"))
-    with log.open("a") as file:
-        file.write("\0" * 8 + "\n")
+    with log.open("ab") as file:
+        file.write(b"\0" * 8 + b"\n\xff\n")
     resume_run(run_dir, frames=2 * FRAMES, **QUIET)
-    assert "\0" not in log.read_text()
+    assert not {0, 0xFF} & {*log.read_bytes()}
+
+
+def test_a_run_whose_end_was_interrupted_is_ended_by_a_resumed_one(run_dir):
+    file = run_dir / "summary.json"
+    summary = json.loads(file.read_text())
+    file.write_text(json.dumps(summary | {"interrupted": True}))
+    assert not resume_run(run_dir, **QUIET)["interrupted"]
+    with pytest.raises(RunCompleteError):
+        resume_run(run_dir, **QUIET)
 
 
 def test_a_checkpoint_that_came_while_a_run_was_being_resumed_is_not_passed_over(

@@ -13,6 +13,7 @@ from torchrl_unilab.trainers.runs import summary
 from torchrl_unilab.trainers.runs.summary import (
     RunLogger,
     check_loggers,
+    check_run_dir,
     cut_logs,
     plot_returns,
     run_logger,
@@ -83,6 +84,21 @@ def test_other_loggers_are_made_by_torchrl_of_the_run_s_name(tmp_path, monkeypat
 
 
 def test_a_logger_whose_package_is_not_installed_is_refused_with_the_pip_line(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else 1)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "wandb" else Mock())
     with pytest.raises(ConfigError, match=r"logger: no package wandb .* pip install wandb\."):
         check_loggers(["csv", "tensorboard", "wandb"])
+
+
+def test_a_directory_of_a_logger_s_name_is_no_package(tmp_path, monkeypatch):
+    (tmp_path / "no_logger").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="logger: no package no_logger"):
+        check_loggers(["no_logger"])
+
+
+def test_a_run_starts_in_a_directory_with_a_draft_of_its_first_file(tmp_path):
+    (tmp_path / ".config.yaml").touch()
+    check_run_dir(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match="it is not empty"):
+        check_run_dir(tmp_path)

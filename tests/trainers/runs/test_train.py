@@ -234,6 +234,12 @@ def test_the_final_evaluation_is_no_work_of_the_learner(tmp_path, monkeypatch):
     assert summary["busy"]["learner"] <= at_its_end[0] < 1.0
 
 
+def test_figures_that_json_does_not_know_are_null_in_the_summary(tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "_evaluate", lambda _: -math.inf)
+    assert quick_run(tmp_path, frames=128)["eval_return"] == -math.inf
+    assert json.loads((tmp_path / "summary.json").read_text())["eval_return"] is None
+
+
 def test_a_run_that_has_ended_leaves_no_child(appo_run):
     assert not live_children()
 
@@ -341,21 +347,24 @@ def test_a_run_on_another_environment_is_evaluated_and_resumed_with_what_makes_i
     assert resumed["frames"] > resumed["resumed"][0] == trained["frames"]
 
 
+@pytest.mark.parametrize("learnt", [True, False], ids=["weights", "losses alone"])
 def test_what_is_no_longer_finite_ends_a_run_and_leaves_the_checkpoints_of_before(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, learnt
 ):
     learn, frames = APPOTrainer._learn, iter(range(100))
 
     def spoil(trainer: APPOTrainer, batch: TensorDictBase) -> dict[str, float]:
         if next(frames) == 6:
-            batch["next", "reward"].fill_(float("nan"))
+            batch["next", "reward"].fill_(math.nan)
+            if not learnt:
+                return {"loss_critic": math.nan}
         return learn(trainer, batch)
 
     monkeypatch.setattr(APPOTrainer, "_learn", spoil)
     with pytest.raises(DivergedError, match=r"loss_\w+ is nan .* checkpoints are of before"):
         quick_run(tmp_path, checkpoint_interval=64)
     saved = RunCheckpoints(tmp_path / "checkpoint").newest()
-    assert 0 < saved.frames < 1024
+    assert saved.frames == 6 * APPOConfig(**APPO).frames_per_rollout
     actor = load_run(tmp_path, "evaluate", num_envs=1, num_threads=1)
     actor.env.close()
     assert all(p.isfinite().all() for p in actor.actor.parameters())

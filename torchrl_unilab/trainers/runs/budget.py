@@ -180,7 +180,7 @@ def _estimate(name: str, place: Place, nbytes: int, *settings: str) -> MemoryIte
     return MemoryItem(name, place, nbytes, settings, estimate=True)
 
 
-EVALUATION_ITEMS = (_estimate("evaluation's process", "private", PROCESS_BYTES, "eval_interval"),)
+EVALUATION_ITEMS = (_estimate("evaluation's process (eval_interval)", "private", PROCESS_BYTES),)
 """What a run takes that evaluates while it trains."""
 
 

@@ -91,7 +91,7 @@ def resume_run(
     file = path / CONFIG_FILE
     said = read_config(file) if file.is_file() else {}  # the checkpoint has all that is needed
     check_run(saved, said, f"cannot resume {run_dir}", settings)
-    ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
+    ranks, found = saved.run["ranks"], Ranks.of_torchrun().size
     if ranks != found:
         way = "without torchrun" if ranks == 1 else f"by torchrun, in {ranks} processes in all"
         raise ConfigError(
@@ -144,8 +144,9 @@ def _reached(saved: SavedRun, run: RunConfig) -> str | None:
 
 
 def _summed_up(summary: Path) -> int:
-    """Return the frames of a run's summary; 0 if there is none, or none that can be read."""
+    """Return the frames of a whole run's summary; 0 if there is none, or none to be read."""
     try:
-        return int(json.loads(summary.read_text())["frames"])
+        found = json.loads(summary.read_text())
+        return 0 if found["interrupted"] else int(found["frames"])
     except (OSError, ValueError, TypeError, KeyError, OverflowError):
         return 0

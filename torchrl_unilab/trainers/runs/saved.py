@@ -124,14 +124,13 @@ def check_run(
 
 
 def check_newest(saved: SavedRun | None, run_dir: Path) -> None:
-    """Refuse to resume from a checkpoint that is no longer the newest of its directory."""
-    if saved is None:
-        return
-    newest = RunCheckpoints(run_dir / CHECKPOINT).newest().path
-    if newest != saved.path:
+    """Refuse to resume from a checkpoint, or none, that is not the newest of its directory."""
+    newest = next(iter(RunCheckpoints(run_dir / CHECKPOINT).paths()), None)
+    if newest != (saved.path if saved else None):
+        expected = f"{saved.path.name} to be the newest" if saved else "none"
         raise ConfigError(
-            f"cannot resume {run_dir}: {newest.name} was written meanwhile (expected "
-            f"{saved.path.name} to be the newest). Resume again."
+            f"cannot resume {run_dir}: {newest and newest.name} was written meanwhile (expected "
+            f"{expected}). Resume again."
         )
 
 

@@ -32,7 +32,7 @@ def check_loggers(names: Sequence[str]) -> None:
     Raises:
         ConfigError: Says how to install them.
     """
-    missing = [n for n in names if n != "csv" and importlib.util.find_spec(n) is None]
+    missing = [n for n in names if n != "csv" and not _is_installed(n)]
     if missing:
         raise ConfigError(
             f"logger: no package {', '.join(missing)} (expected installed packages). "
@@ -40,9 +40,19 @@ def check_loggers(names: Sequence[str]) -> None:
         )
 
 
+def _is_installed(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None  # a directory of logs, say, has none
+
+
 def check_run_dir(path: Path) -> None:
-    """Refuse a directory for a new run that is not empty, or cannot be made; a ConfigError."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    """Refuse a directory for a new run that is not empty, or cannot be made; a ConfigError.
+
+    A run that was killed while it wrote its first file has left a draft of it.
+    """
+    if path.exists() and (
+        not path.is_dir() or any(entry.name != f".{CONFIG_FILE}" for entry in path.iterdir())
+    ):
         found, way = "a file", ""
         if path.is_dir():
             found, way = "not empty", ", or continue the run in it: --resume, or resume_run"
@@ -50,7 +60,7 @@ def check_run_dir(path: Path) -> None:
             f"run directory {path}: it is {found} (expected a new or empty directory). "
             f"Choose another{way}."
         )
-    parent = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    parent = next(parent for parent in (path, *path.parents) if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ConfigError(
             f"run directory {path}: cannot be made in {parent} (expected a directory that "
@@ -138,8 +148,8 @@ def _logger(name: str, path: Path, resumed_at: int | None) -> Logger:
 def cut_logs(directory: Path, frames: int) -> None:
     """Remove what TorchRL's `CSVLogger` logged, as "step,value", after so many frames."""
     for path in directory.rglob("*.csv"):
-        lines = path.read_text().splitlines(keepends=True)
-        # A process that was killed may have left half a line at the end, a lost disk any text.
+        # A process that was killed may have left half a line at the end, a lost disk anything.
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= frames]
         if kept != lines:
             write_whole(path, "".join(kept))

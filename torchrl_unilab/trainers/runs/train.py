@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,7 @@ from torchrl_unilab.configs import APPOConfig, OffPolicyConfig, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings, without_own_settings
 from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
-from torchrl_unilab.errors import UniLabError
+from torchrl_unilab.errors import DivergedError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, BackgroundEvaluation, Videos, evaluate
@@ -325,14 +324,17 @@ class Run:
         except Exception as error:
             self.ranks.leave(error)
             with contextlib.suppress(OSError, UniLabError):  # the first error says more
-                if self.leads:
-                    save_learner(trainer, insist=self.ranks.size > 1)  # the training is not lost
+                # The training is not lost; what has diverged would be resumed in vain.
+                if self.leads and not isinstance(error, DivergedError):
+                    save_learner(trainer, insist=self.ranks.size > 1)
             raise
         return False
 
     def _start_writing(self) -> RunLogger:
         """Make the run directory and the logs: what can be refused has been."""
         self._holding.enter_context(run_dir_held(self.path))
+        if not self.saved and not self._again:
+            check_run_dir(self.path)  # once more: another run may have been and gone
         check_newest(self.saved, self.path)
         self._writing = True
         write_whole(self.path / CONFIG_FILE, as_yaml(self.settings))
@@ -346,7 +348,8 @@ class Run:
         """Return the summary; rank 0 evaluates, writes it, and plots the learning curve."""
         options, trainer, returns = self.options, self.trainer, self.trainer.returns
         eval_return, learner_busy = None, trainer.busy_time.busy  # before it evaluates
-        with contextlib.suppress(KeyboardInterrupt):  # after a second Ctrl-C, too
+        # A second Ctrl-C ends the evaluation, a first one the run: a resumed one evaluates.
+        with contextlib.suppress(*([KeyboardInterrupt] if interrupted else [])):
             eval_return = self._evaluate() if self.leads else None
         summary = {
             "env": options.env,
@@ -360,8 +363,7 @@ class Run:
             "interrupted": interrupted,
             "resumed": self.resumed,
             "policy_lag": dict(sorted(trainer.lag.histogram.items())),
-            # A phase that took no time has an endless rate, which JSON does not know.
-            "collector": {k: v for k, v in returns.last.items() if math.isfinite(v)},
+            "collector": returns.last,
             "busy": {"learner": learner_busy, "collectors": self.cpu.busy},
             "ranks": self.ranks.size,
             "threads": dataclasses.asdict(self.threads),
@@ -373,7 +375,9 @@ class Run:
         if not self.leads:
             return summary
         title = f"{options.env}, {summary['algo'].upper()}, seed {options.seed}"
-        write_whole(self.path / SUMMARY, json.dumps(summary, allow_nan=False))
+        # JSON knows no endless rate, of a phase that took no time, and no return of NaN.
+        known = json.loads(json.dumps(summary), parse_constant=lambda _: None)
+        write_whole(self.path / SUMMARY, json.dumps(known, allow_nan=False))
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         frames = trainer.collected_frames
         if returns.curve and trainer._last_log.get("return") != frames:  # else it has been
