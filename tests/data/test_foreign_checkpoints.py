@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyMemmapStorage
+from torchrl.data import LazyMemmapStorage, ReplayBuffer
 
 from tests.support.checkpoints import LeavesAMark, plant_code
 from torchrl_unilab.data import PackedReplayStorage, RolloutRingStorage
@@ -26,6 +26,19 @@ def test_the_checkpoint_of_a_stock_storage_runs_no_code(tmp_path):
     with pytest.raises(CheckpointError, match="more than tensors"):
         PackedReplayStorage(8).loads(tmp_path / "stock")
     assert not (tmp_path / "mark").exists()
+
+
+def test_the_checkpoint_of_a_full_stock_storage_of_several_dimensions_is_refused(tmp_path):
+    stock = ReplayBuffer(storage=LazyMemmapStorage(20, ndim=2), batch_size=1)
+    stock.extend(TensorDict({"observation": torch.ones(5, 4, 2)}, [5, 4]))
+    stock.dumps(tmp_path)
+    message = "20 are said to be written, and 4 are there"
+    with PackedReplayStorage(20) as storage:
+        with pytest.raises(CheckpointError, match=message):
+            storage.load_state_dict(stock.storage.state_dict())
+        with pytest.raises(CheckpointError, match=message):
+            storage.loads(tmp_path / "storage")
+        assert not storage.initialized
 
 
 def test_the_checkpoint_of_a_ring_runs_no_code(tmp_path):

@@ -8,7 +8,7 @@ from multiprocessing import resource_tracker
 import numpy as np
 import pytest
 import torch
-from torchrl.data import Composite, LazyTensorStorage, ReplayBuffer, Unbounded
+from torchrl.data import Composite, LazyTensorStorage, NonTensor, ReplayBuffer, Unbounded
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 
 from tests.support.rollouts import make_rollout
@@ -20,7 +20,7 @@ from torchrl_unilab.data import (
     RolloutRingWriter,
 )
 from torchrl_unilab.data.shared_storage import SharedStorage
-from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, SegmentClosedError
 
 KINDS = {PackedReplayStorage: PackedReplayWriter, RolloutRingStorage: RolloutRingWriter}
 BOTH = pytest.mark.parametrize("cls", list(KINDS))
@@ -51,6 +51,13 @@ def test_other_checkpointers_and_hooks_are_refused(cls):
         assert storage.checkpointer is own
         storage.checkpointer = other = type(own)()
         assert storage.checkpointer is other
+
+
+@BOTH
+def test_a_spec_of_more_than_tensors_is_refused(cls):
+    spec = Composite(words=NonTensor(()), reward=Unbounded(()))
+    with pytest.raises(LayoutDtypeError, match=r"spec of 'words': NonTensor \(expected tensors"):
+        cls.from_spec(spec, 5)
 
 
 @BOTH

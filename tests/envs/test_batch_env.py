@@ -290,6 +290,8 @@ def test_a_diverging_simulation_ends_its_episode_and_leaves_the_others_alone(spe
             assert not after["truncated"]
             assert after["reward"] == 0
             assert not any(term.any() for term in after["reward_terms"].values())
+            assert not any(part[1].any() for part in env.info.values())
+            assert all(part[::2].all() for part in env.info.values())
             default_pose = [1.25, *[0.0] * 10]
             np.testing.assert_array_equal(after["observation"].numpy(), default_pose)
             assert not root["done"][1]

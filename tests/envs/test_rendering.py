@@ -23,7 +23,7 @@ from tests.support.bounds import DEADLINE
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.envs import rendering as module
 from torchrl_unilab.envs.rendering import BatchRenderer, find_backend
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 
 SMALL = {"render_width": 64, "render_height": 48}
 FLYER = """
@@ -127,6 +127,8 @@ def test_a_robot_without_a_camera_stays_in_view_and_its_past_does_not_show() -> 
     moved = renderer.render([0])[0]
     assert abs(((moved[..., 0] > 60) & (moved[..., 1] < 60)).mean() - red.mean()) < 0.02
     renderer.close()
+    with pytest.raises(UsageError, match=r"BatchRenderer: closed \(expected"):
+        renderer.render([0])
 
 
 def test_each_simulation_is_drawn_with_its_own_model() -> None:

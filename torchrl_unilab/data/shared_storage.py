@@ -19,7 +19,7 @@ from torchrl.data.replay_buffers.writers import Writer
 from typing_extensions import Self
 
 from torchrl_unilab.data.positions import MASKS
-from torchrl_unilab.errors import ConfigError, SegmentClosedError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, SegmentClosedError
 from torchrl_unilab.shm.liveness import check_spawning
 from torchrl_unilab.shm.segment import Owner
 
@@ -73,9 +73,16 @@ class SharedStorage(Owner, TensorStorage):
             spec: The spec of one item, a row or a rollout: its shape is the item's batch size.
             *size: How many, as for the storage.
             **settings: As for the storage.
+
+        Raises:
+            LayoutDtypeError: An entry is not of tensors.
         """
         example = TensorDict(batch_size=spec.shape, device=torch.device("meta"))
         for key, leaf in spec.items(include_nested=True, leaves_only=True):
+            if leaf.dtype is None:
+                raise LayoutDtypeError(
+                    f"spec of {key!r}: {type(leaf).__name__} (expected tensors). Leave it out."
+                )
             example.set(key, torch.empty(leaf.shape, dtype=leaf.dtype, device="meta"))
         for key, node in spec.items(include_nested=True):
             if isinstance(node, Composite):
@@ -87,13 +94,17 @@ class SharedStorage(Owner, TensorStorage):
     def _start_process(self) -> None:
         """Start as a process that has neither written nor read."""
 
+    def _count_readable(self) -> int:
+        """Return at how many positions, from 0 on, there is an item."""
+        return len(self)
+
     def contains(self, item: Any) -> Any:
         """Whether there is an item at a position: a bool, or one each for a tensor.
 
         Raises:
             ConfigError: It is no position.
         """
-        length = len(self)
+        length = self._count_readable()
         if isinstance(item, torch.Tensor):
             if item.dtype in MASKS:  # each is one, and right in itself, as in stock storages
                 return torch.ones_like(item, dtype=torch.bool)

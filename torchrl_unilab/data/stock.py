@@ -79,7 +79,7 @@ def rows_of_dump(path: Path) -> TensorDictBase:
     """Return the rows [n] that a stock storage's ``dumps`` saved, memory-mapped.
 
     Raises:
-        CheckpointError: They are no tensors in a TensorDict.
+        CheckpointError: They are no tensors in a TensorDict, or fewer than were written.
     """
     saved = json.loads((path / _METADATA).read_text())
     if saved["is_pytree"]:
@@ -88,14 +88,15 @@ def rows_of_dump(path: Path) -> TensorDictBase:
         rows: TensorDictBase = TensorDict.load_memmap(path, allow_pickle=False)
     except RuntimeError as error:
         raise _no_rows(str(path), f"more than tensors: {error}") from error
-    return rows[: saved["len"]]
+    return _written(rows, saved["len"])
 
 
 def rows_of_state_dict(state_dict: Mapping[str, Any]) -> TensorDictBase:
     """Return the rows [n] of a stock storage's ``state_dict``.
 
     Raises:
-        CheckpointError: They are no tensors in a TensorDict, or it is of another class.
+        CheckpointError: They are no tensors in a TensorDict, or fewer than were written, or it is
+            of another class.
     """
     if "_storage" not in state_dict:
         raise _no_rows("state dict", f"{sorted(state_dict)}")
@@ -106,7 +107,17 @@ def rows_of_state_dict(state_dict: Mapping[str, Any]) -> TensorDictBase:
     rows = TensorDict().load_state_dict(state_dict["_storage"], strict=False)
     if not rows.batch_dims:  # a file may lose what the state dict knows beside its keys
         rows.auto_batch_size_(1)
-    return rows[: state_dict["_len"]]
+    return _written(rows, state_dict["_len"])
+
+
+def _written(rows: TensorDictBase, length: int) -> TensorDictBase:
+    if length > len(rows):  # all elements of a storage of several dimensions
+        raise CheckpointError(
+            f"cannot load rows: {length} are said to be written, and {len(rows)} are there "
+            "(expected a storage of ndim=1). Extend this storage by what you read where it was "
+            "saved."
+        )
+    return rows[:length]
 
 
 def _no_rows(what: str, found: str) -> CheckpointError:

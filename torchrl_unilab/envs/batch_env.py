@@ -89,7 +89,7 @@ class MujocoBatchEnv(EnvBase):
     Attributes:
         task: the task.
         max_episode_steps: steps after which an episode is truncated.
-        stagger: whether the first episodes after a seed have limits of their own.
+        stagger: whether the first episodes that are stepped after a seed have their own limits.
         dt: seconds of simulated time that a step takes.
         randomizer: holds what differs between the simulations' models.
         phase_seconds: seconds since construction spent in ``physics``, ``reward``,
@@ -217,6 +217,8 @@ class MujocoBatchEnv(EnvBase):
             qpos: ``(k, nq)``, metres and radians as in the model.
             qvel: ``(k, nv)``, the same per second.
             ids: the ``k`` simulations to set, distinct; None for all.
+
+        Transforms around the environment take no part: it is ``env.base_env.set_state`` there.
 
         Returns:
             What ``reset`` would return: the observation and flags of all rows.

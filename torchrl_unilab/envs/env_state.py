@@ -38,15 +38,15 @@ class EnvState:
         num_threads: physics threads; None for one per CPU but the learner's.
         max_episode_steps: steps after which an episode is truncated; None as the task says.
         randomization: how the models differ; None as the task says.
-        stagger: whether the first episodes after a seed have limits of their own, drawn
-            between 1 and the limit, so that simulations are not in step with each other.
+        stagger: whether the first episodes that are stepped after a seed have limits of their
+            own, drawn between 1 and the limit, so that simulations are not in step.
 
     Attributes:
         episodes: how far each is.
         randomizer: holds what differs between the models.
         dt: seconds of simulated time that a step takes.
         reward_terms: the parts of the last step's reward, ``(n,)`` each.
-        info: further quantities of the last step, ``(n, ...)`` each.
+        info: further quantities of the last step, ``(n, ...)`` each; none of a snapshot's.
         num_diverged: simulations that have diverged so far.
         phase_seconds: seconds so far by phase.
 
@@ -174,24 +174,27 @@ class EnvState:
         """
         task, physics = self.task, self.physics
         self._check_action(action)
+        self._to_stagger[... if ids is None else ids] = False
         start = time.perf_counter()
         before = task.before(physics.seen)
         diverged = physics.step(action, ids)
         start = self.count("physics", start)
         outcome = judge(task, physics.seen, before, action, self.dt)
-        reward, terminated, terms = outcome.reward, outcome.terminated, outcome.terms
+        reward, terminated = outcome.reward, outcome.terminated
+        terms, info = outcome.terms, outcome.info
         if diverged is not None:
             self._report(diverged)
             # what the task makes of the jump to the default pose means nothing
             reward = np.where(diverged, 0.0, reward)
             terminated = terminated | diverged
             terms = {name: np.where(diverged, 0.0, term) for name, term in terms.items()}
+            info = {name: np.where(diverged, 0, part.T).T for name, part in info.items()}
         self._check_finite(reward, terms)
         if ids is not None:
             stepped = np.isin(np.arange(len(reward)), ids)
             reward = np.where(stepped, reward, 0.0)
             terms = {name: np.where(stepped, term, 0.0) for name, term in terms.items()}
-        self.reward_terms, self.info = terms, outcome.info
+        self.reward_terms, self.info = terms, info
         self.episodes.advance(terminated, ids)
         if task.command_steps is not None:
             due = self.episodes.elapsed % task.command_steps == 0
@@ -218,7 +221,6 @@ class EnvState:
         if len(first):
             limit = self.episodes.limit
             self.episodes.start(first, np.array([self._rngs[i].integers(limit) for i in first]))
-            self._to_stagger[first] = False
         self.count("reset", start)
 
     def set_state(self, qpos: ArrayLike, qvel: ArrayLike, ids: ArrayLike | None) -> Ids:
@@ -286,7 +288,7 @@ class EnvState:
         known = dict.fromkeys(self.reward_terms, np.zeros(len(self))) if self._clears_terms else {}
         saved = {name: term.copy() for name, term in state["reward_terms"].items()}
         self.reward_terms = known | saved
-        self.num_diverged = state["num_diverged"]
+        self.info, self.num_diverged = {}, state["num_diverged"]
         for rng, generator in zip(self._rngs, state["generators"], strict=True):
             rng.bit_generator.state = generator
 

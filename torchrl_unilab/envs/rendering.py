@@ -20,7 +20,7 @@ from mujoco.batch import Batch
 from mujoco.rendering.classic import gl_context
 from numpy.typing import NDArray
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.scalars import as_integer
 
 Camera: TypeAlias = str | int | mujoco.MjvCamera | None
@@ -95,6 +95,7 @@ class BatchRenderer:
 
         Raises:
             ConfigError: if OpenGL cannot draw here; names what is missing.
+            UsageError: if it is closed.
         """
         pictures = np.empty((len(ids), self.height, self.width, 3), dtype=np.uint8)
         if not len(ids):
@@ -104,7 +105,8 @@ class BatchRenderer:
         return pictures
 
     def _draw(self, pictures: Pictures, ids: Sequence[int] | NDArray[np.intp]) -> None:
-        assert self._batch is not None
+        if self._batch is None:
+            raise UsageError("BatchRenderer: closed (expected an open one). Make a new one.")
         _refuse_forks()
         if self._drawing is None:
             self._drawing = self._start(self._batch.model)

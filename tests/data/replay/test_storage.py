@@ -21,6 +21,7 @@ from torchrl_unilab.errors import (
     LayoutError,
     LayoutKeyError,
     LayoutShapeError,
+    PositionError,
     SegmentSpaceError,
     UsageError,
 )
@@ -421,6 +422,16 @@ def test_rows_of_which_some_are_refused_are_not_appended_either():
         with pytest.raises(ConfigError, match="not finite"):
             storage.set([5, 0], rows)
         assert len(storage) == 5
+
+
+def test_rows_behind_a_shard_without_any_are_sampled_and_not_read_by_position():
+    with PackedReplayStorage(8, example=transitions(1)[0], writers=2) as storage:
+        storage.use_writer(1)
+        storage.append(transitions(3))
+        assert (len(storage), storage.size, len(storage[:]), 0 in storage) == (1, 3, 0, False)
+        with pytest.raises(PositionError, match="no row 0: 0 are written"):
+            storage[0]
+        assert len(storage.sample(8)) == 8
 
 
 def test_rows_that_one_shard_cannot_take_are_not_loaded():

@@ -48,7 +48,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         reduction: How priorities of more than one number become one: ``max``, ``min``,
             ``median`` or ``mean``.
         max_priority_within_buffer: New rows take the highest priority of rows that are still
-            there, rather than the highest one ever.
+            there, rather than the highest one ever; 1 where the row that had it is gone.
         device: The CPU.
 
     Raises:

@@ -114,8 +114,10 @@ class PackedReplayStorage(SharedReplay):
             return 0
         if self.writers == 1:  # which TorchRL asks several times for a batch
             return self.rows.length()
-        window = self.rows.window()
-        return self.rows.extent(window)[0] or min(1, window.size)
+        return self._count_readable() or min(1, self.size)
+
+    def _count_readable(self) -> int:
+        return self.rows.extent(self.rows.window())[0] if self.initialized else 0
 
     @property
     def _mutation_revision(self) -> int:
@@ -270,7 +272,7 @@ class PackedReplayStorage(SharedReplay):
         batches, gatherer = self._batches, self._gatherer
         if isinstance(index, tuple) and len(index) == 1:
             index = index[0]
-        length = len(self)
+        length = self._count_readable()
         if isinstance(index, slice) and (index.step or 1) < 0:
             index = range(*index.indices(length))  # no view counts down
         if index is None or index is ... or isinstance(index, (str, tuple, slice)):
@@ -349,7 +351,7 @@ class PackedReplayStorage(SharedReplay):
         return {"header": self.header() | saved, "rows": copies}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`, of this class or of a stock storage, in place of what there is.
+        """Load a `state_dict`, of this class or a stock one of ``ndim=1``, in place of what is.
 
         Raises:
             CheckpointError: The storage is not like the one that was saved; it keeps its rows.

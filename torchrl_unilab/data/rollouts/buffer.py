@@ -23,9 +23,9 @@ Take = Literal["oldest", "newest"]
 class RolloutRingWriter(SharedStorageWriter):
     """Commits rollouts to a `RolloutRingStorage`; with `RolloutRingSampler`, in any buffer.
 
-    `extend` takes one rollout, or several along one more leading dimension, or a list; `add`
-    takes one. What a writer returns is where the rollouts are among the unread ones, which
-    holds until the reader takes some out.
+    `extend` takes one rollout, or several along one more leading dimension, or, where the buffer
+    passes it on, a list; `add` takes one. What a writer returns is where the rollouts are among
+    the unread ones, which holds until the reader takes some out.
 
     Examples:
         >>> import torch

@@ -24,7 +24,7 @@ class RolloutPool:
     IMPACT's circular buffer (Luo et al. 2019, arXiv 1912.00167, section 3.2): a learner
     that is faster than its collectors goes over each rollout `size` times, as part of
     `size` pools. Memory is taken once, with the first rollout; time comes first in it, so
-    that what walks through time reads memory in order.
+    that what walks through time reads memory in order: give TorchRL's estimators ``time_dim=0``.
 
     Args:
         size: Rollouts to keep, K, 1 to 8.

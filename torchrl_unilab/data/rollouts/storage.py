@@ -44,9 +44,9 @@ class RolloutRingStorage(SharedRollouts):
     """Rollouts in shared memory, written by several processes, read by one, once.
 
     An item is a whole rollout: a TensorDict of any batch size (``[num_envs, num_steps]``,
-    say), nested keys, mixed dtypes, always of one schema. The schema comes from `example`, from a
-    spec (`from_spec`), or from the first rollout written; the storage goes to spawned processes
-    once it is known. Each of them may write as one writer.
+    say), nested keys, mixed dtypes, always of one schema; names of dimensions are not kept. The
+    schema comes from `example`, from a spec (`from_spec`), or from the first rollout written; the
+    storage goes to spawned processes once it is known. Each of them may write as one writer.
 
     The reader may hold slots: what it acquired, and what it waited for or looked at (`wait`,
     `get`, `state_dict`) and has not taken out yet. Each is one less for its writer. With
