@@ -58,6 +58,10 @@ def world(target: Callable[..., Any], *args: Any, size: int = 2) -> Iterator[Wor
             variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             one = spawned(_run, server, variables, target, args, daemon=False)
             started.append(closing.enter_context(one))
+        for _, pipe in started:
+            receive(pipe)
+        for _, pipe in started:  # their time-outs begin when all are there
+            pipe.send("go")
         yield World(*map(list, zip(*started, strict=True)))
 
 
@@ -71,6 +75,8 @@ def _run(
     use_server(server)
     os.environ.update(variables)
     torch.set_num_threads(1)
+    pipe.send("ready")
+    pipe.recv()
     try:
         result = target(pipe, *args)
     except Exception as error:
