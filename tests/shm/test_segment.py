@@ -30,6 +30,12 @@ NAMES = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_garbage() -> None:
+    """What other tests left is not closed while a test counts descriptors."""
+    gc.collect()
+
+
 def _add_one(pipe: Connection, segment: SharedSegment) -> None:
     segment.buffer[:] += 1
     pipe.send(segment.nbytes)
@@ -110,7 +116,6 @@ def _attached_again(segment: SharedSegment) -> SharedSegment:
 def test_a_named_segment_is_attached_again_and_again_by_one_descriptor():
     name = f"unilab-test-{os.getpid()}"
     with SharedSegment(64, name=name) as segment:
-        gc.collect()
         before = psutil.Process().num_fds()
         for _ in range(3):
             with SharedSegment.attach(name) as again:
@@ -145,7 +150,6 @@ def test_attaching_an_unknown_name_says_so():
 def test_what_no_creator_made_is_not_attached_and_no_descriptor_is_lost(make, message):
     path = named_directory() / f"unilab-test-{os.getpid()}"
     make(path)
-    gc.collect()  # or what other tests left is closed in between
     try:
         before = psutil.Process().num_fds()
         for _ in range(5):
