@@ -356,16 +356,18 @@ def test_a_forked_child_that_closes_leaves_its_parents_ring_as_it_is():
 
 
 def test_a_close_that_was_interrupted_goes_on(monkeypatch):
-    ring, calls, close = make_ring(slots=2), [], segment_module.SharedSegment.close
+    ring, calls = make_ring(slots=2), []
+    segment = ring._segment  # not those of rings that are deleted meanwhile
+    close = segment.close
 
-    def interrupted_once(segment):
+    def interrupted_once():
         calls.append(segment)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        close(segment)
+        close()
 
     write(ring)
-    monkeypatch.setattr(segment_module.SharedSegment, "close", interrupted_once)
+    monkeypatch.setattr(segment, "close", interrupted_once)
     with pytest.raises(KeyboardInterrupt):
         ring.close()
     ring.close()
