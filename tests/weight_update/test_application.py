@@ -90,7 +90,7 @@ def test_pulling_by_hand_waits_for_receive():
 @pytest.mark.parametrize("pull", ["step", "rollout"])
 def test_only_pull_step_takes_a_version_in_mid_rollout(pull):
     policy = make_policy(0.25)
-    buffer = ReplayBuffer(storage=LazyTensorStorage(1024, shared_init=True), shared=True)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(1 << 16, shared_init=True), shared=True)
     scheme = UniLabShmScheme(pull=pull)
     with _collecting(
         policy,
@@ -101,10 +101,13 @@ def test_only_pull_step_takes_a_version_in_mid_rollout(pull):
         track_policy_version=True,
     ) as collector:
         collector.start()
+        enough = 0
         for value in itertools.count(1):
             _publish(collector, policy, float(value))
             scheme.wait_applied(value, timeout=DEADLINE)
-            if buffer.write_count >= 4 * 128:
+            # Rollouts, the first of which has taken a version on its way.
+            enough = enough or buffer.write_count + 4 * 128
+            if buffer.write_count >= enough:
                 break
     rollouts = buffer[: 128 * (buffer.write_count // 128)]["action"].reshape(-1, 128)
     mixed = any(len(rollout.unique()) > 1 for rollout in rollouts)
