@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ from torchrl_unilab.shm.segment import named_directory
 _MOUNT = named_directory()
 _OWN = Path(tempfile.mkdtemp(prefix="unilab-tests-", dir=_MOUNT))
 os.environ["TORCHRL_UNILAB_SHM_DIR"] = str(_OWN)
-_BEFORE = set(os.listdir(_MOUNT))
+_BEFORE, _BEGAN = set(os.listdir(_MOUNT)), time.time()
 os.environ["PYTHONSTARTUP"] = fork_server.__file__
 # A shell ignores Ctrl-C for what it starts in the background, and programs inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,13 +71,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """At the very end: nothing new on the shared-memory mount, whatever made it.
 
     Semaphores of Python's live queues do not count, nor does another test run beside this one, nor
-    what CUDA, and torch's counts of memory on a GPU, leave there.
+    what CUDA, and torch's counts of memory on a GPU, leave there, nor what programs hold that ran
+    before.
     """
     if "PYTEST_XDIST_WORKER" in os.environ:
         return  # the others are still at work
     on_gpu = ("cuda.shm.", "torch_") if torch.cuda.is_initialized() else ()
     others = ("sem.", "unilab-tests-", *on_gpu)
     left = {name for name in os.listdir(_MOUNT) if not name.startswith(others)} - _BEFORE
+    for program in psutil.process_iter() if left else ():
+        with contextlib.suppress(psutil.Error):
+            if program.create_time() < _BEGAN and program.pid != os.getpid():
+                held = [*program.open_files(), *getattr(program, "memory_maps", list)()]
+                left -= {Path(file.path).name for file in held}
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         sys.stderr.write(f"\nleft on {_MOUNT}: {sorted(left)} (expected nothing)\n")
