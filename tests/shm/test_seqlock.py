@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from multiprocessing.connection import Connection
 
@@ -10,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.processes import DEADLINE, receive, shared_mappings, spawned
+from tests.support.processes import DEADLINE, receive, shared_mappings, spawned, wait_for
+from tests.support.striking import forked
 from tests.support.tearing import (
     count_torn,
     lapped_copy,
@@ -351,14 +351,12 @@ def test_a_child_that_is_forked_during_a_publish_is_refused_at_once():
         thread = threading.Thread(target=hold)
         thread.start()
         assert held.wait(30.0)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(5)
-            try:
+
+        def publish() -> None:
+            with pytest.raises(SegmentError):
                 cell.publish([torch.ones(2)])
-            except SegmentError:
-                os._exit(0)
-            os._exit(1)
+
+        with forked(publish) as child:
+            wait_for(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
         go.set()
         thread.join(30.0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
