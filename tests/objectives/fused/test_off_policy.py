@@ -10,6 +10,7 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torchrl.objectives import SACLoss, SoftUpdate
 
+from tests.support.bounds import DEADLINE
 from tests.support.off_policy import (
     ACT,
     LRS,
@@ -430,7 +431,7 @@ def test_neither_gradient_sees_the_others_passes_whichever_is_done_first(algorit
         done.set()
 
     def wait_for_the_other(*args):  # between a forward pass and its backward pass
-        assert done.wait(10)
+        assert done.wait(DEADLINE)
         backward(*args)
 
     setattr(update, first, take_all)
@@ -454,7 +455,7 @@ def test_an_error_in_either_thread_is_raised_when_both_have_ended(algorithm, fai
         raise RuntimeError("no gradient")
 
     def take_long(*args):
-        assert failed.wait(10)
+        assert failed.wait(DEADLINE)
         whole(*args)
         ended.set()
 
