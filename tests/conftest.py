@@ -82,8 +82,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for program in psutil.process_iter() if left else ():
         with contextlib.suppress(psutil.Error):
             if program.create_time() < _BEGAN and program.pid != os.getpid():
-                held = [*program.open_files(), *getattr(program, "memory_maps", list)()]
-                left -= {Path(file.path).name for file in held}
+                maps = program.memory_maps() if sys.platform == "linux" else []
+                left -= {Path(file.path).name for file in (*program.open_files(), *maps)}
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         sys.stderr.write(f"\nleft on {_MOUNT}: {sorted(left)} (expected nothing)\n")
