@@ -385,6 +385,16 @@ def test_what_does_not_differ_is_not_expanded(specs: Sequence[Randomize], field:
 # Who says so
 
 
+def test_nothing_is_drawn_for_a_closed_environment() -> None:
+    env = make((replace(MASS, when="reset"),))
+    randomizer = env.randomizer
+    env.close()
+    before = randomizer.state_dict()
+    randomizer.reset(np.arange(N))
+    randomizer.seed([np.random.default_rng(0)] * N)
+    assert np.array_equal(before["numbers"], randomizer.state_dict()["numbers"])
+
+
 def test_a_tasks_own_randomisation_is_the_default_and_can_be_turned_off() -> None:
     task = pickle.loads(pickle.dumps(replace(make_task("Hopper-v5"), randomization=(FEET,))))
     env = MujocoBatchEnv(task, 3, seed=0)

@@ -195,8 +195,8 @@ class ModelRandomizer:
         self._draw(np.arange(len(self._rngs)), ("start", "reset"))
 
     def reset(self, ids: NDArray[np.intp]) -> None:
-        """Draw what is drawn for each episode anew, in simulations ``ids``, sorted."""
-        if self._at_reset:
+        """Draw what each episode has anew, in simulations ``ids``, sorted; nothing once closed."""
+        if self._at_reset and self._batch is not None:
             self._draw(ids, ("reset",))
 
     def state_dict(self) -> dict[str, Any]:
