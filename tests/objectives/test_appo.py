@@ -289,6 +289,14 @@ def test_it_reads_and_writes_the_keys_it_declares():
     assert "APPOLoss" in repr(loss)
 
 
+def test_tensors_by_name_give_the_losses_of_a_tensordict_in_order():
+    loss = _loss()
+    minibatch = loss.estimate(_rollout(loss)).reshape(-1)
+    expected = loss(minibatch)
+    given = {key: minibatch[key] for key in loss.in_keys}
+    assert [*loss(**given)] == [expected[key] for key in loss.out_keys]
+
+
 def test_a_state_dict_carries_the_count_of_steps():
     loss, other = _loss(), _loss()
     for _ in range(5):

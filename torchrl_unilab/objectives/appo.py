@@ -13,6 +13,7 @@ from tensordict.nn import (
     ProbabilisticTensorDictModule,
     ProbabilisticTensorDictSequential,
     TensorDictModuleBase,
+    dispatch,
 )
 from tensordict.utils import NestedKey
 from torch.distributions import Distribution, kl_divergence
@@ -267,11 +268,12 @@ class APPOLoss(LossModule):
         out.set(keys.state_value, v_tm1)
         return out
 
+    @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Return the losses of a minibatch that `estimate` prepared.
 
         Args:
-            tensordict: Batch [N].
+            tensordict: Batch [N]; or its `in_keys` by name, for a tuple of `out_keys`.
 
         Returns:
             Scalars ``loss_objective``, ``loss_critic``, ``loss_entropy`` with gradients,
