@@ -29,7 +29,7 @@ from tests.support.rings import (
 from torchrl_unilab.errors import PeerGoneError, UsageError, WaitTimeoutError
 from torchrl_unilab.shm import ring as ring_module
 from torchrl_unilab.shm import ring_writer
-from torchrl_unilab.shm.liveness import process_is_alive
+from torchrl_unilab.shm.liveness import process_is_alive, this_process
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
@@ -137,6 +137,15 @@ def test_a_reader_that_waits_without_end_learns_that_all_writers_have_resigned(e
         with pytest.raises(PeerGoneError, match="all 2 writers have resigned"):
             ring.acquire(None)
         assert ring.acquire(0.01) is None
+
+
+def test_a_writer_that_has_resigned_is_a_writer_again_once_it_claims():
+    with make_ring(slots=2) as ring, attach(ring) as end:
+        write(end)
+        end.resign()
+        assert ring._words[ring_writer.PROCESS] == ring_writer.RESIGNED
+        write(end)
+        assert ring._words[ring_writer.PROCESS] == this_process()
 
 
 def test_a_reader_waits_without_end_for_a_writer_that_is_yet_to_come():

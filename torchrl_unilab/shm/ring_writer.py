@@ -229,10 +229,7 @@ class RingWriter(Owner):
         return self._ready[writer].take(self._hand)
 
     def _wait_to_fill(self, timeout: float | None) -> bool:
-        pipes = [self._free[self.writer]]  # type: ignore[index]
-        if self.overflow == "overwrite":
-            pipes.append(self._ready[self.writer])  # type: ignore[index]
-        for _ in waits(pipes, timeout):
+        for _ in waits([self._free[self.writer]], timeout):  # type: ignore[index]
             if self._take_to_fill():
                 return True
             reader = self._header[READER] or self._header[CREATOR]
