@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import set_skip_existing
 from torch import nn
+from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.objectives import SACLoss, SoftUpdate
 
 from torchrl_unilab.errors import ConfigError
@@ -56,6 +58,31 @@ def test_a_critic_judges_observation_and_action_side_by_side():
     batch = TensorDict(state=torch.tensor([[1.0, 2.0]]), action=torch.tensor([[3.0]]))
     assert critic(batch)["state_action_value"].tolist() == [[321.5]]
     assert list(critic.in_keys) == ["state", "action"]
+
+
+@pytest.mark.parametrize("make", [make_critic, partial(make_q_value, action_size=1)])
+def test_a_value_that_is_there_is_kept_where_existing_ones_are_skipped(make):
+    critic = make(3)
+    (key,) = critic.out_keys
+    batch = TensorDict(observation=torch.zeros(4, 3), action=torch.zeros(4, 1), batch_size=[4])
+    batch[key] = torch.full((4, 1), 7.0)
+    with set_skip_existing(True):
+        assert (critic(batch)[key] == 7.0).all()
+    assert not (critic(batch)[key] == 7.0).any()
+
+
+@pytest.mark.parametrize("make", [make_sac_actor, make_td3_actor, make_actor])
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_action_that_is_there_is_kept_where_existing_ones_are_skipped(make, grad):
+    actor = make(3, 2)
+    batch = actor(TensorDict(observation=torch.zeros(4, 3), batch_size=4)).detach()
+    batch["action"].fill_(7.0)
+    with (
+        set_skip_existing(True),
+        set_exploration_type(ExplorationType.RANDOM),
+        torch.set_grad_enabled(grad),
+    ):
+        assert (actor(batch)["action"] == 7.0).all()
 
 
 def test_the_critics_of_a_loss_normalise_by_the_actors_statistics_of_the_moment():

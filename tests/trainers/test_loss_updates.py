@@ -252,6 +252,18 @@ def test_td3_without_the_fused_update_refuses_a_critic_that_its_loss_would_not_f
         make_update(loss, config)
 
 
+def test_gradients_of_before_are_no_part_of_an_update():
+    moved = []
+    for left in (None, 100.0):
+        learner, update, batch = _off_policy("td3", False, False)
+        for parameter in learner.loss.parameters():
+            if left is not None and parameter.requires_grad:
+                parameter.grad = torch.full_like(parameter, left)
+        _step(update, batch, 1)
+        moved.append({name: p.detach() for name, p in learner.loss.named_parameters()})
+    torch.testing.assert_close(*moved)
+
+
 def test_a_loss_without_target_networks_is_learnt_by():
     config = OffPolicyConfig("sac", hidden=(), batch_size=ROWS)
     networks = build_learner(_env(), config).loss

@@ -132,13 +132,22 @@ def test_random_frames_of_another_collector_are_in_the_replay():
         assert trainer.updates == 3 * QUICK["updates_per_step"]
 
 
-def test_a_reward_that_returns_of_several_steps_do_not_sum_up_is_refused():
+@pytest.mark.parametrize(
+    ("reward", "gamma", "message"),
+    [
+        ("bonus", 0.99, "a loss of the reward 'bonus'"),
+        ("reward", 0.9, r"returns of gamma=0\.9 \(expected 0\.99, the loss's\)"),
+    ],
+)
+def test_returns_of_several_steps_that_are_not_of_the_losses_reward_and_discount_are_refused(
+    reward, gamma, message
+):
     config = OffPolicyConfig(**QUICK)
     learner, row = _learner_and_row(config)
-    learner.loss.set_keys(reward="bonus")
+    learner.loss.set_keys(reward=reward)
     with (
-        PackedReplayStorage(100, example=row, n_step=3) as storage,
-        pytest.raises(ConfigError, match=r"replay of n_step=3: a loss of the reward 'bonus'"),
+        PackedReplayStorage(100, example=row, n_step=3, gamma=gamma) as storage,
+        pytest.raises(ConfigError, match=f"replay of n_step=3: {message}"),
     ):
         OffPolicyTrainer(
             collector=Mock(spec=APPOCollector),

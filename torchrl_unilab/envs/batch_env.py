@@ -76,7 +76,8 @@ class MujocoBatchEnv(EnvBase):
         randomization: how the simulations' models differ; by default as the task
             says, and not at all if empty. Follows from the seed.
         stagger: whether the first episodes have limits drawn at random, up to the limit, so that
-            the simulations' episodes do not all end in the same step.
+            the simulations' episodes do not all end in the same step. Another reset begins whole
+            ones, as `check_env_specs` does before a collector: then `set_seed` again.
         from_pixels: whether resets and steps also return a picture of each simulation
             under ``pixels``, ``(n, render_height, render_width, 3)`` uint8.
         pixels_only: whether ``pixels`` then replace the observations, as in ``GymEnv``.
@@ -89,7 +90,7 @@ class MujocoBatchEnv(EnvBase):
     Attributes:
         task: the task.
         max_episode_steps: steps after which an episode is truncated.
-        stagger: whether the first episodes that are stepped after a seed have their own limits.
+        stagger: whether the first episodes after a seed have limits of their own.
         dt: seconds of simulated time that a step takes.
         randomizer: holds what differs between the simulations' models.
         phase_seconds: seconds since construction spent in ``physics``, ``reward``,

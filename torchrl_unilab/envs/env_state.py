@@ -38,8 +38,8 @@ class EnvState:
         num_threads: physics threads; None for one per CPU but the learner's.
         max_episode_steps: steps after which an episode is truncated; None as the task says.
         randomization: how the models differ; None as the task says.
-        stagger: whether the first episodes that are stepped after a seed have limits of their
-            own, drawn between 1 and the limit, so that simulations are not in step.
+        stagger: whether the first episodes after a seed have limits of their own, drawn
+            between 1 and the limit, so that simulations are not in step with each other.
 
     Attributes:
         episodes: how far each is.
@@ -174,7 +174,6 @@ class EnvState:
         """
         task, physics = self.task, self.physics
         self._check_action(action)
-        self._to_stagger[... if ids is None else ids] = False
         start = time.perf_counter()
         before = task.before(physics.seen)
         diverged = physics.step(action, ids)
@@ -221,6 +220,7 @@ class EnvState:
         if len(first):
             limit = self.episodes.limit
             self.episodes.start(first, np.array([self._rngs[i].integers(limit) for i in first]))
+            self._to_stagger[first] = False
         self.count("reset", start)
 
     def set_state(self, qpos: ArrayLike, qvel: ArrayLike, ids: ArrayLike | None) -> Ids:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import TensorDictModuleBase, set_skip_existing
 from torch import nn
 
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
@@ -79,6 +79,7 @@ class StateValue(NormalizedNetwork):
 
     out_keys = ("state_value",)
 
+    @set_skip_existing(None)
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``state_value``."""
         return tensordict.set("state_value", self.output(tensordict))
@@ -112,6 +113,7 @@ class QValue(TensorDictModuleBase):
         """What normalises observations; not a part of this module."""
         return self._reference[0]
 
+    @set_skip_existing(None)
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``state_action_value``."""
         observation, action = (tensordict.get(key) for key in self.in_keys)

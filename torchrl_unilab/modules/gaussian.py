@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import skip_existing
 from torch import nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor
@@ -86,7 +87,8 @@ class DirectActor(ProbabilisticActor, abc.ABC):
         how = exploration_type()
         explore = how == ExplorationType.RANDOM
         given = len(args) == 1 and isinstance(args[0], TensorDictBase) and not kwargs
-        if torch.is_grad_enabled() or not given or not (explore or how in _POINTS):
+        slow = torch.is_grad_enabled() or skip_existing()
+        if slow or not given or not (explore or how in _POINTS):
             return super().forward(*args, **kwargs)
         return self._act(self.module[0](args[0]), explore)
 

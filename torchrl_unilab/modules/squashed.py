@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import set_skip_existing
 from torch import nn
 from torchrl.data import Bounded
 from torchrl.modules import TanhNormal
@@ -160,6 +161,7 @@ class SquashedPoint(SquashedNetwork):
 
     out_keys = ("action",)
 
+    @set_skip_existing(None)
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write ``action``, [..., n]."""
         u = self.output(tensordict)

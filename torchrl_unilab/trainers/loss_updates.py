@@ -87,6 +87,8 @@ class APPOStepper(OptimizationStepper):
         """
         if isinstance(self.owner, FusedAPPOUpdate):
             self.owner.check()
+        # Of a fused step, or of what others did. Views of the owner's one tensor must stay so.
+        self.optimizer.zero_grad(set_to_none=self.owner is self)
         losses: TensorDictBase = self._losses(sub_batch)
         torch.stack(
             [loss for key, loss in losses.items() if key.startswith("loss")]
@@ -96,8 +98,6 @@ class APPOStepper(OptimizationStepper):
         self.ranks.mean_(_gradients(self.parameters, self.ranks), statistics)
         nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         self.optimizer.step()
-        # Gradients that are views of the owner's one tensor must stay so.
-        self.optimizer.zero_grad(set_to_none=self.owner is self)
         if not self.loss.target_is_current:
             kl = losses.get("kl")
             self.lr.copy_(kl_adapted_lr(self.lr, kl, self.desired_kl, self.owner.max_lr))
@@ -157,6 +157,8 @@ class LossUpdate:
         Raises:
             ConfigError: The loss module gives no TensorDict, or no scalar loss.
         """
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none=True)
         losses = self._losses(minibatch)
         if not isinstance(losses, TensorDictBase):
             raise ConfigError(
@@ -176,10 +178,8 @@ class LossUpdate:
         steps = [part for part in self.optimizers if update_policy or part == "critic"]
         learnt = [p for part in steps for p in self._groups[part]]
         self.ranks.mean_(_gradients(learnt, self.ranks), [observed])
-        for part, optimizer in self.optimizers.items():
-            if part in steps:
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        for part in steps:
+            self.optimizers[part].step()
         if self._target is not None:
             self._target.step()
         self.statistics = names

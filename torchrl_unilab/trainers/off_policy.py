@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
-from torchrl.objectives import LossModule
+from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_start_threshold
@@ -167,6 +167,13 @@ class OffPolicyTrainer(RankTrainer):
                 f"{_reward_of(loss_module)!r} (expected 'reward', which returns of several steps "
                 "sum up). Rename it, or take n_step=1."
             )
+        if self.storage.n_step > 1 and isinstance(loss_module, SACLoss | TD3Loss):
+            gamma = float(loss_module.value_estimator.gamma)
+            if not math.isclose(gamma, self.storage.gamma, rel_tol=1e-6):
+                raise ConfigError(
+                    f"replay of n_step={self.storage.n_step}: returns of gamma="
+                    f"{self.storage.gamma} (expected {gamma:g}, the loss's). Give both one."
+                )
         self.update = update = make_update(loss_module, config, ranks)
         self._fused = None if isinstance(update, LossUpdate) else update
         if isinstance(collector, ReplayCollector):
@@ -330,4 +337,4 @@ class OffPolicyTrainer(RankTrainer):
 
 def _reward_of(loss: LossModule) -> Any:
     """Return the key of the reward that a loss reads."""
-    return vars(loss.tensor_keys).get("reward", "reward")
+    return getattr(loss.tensor_keys, "reward", "reward")

@@ -146,6 +146,11 @@ def _mine(**methods: Any) -> Cart:
     return type("Mine", (_Mine,), methods)(name="Mine")
 
 
+def test_fields_to_remember_that_are_one_text_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"remembers is 'ctrl' \(expected a tuple of fields"):
+        Cart(remembers="ctrl")
+
+
 @pytest.mark.parametrize("weight", [None, "1", float("nan")])
 def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
     with pytest.raises(ConfigError, match=r"Cart: the weight of 'speed' is .* \(expected a finite"):

@@ -45,6 +45,30 @@ def play(env: EnvBase, steps: int) -> tuple[TensorDictBase, TensorDictBase]:
     return torch.stack(data, 1), root
 
 
+@pytest.mark.parametrize("make", [ObservationDelay, ActionDelay])
+def test_a_clone_has_a_past_of_its_own(make):
+    delay = make(2)
+    env = hopper(delay)
+    play(env, 3)
+    state = delay.get_extra_state()
+    other = hopper(delay.clone(), seed=5)
+    play(other, 2)
+    for key, known in state["history"].items():
+        assert torch.equal(delay.get_extra_state()["history"][key], known)
+
+
+@pytest.mark.parametrize(
+    ("made", "num_envs", "message"),
+    [(4, N, r"\[5, 4\] steps and simulations \(expected \[2, 4\]"), (1, 2, r"\[2, 2\] steps")],
+)
+def test_a_state_of_another_delay_or_number_of_simulations_is_refused(made, num_envs, message):
+    other, env = hopper(ObservationDelay(made), num_envs=num_envs), hopper(ObservationDelay(1))
+    other.reset()
+    env.reset()
+    with pytest.raises(ConfigError, match=f"state of ObservationDelay: {message}"):
+        env.load_state_dict(other.state_dict())
+
+
 MAKERS = {
     "noise": lambda: ObservationNoise(0.1),
     "observation delay": lambda: ObservationDelay((0, 3)),

@@ -102,6 +102,13 @@ def test_an_optimiser_that_is_to_be_another_than_adam_is_refused(other):
         flat.check()
 
 
+def test_another_group_of_parameters_is_refused():
+    flat = FlatAdam(_parameters(), 1e-2)
+    flat.optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    with pytest.raises(ConfigError, match="optimizer: 1 more groups of parameters"):
+        flat.check()
+
+
 def test_a_copy_whose_parameters_are_no_views_is_refused():
     copy = deepcopy(FlatAdam(_parameters(), 1e-2))
     with pytest.raises(ConfigError, match="its memory has moved"):

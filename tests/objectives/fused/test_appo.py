@@ -110,6 +110,39 @@ def test_many_steps_equal_those_of_the_stepper(dtype, rtol, max_grad_norm):
         torch.testing.assert_close(loss.get_parameter(name), parameter, rtol=rtol, atol=rtol)
 
 
+def test_a_step_of_the_stepper_after_a_fused_one_takes_its_own_gradient_alone():
+    loss = make_loss()
+    other, pool = deepcopy(loss), make_pool(loss, 16)
+    update = fused(loss, max_grad_norm=1e9)
+    alone = fused(other, max_grad_norm=1e9)
+    config = APPOConfig(max_grad_norm=1e9)
+    for one in (update, alone):
+        one.step(one.prepare(pool))
+    for parameter in other.parameters():
+        parameter.grad = None
+    APPOStepper(loss, config, update).step(None, pool)
+    APPOStepper(other, config, alone).step(None, pool)
+    for name, parameter in _learnt(other).items():
+        torch.testing.assert_close(loss.get_parameter(name), parameter, msg=name)
+
+
+def test_memory_of_few_sizes_of_minibatches_is_kept():
+    loss = make_loss()
+    update = fused(loss, max_grad_norm=1.0)
+    columns = update.prepare(make_pool(loss, 40))
+    for size in (*range(1, 40), 1):
+        update.step(columns[:, :size])
+    assert len(update._actor._buffers) == len(update._critic._buffers) == 16
+
+
+def test_a_hook_that_comes_after_the_update_is_refused():
+    loss = make_loss()
+    update, pool = fused(loss, max_grad_norm=1.0), make_pool(loss, 8)
+    loss.actor_network[0].log_std.register_hook(torch.zeros_like)
+    with pytest.raises(ConfigError, match=r"hook on a network or a parameter: .* fused=False"):
+        update.prepare(pool)
+
+
 def test_a_pool_is_shuffled_into_chunks_the_last_one_smaller():
     loss = make_loss()
     update, pool = fused(loss), make_pool(loss, 20)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchrl.objectives import SACLoss, TD3Loss
 
-from tests.support.off_policy import ACT, OBS, fused, make_loss
+from tests.support.off_policy import ACT, OBS, fused, make_loss, make_transitions
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_q_value, make_sac_actor, make_td3_actor
 from torchrl_unilab.modules.critics import QValue
@@ -93,6 +93,12 @@ def _norm_without_bias() -> nn.Sequential:
     return nn.Sequential(nn.Linear(OBS, 8), norm, nn.ReLU(), nn.Linear(8, ACT))
 
 
+def _frozen_temperature() -> SACLoss:
+    loss = _replaced()
+    loss.log_alpha.requires_grad_(False)
+    return loss
+
+
 UNSUPPORTED = {
     "sac": {
         "tanh critic": lambda: _replaced(critic_net=_tanh(OBS + ACT, 1)),
@@ -122,6 +128,7 @@ UNSUPPORTED = {
         ),
         "subclass": lambda: _Loss(make_sac_actor(OBS, ACT), make_q_value(OBS, ACT)),
         "frozen": _frozen,
+        "frozen temperature": _frozen_temperature,
         "mixed dtypes": lambda: _replaced(critic=make_q_value(OBS, ACT).float()),
         "renamed action": _renamed,
         "other estimator": _other_estimator,
@@ -161,6 +168,15 @@ def test_other_losses_and_networks_are_refused_and_left_as_they_were(algorithm, 
     with pytest.raises(ConfigError, match="by the loss and an optimiser"):
         fused(loss)
     assert {name: p.data_ptr() for name, p in loss.named_parameters()} == before
+
+
+@pytest.mark.parametrize("algorithm", UPDATES)
+def test_a_hook_that_comes_after_the_update_is_refused(algorithm):
+    loss = _replaced(algorithm)
+    update = fused(loss)
+    loss.qvalue_network.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r"hook on a network or a parameter: .* fused=False"):
+        update.prepare(make_transitions(8, OBS, ACT))
 
 
 @pytest.mark.parametrize("algorithm", UPDATES)

@@ -168,6 +168,11 @@ class RobotTask(MujocoTask):
     def __post_init__(self) -> None:
         """Count the commands, and read what is remembered."""
         super().__post_init__()
+        if isinstance(self.remembers, str):
+            raise ConfigError(
+                f"{self.name}: remembers is {self.remembers!r} (expected a tuple of fields). Put a "
+                "comma after the one."
+            )
         for what in ("weights", "commands"):
             if not isinstance(each := getattr(self, what), Mapping):
                 raise ConfigError(f"{self.name}: {what} is {each!r} (expected names). Name each.")

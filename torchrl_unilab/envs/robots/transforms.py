@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs.transforms import ObservationTransform, Transform
+from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, UsageError
 
@@ -110,12 +111,31 @@ class _Delay(Transform):
             self._delays = self._drawn()
         return self._delays
 
+    def clone(self) -> Self:
+        """Return such a transform, without an environment and what went in."""
+        copied: Self = super().clone()
+        copied._delays, copied._history = None, {}
+        return copied
+
     def get_extra_state(self) -> dict[str, Any]:
         """Return the delays and what went in, which ``state_dict`` carries."""
         return {"delays": self._delays, "history": dict(self._history)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue from what `get_extra_state` returned."""
+        """Continue from what `get_extra_state` returned.
+
+        Raises:
+            ConfigError: It is of another range of delays, or number of simulations.
+        """
+        expected = [self._range[1] + 1]
+        if self.parent is not None:
+            expected.append(self._batch_size().numel())
+        for known in state["history"].values():
+            if (found := [*known.shape[: len(expected)]]) != expected:
+                raise ConfigError(
+                    f"state of {type(self).__name__}: {found} steps and simulations (expected "
+                    f"{expected}). Load that of a transform like this one."
+                )
         self._delays = state["delays"]
         self._history = dict(state["history"])
 

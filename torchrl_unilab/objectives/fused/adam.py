@@ -106,7 +106,12 @@ class FlatAdam:
             ConfigError: A parameter has other memory now, which no step would change, or is to be
                 learnt no longer; or the optimiser is to be another one than Adam.
         """
-        group = self.optimizer.param_groups[0]
+        group, *others = self.optimizer.param_groups
+        if others:
+            raise ConfigError(
+                f"optimizer: {len(others)} more groups of parameters (expected none: it steps "
+                "those that it was made of). Make an optimiser of your own for them."
+            )
         if other := [name for name in _OTHERS if group.get(name)]:
             raise ConfigError(
                 f"optimizer: {other} of a fused update (expected none: it takes Adam's own step). "

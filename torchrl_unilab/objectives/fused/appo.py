@@ -18,7 +18,13 @@ from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.appo import APPOLoss, kl_adapted_lr
 from torchrl_unilab.objectives.fused.adam import FlatAdam, rate_of
 from torchrl_unilab.objectives.fused.graphs import DeviceNumber, graphs_of
-from torchrl_unilab.objectives.fused.networks import TanhNetwork, are_hooked, is_tanh_mlp, one_input
+from torchrl_unilab.objectives.fused.networks import (
+    TanhNetwork,
+    are_hooked,
+    check_hooks,
+    is_tanh_mlp,
+    one_input,
+)
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 
 STATISTICS = (
@@ -172,10 +178,12 @@ class FusedAPPOUpdate:
             last, so that operations on a feature run through memory.
 
         Raises:
-            ConfigError: A parameter's memory has moved since this was made, or it was frozen.
+            ConfigError: A parameter's memory has moved since this was made, or it was frozen, or
+                somebody hooks on to what it computes.
             LayoutShapeError: The batch has several dimensions.
         """
         self.check()
+        check_hooks((self.loss.actor_network, self.loss.critic_network), self.loss.parameters())
         if pool.batch_dims != 1:
             raise LayoutShapeError(
                 f"pool: batch size {tuple(pool.batch_size)} (expected one dimension). Flatten it "

@@ -20,11 +20,14 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.fused.graphs import SideStream
 from torchrl_unilab.objectives.fused.products import BatchedProducts, OneDNNProducts, products_for
 from torchrl_unilab.objectives.fused.threads import at_once
 
 ALL = slice(None)
+_SIZES = 16
+"""Of minibatches whose memory is kept."""
 
 
 def one_input(head: TensorDictModuleBase, critic: TensorDictModuleBase) -> bool:
@@ -84,6 +87,8 @@ class TanhNetwork:
     def _hidden(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         n = self._x.shape[1]
         if n not in self._buffers:
+            if self._x.is_cpu and len(self._buffers) == _SIZES:  # on a GPU graphs use them
+                del self._buffers[next(iter(self._buffers))]
             shapes = [(len(weight), n) for weight, *_ in self._layers[:-1]]
             self._buffers[n] = [(self._x.new_empty(s), self._x.new_empty(s)) for s in shapes]
         return self._buffers[n]
@@ -351,6 +356,15 @@ def are_hooked(networks: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
         or module._backward_pre_hooks
         for module in modules
     ) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+
+
+def check_hooks(networks: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+    """Refuse hooks that came after a fused update, which calls none; a ConfigError."""
+    if are_hooked(networks, parameters):
+        raise ConfigError(
+            "hook on a network or a parameter: registered since the update that steps them was "
+            "made (expected none: it calls none). Register it before, or take fused=False."
+        )
 
 
 def _is_mlp(net: nn.Module, pattern: str, size: int) -> bool:

@@ -24,7 +24,13 @@ from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten, trained
 from torchrl_unilab.objectives.fused.graphs import SideStream, graphs_of
-from torchrl_unilab.objectives.fused.networks import Network, are_hooked, is_relu_mlp, relu_networks
+from torchrl_unilab.objectives.fused.networks import (
+    Network,
+    are_hooked,
+    check_hooks,
+    is_relu_mlp,
+    relu_networks,
+)
 from torchrl_unilab.objectives.fused.threads import at_once
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
@@ -69,7 +75,7 @@ class FusedOffPolicyUpdate(abc.ABC):
     GPU steps are replayed graphs (`StepGraphs`), unless ranks learn together.
 
     Args:
-        loss: A supported loss. Its settings stay as they are now.
+        loss: A supported loss. Make another update once its settings have changed.
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
@@ -121,7 +127,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         ranks: Ranks = ALONE,
     ) -> None:
         actor = self._known_head(loss)
-        if actor is None or not critics_are_known(loss, actor):
+        if actor is None or not self.supports(loss):
             raise ConfigError(
                 f"{type(self).__name__}: {type(loss).__name__} of {loss.actor_network} and "
                 f"{loss.qvalue_network} (expected {self.expected}). Take steps by the loss and "
@@ -224,8 +230,10 @@ class FusedOffPolicyUpdate(abc.ABC):
 
         Raises:
             LayoutError: The batch lacks a key, has not one dimension, or a part another width.
-            ConfigError: A parameter's memory has moved since this was made, or it was frozen.
+            ConfigError: A parameter's memory has moved since this was made, or it was frozen, or
+                somebody hooks on to what it computes.
         """
+        check_hooks((self.loss.actor_network, self.loss.qvalue_network), self.loss.parameters())
         for adam in (self._critic_adam, *self._policy_adams):
             adam.check()
         return self._rows.pack(batch, self._critic_adam.flat.dtype)

@@ -100,6 +100,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
             and loss.value_network_params is None
             and not loss.delay_actor
             and not loss.skip_done_states
+            and (loss.fixed_alpha or loss.log_alpha.requires_grad)
         )
         return head if known else None
 
