@@ -236,6 +236,21 @@ def test_rows_overwritten_faster_than_they_are_read_are_an_error():
             )
 
 
+def test_rows_rewritten_faster_than_they_are_copied_are_an_error(monkeypatch):
+    with make_rows(timeout=0.02) as rows:
+        put(rows, 8)
+        settled = rows.settled
+
+        def rewritten() -> object:
+            versions = settled()
+            rows.touch()
+            return versions
+
+        monkeypatch.setattr(rows, "settled", rewritten)
+        with pytest.raises(ContentionError, match=r"on each try for 0\.02 s"):
+            next(rows.copies(0, rows.window()))
+
+
 @both_shapes
 def test_cleared_rows_count_from_position_zero_and_reads_of_old_ones_are_drawn_again(shards):
     with make_rows(4, shards) as rows:
@@ -471,6 +486,29 @@ def test_the_unfinished_rows_of_a_killed_writer_are_replaced_by_the_oldest_until
         assert read_at(rows, [2, 3, 4]) == [4, 4, 4]
         put(rows, 2)
         assert read_at(rows, [2, 3, 4]) == [10, 11, 4]
+
+
+def test_a_shard_whose_writer_was_killed_amid_as_many_rows_as_it_has_is_not_read():
+    with make_rows(8, 2) as rows:
+        [put(rows, 8, shard) for shard in range(2)]
+        rows.words[0][shards_module.FLOOR] = 8
+
+        with pytest.raises(ContentionError, match="no whole row in a shard"):
+            read_at(rows, [0])
+        assert read_at(rows, [1]) == [0]
+
+
+def test_a_shard_that_its_writer_leaves_is_another_processs():
+    def claim() -> None:
+        again(rows).claim(0)
+
+    with make_rows() as rows:
+        put(rows, 1)
+        with forked(claim) as child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+        rows.leave()
+        with forked(claim) as child:
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("name", ["append", "rewrite", "replace"])
