@@ -237,7 +237,7 @@ def test_rows_overwritten_faster_than_they_are_read_are_an_error():
 
 
 def test_rows_rewritten_while_they_are_copied_are_copied_again_or_an_error(monkeypatch):
-    with make_rows(timeout=0.1) as rows:
+    with make_rows() as rows:
         put(rows, 8)
         settled, once = rows.settled, iter([rows.touch])
 
@@ -251,7 +251,8 @@ def test_rows_rewritten_while_they_are_copied_are_copied_again_or_an_error(monke
         assert (first, numbers[:, 0].tolist()) == (0, [*range(8)])
 
         monkeypatch.setattr(rows, "settled", lambda: rewritten(rows.touch))
-        with pytest.raises(ContentionError, match=r"on each try for 0\.1 s"):
+        rows.timeout = 0.02
+        with pytest.raises(ContentionError, match=r"on each try for 0\.02 s"):
             next(rows.copies(0, rows.window()))
 
 
