@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -37,6 +38,17 @@ def as_integer(what: str, value: Any, remedy: str, *, least: int = 1, most: int 
         bound = f"{least} to {most}" if limited else f"at least {least}"
         raise ConfigError(f"{what}: {value!r} (expected an integer of {bound}). {remedy}")
     return int(value)
+
+
+def as_indices(what: str, given: int | Iterable[int]) -> list[int]:
+    """Return one index, or several, as Python's integers of at least 0; else a ConfigError.
+
+    Examples:
+        >>> as_indices("workers", 1), as_indices("workers", range(2))
+        ([1], [0, 1])
+    """
+    several = given if isinstance(given, Iterable) else [given]
+    return [as_integer(what, index, "Number them from 0.", least=0) for index in several]
 
 
 def as_seconds(what: str, value: Any, *, zero: bool = False) -> float:

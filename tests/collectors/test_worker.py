@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import CatFrames, Compose, StepCounter, TransformedEnv
@@ -51,6 +51,14 @@ def _collect(worker: RolloutWorker, count: int = 1) -> list:
         worker.rollout(slot)
         rollouts.append(slot)
     return rollouts
+
+
+def test_an_example_leaves_the_statistics_of_a_policy_as_they_were():
+    net = nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4), nn.LazyLinear(1), nn.LazyBatchNorm1d())
+    policy = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
+    example_rollout(_pendulum(), policy, 2)
+    assert (net[1].num_batches_tracked, net[1].running_mean.any()) == (0, False)
+    assert net[0].weight.shape == (4, 4)  # sized by it
 
 
 def _scheme(policy, acting, **kwargs) -> tuple[UniLabShmScheme, UniLabShmScheme]:

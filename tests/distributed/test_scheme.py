@@ -25,7 +25,7 @@ from torchrl_unilab.distributed.mailbox import find, load_ray
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, UsageError, WaitTimeoutError
 from torchrl_unilab.modules import make_actor
-from torchrl_unilab.weight_update.transport import named_tensors
+from torchrl_unilab.weight_update.module_weights import named_tensors
 
 pytestmark = pytest.mark.usefixtures("ray_alone")
 

@@ -5,6 +5,7 @@ import gc
 import time
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -94,11 +95,13 @@ def test_a_single_process_collector_publishes_to_whoever_attaches(make_receiver)
 def test_a_single_process_collector_acts_with_weights_that_it_is_given(given):
     schemes = {"policy": UniLabShmScheme()}
     settings = {"weight_sync_schemes": schemes, "auto_register_policy_transforms": False}
-    with collecting(Collector, StillEnv, make_policy(0.25), **settings) as collector:
+    policy = make_policy(0.25).share_memory()
+    with collecting(Collector, StillEnv, policy, **settings) as collector:
         batches = iter(collector)
         assert actions(next(batches)) == {0.25}
         collector.update_policy_weights_(given(make_policy(0.75)))
         assert actions(next(batches)) == {0.75}
+    assert all(parameter.is_shared() for parameter in policy.parameters())
     schemes["policy"].shutdown()
 
 
@@ -136,10 +139,10 @@ def apart(make_sender, make_receiver) -> tuple[UniLabShmScheme, list[UniLabShmSc
 
 def test_workers_that_a_publish_left_out_are_not_waited_for(apart):
     sender, receivers = apart
-    sender.send(make_policy(), worker_ids=0)
+    sender.send({np.int64(0): make_policy()}, worker_ids=np.int64(0))
     receivers[0].pull()
 
-    sender.wait_applied(sender.version, timeout=0)
+    sender.wait_applied(sender.version, worker_ids=np.arange(2), timeout=0)
 
     assert sender.applied_versions == {0: 1, 1: 0}
 

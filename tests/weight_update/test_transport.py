@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict, lazy_stack
 
 from tests.support.processes import receive, spawned
 from torchrl_unilab.errors import (
@@ -198,6 +199,44 @@ def test_statistics_are_attached_by_name_and_refuse_another_size():
         stats.put((torch.zeros(3), torch.ones(3)))
     other.close()
     stats.close()
+
+
+class _Expanded(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2))
+        self.register_buffer("e", torch.zeros(1).expand(5))
+        self.register_buffer("z", torch.zeros(2))
+
+
+def test_tensors_without_memory_of_their_own_are_refused_and_nothing_is_written():
+    target = _Expanded()
+    with UniLabShmTransport({0: {"w": torch.ones(2), "e": torch.ones(5), "z": torch.ones(2)}}) as t:
+        with pytest.raises(ConfigError, match=r"cannot read weights: \['e'\], without memory"):
+            t.read_weights_into(target)
+        assert not target.w.any()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_tensors_that_are_stacked_anew_at_each_look_are_refused(nested):
+    stacked = lazy_stack([TensorDict(w=torch.zeros(3)), TensorDict(w=torch.zeros(3))])
+    into = TensorDict(net=stacked) if nested else stacked
+    with (
+        UniLabShmTransport({0: {"net.w" if nested else "w": torch.ones(2, 3)}}) as transport,
+        pytest.raises(ConfigError, match="cannot read weights: stacked lazily"),
+    ):
+        transport.read_weights_into(into)
+
+
+def test_workers_may_be_numbers_of_numpy_and_are_refused_where_they_are_none():
+    with UniLabShmTransport({0: _state(0.0), 1: _state(0.0)}) as transport:
+        transport.send_weights(_state(1.0), np.int64(1))
+        assert [transport.newest(worker)[0] for worker in (0, 1)] == [0, 1]
+        transport.send_weights(_state(2.0), np.arange(2))
+        assert [transport.newest(worker)[0] for worker in (0, 1)] == [2, 2]
+        for ids in (torch.tensor([0, 1]), "01", True, [1.0]):
+            with pytest.raises(ConfigError, match=r"worker_ids: .* \(expected an integer"):
+                transport.send_weights(_state(3.0), ids)
 
 
 def test_workers_are_numbered_from_zero():

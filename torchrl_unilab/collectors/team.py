@@ -166,8 +166,7 @@ class WorkerTeam:
         Raises:
             WorkerError: One may not be replaced.
         """
-        if self.service is None:
-            self._retry(self.group.check)
+        self._retry(self.group.check)
 
     def _retry(self, call: Callable[[], Any]) -> Any:
         """Call, and again after each lost worker that is replaced; return what the last call does.

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
@@ -113,8 +113,13 @@ def on_host(policy: TensorDictModuleBase) -> TensorDictModuleBase:
 def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) -> TensorDictBase:
     """Return a rollout in shape and dtypes, of an environment that is reset and stepped once."""
     acting = on_host(policy)
+    buffers = [buffer for buffer in acting.buffers() if not is_lazy(buffer)]
+    kept = [buffer.clone() for buffer in buffers]
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         step, _ = env.step_and_maybe_reset(act(acting, env.reset()))
+        for buffer, before in zip(buffers, kept, strict=True):
+            if not torch.equal(buffer, before):  # statistics: the learner's stay as they were
+                buffer.copy_(before)
     step = step.detach().clone()
     for key in ADDED:
         step.set(key, torch.zeros(env.batch_size, dtype=torch.int64, device="cpu"))
@@ -253,8 +258,8 @@ class RolloutWorker:
         """
         simulation, carrier = self._simulation, self._carrier
         resumable = simulation is not None and carrier is not None
-        lazy = (UninitializedBuffer, UninitializedParameter)  # sized by the first step
-        sized = not any(isinstance(t, lazy) for t in (*self.env.parameters(), *self.env.buffers()))
+        # What is lazy has a size after the first step.
+        sized = not any(map(is_lazy, (*self.env.parameters(), *self.env.buffers())))
         state = {
             "env": self.env.state_dict() if sized and self.env is not simulation else None,
             "simulation": None if simulation is None else simulation.snapshot(),

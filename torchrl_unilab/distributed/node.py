@@ -22,8 +22,8 @@ from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update import UniLabShmScheme
 from torchrl_unilab.weight_update.initial_weights import InitialWeights
+from torchrl_unilab.weight_update.module_weights import named_tensors
 from torchrl_unilab.weight_update.scheme import PullAt
-from torchrl_unilab.weight_update.transport import named_tensors
 
 FIRST_SECONDS = 60.0
 POLL_SECONDS = 0.5

@@ -31,9 +31,8 @@ from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_integer, deadline
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
-from torchrl_unilab.weight_update.module_weights import ModuleWeights
+from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
 from torchrl_unilab.weight_update.scheme import PullAt
-from torchrl_unilab.weight_update.transport import Weights, named_tensors
 
 _ANSWER_SECONDS = 2.0  # for the mailbox, where its answer is waited for
 _FOLLOW_SECONDS = 10.0  # for collectors that are there to poll it

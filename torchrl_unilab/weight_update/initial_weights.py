@@ -16,8 +16,7 @@ from torch import nn
 from torchrl.weight_update.utils import _resolve_model
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.weight_update.module_weights import ModuleWeights
-from torchrl_unilab.weight_update.transport import Weights, named_tensors
+from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
 
 _NEEDED = "Either params_map, model_id + context or model/weights + devices must be provided."
 

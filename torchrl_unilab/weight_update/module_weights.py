@@ -10,14 +10,15 @@ import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDictBase, TensorDictParams
+from tensordict import TensorDict, TensorDictBase, TensorDictParams
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
+from torchrl_unilab.shm.layout import dotted
 
 EXTRA_STATE = "_extra_state"
 """Name under which a module's extra state lies, as in its ``state_dict()``."""
@@ -27,6 +28,10 @@ _SCALARS: dict[str, tuple[type, torch.dtype]] = {
     "int": (int, torch.int64),
     "float": (float, torch.float64),
 }
+
+_TORCHRL_EXTRA_STATE = "__extra_state__"  # as TorchRL's strategies name it
+
+Weights: TypeAlias = TensorDictBase | nn.Module | Mapping[str, Any]
 
 _Registry = MutableMapping[str, Any]
 """Where a module keeps its tensors by name; None where a name has no tensor."""
@@ -135,8 +140,8 @@ class ModuleWeights:
         """Give each tensor that another process may hold memory of this process.
 
         It stays the same object, which a module may refer to elsewhere, too, with its contents.
-        Tensors on the meta device are replaced, by memory of the host; kinds, flags and ties
-        between tensors stay.
+        Tensors on the meta device are replaced, by memory of the host; kinds and flags stay, and
+        so does a tensor of several names. Views of one memory part.
         """
         replaced: dict[int, torch.Tensor] = {}
         for registry, name in self._places:
@@ -251,3 +256,53 @@ def nest_extra_state(prefix: str, tensors: Mapping[str, torch.Tensor]) -> Any:
             level = level.setdefault(parent, {})
         level[last] = value
     return nested
+
+
+def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module, TensorDict or (nested) state dict by dotted key.
+
+    Raises:
+        ConfigError: `weights` is something else.
+        LayoutKeyError: Two entries have the same dotted key.
+    """
+    if isinstance(weights, nn.Module):
+        return ModuleWeights(weights).named()
+    if not isinstance(weights, (dict, TensorDictBase)):
+        raise ConfigError(
+            f"weights: {type(weights).__name__} (expected a module, a "
+            "TensorDict or a state dict). Convert it first."
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _leaves(weights, ""):
+        if name in tensors:
+            raise LayoutKeyError(
+                f"weights: key {name!r} comes twice (expected once). Leave one of them out."
+            )
+        tensors[name] = tensor
+    return tensors
+
+
+def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
+    leaves: list[tuple[str, torch.Tensor]] = []
+    for key, value in weights.items():
+        if not isinstance(key, (str, tuple)):
+            raise ConfigError(f"weights: key {key!r} (expected names). Give those of one module.")
+        name = prefix + ("" if not prefix else ".") + dotted(key)
+        name = name.replace(_TORCHRL_EXTRA_STATE, EXTRA_STATE)
+        if isinstance(value, torch.Tensor):
+            leaves.append((name, value))
+        elif name.split(".")[-1] == EXTRA_STATE:
+            leaves += flatten_extra_state(name, value).items()
+        elif isinstance(value, (dict, TensorDictBase)):
+            leaves += _leaves(value, name)
+        else:
+            raise ConfigError(
+                f"weights: {name!r} is a {type(value).__name__} (expected a "
+                "tensor). Leave it out, or make it a tensor."
+            )
+    return leaves
+
+
+def nested(tensors: Mapping[str, torch.Tensor]) -> TensorDictBase:
+    """Return tensors by dotted key as a nested TensorDict."""
+    return TensorDict(dict(tensors)).unflatten_keys(".")

@@ -20,9 +20,8 @@ from torchrl.collectors import Collector
 from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.shm.seqlock import Snapshot, SnapshotCell
-from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeights
+from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeights, nested
 from torchrl_unilab.weight_update.packing import DevicePacker
-from torchrl_unilab.weight_update.transport import nested
 
 _place = torch.Tensor.data_ptr
 
@@ -33,13 +32,15 @@ class WeightReceiver:
     Args:
         cell: Where weights come from.
         worker: The worker's index: whose reports it writes.
+        private: Whether the model is this process's alone, and gets memory of its own.
 
     Attributes:
         applied: The version that the model has; None before the first.
     """
 
-    def __init__(self, cell: SnapshotCell, worker: int) -> None:
+    def __init__(self, cell: SnapshotCell, worker: int, *, private: bool = True) -> None:
         self.applied: int | None = None
+        self._private = private
         cell.become_reader(worker)
         self._cell = cell
         self._worker = worker
@@ -92,7 +93,8 @@ class WeightReceiver:
                 f"(expected {sorted(published)}). Use the same architecture on sender and worker."
             )
         self._cell.layout.select(parameters | self._extra)
-        weights.make_private()
+        if self._private:
+            weights.make_private()
         targets = weights.tensors(model) or []
         self._places = [*map(_place, targets)]
         device = next((tensor.device for tensor in targets), torch.device("cpu"))

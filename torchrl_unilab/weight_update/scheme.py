@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from tensordict import TensorDictBase
@@ -28,14 +29,14 @@ from torchrl_unilab.weight_update.initial_weights import (
     find_model,
     initial_weights,
 )
-from torchrl_unilab.weight_update.module_weights import ModuleWeights
+from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, nested
 from torchrl_unilab.weight_update.receiver import (
     GivesModels,
     TakesWeights,
     WeightReceiver,
     pull_in_rollouts,
 )
-from torchrl_unilab.weight_update.transport import UniLabShmTransport, Weights, nested, weights_of
+from torchrl_unilab.weight_update.transport import UniLabShmTransport, weights_of
 from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 
 PullAt = Literal["rollout", "step", "manual"]
@@ -193,7 +194,11 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                     extra = known.extra_state()
                     keys, tensors = (*known.names, *extra), [*tensors, *extra.values()]
                 transport.publish(keys, tensors, worker_ids)
-            elif isinstance(weights, dict) and weights and all(isinstance(k, int) for k in weights):
+            elif (
+                isinstance(weights, dict)
+                and weights
+                and all(isinstance(k, Integral) for k in weights)
+            ):
                 self._send_per_worker(transport, weights, worker_ids)
             else:
                 transport.send_weights(weights, worker_ids)
@@ -203,7 +208,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 if own:  # with the weights themselves
                     cell.become_reader(0, cell.version)
                 else:
-                    WeightReceiver(cell, 0).pull(find_model(context, self._model_id))
+                    receiver = WeightReceiver(cell, 0, private=False)
+                    receiver.pull(find_model(context, self._model_id))
 
     def _find(self, weights: Any) -> Any:
         """Return what is to be published for an argument of `send`.

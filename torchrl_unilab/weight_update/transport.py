@@ -12,71 +12,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
-from torchrl_unilab.errors import ConfigError, LayoutKeyError
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_indices, as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
-from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import (
     EXTRA_STATE,
     ModuleWeights,
-    flatten_extra_state,
+    Weights,
+    named_tensors,
+    nested,
 )
 from torchrl_unilab.weight_update.packing import DevicePacker
 
-Weights: TypeAlias = TensorDictBase | nn.Module | Mapping[str, Any]
 MutableWeights: TypeAlias = TensorDictBase | nn.Module | dict[str, Any]
-
-_TORCHRL_EXTRA_STATE = "__extra_state__"  # as TorchRL's strategies name it
-
-
-def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module, TensorDict or (nested) state dict by dotted key.
-
-    Raises:
-        ConfigError: `weights` is something else.
-        LayoutKeyError: Two entries have the same dotted key.
-    """
-    if isinstance(weights, nn.Module):
-        return ModuleWeights(weights).named()
-    if not isinstance(weights, (dict, TensorDictBase)):
-        raise ConfigError(
-            f"weights: {type(weights).__name__} (expected a module, a "
-            "TensorDict or a state dict). Convert it first."
-        )
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in _leaves(weights, ""):
-        if name in tensors:
-            raise LayoutKeyError(
-                f"weights: key {name!r} comes twice (expected once). Leave one of them out."
-            )
-        tensors[name] = tensor
-    return tensors
-
-
-def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
-    leaves: list[tuple[str, torch.Tensor]] = []
-    for key, value in weights.items():
-        if not isinstance(key, (str, tuple)):
-            raise ConfigError(f"weights: key {key!r} (expected names). Give those of one module.")
-        name = prefix + ("" if not prefix else ".") + dotted(key)
-        name = name.replace(_TORCHRL_EXTRA_STATE, EXTRA_STATE)
-        if isinstance(value, torch.Tensor):
-            leaves.append((name, value))
-        elif name.split(".")[-1] == EXTRA_STATE:
-            leaves += flatten_extra_state(name, value).items()
-        elif isinstance(value, (dict, TensorDictBase)):
-            leaves += _leaves(value, name)
-        else:
-            raise ConfigError(
-                f"weights: {name!r} is a {type(value).__name__} (expected a "
-                "tensor). Leave it out, or make it a tensor."
-            )
-    return leaves
 
 
 def weights_of(
@@ -85,18 +38,13 @@ def weights_of(
     """Return those of some workers; all if not given; a ConfigError where there are none."""
     if worker_ids is None:
         return weights
-    ids = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
+    ids = as_indices("worker_ids", worker_ids)
     if missing := [i for i in ids if i not in weights]:
         raise ConfigError(
             f"cannot publish weights per worker: none for workers {missing} (expected some for all "
             f"of {ids}). Give them, or leave those workers out."
         )
     return {i: weights[i] for i in ids}
-
-
-def nested(tensors: Mapping[str, torch.Tensor]) -> TensorDictBase:
-    """Return tensors by dotted key as a nested TensorDict."""
-    return TensorDict(dict(tensors)).unflatten_keys(".")
 
 
 class UniLabShmTransport(Owner):
@@ -315,9 +263,17 @@ class UniLabShmTransport(Owner):
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             ContentionError: Overtaken on every bounded try; nothing was written.
-            ConfigError: A state dict has numbers of extra state, into which nothing is written.
+            ConfigError: A state dict has numbers of extra state, or tensors without memory of their
+                own, into which nothing is written.
         """
-        targets = self.unique_cells[0].layout.select(named_tensors(state_dict))
+        named = named_tensors(state_dict)
+        expanded = [key for key, tensor in named.items() if 0 in tensor.stride()]
+        if expanded or _is_stacked(state_dict):
+            raise ConfigError(
+                f"cannot read weights: {expanded or 'stacked lazily'}, without memory of their own "
+                "(expected tensors that can be written). Call contiguous() first."
+            )
+        targets = self.unique_cells[0].layout.select(named)
         version, weights = self.newest(0)
         numbers = [key for key in weights if "#" in key]
         if numbers and not isinstance(state_dict, nn.Module):
@@ -354,8 +310,7 @@ class UniLabShmTransport(Owner):
         """Return the distinct cells of `worker_ids`, all if not given."""
         if worker_ids is None:
             return self.unique_cells
-        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        return list(dict.fromkeys(map(self.cell, ids)))
+        return list(dict.fromkeys(map(self.cell, as_indices("worker_ids", worker_ids))))
 
     def receive_weights(
         self,
@@ -382,6 +337,14 @@ class UniLabShmTransport(Owner):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_packers": {}}
+
+
+def _is_stacked(weights: Any) -> bool:
+    """Return whether tensors are stacked anew each time that they are looked at."""
+    if isinstance(weights, LazyStackedTensorDict):
+        return True
+    parts = weights.values() if isinstance(weights, (dict, TensorDictBase)) else ()
+    return any(map(_is_stacked, parts))
 
 
 def _initial(param_shapes: Mapping[str, Sequence[int] | torch.Tensor]) -> dict[str, torch.Tensor]:

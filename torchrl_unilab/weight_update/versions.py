@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from torchrl_unilab.errors import UsageError, WaitTimeoutError
-from torchrl_unilab.scalars import deadline
+from torchrl_unilab.scalars import as_indices, deadline
 from torchrl_unilab.shm.liveness import process_id, process_is_alive
 from torchrl_unilab.weight_update.transport import UniLabShmTransport
 
@@ -105,8 +105,8 @@ class WorkerVersions:
             WaitTimeoutError: Some are still behind; names them and says which are dead.
         """
         transport = self._require_transport()
-        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        workers = list(transport.cells if ids is None else ids)
+        chosen = transport.cells if worker_ids is None else worker_ids
+        workers = as_indices("worker_ids", chosen)
         end = deadline(timeout)
         while behind := [w for w in workers if _is_behind(transport, w, version)]:
             if time.monotonic() >= end:

@@ -42,7 +42,7 @@ from torchrl_unilab.shm.ring import RolloutRing
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import free_bytes, named_by_default, named_directory
 from torchrl_unilab.shm.seqlock import SnapshotCell
-from torchrl_unilab.weight_update.transport import named_tensors
+from torchrl_unilab.weight_update.module_weights import named_tensors
 
 Config: TypeAlias = APPOConfig | OffPolicyConfig
 
