@@ -118,7 +118,8 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         step, _ = env.step_and_maybe_reset(act(acting, env.reset()))
         for buffer, before in zip(buffers, kept, strict=True):
-            if not torch.equal(buffer, before):  # statistics: the learner's stay as they were
+            # Statistics: the learner's stay as they were. Others have got their size here.
+            if buffer.shape == before.shape and not torch.equal(buffer, before):
                 buffer.copy_(before)
     step = step.detach().clone()
     for key in ADDED:

@@ -147,7 +147,7 @@ class ModuleWeights:
         for registry, name in self._places:
             old = registry[name]
             if not old.is_meta:
-                if old.is_shared() or 0 in old.stride():  # expanded: several items in one place
+                if old.is_shared() or is_expanded(old):
                     old.data = old.detach().clone()
                 continue
             if id(old) not in replaced:
@@ -301,6 +301,12 @@ def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
                 "tensor). Leave it out, or make it a tensor."
             )
     return leaves
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether several items of a tensor are in one place."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in strides)
 
 
 def nested(tensors: Mapping[str, torch.Tensor]) -> TensorDictBase:

@@ -24,6 +24,7 @@ from torchrl_unilab.weight_update.module_weights import (
     EXTRA_STATE,
     ModuleWeights,
     Weights,
+    is_expanded,
     named_tensors,
     nested,
 )
@@ -267,7 +268,7 @@ class UniLabShmTransport(Owner):
                 own, into which nothing is written.
         """
         named = named_tensors(state_dict)
-        expanded = [key for key, tensor in named.items() if 0 in tensor.stride()]
+        expanded = [key for key, tensor in named.items() if is_expanded(tensor)]
         if expanded or _is_stacked(state_dict):
             raise ConfigError(
                 f"cannot read weights: {expanded or 'stacked lazily'}, without memory of their own "

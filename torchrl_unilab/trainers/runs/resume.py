@@ -91,7 +91,7 @@ def resume_run(
     file = path / CONFIG_FILE
     said = read_config(file) if file.is_file() else {}  # the checkpoint has all that is needed
     check_run(saved, said, f"cannot resume {run_dir}", settings)
-    ranks, found = saved.run["ranks"], Ranks.of_torchrun().size
+    ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
     if ranks != found:
         way = "without torchrun" if ranks == 1 else f"by torchrun, in {ranks} processes in all"
         raise ConfigError(

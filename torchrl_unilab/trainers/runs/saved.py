@@ -128,9 +128,9 @@ def check_newest(saved: SavedRun | None, run_dir: Path) -> None:
     newest = next(iter(RunCheckpoints(run_dir / CHECKPOINT).paths()), None)
     if newest != (saved.path if saved else None):
         expected = f"{saved.path.name} to be the newest" if saved else "none"
+        found = f"{newest.name} was written" if newest else "it was removed"
         raise ConfigError(
-            f"cannot resume {run_dir}: {newest and newest.name} was written meanwhile (expected "
-            f"{expected}). Resume again."
+            f"cannot resume {run_dir}: {found} meanwhile (expected {expected}). Resume again."
         )
 
 
