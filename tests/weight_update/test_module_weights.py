@@ -6,7 +6,7 @@ from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.weight_update.module_weights import ModuleWeights
+from torchrl_unilab.weight_update.module_weights import ModuleWeights, is_expanded, named_tensors
 
 
 def _tied() -> nn.Module:
@@ -52,3 +52,36 @@ def test_a_buffer_whose_items_share_one_place_gets_memory_for_each():
     ModuleWeights(net).make_private()
     net.scale[0] = 1.0
     assert net.scale.tolist() == [1.0, 2.0, 2.0]
+
+
+def test_a_module_is_to_be_looked_up_anew_once_a_tensor_came_or_went():
+    net = nn.Linear(2, 1)
+    net.register_buffer("mean", None)
+    weights = ModuleWeights(net)
+    assert len(weights.tensors(net)) == 2
+    net.mean = torch.ones(2)
+    assert weights.tensors(net) is None
+    weights = ModuleWeights(net)
+    assert len(weights.tensors(net)) == 3
+    net.mean = None
+    assert weights.tensors(net) is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expanded"),
+    [
+        (torch.zeros(2, 3), False),
+        (torch.zeros(()).expand(1), False),
+        (torch.zeros(1, 2).expand(0, 2), False),
+        (torch.zeros(1).expand(5), True),
+        (torch.zeros(3, 1).expand(3, 2), True),
+    ],
+)
+def test_a_tensor_is_expanded_if_two_of_its_items_share_a_place(tensor, expanded):
+    assert is_expanded(tensor) is expanded
+
+
+@pytest.mark.parametrize("weights", [None, [torch.zeros(1)], torch.zeros(1)])
+def test_what_are_no_weights_is_refused_by_its_type(weights):
+    with pytest.raises(ConfigError, match=rf"weights: {type(weights).__name__} \(expected a mod"):
+        named_tensors(weights)
