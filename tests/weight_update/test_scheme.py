@@ -293,7 +293,8 @@ def test_versions_go_on_from_the_first_on_both_sides(pair):
         assert receiver.pull()
         sender.wait_applied(version, timeout=0)
         assert receiver.applied_version == version
-    assert sender.statistics["publishes"] == 4
+    nbytes = sender.create_transport().unique_cells[0].layout.nbytes
+    assert sender.statistics == {"publishes": 4, "bytes": 4 * nbytes, "retries": 0}
     with pytest.raises(WaitTimeoutError):
         sender.wait_applied(45, timeout=0)
 
