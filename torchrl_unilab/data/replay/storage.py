@@ -110,14 +110,14 @@ class PackedReplayStorage(SharedReplay):
 
         At least 1 where a row can be sampled, whatever its shard; `size` counts all of them.
         """
+        return self._count_readable() or min(1, self.size)
+
+    def _count_readable(self) -> int:
         if not self.initialized:
             return 0
         if self.writers == 1:  # which TorchRL asks several times for a batch
             return self.rows.length()
-        return self._count_readable() or min(1, self.size)
-
-    def _count_readable(self) -> int:
-        return self.rows.extent(self.rows.window())[0] if self.initialized else 0
+        return self.rows.extent(self.rows.window())[0]
 
     @property
     def _mutation_revision(self) -> int:
