@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.processes import receive, spawned
+from tests.support.striking import forked
 from torchrl_unilab.errors import SegmentClosedError, WaitTimeoutError
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.segment import SharedSegment
@@ -73,10 +74,11 @@ def test_one_thread_at_a_time_has_a_range(twice):
 
         def hold() -> int:
             attempt()
-            child = os.fork()  # is the range still locked, though a thread has given up?
-            if child == 0:
-                os._exit(_try(lock))
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            with forked(refused) as child:  # still, though a thread has given up
+                return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+        def refused() -> None:
+            assert not _try(lock)
 
         assert lock.run(0, 1, hold, _holder) == 0
         attempt()
