@@ -76,8 +76,8 @@ class MujocoBatchEnv(EnvBase):
         randomization: how the simulations' models differ; by default as the task
             says, and not at all if empty. Follows from the seed.
         stagger: whether the first episodes have limits drawn at random, up to the limit, so that
-            the simulations' episodes do not all end in the same step. Another reset begins whole
-            ones, as `check_env_specs` does before a collector: then `set_seed` again.
+            the simulations' episodes do not all end in the same step. A second reset, as in
+            `check_env_specs`, begins whole episodes; `set_seed` staggers those that follow.
         from_pixels: whether resets and steps also return a picture of each simulation
             under ``pixels``, ``(n, render_height, render_width, 3)`` uint8.
         pixels_only: whether ``pixels`` then replace the observations, as in ``GymEnv``.
@@ -219,7 +219,7 @@ class MujocoBatchEnv(EnvBase):
             qvel: ``(k, nv)``, the same per second.
             ids: the ``k`` simulations to set, distinct; None for all.
 
-        Transforms around the environment take no part: it is ``env.base_env.set_state`` there.
+        Of a transformed environment, call ``env.base_env.set_state``: transforms do not see it.
 
         Returns:
             What ``reset`` would return: the observation and flags of all rows.

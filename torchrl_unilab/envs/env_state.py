@@ -46,7 +46,7 @@ class EnvState:
         randomizer: holds what differs between the models.
         dt: seconds of simulated time that a step takes.
         reward_terms: the parts of the last step's reward, ``(n,)`` each.
-        info: further quantities of the last step, ``(n, ...)`` each; none of a snapshot's.
+        info: further quantities of the last step, ``(n, ...)`` each; none after a restore.
         num_diverged: simulations that have diverged so far.
         phase_seconds: seconds so far by phase.
 

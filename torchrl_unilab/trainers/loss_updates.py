@@ -87,7 +87,7 @@ class APPOStepper(OptimizationStepper):
         """
         if isinstance(self.owner, FusedAPPOUpdate):
             self.owner.check()
-        # Of a fused step, or of what others did. Views of the owner's one tensor must stay so.
+        # Gradients of a fused step, say. Those that are views of one tensor must stay views.
         self.optimizer.zero_grad(set_to_none=self.owner is self)
         losses: TensorDictBase = self._losses(sub_batch)
         torch.stack(

@@ -337,4 +337,4 @@ class OffPolicyTrainer(RankTrainer):
 
 def _reward_of(loss: LossModule) -> Any:
     """Return the key of the reward that a loss reads."""
-    return getattr(loss.tensor_keys, "reward", "reward")
+    return vars(loss.tensor_keys).get("reward", "reward")

@@ -141,7 +141,7 @@ class ModuleWeights:
 
         It stays the same object, which a module may refer to elsewhere, too, with its contents.
         Tensors on the meta device are replaced, by memory of the host; kinds and flags stay, and
-        so does a tensor of several names. Views of one memory part.
+        so does a tensor of several names. Views that shared memory share none then.
         """
         replaced: dict[int, torch.Tensor] = {}
         for registry, name in self._places:

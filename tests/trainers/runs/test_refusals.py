@@ -54,7 +54,7 @@ def test_a_run_directory_that_cannot_be_made_or_written_in_this_locale_is_refuse
 
 @pytest.mark.parametrize(
     ("again", "message"),
-    [(False, "it is not empty"), (True, r"frames-0+128 was written meanwhile \(expected none\)")],
+    [(False, "it is not empty"), (True, r"frames-0+128 by now \(expected none\)")],
 )
 def test_a_run_writes_nothing_beside_what_another_one_has_left_meanwhile(
     tmp_path, monkeypatch, again, message

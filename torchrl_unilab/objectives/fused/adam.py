@@ -106,12 +106,12 @@ class FlatAdam:
             ConfigError: A parameter has other memory now, which no step would change, or is to be
                 learnt no longer; or the optimiser is to be another one than Adam.
         """
-        group, *others = self.optimizer.param_groups
-        if others:
+        if (groups := len(self.optimizer.param_groups)) > 1:
             raise ConfigError(
-                f"optimizer: {len(others)} more groups of parameters (expected none: it steps "
-                "those that it was made of). Make an optimiser of your own for them."
+                f"optimizer: {groups} groups of parameters (expected 1: a fused update steps those "
+                "that it was made of). Make an optimiser of your own for others."
             )
+        group = self.optimizer.param_groups[0]
         if other := [name for name in _OTHERS if group.get(name)]:
             raise ConfigError(
                 f"optimizer: {other} of a fused update (expected none: it takes Adam's own step). "

@@ -92,7 +92,7 @@ class SavedRun:
         frames: Frames that had been collected.
         run: Task, algorithm, seed and settings.
         total_frames: Frames that the run was to collect.
-        interval: Frames between checkpoints.
+        interval: Frames between checkpoints; None where nobody said.
         keep: How many checkpoints are kept.
         resumed: Frames at which the run had been resumed, each time.
         version: Of the weights that had been published last.
@@ -114,7 +114,7 @@ class RunCheckpoints(CheckpointRotation):
     Args:
         directory: Where they are, or will be once there is one.
         keep: How many are kept.
-        interval: Frames between checkpoints, which they tell of.
+        interval: Frames between checkpoints, for their metadata.
 
     Raises:
         ValueError: `keep` is less than 1.

@@ -125,12 +125,12 @@ def check_run(
 
 def check_newest(saved: SavedRun | None, run_dir: Path) -> None:
     """Refuse to resume from a checkpoint, or none, that is not the newest of its directory."""
-    newest = next(iter(RunCheckpoints(run_dir / CHECKPOINT).paths()), None)
-    if newest != (saved.path if saved else None):
-        expected = f"{saved.path.name} to be the newest" if saved else "none"
-        found = f"{newest.name} was written" if newest else "it was removed"
+    found = next((path.name for path in RunCheckpoints(run_dir / CHECKPOINT).paths()), "none")
+    expected = saved.path.name if saved else "none"
+    if found != expected:
         raise ConfigError(
-            f"cannot resume {run_dir}: {found} meanwhile (expected {expected}). Resume again."
+            f"cannot resume {run_dir}: its newest checkpoint is {found} by now (expected "
+            f"{expected}). Resume again."
         )
 
 

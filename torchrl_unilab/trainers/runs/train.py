@@ -334,7 +334,7 @@ class Run:
         """Make the run directory and the logs: what can be refused has been."""
         self._holding.enter_context(run_dir_held(self.path))
         if not self.saved and not self._again:
-            check_run_dir(self.path)  # once more: another run may have been and gone
+            check_run_dir(self.path)  # again: another run may have used it meanwhile
         check_newest(self.saved, self.path)
         self._writing = True
         write_whole(self.path / CONFIG_FILE, as_yaml(self.settings))
