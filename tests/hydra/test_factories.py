@@ -210,6 +210,7 @@ def test_without_a_recipe_their_names_are_said(monkeypatch, tmp_path):
         ("settings.hidden=16", r"error: hidden: 16 \(expected a tuple of integers"),
         ("seed=-1", r"error: trainer=appo seed: -1 \(expected an integer of at least 0\)"),
         ("settings.epochs=five", r"error: .*settings\.epochs=five: .*'five'.* Integer"),
+        ("settings=apo", r"error: .*'settings/apo' \(expected one of appo, sac, td3\)"),
         ("total_frames=1e4", r"error: .*'10000\.0'.* Integer.* Correct the value\.$"),
         (
             "env.num_envs=3",

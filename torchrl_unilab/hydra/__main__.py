@@ -63,7 +63,8 @@ def main() -> None:
         reason = " ".join(str(error).split())
         sys.exit(f"error: {reason} (expected a value of that type). Correct the value.")
     except MissingConfigException as error:
-        sys.exit(f"error: {str(error).splitlines()[0]} ({_expected()}). Correct the name.")
+        known = f"expected one of {', '.join(error.options)}" if error.options else _expected()
+        sys.exit(f"error: {str(error).splitlines()[0]} ({known}). Correct the name.")
     except CompactHydraException as error:  # which Hydra, too, shows without a traceback
         unknown = error.__cause__
         if not isinstance(unknown, ConfigAttributeError):
