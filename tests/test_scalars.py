@@ -1,4 +1,4 @@
-"""Integers and seconds as arguments."""
+"""Integers, seconds and choices as arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_integer, as_seconds, deadline
+from torchrl_unilab.scalars import as_choice, as_integer, as_seconds, deadline
 
 
 @pytest.mark.parametrize("value", [3, np.int64(3), np.uint8(3)], ids=repr)
@@ -54,6 +54,17 @@ def test_what_are_no_seconds_is_refused(value):
 def test_seconds_below_0_are_refused_where_0_is_taken():
     with pytest.raises(ConfigError, match=r"-1 \(expected seconds of at least 0\)"):
         as_seconds("timeout", -1, zero=True)
+
+
+def test_one_of_several_values_is_returned():
+    assert as_choice("how", "b", ("a", "b", "c"), "Change it.") == "b"
+
+
+@pytest.mark.parametrize("value", ["d", None, ["a"]], ids=repr)
+def test_another_value_is_refused_with_those_that_are_known(value):
+    message = f"how: {value!r} (expected 'a', 'b' or 'c'). Change it."
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        as_choice("how", value, ("a", "b", "c"), "Change it.")
 
 
 @pytest.mark.parametrize(("timeout", "left"), [(None, math.inf), (math.inf, math.inf), (60, 60.0)])

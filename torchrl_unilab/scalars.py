@@ -1,4 +1,4 @@
-"""Integers and seconds as arguments, of Python or of NumPy."""
+"""Integers and seconds as arguments, of Python or of NumPy; and one of several values."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 from torchrl_unilab.errors import ConfigError
+
+T = TypeVar("T")
 
 _MOST = (1 << 63) - 1
 
@@ -71,6 +73,22 @@ def as_seconds(what: str, value: Any, *, zero: bool = False) -> float:
         bound = "of at least 0" if zero else "above 0"
         raise ConfigError(f"{what}: {value!r} (expected seconds {bound}). Change it.")
     return seconds
+
+
+def as_choice(what: str, value: T, choices: Iterable[T], remedy: str) -> T:
+    """Return a value that is one of several; else a ConfigError, which names them.
+
+    Examples:
+        >>> as_choice("take", "all", ("oldest", "newest"), "Choose one.")
+        Traceback (most recent call last):
+        ...
+        torchrl_unilab.errors.ConfigError: take: 'all' (expected 'oldest' or 'newest'). Choose one.
+    """
+    known = [*choices]
+    if value not in known:
+        *others, last = map(repr, known)
+        raise ConfigError(f"{what}: {value!r} (expected {', '.join(others)} or {last}). {remedy}")
+    return value
 
 
 def deadline(timeout: float | None) -> float:

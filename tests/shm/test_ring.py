@@ -214,7 +214,7 @@ REFUSED = [
     ({"writers": True}, "writers: True .*expected an integer"),
     ({"slots": 1000}, "slots: 1000 .*expected an integer of 1 to 128"),
     ({"writers": 0}, "writers: 0 .*expected an integer of 1 to 1024"),
-    ({"overflow": "wait"}, "overflow: 'wait' .*'overwrite', 'block'"),
+    ({"overflow": "wait"}, "overflow: 'wait' .*'overwrite' or 'block'"),
 ]
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import (
     check_spawning,
@@ -56,11 +56,8 @@ def check_ring(slots: int, writers: int, overflow: str) -> None:
     """
     for name, count, most in (("slots", slots, MAX_SLOTS), ("writers", writers, MAX_WRITERS)):
         as_integer(f"ring {name}", count, "Use for example 2.", most=most)
-    if overflow not in get_args(Overflow):
-        raise ConfigError(
-            f"ring overflow: {overflow!r} (expected one of {get_args(Overflow)}). "
-            "Use 'overwrite' to drop the oldest unread rollout, 'block' to wait."
-        )
+    remedy = "Use 'overwrite' to drop the oldest unread rollout, 'block' to wait."
+    as_choice("ring overflow", overflow, get_args(Overflow), remedy)
 
 
 class RingWriter(Owner):

@@ -33,6 +33,7 @@ from typing_extensions import Self
 
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.limits import available_memory
+from torchrl_unilab.scalars import as_choice
 from torchrl_unilab.shm.liveness import check_spawning, handed_over
 
 _LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
@@ -40,13 +41,9 @@ _LONGEST_NAME = 255  # bytes of a file's name on Linux and macOS
 
 def named_by_default() -> bool:
     """Return whether the environment gives each segment a name."""
-    kind = os.environ.get("TORCHRL_UNILAB_SEGMENT", "anonymous")
-    if kind not in ("anonymous", "named"):
-        raise ConfigError(
-            f"TORCHRL_UNILAB_SEGMENT: {kind!r} (expected 'anonymous' or 'named'). "
-            "Unset it for anonymous segments."
-        )
-    return kind == "named"
+    name, remedy = "TORCHRL_UNILAB_SEGMENT", "Unset it for anonymous segments."
+    kind = os.environ.get(name, "anonymous")
+    return as_choice(name, kind, ("anonymous", "named"), remedy) == "named"
 
 
 def named_directory() -> Path:

@@ -21,7 +21,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer, deadline
+from torchrl_unilab.scalars import as_choice, as_integer, deadline
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
     InitialWeights,
@@ -100,14 +100,10 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         first_version: int = 0,
     ) -> None:
         super().__init__(strategy)
-        if pull not in get_args(PullAt):
-            raise ConfigError(
-                f"pull: {pull!r} (expected one of {get_args(PullAt)}). "
-                "Leave it out to pull at the start of each rollout."
-            )
         self.sync = sync
         self.per_worker_weights = per_worker_weights
-        self.pull_at: PullAt = pull
+        remedy = "Leave it out to pull at the start of each rollout."
+        self.pull_at: PullAt = as_choice("pull", pull, get_args(PullAt), remedy)
         self.slots = as_integer("slots", slots, "Leave it out for 3.", least=2)
         self.first_version = as_integer("first_version", first_version, "Use 0.", least=0)
         self._transport: UniLabShmTransport | None = None

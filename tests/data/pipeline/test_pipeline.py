@@ -187,7 +187,7 @@ def test_another_batch_size_is_refused_and_changes_nothing(pipeline, ask):
         ({"base_seed": 1.5}, "base_seed: 1.5"),
         ({"base_seed": float("nan")}, "base_seed: nan"),
         ({"base_seed": torch.tensor(1.0)}, "base_seed: tensor"),
-        ({"packer": "gpu"}, "packer 'gpu'"),
+        ({"packer": "gpu"}, "packer: 'gpu'"),
         ({"device": 5}, "device 5"),
         ({"device": None}, "device None"),
         ({"device": "nope"}, "device 'nope'"),

@@ -30,7 +30,7 @@ from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer, as_seconds
+from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
 from torchrl_unilab.shm.segment import Owner
 
 SLOTS = 2
@@ -137,11 +137,8 @@ class DoubleBufferReplayPipeline(Owner):
                 f"replay pipeline: source {type(source).__name__} (expected a "
                 "PackedReplayStorage). Pass one, of a buffer as buffer.storage."
             )
-        if packer not in ("thread", "inline"):
-            raise ConfigError(
-                f"replay pipeline: packer {packer!r} (expected 'thread' or 'inline'). Use 'thread' "
-                "to pack while the learner learns."
-            )
+        remedy = "Use 'thread' to pack while the learner learns."
+        as_choice("replay pipeline packer", packer, ("thread", "inline"), remedy)
         try:
             self._device = torch.device(str(device))  # a number would be an accelerator's
         except RuntimeError as error:

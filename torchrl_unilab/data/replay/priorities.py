@@ -23,7 +23,7 @@ from torchrl_unilab.data.positions import MASKS, flat_positions, is_single
 from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeMinima
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.shards import Window
 
 
@@ -96,15 +96,9 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         max_capacity = as_integer(
             "PackedPrioritizedSampler max_capacity", max_capacity, "Make it the storage's."
         )
-        for name, value, known in (
-            ("dtype", dtype, (torch.float32, torch.float64)),
-            ("reduction", reduction, ("max", "min", "median", "mean")),
-        ):
-            if value not in known:
-                raise ConfigError(
-                    f"PackedPrioritizedSampler {name}: {value} (expected "
-                    f"{' or '.join(map(str, known))}). Choose one of them."
-                )
+        name, remedy = "PackedPrioritizedSampler", "Choose one of them."
+        as_choice(f"{name} dtype", dtype, (torch.float32, torch.float64), remedy)
+        as_choice(f"{name} reduction", reduction, ("max", "min", "median", "mean"), remedy)
         # Not TorchRL's, which warns that its extension is not there.
         Sampler.__init__(self)
         self._max_capacity, self._alpha, self._beta, self._eps = max_capacity, alpha, beta, eps

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -23,7 +23,7 @@ from torchrl_unilab.data.shared_storage import SharedStorage
 from torchrl_unilab.data.stock import STORAGE, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer, as_seconds
+from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 
@@ -50,11 +50,7 @@ class SharedReplay(SharedStorage):
         writers = as_integer("replay storage writers", writers, "Change it.")
         max_size = as_integer("replay storage max_size", max_size, "Change it.", least=writers)
         n_step = as_integer("replay storage n_step", n_step, "Change it.")
-        if non_finite not in ("refuse", "count", "pass"):
-            raise ConfigError(
-                f"replay storage non_finite: {non_finite!r} (expected 'refuse', 'count' or "
-                "'pass'). Choose one."
-            )
+        as_choice("replay storage non_finite", non_finite, get_args(NonFinite), "Choose one.")
         if not 0.0 <= gamma <= 1.0:
             raise ConfigError(f"replay storage gamma: {gamma!r} (expected 0 to 1). Change it.")
         if isinstance(observation_keys, str):

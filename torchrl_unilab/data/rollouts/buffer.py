@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import TensorDictBase
@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_unilab.data.rollouts.storage import RolloutRingStorage, RolloutSampler
 from torchrl_unilab.data.shared_storage import SharedStorageWriter, Stateless
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_seconds
+from torchrl_unilab.scalars import as_choice, as_seconds
 
 Take = Literal["oldest", "newest"]
 
@@ -102,11 +102,7 @@ class RolloutRingSampler(Stateless, RolloutSampler):
     """Whether fewer rollouts than a batch were left after the last sample."""
 
     def __init__(self, take: Take = "oldest", timeout: float = 0.0) -> None:
-        if take not in ("oldest", "newest"):
-            raise ConfigError(
-                f"take: {take!r} (expected 'oldest' or 'newest'). Leave it out for the oldest."
-            )
-        self.take: Take = take
+        self.take: Take = as_choice("take", take, get_args(Take), "Leave it out for the oldest.")
         self.timeout = as_seconds("timeout of a RolloutRingSampler", timeout, zero=True)
         self._empty()
 
