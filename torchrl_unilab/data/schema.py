@@ -22,7 +22,6 @@ Path = tuple[str, ...]
 """A TensorDict key as a tuple."""
 
 _Tree = tuple[dict[str, Any], tuple[int, ...]]
-_CPU = torch.device("cpu")
 _RECENT = 64
 """Batch sizes whose shapes are kept."""
 
@@ -199,7 +198,7 @@ class TensorSchema:
     def tensordict(
         self, tensors: Sequence[torch.Tensor], batch_size: Sequence[int] = ()
     ) -> TensorDict:
-        """Return tensors on the CPU, given in the order of the fields, as a TensorDict.
+        """Return tensors of one device, given in the order of the fields, as a TensorDict.
 
         Nothing is copied, and nothing is checked.
 
@@ -207,7 +206,8 @@ class TensorSchema:
             tensors: One per field, of shape [*batch_size, *field.shape].
             batch_size: Batch dimensions in front of an item's.
         """
-        return _nested(self._tree, tensors, torch.Size((*batch_size, *self.batch_size)), _CPU)
+        shape = torch.Size((*batch_size, *self.batch_size))
+        return _nested(self._tree, tensors, shape, tensors[0].device)
 
     @functools.cached_property
     def _tree(self) -> _Tree:
@@ -229,8 +229,7 @@ class TensorSchema:
             torch.empty((*batch_size, *shape), dtype=dtype, device=device)
             for _, shape, dtype in self.fields
         ]
-        shape = torch.Size((*batch_size, *self.batch_size))
-        return _nested(self._tree, tensors, shape, tensors[0].device)
+        return self.tensordict(tensors, batch_size)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` makes the schema from: lists, integers and strings."""
