@@ -60,7 +60,6 @@ class SharedStorage(Owner, TensorStorage):
     def __init__(self, max_size: int, writers: int) -> None:
         Storage.__init__(self, max_size)  # what TensorStorage adds, shared memory has
         del self._mutation_revision_value, self._last_cursor_index_value
-        self.ndim = 1
         self.device = torch.device("cpu")
         self.writers = writers
         self._closed = False

@@ -263,10 +263,6 @@ class RolloutRingStorage(SharedRollouts):
     def _mutation_revision(self) -> int:
         return sum(sum(self._count(name)) for name in COUNTERS)
 
-    @property
-    def _last_cursor_index(self) -> None:
-        """None: a position is a place among the unread rollouts."""
-
     def _empty(self, *, counts: bool = False) -> None:
         """Skip all unread rollouts, and leave the writer to other processes.
 
