@@ -24,6 +24,19 @@ from torchrl_unilab.shm.liveness import check_spawning
 from torchrl_unilab.shm.segment import Owner
 
 
+def check_kind(owner: object, what: str, given: object, kind: type, remedy: str) -> None:
+    """Refuse a part of another kind than its owner works with.
+
+    Raises:
+        ConfigError: It is one.
+    """
+    if not isinstance(given, kind):
+        raise ConfigError(
+            f"{what} of a {type(owner).__name__}: {type(given).__name__} (expected "
+            f"{kind.__name__}). {remedy}"
+        )
+
+
 class SharedStorageCheckpointer(StorageCheckpointerBase):
     """Saves a `SharedStorage`, without hooks.
 
@@ -137,20 +150,16 @@ class SharedStorage(Owner, TensorStorage):
 
     # Checkpoints
 
-    @property
-    def checkpointer(self) -> StorageCheckpointerBase:
-        """What `dumps` and `loads` use: one of the storage's own kind."""
-        return self._checkpointer
-
-    @checkpointer.setter
+    @TensorStorage.checkpointer.setter
     def checkpointer(self, value: StorageCheckpointerBase | None) -> None:
-        own = self._default_checkpointer
-        if value is not None and not isinstance(value, own):
-            raise ConfigError(
-                f"checkpointer of a {type(self).__name__}: {type(value).__name__} (expected "
-                f"{own.__name__}). Leave it out."
-            )
-        self._checkpointer = value or own()
+        """Set what `dumps` and `loads` use: one of the storage's own kind, also if None is given.
+
+        Raises:
+            ConfigError: It is of another kind.
+        """
+        value = self._default_checkpointer() if value is None else value
+        check_kind(self, "checkpointer", value, self._default_checkpointer, "Leave it out.")
+        self._checkpointer = value
 
     # End
 
@@ -249,9 +258,5 @@ class SharedStorageWriter(Stateless, Writer):
         Raises:
             ConfigError: It is of another kind.
         """
-        if not isinstance(storage, self._kind):
-            raise ConfigError(
-                f"storage of a {type(self).__name__}: {type(storage).__name__} (expected "
-                f"{self._kind.__name__}). Use TorchRL's own writer."
-            )
+        check_kind(self, "storage", storage, self._kind, "Use TorchRL's own writer.")
         super().register_storage(storage)

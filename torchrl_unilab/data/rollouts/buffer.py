@@ -13,8 +13,7 @@ from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
 from torchrl_unilab.data.rollouts.storage import RolloutRingStorage, RolloutSampler
-from torchrl_unilab.data.shared_storage import SharedStorageWriter, Stateless
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.data.shared_storage import SharedStorageWriter, Stateless, check_kind
 from torchrl_unilab.scalars import as_choice, as_seconds
 
 Take = Literal["oldest", "newest"]
@@ -116,11 +115,7 @@ class RolloutRingSampler(Stateless, RolloutSampler):
             ConfigError: There are not as many slots, or `storage` is another one.
             WaitTimeoutError: There are not as many unread rollouts; none was taken.
         """
-        if not isinstance(storage, RolloutRingStorage):
-            raise ConfigError(
-                f"storage of a RolloutRingSampler: {type(storage).__name__} (expected "
-                "RolloutRingStorage). Use TorchRL's own sampler."
-            )
+        check_kind(self, "storage", storage, RolloutRingStorage, "Use TorchRL's own sampler.")
         index = storage.draw(batch_size, newest=self.take == "newest", timeout=self.timeout)
         left = len(storage) - int(index[-1]) - 1
         self._remaining_batches = left // batch_size
