@@ -50,13 +50,12 @@ def save_rows(
     """
     bases, origins, window = lineage
     floors, starts, end = list(window.heads), [], 0
-    for floor, head in zip(*window, strict=True):
+    for shard, (floor, head) in enumerate(zip(*window, strict=True)):
         starts.append(end - floor)
-        end += head - floor
-    for shard, start in enumerate(starts):
         for first, parts in rows.copies(shard, window):
-            write(start + first, torch.cat([*parts], 1))
+            write(end - floor + first, torch.cat([*parts], 1))
             floors[shard] = first
+        end += head - floor
     firsts, strides = zip(*rows.steps(), strict=True)
     firsts = tuple(map(min, map(max, firsts, bases), window.heads))  # of rows that are saved
     numbers = {"bases": bases, "heads": window.heads, "origins": origins}
