@@ -91,7 +91,7 @@ class Tracer:
         """Record that a number has this value from now on; what is not finite is left out."""
         part = self._part
         if part is not None and math.isfinite(value):
-            part.counter(name, value)
+            part.event("C", name, time.monotonic_ns(), f'"args":{{"value":{float(value)}}}')
 
     def settings(self) -> TraceSettings | None:
         """Return what a worker needs to join the trace; None if none is recorded."""
@@ -194,16 +194,6 @@ class _Part:
         self._file: int | None = os.open(path, flags, 0o600)
         self._write(self._named("process_name", 0, "name", process))
 
-    def span(self, name: str, begin: int, end: int, processor: int) -> None:
-        """Record a span between two times of ``time.monotonic_ns``, and its thread's own ns."""
-        since, took = (begin - self._origin) / 1e3, (end - begin) / 1e3
-        self._event("X", name, f'"ts":{since:.3f},"dur":{took:.3f},"tdur":{processor / 1e3:.3f}')
-
-    def counter(self, name: str, value: float) -> None:
-        """Record a finite value, now."""
-        since = (time.monotonic_ns() - self._origin) / 1e3
-        self._event("C", name, f'"ts":{since:.3f},"args":{{"value":{float(value)}}}')
-
     def close(self) -> None:
         """Record nothing more."""
         with self._lock:
@@ -215,9 +205,13 @@ class _Part:
         if file is not None:
             os.close(file)
 
-    def _event(self, phase: str, name: str, rest: str) -> None:
-        tid = self._tid()
-        line = f'{{"ph":"{phase}","name":{_quoted(name)},"pid":{self._pid},"tid":{tid},{rest}}}\n'
+    def event(self, phase: str, name: str, begin: int, rest: str) -> None:
+        """Record what began at a time of ``time.monotonic_ns``; `rest` is what else JSON has."""
+        since, tid = (begin - self._origin) / 1e3, self._tid()
+        line = (
+            f'{{"ph":"{phase}","name":{_quoted(name)},"pid":{self._pid},"tid":{tid},'
+            f'"ts":{since:.3f},{rest}}}\n'
+        )
         with self._lock:
             self._left -= 1
             if self._left >= 0:
@@ -268,8 +262,9 @@ class _Span:
         self._begin, self._processor = time.monotonic_ns(), time.thread_time_ns()
 
     def __exit__(self, *_: object) -> None:
-        processor = time.thread_time_ns() - self._processor
-        self._part.span(self._name, self._begin, time.monotonic_ns(), processor)
+        processor = (time.thread_time_ns() - self._processor) / 1e3
+        took = (time.monotonic_ns() - self._begin) / 1e3
+        self._part.event("X", self._name, self._begin, f'"dur":{took:.3f},"tdur":{processor:.3f}')
 
 
 def _merge(directory: Path, path: Path) -> None:
