@@ -39,28 +39,22 @@ class DevicePacker:
         """Return host copies of tensors in the layout's order; the next transfer reuses them."""
         with torch.no_grad():
             torch._foreach_copy_(self._on_device, list(tensors))
-        if self._stream is None:
-            self._host.copy_(self._flat)
-            return self._on_host
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._host.copy_(self._flat, non_blocking=True)
-            done = torch.cuda.Event()
-            done.record()
-        done.synchronize()
+        self._transfer(self._flat, self._host)
         return self._on_host
 
     def to_device(self, snapshot: Snapshot) -> Mapping[str, torch.Tensor]:
         """Return device copies of a snapshot's tensors; the next transfer reuses them."""
         self._host.copy_(torch.from_numpy(snapshot.bytes))
-        if self._stream is None:
-            self._flat.copy_(self._host)
-        else:
-            # The last copy out of the flat buffer may still be queued on the acting stream.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                self._flat.copy_(self._host, non_blocking=True)
-            # The host buffer is free again, and the copy seen by the acting stream.
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
-            self._stream.synchronize()
+        self._transfer(self._host, self._flat)
         return dict(zip(self._keys, self._on_device, strict=True))
+
+    def _transfer(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy one of the flat buffers to the other, and wait for that copy alone."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        # Copies into or out of the flat buffer may still be queued on the current stream.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
