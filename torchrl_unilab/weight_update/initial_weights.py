@@ -91,7 +91,11 @@ def initial_weights(
     if params_map is not None:
         others |= {"context": context, "model_id": model_id, "num_workers": num_workers}
         _refuse(others, "params_map")
-        return InitialWeights(_checked_params_map(params_map), per_worker, casts=True)
+        if not isinstance(params_map, dict) or not all(
+            isinstance(k, int) and isinstance(v, TensorDictBase) for k, v in params_map.items()
+        ):
+            raise ConfigError("params_map must be a dict[int, TensorDictBase]")
+        return InitialWeights(params_map, per_worker, casts=True)
     if context is not None:
         if model_id is None:
             raise ConfigError("model_id must be provided if context is provided")
@@ -158,11 +162,3 @@ def _refuse(given: Mapping[str, Any], reason: str) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(f"{name} cannot be provided if {reason} is provided")
-
-
-def _checked_params_map(params_map: Any) -> Mapping[int, Weights]:
-    if not isinstance(params_map, dict) or not all(
-        isinstance(k, int) and isinstance(v, TensorDictBase) for k, v in params_map.items()
-    ):
-        raise ConfigError("params_map must be a dict[int, TensorDictBase]")
-    return params_map
