@@ -7,7 +7,7 @@ tensor is looked up in the module at each use, and never kept.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -33,7 +33,7 @@ _TORCHRL_EXTRA_STATE = "__extra_state__"  # as TorchRL's strategies name it
 
 Weights: TypeAlias = TensorDictBase | nn.Module | Mapping[str, Any]
 
-_Registry = MutableMapping[str, Any]
+_Registry: TypeAlias = "dict[str, Any] | _ParamsRegistry"
 """Where a module keeps its tensors by name; None where a name has no tensor."""
 
 
@@ -158,7 +158,7 @@ class ModuleWeights:
             registry[name] = replaced[id(old)]
 
 
-class _ParamsRegistry(MutableMapping[str, Any]):
+class _ParamsRegistry(Mapping[str, Any]):
     """The leaves of a `TensorDictParams` by dotted name, like a module's registries."""
 
     def __init__(self, params: TensorDictParams) -> None:
@@ -179,9 +179,6 @@ class _ParamsRegistry(MutableMapping[str, Any]):
             # wrapper's own `clear_device_` leaves the device of its top level (tensordict 0.14).
             self._params._param_td.clear_device_()
             self._params.set(self._paths[name], value)
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("leaves of a TensorDictParams are not removed here")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._find_paths())
@@ -282,25 +279,23 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _leaves(weights: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
-    leaves: list[tuple[str, torch.Tensor]] = []
+def _leaves(weights: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in weights.items():
         if not isinstance(key, (str, tuple)):
             raise ConfigError(f"weights: key {key!r} (expected names). Give those of one module.")
         name = prefix + ("" if not prefix else ".") + dotted(key)
         name = name.replace(_TORCHRL_EXTRA_STATE, EXTRA_STATE)
         if isinstance(value, torch.Tensor):
-            leaves.append((name, value))
+            yield name, value
         elif name.split(".")[-1] == EXTRA_STATE:
-            leaves += flatten_extra_state(name, value).items()
+            yield from flatten_extra_state(name, value).items()
         elif isinstance(value, (dict, TensorDictBase)):
-            leaves += _leaves(value, name)
+            yield from _leaves(value, name)
         else:
             raise ConfigError(
                 f"weights: {name!r} is a {type(value).__name__} (expected a "
                 "tensor). Leave it out, or make it a tensor."
             )
-    return leaves
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
