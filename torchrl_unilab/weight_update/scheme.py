@@ -7,7 +7,6 @@ through a `WeightReceiver`. TorchRL's collectors call both initialisations, each
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal, get_args
@@ -291,14 +290,10 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if isinstance(self.context, BaseCollector):
             self._hand_on(self._receiver)
 
-    @property
-    def context(self) -> Any | None:
-        """The collector this scheme serves, if it is alive."""
-        return self._context_ref() if self._context_ref is not None else None
-
-    @context.setter
+    @WeightSyncScheme.context.setter
     def context(self, context: Any) -> None:
-        self._context_ref = None if context is None else weakref.ref(context)
+        """Set the collector this scheme serves; one in a worker pulls from then on."""
+        WeightSyncScheme.context.fset(self, context)
         if self._initialized_on_receiver and isinstance(context, Collector):
             pull_in_rollouts(context, self)
             if self._receiver is not None:  # connected before there was one
