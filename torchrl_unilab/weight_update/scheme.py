@@ -105,7 +105,6 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         self.pull_at: PullAt = as_choice("pull", pull, get_args(PullAt), remedy)
         self.slots = as_integer("slots", slots, "Leave it out for 3.", least=2)
         self.first_version = as_integer("first_version", first_version, "Use 0.", least=0)
-        self._transport: UniLabShmTransport | None = None
         self._clear_local()
 
     def _clear_local(self) -> None:
@@ -124,14 +123,13 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         initial = self._initial_weights(model_id=model_id, context=context, **source)
         self.per_worker_weights = initial.per_worker
         self._given = initial.model
-        self._transport = UniLabShmTransport(
+        self._shared_transport = UniLabShmTransport(
             initial.of_workers,
             slots=self.slots,
             first_version=self.first_version,
             casts=initial.casts,
             optional=initial.optional,
         )
-        self.shared_transport = self._transport
         self._model_id = model_id
         if context is not None:
             self.context = context
@@ -174,7 +172,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             raise UsageError("Must be initialized on sender before sending weights")
         if not self.synchronized_on_sender:
             raise UsageError("Must be synchronized on sender before sending weights")
-        transport = self._transport or self._require_transport()
+        transport = self._shared_transport or self._require_transport()
         with span("publish"):
             own = weights is None
             weights = self._find(weights)
@@ -361,11 +359,12 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     @property
     def weights(self) -> TensorDictBase | None:
         """The newest published weights: a worker's own, on the sender the first worker's."""
-        if self._transport is None or not self._transport.cells:
+        transport = self._shared_transport
+        if transport is None:
             return WeightSyncScheme.weights.fget(self)
-        worker = min(self._transport.cells) if self._receiver is None else self.worker_idx
+        worker = min(transport.cells) if self._receiver is None else self.worker_idx
         assert worker is not None
-        return nested(self._transport.newest(worker)[1])
+        return nested(transport.newest(worker)[1])
 
     def create_transport(self, **kwargs: Any) -> UniLabShmTransport:
         """Return the transport that sender and receivers share."""
@@ -383,8 +382,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
         Workers keep their weights. A copy, or a receiver, only forgets the memory.
         """
-        if (transport := self.__dict__.get("_transport")) is not None:
+        if (transport := self.__dict__.get("_shared_transport")) is not None:
             if self._initialized_on_sender:
                 transport.close()
-            self._transport = self._shared_transport = None
+            self._shared_transport = None
             self._clear_local()

@@ -33,15 +33,15 @@ class PolicyVersions(Protocol):
 class WorkerVersions:
     """Reads a transport's versions: the published ones, and those that workers applied."""
 
-    _transport: UniLabShmTransport | None
+    _shared_transport: UniLabShmTransport | None
 
     def _require_transport(self) -> UniLabShmTransport:
-        if self._transport is None:
+        if self._shared_transport is None:
             raise UsageError(
                 "cannot use the scheme: it was shut down or never initialised (expected "
                 "init_on_sender). Give a new one to a collector."
             )
-        return self._transport
+        return self._shared_transport
 
     @property
     def version(self) -> int:
@@ -105,8 +105,7 @@ class WorkerVersions:
             WaitTimeoutError: Some are still behind; names them and says which are dead.
         """
         transport = self._require_transport()
-        chosen = transport.cells if worker_ids is None else worker_ids
-        workers = as_indices("worker_ids", chosen)
+        workers = as_indices("worker_ids", transport.cells if worker_ids is None else worker_ids)
         end = deadline(timeout)
         while behind := [w for w in workers if _is_behind(transport, w, version)]:
             if time.monotonic() >= end:
