@@ -117,16 +117,10 @@ class MemoryBudget:
             (item.place, item.name, ("~" if item.estimate else "") + readable(item.nbytes), "")
             for item in self.items
         ]
-        rows += [
-            (
-                "+".join(limit.places),
-                "in all",
-                readable(self.needed(limit)),
-                f"of {readable(limit.nbytes)} free: {limit.name}"
-                + (", TOO MUCH" if limit in self.exceeded else ""),
-            )
-            for limit in self.limits
-        ]
+        for limit in self.limits:
+            needed, too_much = self.needed(limit), ", TOO MUCH" if limit in self.exceeded else ""
+            free = f"of {readable(limit.nbytes)} free: {limit.name}{too_much}"
+            rows.append(("+".join(limit.places), "in all", readable(needed), free))
         places, names, sizes = (max(len(row[i]) for row in rows) for i in range(3))
         lines = [
             f"  {place:<{places}}  {name:<{names}}  {size:>{sizes}}  {rest}".rstrip()
