@@ -112,12 +112,9 @@ class Ranks:
             launcher, _, _ = next(rendezvous("env://", timeout=limit))
             self._store = PrefixStore(self._meet(launcher), launcher)
             self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+            backend = self._choose_backend()
             dist.init_process_group(
-                self._choose_backend(),
-                store=self._store,
-                rank=self.rank,
-                world_size=self.size,
-                timeout=limit,
+                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=limit
             )
             found = (self._store.get(f"process/{rank}").decode() for rank in range(self.size))
             self._processes = [(host, int(pid)) for host, pid in map(str.split, found)]
