@@ -139,17 +139,12 @@ class PackedSliceSampler(SliceSampler):
         if column is None or column.numel() != len(column):
             return None
         rows, known = storage.rows, dict(enumerate(self._known))
-        found = tuple(
-            _ends(
-                column[shard :: rows.shards],
-                (weakref.ref(storage), key, shard, rows.rewritten),
-                steps,
-                known.get(shard),
-                changes=self._fetch_traj,
-            )
-            for shard, steps in enumerate(timeline.shards)
-        )
-        self._known = found
+        found = []
+        for shard, steps in enumerate(timeline.shards):
+            own = column[shard :: rows.shards]
+            source = (weakref.ref(storage), key, shard, rows.rewritten)
+            found.append(_ends(own, source, steps, known.get(shard), changes=self._fetch_traj))
+        self._known = tuple(found)
         numbers = [ends.numbers for ends in found]
         if timeline.turns:
             return timeline.boundaries(numbers)
