@@ -76,20 +76,18 @@ class BatchLayout:
 
     def __init__(self, form: RowForm) -> None:
         self.form = form
-        blocks: list[_Block] = [
-            ("index", (), torch.int64),
-            *((f"rows {part}", (w,), torch.int32) for part, w in enumerate(form.layout.widths)),
-        ]
+
+        def by_part(of: str) -> list[_Block]:
+            return [(f"{of} {i}", (w,), torch.int32) for i, w in enumerate(form.layout.widths)]
+
+        blocks = [("index", (), torch.int64), *by_part("rows")]
         fields = [*form.schema.fields]
         if form.n_step > 1:
             reward = form.schema.fields[form.index[REWARD]]
-            blocks += [
-                *((f"last {part}", (w,), torch.int32) for part, w in enumerate(form.layout.widths)),
-                (REWARD, reward.shape, reward.dtype),
-                *((name, (), dtype) for name, dtype in EXTRA.items()),
-            ]
-            fields.append(reward._replace(path=ONE_STEP_REWARD))
-            fields += [TensorField((name,), (), dtype) for name, dtype in EXTRA.items()]
+            extra = [TensorField((name,), (), dtype) for name, dtype in EXTRA.items()]
+            blocks += [*by_part("last"), (REWARD, reward.shape, reward.dtype)]
+            blocks += [(field.name, field.shape, field.dtype) for field in extra]
+            fields += [reward._replace(path=ONE_STEP_REWARD), *extra]
         self._blocks = tuple(blocks)
         self._plain = replace(form.schema, fields=tuple(fields))
         index = TensorField(("index",), form.schema.batch_size, torch.int64)
