@@ -154,15 +154,13 @@ class RingWriter(Owner):
                 f"cannot become writer {writer}: a slot is claimed (expected none). "
                 "Commit or abandon it first."
             )
-        self._register(partial(self._take_writer, choice), "become a writer")
-        assert self.writer is not None
-        return self.writer
+        return self._register(partial(self._take_writer, choice), "become a writer")
 
     def _known_writer(self, writer: int) -> int:
         remedy = "Make the ring for more writers."
         return as_integer("ring writer", writer, remedy, least=0, most=self.writers - 1)
 
-    def _take_writer(self, choice: Sequence[int]) -> None:
+    def _take_writer(self, choice: Sequence[int]) -> int:
         me, owners = this_process(), self._words[PROCESS::WRITER_WORDS].tolist()
         mine = [number for number in choice if owners[number] == me]
         free = mine or [number for number in choice if owners[number] in (0, RESIGNED)]
@@ -176,6 +174,7 @@ class RingWriter(Owner):
         self._own = free[0] * WRITER_WORDS
         self._words[self._own + PROCESS] = me
         self.writer = free[0]
+        return free[0]
 
     def resign(self, *, replaced: bool = False) -> None:
         """Stop being a writer, so that another process may be the same one.
