@@ -342,9 +342,7 @@ class SharedRows(Shards):
                 words[shard] = now[shard]
         window = Window(*map(tuple, found))
         floors = self.bounds(window.floors, positions)
-        oldest = torch.maximum(
-            self.newest(positions, window.heads), torch.as_tensor(floors, device="cpu")
-        )
+        oldest = self.newest(positions, window.heads).clamp(min=floors)
         if (oldest >= self.bounds(window.heads, positions)).any():
             raise ContentionError(
                 f"replay read: no whole row in a shard, {window} (expected some); its writer was "

@@ -165,9 +165,8 @@ class Shards:
                 "Sample sooner, or use a larger replay."
             )
         if self.shards == 1:
-            return torch.randint(
-                window.floors[0], window.heads[0], (count,), generator=generator, device="cpu"
-            )
+            (floor,), (head,) = window
+            return torch.randint(floor, head, (count,), generator=generator, device="cpu")
         floors, heads = torch.tensor(window, device="cpu")
         ends = (heads - floors).cumsum(0)
         drawn = torch.randint(window.size, (count,), generator=generator, device="cpu")
