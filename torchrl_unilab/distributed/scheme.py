@@ -301,9 +301,8 @@ class UniLabRayScheme(WeightSyncScheme):
         raise NotImplementedError("UniLabRayScheme has a mailbox in place of transports")
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
         own = ("_mailbox", "_policy", "_letter", "_thread", "_ended", "_sending")
-        return state | dict.fromkeys(own)
+        return {**super().__getstate__(), **dict.fromkeys(own)}
 
     def shutdown(self) -> None:
         """End the mailbox. Idempotent; a copy on a node ends nothing."""

@@ -121,8 +121,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what was seen of this process's storage."""
-        state: dict[str, Any] = super().__getstate__()
-        return state | {"_seen": (None, (), ())}
+        return {**super().__getstate__(), "_seen": (None, (), ())}
 
     def _init(self) -> None:
         """Forget all priorities."""

@@ -84,8 +84,7 @@ class PackedSliceSampler(SliceSampler):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is known of this process's storage."""
-        state: dict[str, Any] = super().__getstate__()
-        return state | {"_known": ()}
+        return {**super().__getstate__(), "_known": ()}
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, Any]]:
         """Return positions of rows, one slice after the other, and what to mark in them.
