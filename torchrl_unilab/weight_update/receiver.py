@@ -84,8 +84,7 @@ class WeightReceiver:
     def _bind(self, model: nn.Module) -> ModuleWeights:
         """Match the model with the cell, and give it private tensors."""
         weights = ModuleWeights(model)
-        named = weights.named()
-        parameters = {key: value for key, value in named.items() if EXTRA_STATE not in key}
+        parameters = {k: value for k, value in weights.named().items() if EXTRA_STATE not in k}
         published = set(self._cell.layout.keys) - self._extra.keys()
         if parameters.keys() != published:
             raise LayoutKeyError(
@@ -221,8 +220,7 @@ class _PullsWeights(Collector):
 
 @functools.cache
 def _pulling_class(cls: Any) -> type[_PullsWeights]:
-    name = f"Pulling{cls.__name__}"
-    return type(name, (_PullsWeights, cls), {"__doc__": cls.__doc__})
+    return type(f"Pulling{cls.__name__}", (_PullsWeights, cls), {"__doc__": cls.__doc__})
 
 
 def pull_in_rollouts(collector: Collector, puller: Puller) -> None:
