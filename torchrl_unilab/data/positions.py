@@ -112,10 +112,8 @@ def last_of_each(positions: torch.Tensor) -> torch.Tensor:
         >>> last_of_each(torch.tensor([3, 1, 3, 2]))
         tensor([1, 2, 3])
     """
-    ordered, order = positions.sort(stable=True)
-    last = torch.ones(len(ordered), dtype=torch.bool, device="cpu")
-    torch.ne(ordered[1:], ordered[:-1], out=last[:-1])
-    return order[last].sort().values
+    _, from_the_end = np.unique(positions.numpy()[::-1], return_index=True)
+    return torch.from_numpy(len(positions) - 1 - from_the_end).sort().values
 
 
 def is_mask(index: Any) -> bool:

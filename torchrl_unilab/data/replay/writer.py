@@ -53,8 +53,7 @@ class PackedReplayWriter(SharedStorageWriter):
 
     @property
     def _cursor(self) -> int:
-        capacity: int = self._storage.max_size
-        return self._storage.ptr % capacity
+        return int(self._storage.ptr % self._storage.max_size)
 
     @property
     def _write_count(self) -> int:
