@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict, TensorDictBase
+from torch.utils._pytree import tree_map_only
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
@@ -22,7 +23,6 @@ from torchrl_unilab.envs.env_state import EnvState, simulations_of
 from torchrl_unilab.envs.randomization import Randomize
 from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
-from torchrl_unilab.envs.snapshots import as_arrays, as_tensors
 from torchrl_unilab.envs.task import (
     Array,
     MujocoTask,
@@ -253,7 +253,9 @@ class MujocoBatchEnv(EnvBase):
             >>> bool((one.step(action.clone()) == other.step(action.clone())).all())
             True
         """
-        return as_tensors(self._state.state_dict())
+        # Tensors, which `torch.load` takes as they are, not arrays.
+        kept: dict[str, Any] = tree_map_only(np.ndarray, torch.from_numpy, self._state.state_dict())
+        return kept
 
     def restore(self, snapshot: Mapping[str, Any]) -> None:
         """Continue from what `snapshot` returned, here or in an environment like this one.
@@ -261,7 +263,7 @@ class MujocoBatchEnv(EnvBase):
         Raises:
             ConfigError: if it is of another task or number of simulations; nothing has changed.
         """
-        self._state.load_state_dict(as_arrays(snapshot))
+        self._state.load_state_dict(tree_map_only(torch.Tensor, torch.Tensor.numpy, snapshot))
         self._mark()
 
     def render(self, ids: ArrayLike | None = None) -> Pictures:
