@@ -331,7 +331,6 @@ class WorkerCollector(BaseCollector, abc.ABC):
         Raises:
             WorkerError: A worker failed.
         """
-        self._open_sink()
         if not workers:
             totals = dataclasses.asdict(self.metrics())
             return OrderedDict(workers=None, frames=self._frames, totals=totals)
