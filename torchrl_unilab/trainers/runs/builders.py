@@ -62,27 +62,35 @@ class Learner:
     loss: LossModule
 
 
+def _readers(
+    env: EnvBase, config: Config, *, normalized: bool = True
+) -> tuple[dict[str, ObservationNormalizer], dict[str, Any], dict[str, Any]]:
+    """Return the normalisers, and what actor and critic that read observations are made with."""
+    sizes = observation_sizes(env, config)
+    normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items() if normalized}
+    actor, critic = (
+        {
+            "observation_size": sizes[key],
+            "in_key": key,
+            "normalizer": normalizers.get(key),
+            "hidden": config.hidden,
+        }
+        for key in (config.observation, config.critic_observation)
+    )
+    return normalizers, actor, critic
+
+
 def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
     """Return APPO's networks and loss."""
-    sizes = observation_sizes(env, config)
+    normalizers, of_actor, of_critic = _readers(env, config)
     action_space(env)
-    normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items()}
-    key, critic_key = config.observation, config.critic_observation
     actor = make_actor(
-        sizes[key],
-        env.action_spec.shape[-1],
-        in_key=key,
-        normalizer=normalizers[key],
-        hidden=config.hidden,
+        action_size=env.action_spec.shape[-1],
         log_std=config.log_std,
         noise_correlation=config.noise_correlation,
+        **of_actor,
     )
-    critic = make_critic(
-        sizes[critic_key],
-        in_key=critic_key,
-        normalizer=normalizers[critic_key],
-        hidden=config.hidden,
-    )
+    critic = make_critic(**of_critic)
     loss = APPOLoss(
         actor,
         critic,
@@ -102,32 +110,13 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
 
 def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
     """Return SAC's or TD3's networks and TorchRL's loss over them."""
-    sizes = observation_sizes(env, config)
-    normalizers = {
-        key: ObservationNormalizer(size) for key, size in sizes.items() if config.obs_normalization
-    }
+    normalizers, of_actor, of_critic = _readers(env, config, normalized=config.obs_normalization)
     space = action_space(env)
     low, high = (bound.reshape(-1, bound.shape[-1])[0] for bound in (space.low, space.high))
-    key, critic_key = config.observation, config.critic_observation
     make = make_sac_actor if config.algorithm == "sac" else make_td3_actor
-    actor = make(
-        sizes[key],
-        len(low),
-        low=low,
-        high=high,
-        in_key=key,
-        normalizer=normalizers.get(key),
-        hidden=config.hidden,
-        layer_norm=config.layer_norm,
-    )
-    critic = make_q_value(
-        sizes[critic_key],
-        len(low),
-        in_key=critic_key,
-        normalizer=normalizers.get(critic_key),
-        hidden=config.hidden,
-        layer_norm=config.layer_norm,
-    )
+    both: dict[str, Any] = {"action_size": len(low), "layer_norm": config.layer_norm}
+    actor = make(low=low, high=high, **both, **of_actor)
+    critic = make_q_value(**both, **of_critic)
     loss = _off_policy_loss(actor, critic, config, low, high)
     loss.make_value_estimator(gamma=config.gamma)
     return Learner(normalizers, actor, loss)
