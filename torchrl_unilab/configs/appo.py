@@ -213,15 +213,15 @@ _LARGE_STEPS: Mapping[str, Any] = {
 }
 """Few large steps of a policy with little noise: fastest where no seed stands still at first."""
 
+_LONG_WINDOWS: Mapping[str, Any] = {"num_envs": 16, "num_steps": 128, "minibatches": 16}
+
 # Noise makes them fall over, and is not needed at the end.
 _NOISE_ENDS: Mapping[str, Any] = {"anneal": 0.3, "final_log_std": -4.0}
 
 APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {**_LARGE_STEPS, **_NOISE_ENDS},
     "Hopper-v5": {
-        "num_envs": 16,
-        "num_steps": 128,
-        "minibatches": 16,
+        **_LONG_WINDOWS,
         "lambda_": 0.98,
         "desired_kl": 0.01,  # a gait that was found is lost again by larger steps
         # At 0.99 a fast hop that falls after 400 steps is worth one that lasts; at 0.995 from
@@ -229,14 +229,8 @@ APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
         "final_gamma": 0.998,
         "final_log_std": -2.5,  # noise makes it fall
     },
-    "Walker2d-v5": {
-        # In windows of 16 steps one seed of eight stays at a gait that falls, or at a slow one.
-        "num_envs": 16,
-        "num_steps": 128,
-        "minibatches": 16,
-        "anneal": 0.0,
-        "reward_scale": 0.03,
-    },
+    # In windows of 16 steps one seed of eight stays at a gait that falls, or at a slow one.
+    "Walker2d-v5": {**_LONG_WINDOWS, "anneal": 0.0, "reward_scale": 0.03},
     "Ant-v5": {"log_std": -0.5, **_NOISE_ENDS},
     # Actions reach from -0.4 to 0.4.
     "Humanoid-v5": {"log_std": -1.0, **_NOISE_ENDS},
