@@ -261,44 +261,31 @@ OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
 }
 """What differs from the defaults, per task."""
 
+_LOW_RATES: Mapping[str, Any] = {"lr_actor": 3e-4, "lr_critic": 3e-4}
+_EVEN_NOISE: Mapping[str, Any] = {"noise_std_min": 0.1, "noise_std_max": 0.1}
+
 ALGORITHM_TASKS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     # With half an update of 128 rows per frame it had a third of the return after 150,000 frames.
     ("sac", "Humanoid-v5"): {
         "updates_per_step": 16,
         "batch_size": 256,
-        "lr_actor": 3e-4,
-        "lr_critic": 3e-4,
+        **_LOW_RATES,
         "lr_alpha": 3e-4,
     },
     # With half an update of 128 rows per frame it had two fifths of the return after 300,000.
-    ("td3", "Ant-v5"): {
-        "updates_per_step": 16,
-        "batch_size": 256,
-        "lr_actor": 3e-4,
-        "lr_critic": 3e-4,
-        "noise_std_min": 0.1,
-        "noise_std_max": 0.1,
-    },
+    ("td3", "Ant-v5"): {"updates_per_step": 16, "batch_size": 256, **_LOW_RATES, **_EVEN_NOISE},
     # With 16 environments, whatever the steps and the updates, it stood still at 300 to 400.
     ("td3", "Hopper-v5"): {
         "num_envs": 4,
         "replay_buffer_n": 250_000,
         "updates_per_step": 4,
         "n_step": 1,
-        "lr_actor": 3e-4,
-        "lr_critic": 3e-4,
+        **_LOW_RATES,
         "batch_size": 256,
         "tau": 0.005,
-        "noise_std_min": 0.1,
-        "noise_std_max": 0.1,
+        **_EVEN_NOISE,
     },
     # With 0.9999 values are never learnt in full: a seed swam at 329, and forgot it.
-    ("td3", "Swimmer-v5"): {
-        "gamma": 0.998,
-        "lr_actor": 1e-3,
-        "lr_critic": 1e-3,
-        "noise_std_min": 0.1,
-        "noise_std_max": 0.1,
-    },
+    ("td3", "Swimmer-v5"): {"gamma": 0.998, "lr_actor": 1e-3, "lr_critic": 1e-3, **_EVEN_NOISE},
 }
 """What differs for one algorithm on a task, on top of both."""
