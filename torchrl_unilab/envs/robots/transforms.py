@@ -9,7 +9,7 @@ it would apply the transforms before it to the action again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -146,19 +146,19 @@ class _Delay(Transform):
             return torch.full((n,), low)  # nothing is drawn
         return torch.randint(low, high + 1, (n,))
 
-    def _start(self, rows: torch.Tensor | None, values: Mapping[NestedKey, torch.Tensor]) -> None:
-        """Draw the delays of rows that start an episode, all if None, and forget their past.
-
-        Args:
-            rows: Those that start, ``(n,)``.
-            values: One value per key, ``(n, ...)``.
-        """
-        drawn = self._drawn()
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        """Draw the delays of rows that start an episode, and forget their past."""
+        rows, drawn = self._mask(tensordict, "_reset"), self._drawn()
         if rows is not None:
             drawn = torch.where(rows.to(drawn.device), drawn, self.delays)
         self._delays = drawn
-        for key, value in values.items():
+        last = {key: known[0] for key, known in self._history.items()}  # of actions
+        first = {key: self._flat(tensordict_reset[key]) for key in self.in_keys}
+        for key, value in (last | first).items():
             self._fill(key, rows, value)
+        return tensordict_reset
 
     def _fill(self, key: NestedKey, rows: torch.Tensor | None, value: torch.Tensor) -> None:
         """Fill the history of some rows, all if None, with `_before` of a value."""
@@ -249,13 +249,6 @@ class ObservationDelay(_Delay):
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         return self._late(self.in_keys, next_tensordict, self._mask(tensordict, "_step"))
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        first = {key: self._flat(tensordict_reset[key]) for key in self.in_keys}
-        self._start(self._mask(tensordict, "_reset"), first)
-        return tensordict_reset
-
 
 class ActionDelay(_Delay):
     """Has actions take effect some steps late; until then, a given one.
@@ -294,13 +287,6 @@ class ActionDelay(_Delay):
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         return self._late(self.in_keys_inv, tensordict, self._mask(tensordict, "_step"))
-
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        last = {key: known[0] for key, known in self._history.items()}
-        self._start(self._mask(tensordict, "_reset"), last)
-        return tensordict_reset
 
     def _before(self, value: torch.Tensor) -> torch.Tensor:
         before: torch.Tensor = self.before.to(value)
