@@ -204,19 +204,13 @@ class APPOConfig(Settings):
         return cls(**APPO_TASKS.get(task, {})).replace(**overrides)
 
 
-_LARGE_STEPS: Mapping[str, Any] = {
-    "epochs": 5,
-    "minibatches": 4,
-    "lr": 1e-3,
-    "log_std": -1.0,
-    "anneal": 0.0,
-}
+_LARGE_STEPS = {"epochs": 5, "minibatches": 4, "lr": 1e-3, "log_std": -1.0, "anneal": 0.0}
 """Few large steps of a policy with little noise: fastest where no seed stands still at first."""
 
-_LONG_WINDOWS: Mapping[str, Any] = {"num_envs": 16, "num_steps": 128, "minibatches": 16}
+_LONG_WINDOWS = {"num_envs": 16, "num_steps": 128, "minibatches": 16}
 
 # Noise makes them fall over, and is not needed at the end.
-_NOISE_ENDS: Mapping[str, Any] = {"anneal": 0.3, "final_log_std": -4.0}
+_NOISE_ENDS = {"anneal": 0.3, "final_log_std": -4.0}
 
 APPO_TASKS: Mapping[str, Mapping[str, Any]] = {
     "HalfCheetah-v5": {**_LARGE_STEPS, **_NOISE_ENDS},

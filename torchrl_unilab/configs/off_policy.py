@@ -221,7 +221,7 @@ class OffPolicyConfig(Settings):
 ALGORITHM_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"sac": {}, "td3": {"policy_frequency": 2}}
 """What differs from the defaults, per algorithm."""
 
-_FAST: Mapping[str, Any] = {
+_FAST = {
     "alpha": 0.1,
     "lr_actor": 1e-3,
     "lr_critic": 1e-3,
@@ -230,7 +230,7 @@ _FAST: Mapping[str, Any] = {
 }
 
 # Half an update per frame, of half the rows: critics lag behind a robot that falls.
-_MANY_UPDATES: Mapping[str, Any] = {
+_MANY_UPDATES = {
     **_FAST,
     "tau": 0.01,
     "updates_per_step": 8,
@@ -261,8 +261,8 @@ OFF_POLICY_TASKS: Mapping[str, Mapping[str, Any]] = {
 }
 """What differs from the defaults, per task."""
 
-_LOW_RATES: Mapping[str, Any] = {"lr_actor": 3e-4, "lr_critic": 3e-4}
-_EVEN_NOISE: Mapping[str, Any] = {"noise_std_min": 0.1, "noise_std_max": 0.1}
+_LOW_RATES = {"lr_actor": 3e-4, "lr_critic": 3e-4}
+_EVEN_NOISE = {"noise_std_min": 0.1, "noise_std_max": 0.1}
 
 ALGORITHM_TASKS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     # With half an update of 128 rows per frame it had a third of the return after 150,000 frames.
