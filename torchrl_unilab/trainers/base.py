@@ -27,19 +27,13 @@ _NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
 """Stages of TorchRL's own step, which it does not call either where another takes its place."""
 
 
-_OF_SETTINGS = (
-    "frame_skip",
-    "num_epochs",
-    "optim_steps_per_batch",
-    "optimizer",
-    "optimization_stepper",
-)
+_GIVEN = ("frame_skip", "num_epochs", "optim_steps_per_batch", "optimizer", "optimization_stepper")
 """Arguments of TorchRL's trainers that our trainers give it."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     name: (None, parameter.default)
     for name, parameter in inspect.signature(Trainer.__init__).parameters.items()
-    if name not in _OF_SETTINGS
+    if name not in _GIVEN
 }
 """Values of arguments of TorchRL's `Trainer` that ask for nothing."""
 
