@@ -65,15 +65,11 @@ def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -
     else:
         joints = [known[name] for name in names]
     # a joint's numbers end where the next joint's begin
-    qpos_ends = [*model.jnt_qposadr, model.nq]
-    qvel_ends = [*model.jnt_dofadr, model.nv]
-    qpos: list[int] = []
-    qvel: list[int] = []
-    for joint in joints:
-        qpos += range(qpos_ends[joint], qpos_ends[joint + 1])
-        qvel += range(qvel_ends[joint], qvel_ends[joint + 1])
-    found = tuple(all_names[joint] for joint in joints)
-    return JointAddresses(found, np.array(qpos, np.intp), np.array(qvel, np.intp))
+    qpos, qvel = (
+        np.array([i for joint in joints for i in range(ends[joint], ends[joint + 1])], np.intp)
+        for ends in ([*model.jnt_qposadr, model.nq], [*model.jnt_dofadr, model.nv])
+    )
+    return JointAddresses(tuple(all_names[joint] for joint in joints), qpos, qvel)
 
 
 class _Remembered(dict[str, NDArray[Any]]):
@@ -351,14 +347,10 @@ def to_body_frame(quaternion: Array, vector: Array) -> Array:
     vx, vy, vz = vector.T
     # v - 2w (a x v) + 2a x (a x v), the rotation by the conjugate, where a = (x, y, z)
     cx, cy, cz = 2.0 * (y * vz - z * vy), 2.0 * (z * vx - x * vz), 2.0 * (x * vy - y * vx)
-    return np.stack(
-        (
-            vx - w * cx + y * cz - z * cy,
-            vy - w * cy + z * cx - x * cz,
-            vz - w * cz + x * cy - y * cx,
-        ),
-        axis=1,
-    )
+    turned_x = vx - w * cx + y * cz - z * cy
+    turned_y = vy - w * cy + z * cx - x * cz
+    turned_z = vz - w * cz + x * cy - y * cx
+    return np.stack((turned_x, turned_y, turned_z), axis=1)
 
 
 def projected_gravity(quaternion: Array) -> Array:
