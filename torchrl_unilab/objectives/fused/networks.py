@@ -47,15 +47,10 @@ class TanhNetwork:
     def __init__(self, net: nn.Sequential) -> None:
         linears: list[Any] = [layer for layer in net if isinstance(layer, nn.Linear)]
         # Weights, biases as columns, and the gradients of both.
-        self._layers = [
-            (
-                linear.weight.detach(),
-                linear.bias.detach().unsqueeze(1),
-                linear.weight.grad,
-                linear.bias.grad.unsqueeze(1),
-            )
-            for linear in linears
-        ]
+        self._layers: list[tuple[torch.Tensor, ...]] = []
+        for linear in linears:
+            weight, bias = linear.weight.detach(), linear.bias.detach().unsqueeze(1)
+            self._layers.append((weight, bias, linear.weight.grad, linear.bias.grad.unsqueeze(1)))
         self._buffers: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._x = torch.empty(0)
         self._minus_one = linears[0].weight.new_tensor(-1.0)
