@@ -168,14 +168,10 @@ class APPOCollector(WorkerCollector):
         self._launch(frames_per_batch)
 
     def _make_sink(self, env: EnvBase, num_steps: int) -> RingSink:
-        return RingSink(
-            RolloutRingStorage(
-                -(-self._slots // self.num_workers),
-                example=example_rollout(env, self.policy, num_steps),
-                writers=self.num_workers,
-                overflow=self._overflow,
-            )
-        )
+        example, writers = example_rollout(env, self.policy, num_steps), self.num_workers
+        slots = -(-self._slots // writers)  # of each
+        ring = RolloutRingStorage(slots, example=example, writers=writers, overflow=self._overflow)
+        return RingSink(ring)
 
     def iterator(self) -> Iterator[TensorDictBase]:
         """Yield rollouts until `total_frames`; what workers fill meanwhile stays in the ring.
