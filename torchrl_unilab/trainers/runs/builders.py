@@ -84,12 +84,8 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
     """Return APPO's networks and loss."""
     normalizers, of_actor, of_critic = _readers(env, config)
     action_space(env)
-    actor = make_actor(
-        action_size=env.action_spec.shape[-1],
-        log_std=config.log_std,
-        noise_correlation=config.noise_correlation,
-        **of_actor,
-    )
+    of_actor |= {"log_std": config.log_std, "noise_correlation": config.noise_correlation}
+    actor = make_actor(action_size=env.action_spec.shape[-1], **of_actor)
     critic = make_critic(**of_critic)
     loss = APPOLoss(
         actor,
