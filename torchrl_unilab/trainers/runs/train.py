@@ -176,12 +176,8 @@ class Run:
             make_task(options.env)  # an unknown task is refused before anything is made
             make = partial(MujocoBatchEnv, options.env)
             self._create_proxy = partial(make, num_envs=1, num_threads=1)
-            self._create_env = partial(
-                make,
-                num_envs=config.num_envs,
-                num_threads=self.threads.physics_threads,
-                stagger=config.stagger,
-            )
+            size = {"num_envs": config.num_envs, "num_threads": self.threads.physics_threads}
+            self._create_env = partial(make, **size, stagger=config.stagger)
         self.path, self._again = run_path(run_dir), again
         self.resumed = [*saved.resumed, saved.frames] if saved else []
         # Workers whose state was saved resume where they were; others do not begin as they did.
