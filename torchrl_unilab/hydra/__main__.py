@@ -63,8 +63,9 @@ def main() -> None:
         reason = " ".join(str(error).split())
         sys.exit(f"error: {reason} (expected a value of that type). Correct the value.")
     except MissingConfigException as error:
-        known = f"expected one of {', '.join(error.options)}" if error.options else _expected()
-        sys.exit(f"error: {str(error).splitlines()[0]} ({known}). Correct the name.")
+        options = error.options  # of a group; None for a whole configuration
+        expected = f"expected one of {', '.join(options)}" if options else _expected()
+        sys.exit(f"error: {str(error).splitlines()[0]} ({expected}). Correct the name.")
     except CompactHydraException as error:  # which Hydra, too, shows without a traceback
         unknown = error.__cause__
         if not isinstance(unknown, ConfigAttributeError):
