@@ -43,9 +43,9 @@ def process_is_alive(word: int) -> bool:
 
 
 def check_spawning(what: object) -> None:
-    """Refuse to copy or pickle what lies in shared memory without a name, but for a new process.
+    """Refuse to copy or pickle anonymous shared memory, except for a process being spawned.
 
-    Descriptors go to a process with its arguments; others would stay open, and belong to nobody.
+    Its descriptors travel with that process's arguments; any other copy would have no owner.
 
     Raises:
         SegmentError: No process is being spawned.
@@ -59,14 +59,14 @@ def check_spawning(what: object) -> None:
 
 
 def handed_over(descriptor: int, *, again: bool = False) -> Any:
-    """Return what a descriptor is pickled as for the process that is being spawned.
+    """Return the picklable form of a descriptor, for the process that is being spawned.
 
-    Its ``detach()`` gives the descriptor there. An object may be pickled twice for one process, as
-    by two closures that share it; but CPython takes each descriptor to a process once.
+    There its ``detach()`` returns the descriptor. An object may be pickled twice for one process,
+    by two closures that share it for instance, but CPython sends each descriptor only once.
 
     Args:
         descriptor: Open, and stays so.
-        again: Whether each pickle becomes a descriptor of its own there, which its owner closes.
+        again: Whether each pickle becomes a separate descriptor there, which its owner closes.
     """
     popen = get_spawning_popen()
     handed = _handed.setdefault(popen, {})

@@ -168,7 +168,7 @@ class RolloutRing(RingWriter):
         return [*map(self._lease, self._held)]
 
     def _check_reader(self) -> None:
-        """Be the reader, and complete what an interrupt has cut short."""
+        """Become the reader if no process is, and complete what an interrupt has cut short."""
         self._check_open()
         if not self._is_reader:
             self._register(self._take_reader, "become the reader")
@@ -204,7 +204,7 @@ class RolloutRing(RingWriter):
         return sorted(range(self.writers), key=oldest.__getitem__)
 
     def _take_last(self, timeout: float | None) -> Lease | None:
-        """Take what came before a writer ended; raise if nothing came and it is in vain to wait."""
+        """Take what came before a writer ended; raise if nothing did and waiting is pointless."""
         processes = self._words[PROCESS::WRITER_WORDS].tolist()
         dead = [
             word for word in processes if word not in (0, RESIGNED) and not process_is_alive(word)
@@ -278,7 +278,7 @@ class RolloutRing(RingWriter):
 
         Whichever step the writer died in, rollouts that it had not committed are never read, and
         one that it had counted but not handed over is counted in `lost`. Those that are ready
-        stay so, leases stay valid, and no other writer is looked at. Another process may
+        stay so, leases stay valid, and other writers are not touched. Another process may
         become this writer afterwards.
 
         Raises:

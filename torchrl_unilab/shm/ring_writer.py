@@ -45,7 +45,7 @@ HEADER_WORDS = 3
 # Words of a writer: its process, and the counters; the reader stores the last three.
 PROCESS, COMMITTED, DROPPED, READ, SKIPPED, LOST = range(6)
 WRITER_WORDS = 6
-RESIGNED = 1 << 62  # in the place of a process: the writer has ended in order; 0: none has come
+RESIGNED = 1 << 62  # in place of a process: the writer has resigned; 0: no process has it
 
 
 def check_ring(slots: int, writers: int, overflow: str) -> None:
@@ -61,10 +61,11 @@ def check_ring(slots: int, writers: int, overflow: str) -> None:
 
 
 class RingWriter(Owner):
-    """A ring, as a process attaches to it, writes it and leaves it.
+    """A ring without its reader: attach, register, claim, commit, abandon, leave.
 
-    The token of the claimed slot is in `_hand`. `_counts` holds what the counters are if the take
-    succeeded, so a call after an interrupt stores the same numbers. Args as `RolloutRing`.
+    The token of the claimed slot is in `_hand`. `_counts` holds the counters as they are if that
+    token was taken, so that a call after an interrupt stores the same numbers. Args as
+    `RolloutRing`.
 
     Attributes:
         views: For each slot, dotted key to shared tensor. Empty once the ring is closed.
@@ -128,7 +129,7 @@ class RingWriter(Owner):
             self._start_process()
 
     def _register(self, action: Callable[[], T], what: str) -> T:
-        """Run `action`, by which a process becomes a writer or the reader, alone of all."""
+        """Run `action`, which makes this process a writer or the reader, under the ring's lock."""
         result = self._registration.run(0, 1, action, lambda: f"ring: cannot {what}")
         if self._at_end is None:
             # A process that ended in order has not died. Finalizers of multiprocessing run at
@@ -139,11 +140,11 @@ class RingWriter(Owner):
     # Writing
 
     def become_writer(self, writer: int | None = None) -> int:
-        """Write as writer `writer`, or as the first one that no process is; return its number.
+        """Become writer `writer`, or the first free one; return its number.
 
         Raises:
-            ConfigError: There is no such writer, or another process is it. The writer of a dead
-                process is free again after `recover`.
+            ConfigError: There is no such writer, or another process has it. That of a dead process
+                is free again after `recover`.
             WaitTimeoutError: Another process has been registering for seconds.
             UsageError: A slot is claimed.
         """
@@ -177,10 +178,10 @@ class RingWriter(Owner):
         return free[0]
 
     def resign(self, *, replaced: bool = False) -> None:
-        """Stop being a writer, so that another process may be the same one.
+        """Give up this process's writer, so that another process can become it.
 
         Args:
-            replaced: Whether the reader goes on waiting for one.
+            replaced: Whether the reader keeps waiting for that process.
         """
         if self.writer is not None and self._words[self._own + PROCESS] == this_process():
             self.abandon()
@@ -237,7 +238,7 @@ class RingWriter(Owner):
         return False
 
     def _complete_claim(self) -> None:
-        """Store what is so while the slot in hand is claimed, also after an interrupted commit."""
+        """Record that the slot in hand is claimed, also after an interrupted commit."""
         slot = unpack_token(self._hand[0])[1]
         self._generations[slot] = 0
         self._words[self._own + COMMITTED], self._words[self._own + DROPPED] = self._counts
@@ -270,7 +271,7 @@ class RingWriter(Owner):
     # Lifetime
 
     def _leave(self) -> None:
-        """Note in shared memory that this process has ended its part."""
+        """Record in shared memory that this process no longer reads or writes."""
         if self._header[READER] == this_process():
             self._header[CLOSED] = 1
         self.resign()

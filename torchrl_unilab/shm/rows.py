@@ -5,10 +5,10 @@ new ones. A reader loads the heads, then the floors, copies, and loads the floor
 still at or above its floor is whole; rows below it are drawn again. `fence` orders these steps
 on every processor. Rows rewritten in place make a version odd meanwhile, which readers compare.
 
-A writer that dies while it appends leaves `floor` raised and `head` as it was: its last rows are
-not readable, and nothing has to be repaired. `torchrl_unilab.data.replay` keeps transitions in
-these rows. A reader holds no lock; it waits for one where a row that it must have is being
-written. `shards` has the words, the memory and the locks.
+A writer that dies while it appends leaves `floor` raised and `head` unchanged: its last rows are
+not readable, and nothing has to be repaired. A reader takes no lock, except to wait for a row that
+it needs and that is being written. `shards` has the words, the memory and the locks, and defines a
+row's number, place, id and position; `torchrl_unilab.data.replay` keeps transitions in these rows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from torchrl_unilab.shm.shards import (
 from torchrl_unilab.shm.words import fence
 
 Gather = Callable[["torch.Tensor | None", torch.Tensor, tuple[int, ...]], None]
-"""Copies rows: to which places of a batch (None for all), from which positions, seen at which
-heads."""
+"""Called with (indices, positions, heads): copies the rows at `positions` to the rows `indices` of
+a batch, or to all of it for None. `heads` are those of the window that the positions come from."""
 
 
 class SharedRows(Shards):
@@ -106,7 +106,7 @@ class SharedRows(Shards):
         return process_id(writer)
 
     def leave(self) -> None:
-        """Let another process have this one's shard."""
+        """Give up this process's shard, so that another process can claim it."""
         if self._shard_pid == os.getpid():
             self._shard_pid = 0
             words = self.words[self._shard]
@@ -114,9 +114,9 @@ class SharedRows(Shards):
                 words[WRITER] = 0
 
     def close(self) -> None:
-        """Let another process have this one's shard, and close the segment.
+        """Give up this process's shard, and close the segment.
 
-        A write of another thread ends before: the segment's descriptor carries its lock.
+        Waits for a write of another thread: the segment's descriptor carries its lock.
         """
 
         def end() -> None:
@@ -212,7 +212,7 @@ class SharedRows(Shards):
         read: Callable[[int, int, int], Parts],
         saved: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        """Replace all rows. Should this fail, or the process die, there are none.
+        """Replace all rows. If this fails, or the process dies, no rows are left.
 
         Raises as `alone`.
 
@@ -220,7 +220,7 @@ class SharedRows(Shards):
             window: The rows of each shard, numbered from the first ever written to it.
             read: Called with a shard, the number of a first row and how many rows; returns
                 these.
-            saved: Where the rows were saved, each shard's origin by `lineage`, and its `steps`.
+            saved: For each shard, its origin (`lineage`) and its `steps` when it was saved.
         """
 
         def fill() -> None:
@@ -254,7 +254,7 @@ class SharedRows(Shards):
             window: The rows lie in it.
             ids: The rows, int64 [n].
             gather: Copies rows.
-            redraw: Draws so many other rows, as `draw` does.
+            redraw: Draws the given number of other rows, as `draw` does.
 
         Raises:
             ContentionError: Rows are overwritten faster than they are read.
@@ -280,7 +280,7 @@ class SharedRows(Shards):
             heads = self.window().heads
 
     def read_at(self, positions: torch.Tensor, gather: Gather) -> None:
-        """Gather whole rows by position; those being written are waited for.
+        """Gather whole rows by position; wait for those that are being written.
 
         In place of a row that a killed process left unfinished, the oldest row of its shard is
         read.
@@ -330,11 +330,11 @@ class SharedRows(Shards):
             )
 
     def hidden(self, positions: torch.Tensor, window: Window) -> torch.Tensor:
-        """Return which of the rows at positions a window does not show, bool [n]."""
+        """Return which positions hold a row that is not in a window, bool [n]."""
         return self.newest(positions, window.heads) < self.bounds(window.floors, positions)
 
     def _uncover(self, window: Window, positions: torch.Tensor) -> tuple[Window, torch.Tensor]:
-        """Wait for rows that are being written; put others in the place of unfinished ones."""
+        """Wait for rows that are being written; replace the positions of unfinished ones."""
         found = [[*words] for words in window]
         for shard in positions[self.hidden(positions, window)].remainder(self.shards).unique():
             alone = self.alone(int(shard), self.window)  # or the next append could hide it again
@@ -358,10 +358,10 @@ class SharedRows(Shards):
             )
 
     def copies(self, shard: int, window: Window) -> Iterator[tuple[int, Parts]]:
-        """Copy the rows of a shard beside its writer: the newest first, as long as they last.
+        """Copy a shard while its writer continues: the newest rows first, until none is left.
 
         Yields:
-            The number of a first row, and rows from it on, valid until the next ones.
+            The number of a chunk's first row, and the chunk, valid until the next one.
 
         Raises:
             ContentionError: Rows are rewritten faster than they are copied.

@@ -60,7 +60,7 @@ def named_directory() -> Path:
 
 
 def free_bytes(named: bool | None = None) -> int:
-    """Return how many bytes a new segment, or one with a name, may take now.
+    """Return how many bytes a new segment may take now; `named` as by default if None.
 
     A named segment is bounded by its mount. An anonymous one lies on a mount of the
     kernel's own, which has no size limit but memory: the machine's and the control groups'.
@@ -71,11 +71,11 @@ def free_bytes(named: bool | None = None) -> int:
 
 
 class Owner(ABC):
-    """What owns memory: a context manager, which ends with `close`."""
+    """Base of what owns memory: a context manager that frees it with `close`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give it up. Idempotent."""
+        """Release the memory. Idempotent."""
 
     def __enter__(self) -> Self:
         return self
@@ -218,12 +218,12 @@ class SharedSegment(Owner):
 
 
 class _Mapping(mmap.mmap):
-    """A file as this process has it: mapped once, whatever attachments there are.
+    """The one mapping of a file in this process, which all its attachments share.
 
-    POSIX ends all locks of a process on a file when the process closes *any* descriptor of it; a
-    map has a descriptor, too. So all descriptors of a file are closed together, with the mapping:
-    an attachment that comes and goes ends no lock of another. The kernel's locks ignore threads,
-    which share a lock of their own, by process: a forked child inherits the mapping.
+    POSIX releases all locks of a process on a file when the process closes *any* descriptor of it,
+    the mapping's own included. So all descriptors of a file are closed together, with the mapping:
+    closing one attachment releases no lock of another. The kernel's locks do not tell threads
+    apart; these share a second lock, one per process, as a forked child inherits the mapping.
     """
 
     descriptors: list[int]

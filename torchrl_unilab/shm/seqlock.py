@@ -233,7 +233,7 @@ class SnapshotCell(Owner):
 
         Args:
             tensors: One per field of `layout`.
-            version: The least that the new version may be; above the newest in any case.
+            version: Lower bound of the new version, which is above the newest in any case.
 
         Raises:
             LayoutError: Shapes or dtypes differ; the published version is untouched.

@@ -1,14 +1,19 @@
 """Shards of numbered rows in a segment: their words, their memory, their locks.
 
-The rows of a shard are numbered from 0 for ever; row ``i`` lies at ``i % shard_rows`` of its
-shard. Its *id* among the rows of all shards is ``i * shards + shard``, and its position the id
-modulo all places. Rows with ``floor <= row < head`` are whole. A shard has one writer at a time,
-under a lock that the kernel ends with its holder. `SharedRows` writes and reads.
+A row has four addresses:
 
-A shard needs no repair after a death, but in two cases, which are noted before they begin: rows
-that were rewritten in place (`VERSION` is odd, and their places are noted), and all rows while
-they are replaced (`LOADING` names the process that does it). The next holder of the lock then
-replaces the noted rows by whole ones, or clears all.
+- its *number*: the rows of a shard are numbered from 0, and no number is used twice;
+- its *place*, ``number % shard_rows``: where it lies in its shard;
+- its *id*, ``number * shards + shard``: its number among the rows of all shards;
+- its *position*, ``id % (shards * shard_rows)``: the index that users of the replay see.
+
+Rows with ``floor <= number < head`` are whole. A shard has one writer at a time, under a lock that
+the kernel releases when its holder dies. `SharedRows` writes and reads.
+
+A death needs a repair in two cases only, both recorded before they begin: rows that are rewritten
+in place (`VERSION` is odd, and their places are noted), and all rows while they are replaced
+(`LOADING` names the process). The next holder of the lock then replaces the noted rows by whole
+ones, or clears all rows.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ LOADING, _FIRST = range(2)  # a word of all shards, and where those of the first
 WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT, STEPS = range(9)  # words of a shard
 SHARD_WORDS = 9
 STRIDE_BITS = 24
-"""Bits of a word for the rows of a step; the others number the first of these steps' rows."""
+"""Bits of `STEPS` for the rows of a step; the other bits hold the number of the first such row."""
 NOTES = 1024
 """Rows rewritten in place at a time: their places are noted while they are written."""
 _CHUNK_BYTES = 1 << 24
@@ -61,13 +66,13 @@ class Window(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """A window, and what the numbers of each shard's rows count from.
+    """A window, and where the numbers of each shard begin.
 
-    A number less the base plus the origin counts on over checkpoints.
+    ``number - base + origin`` counts the rows of a shard across checkpoints.
 
     Attributes:
         bases: The number of the first row since all were cleared.
-        origins: What that number would be, had no checkpoint been loaded.
+        origins: What that number would be if no checkpoint had been loaded.
         window: The readable rows.
     """
 
@@ -132,7 +137,7 @@ class Shards:
     # What may be read
 
     def window(self) -> Window:
-        """Return the rows that may be read now; `settled` comes before they are."""
+        """Return the rows that may be read now; call `settled` before reading them."""
         if self._words[LOADING]:
             return Window((0,) * self.shards, (0,) * self.shards)
         heads = self.load(HEAD)
@@ -141,7 +146,7 @@ class Shards:
         return Window(tuple(map(min, floors, heads)), heads)
 
     def readable(self) -> Window:
-        """Return a window; while there are rows and all are being written, wait for them.
+        """Return a window; if it is empty, first wait for writes that are under way.
 
         Raises:
             WaitTimeoutError: A writer did not finish in time; names it.
@@ -174,9 +179,9 @@ class Shards:
         return drawn.sub_(ends[shard]).add_(heads[shard]).mul_(self.shards).add_(shard)
 
     def extent(self, window: Window) -> tuple[int, bool]:
-        """Return how many positions have been written, and whether one cannot be read now.
+        """Return how many positions are written, and whether one of them cannot be read now.
 
-        Positions count from 0 on, without a gap, whatever the shards have.
+        Positions count from 0 up to the first that a shard has not written.
         """
         ends, hidden = [], False
         for shard, base in enumerate(self.load(BASE)):
@@ -200,10 +205,10 @@ class Shards:
                 return Lineage(bases, origins, window)
 
     def steps(self) -> tuple[tuple[int, int], ...]:
-        """Return where the newest steps of each shard begin that are alike, and a step's rows.
+        """Return, for each shard, where its newest steps of one size begin, and that size in rows.
 
-        Row ``i`` from there on is followed by row ``i + rows`` of the same environment. Load the
-        window before: then no row of it from there on is of other steps.
+        From there on row ``i`` is followed by row ``i + rows`` of the same environment. Load the
+        window first: then all its rows from there on are of steps of that size.
         """
         fence()  # or the window could be newer
         words = self.load(STEPS)
@@ -215,7 +220,7 @@ class Shards:
         return not others and stride == 1 and first <= window.floors[0]
 
     def note_steps(self, shard: int, rows: int) -> None:
-        """Note that what is appended next are steps of `rows` rows. The caller holds the shard."""
+        """Record that the steps appended next have `rows` rows. The caller holds the lock."""
         words = self.words[shard]
         if rows != words[STEPS] % (1 << STRIDE_BITS):
             words[STEPS] = words[HEAD] << STRIDE_BITS | rows
@@ -248,7 +253,7 @@ class Shards:
         return self.positions(torch.cat(ids))
 
     def bounds(self, words: tuple[int, ...], rows: torch.Tensor) -> int | torch.Tensor:
-        """Return a bound of each of n rows as an id, given one for each shard.
+        """Return, for each of n rows, a number of its shard as an id.
 
         Args:
             words: A number for each shard.
@@ -262,7 +267,7 @@ class Shards:
     # Locks, and what a dead holder left
 
     def alone(self, shard: int, action: Callable[[], T]) -> T:
-        """Run `action` with the lock of a shard, in which everything is whole. Not reentrant.
+        """Run `action` under a shard's lock, once its rows are repaired. Not reentrant.
 
         Raises:
             WaitTimeoutError: Another process or thread held the lock for too long.
@@ -280,7 +285,7 @@ class Shards:
         return done[0]
 
     def all_alone(self, action: Callable[[], T]) -> T:
-        """Run `action` with the locks of all shards, as `alone` does."""
+        """Run `action` under the locks of all shards, as `alone` does."""
 
         def run() -> T:
             if self._words[LOADING]:
@@ -318,10 +323,10 @@ class Shards:
         self.all_alone(lambda: self._replace(_nothing))
 
     def continue_at(self, shard: int, place: int) -> None:
-        """Let the next row of a full shard go to a place: its oldest are from there on.
+        """Write the next row of a full shard to a place, where its oldest row lies then.
 
-        A process that dies in it hides the oldest rows, until the next call or append. Raises as
-        `alone`.
+        If the process dies meanwhile, the oldest rows are hidden until the next call or append.
+        Raises as `alone`.
         """
 
         def move() -> None:
@@ -336,7 +341,7 @@ class Shards:
         self.alone(shard, move)
 
     def _replace(self, fill: Callable[[], object]) -> None:
-        """Replace all rows. Should this fail, or the process die, there are none."""
+        """Replace all rows. If this fails, or the process dies, no rows are left."""
         self._words[LOADING] = this_process()
         self._clear()
         fill()
@@ -377,7 +382,7 @@ class Shards:
 
 
 def _nothing() -> None:
-    """Do nothing: the lock was waited for."""
+    """Do nothing: the caller only waits for the lock."""
 
 
 def _layout(widths: Sequence[int], shards: int, shard_rows: int) -> BlockLayout:
