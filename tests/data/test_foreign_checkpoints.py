@@ -32,7 +32,7 @@ def test_the_checkpoint_of_a_full_stock_storage_of_several_dimensions_is_refused
     stock = ReplayBuffer(storage=LazyMemmapStorage(20, ndim=2), batch_size=1)
     stock.extend(TensorDict({"observation": torch.ones(5, 4, 2)}, [5, 4]))
     stock.dumps(tmp_path)
-    message = "20 are said to be written, and 4 are there"
+    message = "the checkpoint counts 20 rows and holds 4"
     with PackedReplayStorage(20) as storage:
         with pytest.raises(CheckpointError, match=message):
             storage.load_state_dict(stock.storage.state_dict())

@@ -1,4 +1,4 @@
-"""What an index of a storage means, as positions. Pure."""
+"""Converts an index of a storage to positions. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_single(index: Any) -> bool:
 
 
 def batch_shape(index: Any) -> tuple[int, ...] | None:
-    """Return the batch dimensions that an index of several asks for; None for one of all items."""
+    """Return the shape of an index of two or more dimensions; None for any other, and for masks."""
     if isinstance(index, list) and index and isinstance(index[0], (Sequence, np.ndarray)):
         index = _as_tensor(index)
     if not isinstance(index, (torch.Tensor, np.ndarray)) or index.ndim < 2:
@@ -68,8 +68,8 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
     if index.dtype in MASKS:
         if index.shape != (length,):
             raise IndexError(
-                f"mask of {list(index.shape)} (expected [{length}], one for each item that there "
-                "is). Make it of their number."
+                f"mask of shape {list(index.shape)} (expected [{length}], one flag per item). Make "
+                "it as long as the storage."
             )
         index = index.nonzero()
     elif index.is_floating_point() or index.is_complex():
@@ -106,7 +106,7 @@ def is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
 
 
 def last_of_each(positions: torch.Tensor) -> torch.Tensor:
-    """Return where each distinct position, int64 [n], comes last, in order.
+    """Return the index of the last occurrence of each distinct position, int64 [n], in order.
 
     Examples:
         >>> last_of_each(torch.tensor([3, 1, 3, 2]))
@@ -117,14 +117,14 @@ def last_of_each(positions: torch.Tensor) -> torch.Tensor:
 
 
 def is_mask(index: Any) -> bool:
-    """Whether an index says of each item if it is meant."""
+    """Whether an index is a mask, with a flag for each item."""
     if isinstance(index, (torch.Tensor, np.ndarray)):
         return index.dtype in MASKS
     return isinstance(index, list) and bool(index) and type(index[0]) in MASKS
 
 
 def from_the_start(positions: torch.Tensor, length: int) -> torch.Tensor:
-    """Return positions of rows, int64 [n], n > 0, those that count from the end from the start.
+    """Return positions of rows, int64 [n], n > 0, with negative ones counted from the start.
 
     Raises:
         PositionError: There is no such row.
@@ -146,7 +146,7 @@ def check_range(low: int, high: int, length: int, what: str, state: str) -> None
     """Refuse positions from `low` to `high`, negative ones counted from the end.
 
     Raises:
-        PositionError: There is no such item: of `length` items, each a `what`, that are `state`.
+        PositionError: One is out of range: `length` items, each a `what`, are `state`.
     """
     if low < -length or high >= length:
         at = low if low < -length else high

@@ -74,8 +74,8 @@ class TensorSchema:
     Attributes:
         batch_size: Batch size of one item: [] for a transition, [N, T] for a rollout.
         fields: Its tensors in order; their shapes include `batch_size`.
-        inner: Nested TensorDicts that have more batch dimensions than the item, as those of
-            several agents, and these.
+        inner: Key and further batch dimensions of each nested TensorDict that has more of them
+            than the item, such as one of several agents.
 
     Examples:
         >>> row = TensorDict({"x": torch.zeros(3), "next": {"done": torch.ones(1).bool()}}, [])
@@ -93,7 +93,7 @@ class TensorSchema:
 
     @classmethod
     def of(cls, item: TensorDictBase) -> TensorSchema:
-        """Return the schema of an item, whose content does not count.
+        """Return the schema of an item; its values are not used.
 
         Raises:
             LayoutKeyError: There is no tensor, a nested TensorDict is empty, or two keys have
@@ -164,8 +164,8 @@ class TensorSchema:
             if tensor.shape != shape:
                 raise LayoutShapeError(
                     f"shape of {field.name!r}: {tuple(tensor.shape)} (expected {tuple(shape)}). "
-                    "Pass items like the first one, or make the storage with an example: "
-                    "TorchRL's collectors write a made-up item first."
+                    "Pass items like the first one, or give the storage an example: "
+                    "TorchRL's collectors first write a placeholder."
                 )
             if tensor.dtype is not field.dtype:
                 raise LayoutDtypeError(
@@ -211,7 +211,7 @@ class TensorSchema:
 
     @functools.cached_property
     def _tree(self) -> _Tree:
-        """Name to the field's index, or to such a tree, and the inner batch size of it all."""
+        """Name to a field's index or to a subtree, and the inner batch size of the whole."""
         inner = dict(self.inner)
         tree: _Tree = {}, ()
         for index, path in enumerate(self._paths):

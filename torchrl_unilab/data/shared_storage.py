@@ -1,4 +1,4 @@
-"""What storages in shared memory have in common, whatever they keep there."""
+"""The base of storages in shared memory: lifetime, copies, checkpointers and writers."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def check_kind(owner: object, what: str, given: object, kind: type, remedy: str)
 class SharedStorageCheckpointer(StorageCheckpointerBase):
     """Saves a `SharedStorage`, without hooks.
 
-    Hooks of TorchRL's checkpointers get the whole content as the tensors of one long
-    trajectory, which is never made of it; they are refused.
+    Hooks of TorchRL's checkpointers expect the whole content as tensors of one long
+    trajectory, which is never built here; they are refused.
     """
 
     def _refuse_hook(self, hook: Any) -> None:
@@ -57,9 +57,9 @@ class SharedStorageCheckpointer(StorageCheckpointerBase):
 class SharedStorage(Owner, TensorStorage):
     """A storage whose content and counts lie in memory that several processes share.
 
-    What is there counts itself: TorchRL's own counters are not needed. Their semaphores have
-    names, which stay behind when a process is killed. Pickle the storage to spawned
-    processes; each starts as one that has neither written nor read.
+    The counts lie beside the content, in place of TorchRL's own counters, whose named semaphores
+    stay behind when a process is killed. Pickle the storage to spawned processes; each starts as
+    one that has neither written nor read.
 
     Args:
         max_size: How many items.
@@ -118,7 +118,7 @@ class SharedStorage(Owner, TensorStorage):
         """
         length = self._count_readable()
         if isinstance(item, torch.Tensor):
-            if item.dtype in MASKS:  # each is one, and right in itself, as in stock storages
+            if item.dtype in MASKS:  # stock storages take each flag for a valid position
                 return torch.ones_like(item, dtype=torch.bool)
             if not item.is_floating_point() and not item.is_complex():
                 item = item.long()  # some others cannot be compared
@@ -139,14 +139,14 @@ class SharedStorage(Owner, TensorStorage):
 
     @_len.setter
     def _len(self, value: int) -> None:
-        """What a writer sets after it has written is what it is."""
+        """Ignore what a writer sets after it has written: the storage counts by itself."""
 
     @property
     def _total_shape(self) -> torch.Size:
         return torch.Size([self.max_size])
 
     def _bump_mutation_revision(self) -> None:
-        """Writing and reading count by themselves."""
+        """Do nothing: writing and reading count by themselves."""
 
     # Checkpoints
 
@@ -186,7 +186,7 @@ class SharedStorage(Owner, TensorStorage):
 
     @abstractmethod
     def _leave(self) -> None:
-        """Give up what this process has of the storage."""
+        """Release what this process holds of the storage."""
 
     # Copies
 
@@ -203,7 +203,7 @@ class SharedStorage(Owner, TensorStorage):
         return other
 
     def __copy__(self) -> Self:
-        """Return a storage of the same memory: to close one of them ends both."""
+        """Return a storage over the same memory: closing either closes both."""
         other = type(self).__new__(type(self))
         other.__setstate__(self._shared_state())
         return other
@@ -231,7 +231,7 @@ class SharedStorage(Owner, TensorStorage):
 
 
 class Stateless:
-    """A part of a replay buffer with nothing to save: it begins anew, or the storage has it."""
+    """A part of a replay buffer that saves nothing: it has no state, or the storage holds it."""
 
     def dumps(self, path: str | Path) -> None:
         """Save nothing."""

@@ -1,4 +1,4 @@
-"""TorchRL's own storages, as far as ours stand in for them: arguments, checkpoints, writers.
+"""Compatibility with TorchRL's own ("stock") storages: their arguments, checkpoints and writers.
 
 Nothing that is read here can execute code: a checkpoint with a pickle in it is refused.
 `PackedReplayStorage` and `RolloutRingStorage` call it.
@@ -31,7 +31,7 @@ STORAGE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "existsok": ((False, True), ""),
     "auto_cleanup": ((None, True), "Leave it out: the kernel frees shared memory"),
 }
-"""What rows in shared host memory honour of the arguments of TorchRL's storages."""
+"""Arguments of TorchRL's storages: the values that shared rows accept, and what to do instead."""
 
 
 def check_stock_arguments(
@@ -59,7 +59,7 @@ def check_stock_arguments(
 
 
 _METADATA = "storage_metadata.json"
-"""A file of each of a stock storage's dumps."""
+"""The file that marks a dump of a stock storage."""
 
 
 def is_stock_dump(path: Path) -> bool:
@@ -113,9 +113,9 @@ def rows_of_state_dict(state_dict: Mapping[str, Any]) -> TensorDictBase:
 def _written(rows: TensorDictBase, length: int) -> TensorDictBase:
     if length > len(rows):  # all elements of a storage of several dimensions
         raise CheckpointError(
-            f"cannot load rows: {length} are said to be written, and {len(rows)} are there "
-            "(expected a storage of ndim=1). Extend this storage by what you read where it was "
-            "saved."
+            f"cannot load rows: the checkpoint counts {length} rows and holds {len(rows)} "
+            "(expected a storage of ndim=1). Load it where it was saved, and extend this storage "
+            "with what you read there."
         )
     return rows[:length]
 
@@ -129,9 +129,9 @@ def _no_rows(what: str, found: str) -> CheckpointError:
 
 
 def writers_ahead(storage: Storage, cursor: Any, head: int) -> list[RoundRobinWriter]:
-    """Return stock writers that are to write at `cursor`: they advance before they write.
+    """Return the stock writers that have advanced past `cursor`, as they do before they write.
 
-    Of the storage `head` rows have ever been written.
+    `head` is the number of rows ever written to the storage.
     """
     single = is_single(cursor)
     if not single and not (isinstance(cursor, torch.Tensor) and len(cursor)):
@@ -142,9 +142,9 @@ def writers_ahead(storage: Storage, cursor: Any, head: int) -> list[RoundRobinWr
 
 
 def set_back_writers(storage: Storage, cursor: Any, head: int) -> None:
-    """Undo the move of stock writers' cursors, and forget what they rank of rows to come.
+    """After a failed write, move stock writers' cursors back, and drop ranks of unwritten rows.
 
-    The arguments are those of `writers_ahead`; what was to be written was not.
+    The arguments are those of `writers_ahead`.
     """
     for writer in writers_ahead(storage, cursor, head):
         writer._cursor = head % storage.max_size

@@ -384,7 +384,7 @@ def test_rows_are_added_beside_a_buffer_unless_its_writer_numbers_them(writer):
     with PackedReplayStorage(16) as storage:
         TensorDictReplayBuffer(storage=storage, writer=writer, batch_size=2).extend(rows)
         if writer is None:
-            with pytest.raises(LayoutKeyError, match=r"without 'index'.*a PackedReplayWriter"):
+            with pytest.raises(LayoutKeyError, match=r"no 'index'.*a PackedReplayWriter"):
                 storage.add(rows.select("x"))
         else:
             storage.add(rows.select("x"))

@@ -37,7 +37,7 @@ SLOTS = 2
 """Batches in memory: one that the learner uses, one that is packed."""
 
 _POLL_SECONDS = 0.0005
-"""How often the rows are counted while some have to come first."""
+"""Seconds between two counts of the rows, while `min_snapshot_ptr` is waited for."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class DoubleBufferReplayPipeline(Owner):
 
     The rows of a tick are drawn with the seed ``base_seed + tick``: from the same rows, the
     same tick gets the same batch, in whichever thread and whenever it is packed. A batch is the
-    pipeline's memory: valid until `after_tick`, and on a device with streams for all work asked
-    for until then, done or not.
+    pipeline's memory, valid until `after_tick`: on a device with streams, for all work that was
+    queued before that call.
 
-    One thread learns; `close` may be called in any. A script that ends without closing it
-    waits until a batch that waits for rows has them, for `timeout` at most. Whatever a batch
-    fails with is raised by the next call that needs the batch, and the tick is forgotten.
+    One thread learns; `close` may be called in any. A script that ends without closing the
+    pipeline waits for a batch that is still waiting for rows, `timeout` seconds at most. If a
+    batch fails, the next call that needs it raises the error, and its tick may be prepared again.
 
     A trace (`torchrl_unilab.runtime.trace`) shows ``replay pack`` and ``replay submit`` in the
     thread that packs, ``replay wait`` in the learner's.
@@ -91,9 +91,9 @@ class DoubleBufferReplayPipeline(Owner):
         base_seed: Seed of tick 0.
         packer: Where batches are packed: ``"thread"``, in a thread beside the learner's, or
             ``"inline"``, in the learner's when it starts to prepare.
-        timeout: How long to wait for `min_snapshot_ptr`, s.
-        transfer: Makes of the host batches what takes them to the device; chosen by `device`
-            if not given.
+        timeout: Seconds to wait for `min_snapshot_ptr`.
+        transfer: Makes the transfer to the device from the host batches; chosen by `device` if
+            not given.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -294,7 +294,7 @@ class DoubleBufferReplayPipeline(Owner):
         return {"base_seed": self.base_seed}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Restore what `state_dict` returned; no batch of before is used.
+        """Restore what `state_dict` returned; batches that were prepared before are dropped.
 
         Raises:
             ConfigError: It has no seed; nothing was changed.

@@ -1,6 +1,6 @@
-"""What a replay pipeline is to a learner, and rows to a pipeline: any object with these methods.
+"""Protocols: what a learner needs of a replay pipeline, and a pipeline of its rows.
 
-`DoubleBufferReplayPipeline` is one; its protocol types a loop of one's own.
+`DoubleBufferReplayPipeline` implements the first; annotate loops of your own with it.
 """
 
 from __future__ import annotations

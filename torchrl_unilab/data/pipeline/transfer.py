@@ -73,7 +73,7 @@ MakeTransfer = Callable[[Sequence[TensorDictBase]], HostTransfer]
 
 
 class PortableTransfer(HostTransfer):
-    """Any device: the learner's thread copies when it takes a batch, after its work of before.
+    """Any device: the learner's thread copies when it takes a batch, after its earlier work.
 
     Needs no streams or events of the device, and no other thread that uses it (MPS, XPU, ...).
 
@@ -166,7 +166,7 @@ class CUDATransfer(HostTransfer):
         return super().acquire(slot)
 
     def release(self, slot: int) -> None:
-        """Let the next copy wait for what the current stream was asked to do by now."""
+        """Let the next copy wait for all work that the current stream has queued so far."""
         self._consumed[slot].record(self._cuda.current_stream(self._device))
 
     def close(self) -> None:

@@ -66,7 +66,7 @@ class RowAppender:
         self._memory = threading.local()
 
     def append(self, rows: TensorDictBase, at: int | None = None) -> int:
-        """Append rows [n] as they are, the first at position `at` if given; return its number."""
+        """Append rows [n] unchanged, the first at position `at` if given; return its number."""
         return self._write(self._stage(rows), None, at)
 
     def add(
@@ -80,14 +80,14 @@ class RowAppender:
         flat = rows if rows.ndim == 1 else rows.transpose(0, 1).reshape(-1)
         stage, index = self._stage(flat), self._form.index
         if mask is not None:
-            # Where the masked rows, one environment after the other, lie step by step.
+            # Where the masked rows, in the mask's order, lie among rows that are ordered by step.
             at = torch.arange(mask.numel(), device="cpu").view(mask.shape[::-1]).t()[mask]
             for name, tensor in observed.items():
                 stage.views[index[name]][at] = tensor
         ends = [stage.views[index[name]] for name in (TERMINATED, TRUNCATED) if name in index]
         if DONE in index and ends:
             done = stage.views[index[DONE]]
-            # One flag alone does not tell all ends: those that `done` tells stay.
+            # With one of the two flags, `done` may mark further ends, which stay.
             torch.logical_or(ends[0], ends[1] if len(ends) == 2 else done, out=done)
         if len(ends) == 2:
             terminated, truncated = ends
@@ -109,9 +109,9 @@ class RowAppender:
         count = rows.batch_size[0]
         if "index" in self._form.index and rows.get("index", None) is None:
             raise LayoutKeyError(
-                "cannot append rows: without 'index', which a TensorDictReplayBuffer gave the "
-                "first rows (expected all rows by it). Give the buffer a PackedReplayWriter, which "
-                "gives none."
+                "cannot append rows: they have no 'index', which a TensorDictReplayBuffer added to "
+                "the first rows (expected all rows through it). Give the buffer a "
+                "PackedReplayWriter, which adds none."
             )
         chosen = self._form.schema.select(rows, (count,), ignore=(("index",),))
         if self._policy != "pass":

@@ -85,7 +85,7 @@ def load_rows(
         mine = storage.header(schema)
         other = {key: header[key] for key in mine if header[key] != mine[key]}
         keys = ("bases", "floors", "heads", "starts", "origins", "firsts", "strides")
-        # Rows of before there were the last two are taken to be in the order of time.
+        # Older checkpoints lack the last two: their rows are taken to be in the order of time.
         header = {"firsts": header["bases"], "strides": [1] * mine["writers"]} | header
         numbers = (map(index, header[key]) for key in keys)
         shards = [

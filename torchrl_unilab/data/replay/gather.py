@@ -30,7 +30,7 @@ class ReplaySnapshot(NamedTuple):
     """What there is to sample from.
 
     Attributes:
-        ptr: Rows ever written, since the storage was last emptied.
+        ptr: Rows written since the storage was last emptied.
         size: Rows that can be sampled.
         window: Which ones; None for all that there are.
     """
@@ -47,7 +47,7 @@ _Block = tuple[str, tuple[int, ...], torch.dtype]
 
 
 class _Known(NamedTuple):
-    """A batch that lies in memory for batches.
+    """A batch whose memory has been recognised as that of `BatchLayout.batch`.
 
     Attributes:
         batch: The batch.

@@ -32,9 +32,9 @@ class PackedPrioritizedSampler(PrioritizedSampler):
 
     ``P(i) = p_i^alpha / sum_k p_k^alpha`` (eq. 1), weights ``(N P(i))^-beta`` over their
     maximum in the replay (section 3.4). Arguments and keys are those of
-    `PrioritizedSampler`, over any storage of one dimension on the CPU. State of either is taken,
-    and files of `dumps` go both ways. Draws come from torch's
-    generator, where TorchRL's come from NumPy's.
+    `PrioritizedSampler`, over any storage of one dimension on the CPU. Each loads the other's
+    files of `dumps`, and this one TorchRL's state. Draws come from torch's generator, TorchRL's
+    from NumPy's.
 
     TorchRL refuses to send a prioritised sampler to another process, and so its buffer: send
     ``storage.without_buffers()``, and make a buffer there.
@@ -43,13 +43,13 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         max_capacity: Rows of the storage.
         alpha: Exponent of priorities.
         beta: Exponent of the weights' correction.
-        eps: Is added to priorities.
+        eps: Added to priorities.
         dtype: Of the weights.
         reduction: How priorities of more than one number become one: ``max``, ``min``,
             ``median`` or ``mean``.
         max_priority_within_buffer: New rows take the highest priority of rows that are still
             there, rather than the highest one ever; 1 where the row that had it is gone.
-        device: The CPU.
+        device: The CPU, or None.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -73,7 +73,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         >>> storage.close()
     """
 
-    _max_priority: Any  # raw, and of which row, tensors; two times None if there is none
+    _max_priority: Any  # (the priority without eps and alpha, its row), tensors; or (None, None)
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """Priorities of rows, with their sum and the least one, by blocks. Pure.
 
 Blocks are reduced, and blocks of blocks, until a few thousand numbers are left: a batch takes a
-few array operations per level. Priorities that were set count when something is asked: then each
-block above them is reduced once. The reductions are taken anew, never corrected, so errors do
-not add up. `PackedPrioritizedSampler` calls it.
+few array operations per level. Priorities that were set take effect at the next query, which
+reduces each block above them once. Reductions are computed anew, never corrected, so rounding
+errors do not add up. `PackedPrioritizedSampler` calls it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 _BITS = 4
 BLOCK = 1 << _BITS
-"""Numbers of a block: of wider ones a batch sums up more, and narrower ones make the top long."""
+"""Numbers of a block: wider blocks cost a batch more sums, narrower ones make the top longer."""
 TOP = 16_384
 """Numbers that are left to sum up for each batch, at most."""
 _UNREDUCED = 1000
@@ -23,7 +23,7 @@ _UNREDUCED = 1000
 
 
 class PriorityTree:
-    """Priorities of rows. Those of rows that have none are 0, and these are not found.
+    """Priorities of rows; 0 for a row that has none, which `find` never returns.
 
     Args:
         capacity: Rows.

@@ -29,7 +29,7 @@ from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 
 
 class SharedReplay(SharedStorage):
-    """The rows of a `PackedReplayStorage`, which has the arguments."""
+    """The rows of a `PackedReplayStorage`; its docstring has the arguments."""
 
     _of_a_process = ("_building", "_rows", "_appender", "_gatherer", "_batches", "_views", "_moved")
 
@@ -78,7 +78,7 @@ class SharedReplay(SharedStorage):
     # The rows
 
     def initialize(self, schema: TensorSchema) -> None:
-        """Make memory for rows of a schema, unless there is some.
+        """Allocate memory for rows of a schema, unless it is allocated.
 
         Raises:
             LayoutKeyError: `n_step` needs keys that are not there.
@@ -166,7 +166,7 @@ class SharedReplay(SharedStorage):
 
     @property
     def ptr(self) -> int:
-        """Rows ever written, since the storage was last emptied."""
+        """Rows written since the storage was last emptied."""
         return self.rows.lineage().written if self.initialized else 0
 
     @property
@@ -203,14 +203,14 @@ class SharedReplay(SharedStorage):
     ) -> int:
         """Append steps of N environments; return the position of the first row.
 
-        Next done is what terminated or truncated are, or, of rows with one of the two, that or
-        what it was; a row that is both is terminated only, so that nothing is bootstrapped from it.
+        ``("next", "done")`` becomes ``terminated | truncated``; of rows with only one of the two,
+        ``done | that one``. A row that is both becomes terminated only: it does not bootstrap.
 
         Args:
             rows: One step [N] or several [N, T]; rows then lie step by step.
             terminal_mask: Rows whose next observation is replaced, bool of the rows' shape.
-            terminal_next_obs: What by: as many observations as rows, or as rows masked (in the
-                order of ``rows[mask]``); a tensor for the only observation, or a TensorDict of
+            terminal_next_obs: The replacements, for all rows or for the masked ones (in the order
+                of ``rows[mask]``): a tensor if rows have one observation, or a TensorDict of
                 observations without ``"next"``.
 
         Raises:
@@ -227,10 +227,10 @@ class SharedReplay(SharedStorage):
     def append(self, rows: TensorDictBase, at: int | None = None) -> torch.Tensor:
         """Append rows [n] as they are; return their positions, int64 [n].
 
-        For several steps, the rows are one trajectory after the other, or one step of several
-        environments, whose steps follow those of the last call. Which, is found by what they
-        observe and by ``("collector", "traj_ids")``, if they have it: where all observations
-        of one step could be those of one trajectory, it is taken for one. `add` knows.
+        With ``n_step > 1`` the rows are either one trajectory after the other, or one step of
+        several environments, which follows the step of the last call. Which of the two is inferred
+        from their observations, and from ``("collector", "traj_ids")`` if they have it; a step that
+        could also be one trajectory is taken for a trajectory. `add` does not have to guess.
 
         Args:
             rows: The rows.

@@ -40,11 +40,11 @@ class PackedSliceSampler(SliceSampler):
     The arguments are `SliceSampler`'s, and so are its batches for a seed, where one writer has
     extended the storage. Rows of several environments, which `PackedReplayStorage.add` writes step
     by step, and of several writers are put in the order of time, where `SliceSampler` is refused.
-    Of steps of another number of environments than the newest ones, none are sampled.
+    Only steps of as many environments as the newest ones are sampled.
 
-    Other storages, and what is more than one key of the rows (``end_keys``, ``ends``,
-    ``trajectories``, ``fragmented``) or on a GPU (``use_gpu``), are left to it. It does not see
-    what is written through views: change the trajectory key by assignment,
+    Other storages, and arguments that ask for more than one key of the rows (``end_keys``,
+    ``ends``, ``trajectories``, ``fragmented``) or a GPU (``use_gpu``), are left to `SliceSampler`.
+    What is written through views is not seen: change the trajectory key by assignment,
     ``buffer[positions] = rows``.
 
     Examples:
@@ -111,10 +111,9 @@ class PackedSliceSampler(SliceSampler):
             if storage.turns:
                 raise ConfigError(
                     "slices of rows that take turns between writers or environments: by "
-                    f"{self._key or self.end_keys!r}, which TorchRL alone looks for (expected a "
-                    "key that the rows have, one flag or number each, neither end_keys nor several "
-                    "columns, without cache_values and use_gpu). Give end_key=('next', 'done') or "
-                    "a traj_key."
+                    f"{self._key or self.end_keys!r} (expected one key of the rows, with one flag "
+                    "or number per row, and neither end_keys nor cache_values nor use_gpu). Give "
+                    "end_key=('next', 'done') or a traj_key."
                 )
             storage = storage.storage
         left: _Boundaries = super()._get_stop_and_length(storage, fallback)
@@ -207,7 +206,7 @@ class _Timeline:
         if not place:
             raise UsageError(
                 "cannot sample slices: 0 rows (expected at least one step of all environments). "
-                "Extend the buffer, or sample again: others may have come in their place."
+                "Extend the buffer, or sample again if another process has replaced the rows."
             )
         steps = self.shards[0]
         self.turns = len(self.shards) > 1 or steps.stride > 1 or steps.length < window.size

@@ -44,15 +44,15 @@ class PackedReplayStorage(SharedReplay):
     ``storage[:]``, other slices, ``storage[i]`` and ``storage.get(key)`` are views of the rows:
     they cost nothing, and writing through them changes the rows (not the flags of ``storage[:]``
     in a ``HERReplayBuffer``, which are copies). Batches are copies of whole rows, also while other
-    processes write; views are not protected from them. Tensors of both lie apart in memory, row by
-    row: `reshape` works on them where ``Tensor.view`` may not.
+    processes write; views are not protected from writers. Tensors of batches and views are strided,
+    one row apart: use `reshape` where ``Tensor.view`` fails.
 
     The rows lie in `writers` shards, in turns: position ``i`` is in shard ``i % writers``. Each
     writing process claims one; more processes than shards share them, one append at a time.
     With one shard per process, n-step returns continue over several appends, and the order of
     rows does not depend on which process is faster. `PackedSliceSampler` finds the order of
-    time; TorchRL's samplers of slices take it for that of positions, as it is with one shard
-    that is extended by whole trajectories, and are refused where it is not.
+    time; TorchRL's samplers of slices assume that it is the order of positions, which holds for
+    one shard that is extended by whole trajectories, and are refused otherwise.
 
     Args:
         max_size: Rows; rounded down to a multiple of `writers`.

@@ -23,8 +23,8 @@ class RolloutRingWriter(SharedStorageWriter):
     """Commits rollouts to a `RolloutRingStorage`; with `RolloutRingSampler`, in any buffer.
 
     `extend` takes one rollout, or several along one more leading dimension, or, where the buffer
-    passes it on, a list; `add` takes one. What a writer returns is where the rollouts are among
-    the unread ones, which holds until the reader takes some out.
+    passes it on, a list; `add` takes one. Both return positions among the unread rollouts, which
+    are valid until the reader takes some out.
 
     Examples:
         >>> import torch

@@ -56,7 +56,7 @@ def _counter(name: str, doc: str) -> Any:
 
 
 class SharedRollouts(SharedStorage):
-    """The slots of a `RolloutRingStorage`, which has the arguments."""
+    """The slots of a `RolloutRingStorage`; its docstring has the arguments."""
 
     _of_a_process = ("_lent", "_drawn", "_rollouts")
 
@@ -161,11 +161,11 @@ class SharedRollouts(SharedStorage):
     def use_writer(self, writer: int) -> None:
         """Write as writer `writer` from now on. One process per writer.
 
-        Without it a process becomes the first writer that no process is when it first writes.
+        Without it a process becomes the first free writer when it first writes.
 
         Raises:
-            ConfigError: There is no such writer, or another process is it. The writer of a dead
-                process is free again after `recover`.
+            ConfigError: There is no such writer, or another process has it. That of a dead process
+                is free again after `recover`.
             UsageError: A slot is claimed, or the schema is not known yet.
         """
         self.ring.become_writer(writer)
@@ -251,7 +251,7 @@ class SharedRollouts(SharedStorage):
         return None if lease is None else self._lend(lease)
 
     def acquire_all(self) -> list[RolloutLease]:
-        """Own all unread rollouts; return these and `leases`, the first acquired first."""
+        """Own all unread rollouts; return all leases, in the order in which they were acquired."""
         return [self._acquired(x) or self._lend(x) for x in self.ring.acquire_all()]
 
     def _lend(self, lease: Lease) -> RolloutLease:
@@ -261,12 +261,12 @@ class SharedRollouts(SharedStorage):
 
     @property
     def leases(self) -> list[RolloutLease]:
-        """What was acquired and not released, also where an interrupt kept it from the caller."""
+        """The leases not yet released, those included that an interrupt kept from the caller."""
         held = [] if self._ring is None else self._ring.leases
         return [lent for lease in held if (lent := self._acquired(lease))]
 
     def _acquired(self, lease: Lease) -> RolloutLease | None:
-        """Return what the caller of `acquire` knows a held slot by; None while it is unread."""
+        """Return the lease that was given out for a held slot; None while it is unread."""
         lent = self._lent.get(lease.slot)
         return lent if lent and lent._lease.generation == lease.generation else None
 

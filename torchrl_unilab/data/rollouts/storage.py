@@ -175,7 +175,7 @@ class RolloutRingStorage(SharedRollouts):
     # Copies out
 
     def draw(self, count: int, *, newest: bool = False, timeout: float = 0.0) -> torch.Tensor:
-        """Choose the rollouts that the `get` of the returned index takes out.
+        """Choose rollouts; a `get` with the returned tensor takes them out.
 
         Args:
             count: How many, at least 1.
