@@ -57,7 +57,7 @@ STOCK: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_policy": ((None, False, True), ""),
     "no_cuda_sync": ((None, False, True), ""),
 }
-"""What TorchRL's collectors hand to those that they make on other machines, and what is met."""
+"""Arguments that TorchRL's distributed collectors pass on: accepted values, and remedies."""
 
 
 def check_settings(
@@ -68,7 +68,7 @@ def check_settings(
     worker_idx: int | None,
     seed: int | None,
 ) -> None:
-    """Refuse what is no number, and ways to collect that exclude each other.
+    """Refuse numbers out of range, and ways to collect that exclude each other.
 
     The arguments are `WorkerCollector`'s.
     """
@@ -85,7 +85,7 @@ def check_settings(
         as_integer("worker_idx", worker_idx, "Leave it out.", least=0)
     if lockstep and worker_idx is not None:
         raise ConfigError(
-            f"lockstep: True in collector {worker_idx} of a distributed one (expected False: "
+            f"lockstep: True in collector {worker_idx} of a distributed collector (expected False: "
             "rollouts of several machines come in no fixed order). Leave it out."
         )
 
@@ -198,7 +198,7 @@ def env_factories(
 
 
 def copied_factory(create_env: CreateEnv) -> CreateEnv:
-    """Return a copy of a factory: a transform that it holds cannot be of two environments."""
+    """Return a copy of a factory: a transform that it holds belongs to one environment only."""
     shared = isinstance(create_env, EnvCreator)
     copied: CreateEnv = create_env if shared else cloudpickle.loads(cloudpickle.dumps(create_env))
     return copied

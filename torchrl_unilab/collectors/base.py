@@ -67,8 +67,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         total_frames: Frames to yield, -1 for no end.
         num_collectors: Workers, if `create_env_fn` is one function.
         weight_sync_schemes: ``{"policy": UniLabShmScheme(...)}``, the default.
-        lockstep: Collect when asked to, not ahead: with what was published before, so that
-            runs are repeatable bit for bit.
+        lockstep: Collect only when asked, with the weights published before, so that runs are
+            repeatable bit for bit.
         inline: As `lockstep`, with one worker, in this process: the serial oracle.
         num_threads: Torch threads of each worker.
         exploration_type: How the policy acts.
@@ -80,12 +80,12 @@ class WorkerCollector(BaseCollector, abc.ABC):
             is not repeatable.
         policy_device: Where policies act; environments and what is collected are on the CPU.
         measure: Returns further metrics, of a worker's environment after each rollout.
-        worker_idx: Which of the collectors of a `RayCollector` this is, which sets it: their
-            trajectory ids do not overlap, nor do their environments' seeds, also where one is
-            started again.
+        worker_idx: Number of this collector among those of a `RayCollector`, which sets it: their
+            trajectory ids and their environments' seeds do not overlap, even if one is started
+            again.
         policy_factory: Makes the policy, in place of `policy`: small, where it is sent.
-        **stock: Arguments of TorchRL's collectors, such as ``device``, at the values by which
-            they ask for nothing.
+        **stock: Arguments of TorchRL's collectors, such as ``device``, at values that change
+            nothing here.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -156,7 +156,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
     ) -> None:
         """Allocate shared memory, start the workers, and seed them.
 
-        Of the workers `share` collect a batch together; `explore` wraps the policy in each.
+        `share` workers collect a batch together; `explore` wraps the policy in each.
         """
         first, own = self._factories[0], None
         env = (first if self._inline else copied_factory(first))()
@@ -232,7 +232,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         return self.scheme.version
 
     def get_policy_version(self) -> int:
-        """Return `policy_version`: a method is what a remote caller can ask for."""
+        """Return `policy_version`, by a method that a remote caller can call."""
         return self.policy_version
 
     def metrics(self) -> CollectorMetrics:
@@ -242,7 +242,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         return self._metrics.total()
 
     def status(self) -> dict[str, float]:
-        """Return what there is to log of the shared memory, and of the workers."""
+        """Return values to log about the shared memory and the workers."""
         return {"restarts": self.restarts}
 
     # BaseCollector

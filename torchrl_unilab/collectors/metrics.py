@@ -38,7 +38,7 @@ class CollectorMetrics:
         timeout_rate: Share of episodes that a time limit ended; NaN before the first.
         termination_rate: Share that a terminal state ended; NaN before the first.
         seconds: Seconds per phase, of `PHASES`, over all workers.
-        values: Means over workers of what else they put, by name; NaN before the first.
+        values: Means over workers of their further metrics, by name; NaN before the first.
         next_trajectory: A trajectory id after all that were given.
     """
 
@@ -205,8 +205,8 @@ class SharedMetrics:
             log: Episodes.
             clock: Seconds per phase.
             ticks: The last tick completed.
-            values: Further metrics by name: NaN for a name left out, and others than `names`
-                are left out.
+            values: Further metrics by name, NaN for those of `names` that are missing; other
+                names are ignored.
         """
         values = {} if values is None else values
         counts = (frames, trajectories, ticks, log.episodes)

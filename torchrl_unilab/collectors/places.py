@@ -1,7 +1,7 @@
-"""What tells the collectors below a distributed one apart: their trajectory ids and seeds.
+"""Trajectory ids and seeds that keep the collectors of a distributed collector apart.
 
-A collector has a number among them, its ``worker_idx``, and the version of the weights that it
-started with, by which one that is started again differs from the one that was lost.
+They follow from a collector's number, its ``worker_idx``, and from the version of the weights that
+it started with: a collector that is started again has a newer one than the one that was lost.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def first_trajectory(worker_idx: int | None, first_version: int) -> int:
 
 
 def first_seed(seed: int, worker_idx: int | None, first_version: int, environments: int) -> int:
-    """Return the seed of a collector's first environment, given that of all collectors.
+    """Return the seed of a collector's first environment, given the seed of all collectors.
 
-    Each has as many environments: seeds of those before it are left to them.
+    Each collector has `environments` environments; the seeds of those before it are skipped.
     """
     if worker_idx is None:
         return seed

@@ -76,24 +76,24 @@ class ReplayCollector(WorkerCollector):
     observations under ``next``, the episode under ``("collector", "traj_ids")``. Iterating yields
     None once per *tick*, as TorchRL's collectors with a replay buffer do: after each worker has
     taken ``frames_per_batch`` of steps between them. The workers are then already allowed the
-    next tick, so that they collect while the learner learns, and no further: updates per frame
-    stay what the learner makes of them. With `lockstep` they collect only while the collector is
-    asked for a tick.
+    next tick, so that they collect while the learner learns, but no further: the learner decides
+    on the updates per frame. With `lockstep` they collect only while the collector is asked for a
+    tick.
 
     Args:
-        create_env_fn: As in `WorkerCollector`.
-        policy: As in `WorkerCollector`; its weights are published.
+        create_env_fn: Makes a worker's environment, or one such function per worker.
+        policy: Acts in the workers; its weights are published. None with ``policy_factory``.
         capacity: Rows of the replay.
         frames_per_batch: Rows of a tick, of all workers together; a multiple of the
             environments of all of them.
-        init_random_frames: Frames at first, of all workers together, with random actions.
+        init_random_frames: Frames with random actions at the start, of all workers together.
         explore: Wraps the policy for acting in a worker, such as with exploration noise;
-            what it adds is not published, and keeps its state. Picklable.
-        replay: Settings of the `PackedReplayStorage`, which samples slices by
+            what it adds is not published, and keeps its state. Picklable; nothing if None.
+        replay: Settings of the `PackedReplayStorage`; its defaults if None. Sample slices by a
             `PackedSliceSampler`: rows of all workers' environments take turns.
-        **workers: Further arguments of `WorkerCollector`. Of a worker that is replaced, rows
-            that its metrics did not count yet stay, beside those of the tick as it is
-            taken again.
+        **workers: Further arguments of `torchrl_unilab.collectors.base.WorkerCollector`, such as
+            ``num_collectors``, ``lockstep``, ``seed``. If a worker is replaced, its tick is
+            collected again, beside rows of it that were written but not yet counted.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -219,12 +219,12 @@ class ReplayCollector(WorkerCollector):
 
 
 def transition_keys(env: EnvBase) -> list[Any]:
-    """Return what a transition consists of: observations, action, and all that follows."""
+    """Return the keys of a transition: observations, action, and what follows under ``next``."""
     observations = list(env.observation_spec.keys(True, True))
     after = [*observations, *env.reward_keys, *env.done_keys]
     return [*observations, *env.action_keys, *(("next", key) for key in after)]
 
 
 def row_keys(env: EnvBase) -> list[Any]:
-    """Return what a row of the replay consists of: a transition, and the episode it is of."""
+    """Return the keys of a row of the replay: those of a transition, and its trajectory id."""
     return [*transition_keys(env), TRAJECTORIES]

@@ -89,8 +89,8 @@ class APPOCollector(WorkerCollector):
     worker collects its next rollout only when the collector is asked for it.
 
     Args:
-        create_env_fn: As in `WorkerCollector`.
-        policy: As in `WorkerCollector`.
+        create_env_fn: Makes a worker's environment, or one such function per worker.
+        policy: Acts in the workers; its weights are published. None with ``policy_factory``.
         frames_per_batch: Frames of one rollout of one worker, a multiple of the batch size
             of its environment.
         slots: Slots of the ring, shared out evenly among the workers and rounded up. By default
@@ -101,7 +101,8 @@ class APPOCollector(WorkerCollector):
             dropped and counted in `stale`; None takes all.
         use_buffers: Yield borrowed memory, valid until the next rollout is asked for,
             instead of a copy.
-        **workers: Further arguments of `WorkerCollector`.
+        **workers: Further arguments of `torchrl_unilab.collectors.base.WorkerCollector`, such as
+            ``num_collectors``, ``lockstep``, ``seed``.
 
     Raises:
         ConfigError: A setting cannot work.
@@ -149,8 +150,8 @@ class APPOCollector(WorkerCollector):
             max_policy_lag = as_integer("max_policy_lag", max_policy_lag, remedy, least=0)
         if use_buffers and self.worker_idx is not None:
             raise ConfigError(
-                "use_buffers: True in a collector of a distributed one (expected False: what "
-                "leaves the machine is a copy, and would take the whole ring along). Leave it out."
+                "use_buffers: True in a collector of a distributed collector (expected False: a "
+                "borrowed rollout would be sent with its whole ring). Leave it out."
             )
         self._slots = self.num_workers if slots is None else as_integer("slots", slots, "Use 2.")
         if self.lockstep and self._slots < self.num_workers:

@@ -140,7 +140,7 @@ class WorkerService:
                 (of the environment, of torch), ``"reset"``, ``"counts"`` (fields of
                 `CollectorMetrics`), ``"state"``, ``"load"`` (a state) or ``"resume"`` (a
                 snapshot of metrics).
-            *arguments: As in brackets.
+            *arguments: What the parentheses above say.
         """
         return self._requests[kind](*arguments)
 

@@ -169,7 +169,7 @@ class WorkerTeam:
         self._retry(self.group.check)
 
     def _retry(self, call: Callable[[], Any]) -> Any:
-        """Call, and again after each lost worker that is replaced; return what the last call does.
+        """Call, and repeat the call after each lost worker that is replaced; return its result.
 
         Raises:
             WorkerError: A worker was lost, and may not be replaced.

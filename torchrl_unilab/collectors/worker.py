@@ -1,7 +1,7 @@
 """`RolloutWorker`: steps one environment with one policy and writes whole rollouts.
 
-Its state is all that the next rollouts follow from, but the weights, which it pulls from a
-scheme. `WorkerService` drives it.
+Its state determines the next rollouts, apart from the weights, which it pulls from a scheme.
+`WorkerService` drives it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_env(env: object) -> None:
     if not isinstance(env, EnvBase):
         raise ConfigError(
             f"create_env: it returned {type(env).__name__} (expected an environment of TorchRL). "
-            "Return what it makes."
+            "Return the environment."
         )
 
 
@@ -89,7 +89,7 @@ def reward_terms(env: EnvBase) -> dict[str, float]:
 def act(
     policy: Callable[[TensorDictBase], TensorDictBase], tensordict: TensorDictBase
 ) -> TensorDictBase:
-    """Return a step with the policy's action, which it writes there or into another one."""
+    """Return a step with the policy's action, whether it writes in place or returns another."""
     written = policy(tensordict)
     return tensordict if written is tensordict else tensordict.update(written)
 
@@ -146,7 +146,7 @@ def _as_sent(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_snapshots(part: object) -> TypeGuard[Snapshotting]:
-    """Return whether a class has snapshots: to ask an instance starts a lazy ParallelEnv."""
+    """Return whether it has snapshots, by its class: asking it would start a lazy ParallelEnv."""
     return issubclass(type(part), Snapshotting)
 
 
@@ -155,7 +155,7 @@ def _check_fits(
 ) -> None:
     """Refuse a tensor of a step whose rollout is not of the memory's shape.
 
-    Stacking would move the memory's bounds, into what others have written.
+    Stacking into it would resize it, over memory that others have written.
 
     Raises:
         LayoutKeyError: There is none.
@@ -252,7 +252,7 @@ class RolloutWorker:
         self._carrier = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next rollouts follow from, but the weights.
+        """Return all that determines the next rollouts, apart from the weights.
 
         The state of the environment and its transforms, the step that comes next, episodes
         that have not ended, the random state, what modules of the policy keep, and all counts.
@@ -321,7 +321,7 @@ class RolloutWorker:
         self._skip_trajectories(int(snapshot["trajectories"]))
 
     def _skip_trajectories(self, first: int) -> None:
-        """Begin with an id after all below `first`, and those of a rollout that follows."""
+        """Skip the ids below `first`, and as many more as one uncounted rollout can have used."""
         # In the last rollout, which the metrics do not count, each frame may have started one.
         uncounted = self.num_envs * (self.num_steps + 1)
         behind = -(-max(0, first - self.next_trajectory) // self._stride)

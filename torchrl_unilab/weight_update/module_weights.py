@@ -97,8 +97,8 @@ class ModuleWeights:
     def tensors(self, module: nn.Module) -> list[torch.Tensor] | None:
         """Return parameters and buffers as they are now, in the order of `names`.
 
-        None if it is another module, or has other submodules or names than before. Part of each
-        publish and pull, so in as few steps as it takes.
+        None if it is another module, or has other submodules or names than before. Called in each
+        publish and pull, and therefore short.
         """
         children = chain.from_iterable(map(dict.values, self._children))
         if (
@@ -137,11 +137,11 @@ class ModuleWeights:
                 submodule.set_extra_state(nest_extra_state(prefix, own))
 
     def make_private(self) -> None:
-        """Give each tensor that another process may hold memory of this process.
+        """Move each tensor that another process may hold into memory of this process.
 
-        It stays the same object, which a module may refer to elsewhere, too, with its contents.
-        Tensors on the meta device are replaced, by memory of the host; kinds and flags stay, and
-        so does a tensor of several names. Views that shared memory share none then.
+        A tensor stays the same object with the same values, so other references to it stay valid.
+        Tensors on the meta device are replaced by new ones on the host, of the same type and flags;
+        tied tensors stay tied. Views of a common memory no longer share it.
         """
         replaced: dict[int, torch.Tensor] = {}
         for registry, name in self._places:
@@ -209,8 +209,8 @@ def flatten_extra_state(prefix: str, state: Any) -> dict[str, torch.Tensor]:
     A Python number becomes a 0-d tensor whose key ends in ``#`` and its type.
 
     Raises:
-        ConfigError: `state` holds something that is no tensor or number, or a key that a dotted
-            key cannot tell.
+        ConfigError: `state` holds something that is no tensor or number, or a key with a ``.``
+            or ``#``.
 
     Examples:
         >>> sorted(flatten_extra_state("_extra_state", {"a": torch.zeros(1), "n": 3}))
@@ -299,7 +299,7 @@ def _leaves(weights: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Return whether several items of a tensor are in one place."""
+    """Return whether several elements of a tensor share memory."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in strides)
 

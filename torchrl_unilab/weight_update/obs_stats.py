@@ -19,7 +19,7 @@ class SharedObsNormStats:
     Args:
         size: Shape of mean and standard deviation: the length of the observation, or a
             full shape.
-        name: Name to attach by from an unrelated process.
+        name: Name to attach by from an unrelated process; anonymous if not given.
 
     Raises:
         ConfigError: A size is no positive integer.
@@ -38,7 +38,7 @@ class SharedObsNormStats:
         >>> stats.close()
     """
 
-    _seen = 0  # the version that this process has got
+    _seen = 0  # the version that this process returned last
 
     def __init__(self, size: int | tuple[int, ...], *, name: str | None = None) -> None:
         self._cell = SnapshotCell(_initial(size), name=name)

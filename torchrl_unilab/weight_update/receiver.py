@@ -32,7 +32,7 @@ class WeightReceiver:
     Args:
         cell: Where weights come from.
         worker: The worker's index: whose reports it writes.
-        private: Whether the model is this process's alone, and gets memory of its own.
+        private: Whether to move the model's tensors into memory of this process first.
 
     Attributes:
         applied: The version that the model has; None before the first.
@@ -77,7 +77,7 @@ class WeightReceiver:
                     torch._foreach_copy_(targets, [values[name] for name in weights.names])
             if self._extra:
                 weights.set_extra_state(self._extra)
-        self._cell.report_applied(self._worker, version)  # first: an interrupt leaves it to do
+        self._cell.report_applied(self._worker, version)  # first: an interrupt repeats it
         self.applied = version
         return True
 

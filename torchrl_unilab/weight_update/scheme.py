@@ -49,7 +49,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     depend on any worker being alive, awake or reading. A worker pulls in the thread that acts, so
     **a rollout that starts after** ``send()`` **returned acts with that version or a newer one,
     whole**. Workers own their weights: they change by publishing alone. A tensor that a module
-    keeps outside its parameters, buffers and extra state is no weight. A drop-in for TorchRL's
+    keeps outside its parameters, buffers and extra state is not published. A drop-in for TorchRL's
     `SharedMemWeightSyncScheme`.
 
     Args:
@@ -224,8 +224,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if model is None:
             raise ConfigError(
                 "cannot publish weights: none given and the sender holds no model "
-                "(expected one of them). Pass the weights, or a policy to the collector, which "
-                "update_at_each_batch needs."
+                "(expected one of them). Pass the weights, or give the collector a policy: "
+                "update_at_each_batch needs one."
             )
         return model
 
@@ -323,7 +323,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             self._receiver.invalidate()
 
     def _hand_on(self, receiver: WeightReceiver) -> None:
-        """Let the context know of applied weights: their version, or the weights themselves."""
+        """Tell the context which version was applied, or hand it the weights themselves."""
         context = None if self._context_ref is None else self._context_ref()
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             if self._model_id in (None, "policy"):
@@ -375,7 +375,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         return state | {"_given": None, "_known": {}, "_receiver": None, "_worker_idx": None}
 
     def disconnect(self) -> None:
-        """End what publishes here beside `send`: nothing."""
+        """Do nothing: only `send` publishes here. `NodeScheme` ends its thread."""
 
     def shutdown(self) -> None:
         """Close the shared memory, which its sender creates. Idempotent.

@@ -36,7 +36,7 @@ MutableWeights: TypeAlias = TensorDictBase | nn.Module | dict[str, Any]
 def weights_of(
     weights: Mapping[int, Weights], worker_ids: int | Sequence[int] | None
 ) -> Mapping[int, Weights]:
-    """Return those of some workers; all if not given; a ConfigError where there are none."""
+    """Return the weights of `worker_ids`, all for None; a ConfigError if some are missing."""
     if worker_ids is None:
         return weights
     ids = as_indices("worker_ids", worker_ids)
@@ -97,13 +97,13 @@ class UniLabShmTransport(Owner):
         for worker in initial:
             as_integer("a worker of the initial weights", worker, "Number them from 0.", least=0)
         if not initial:
-            raise ConfigError("initial weights: of no worker (expected some). Give worker 0's.")
+            raise ConfigError("initial weights: of 0 workers (expected some). Give worker 0's.")
         sources = {id(weights): named_tensors(weights) for weights in initial.values()}
         for tensors in sources.values():
             if meta := [key for key, tensor in tensors.items() if tensor.is_meta]:
                 raise ConfigError(
-                    f"initial weights {meta}: on the meta device (expected values). Give the "
-                    "policy values, or pass it beside a policy_factory that does."
+                    f"initial weights {meta}: on the meta device (expected values). Initialise "
+                    "the policy, or also pass a policy_factory that returns an initialised one."
                 )
         cells = {
             source: SnapshotCell(tensors, readers=max(initial) + 1, **settings)
@@ -131,7 +131,7 @@ class UniLabShmTransport(Owner):
 
         Args:
             param_shapes: Dotted key to shape, or to a tensor for other dtypes and values.
-            name: Name to attach by from an unrelated process.
+            name: Name to attach by from an unrelated process; anonymous if not given.
             slots: How many snapshots rotate, at least 2.
         """
         return cls({0: _initial(param_shapes)}, name=name, slots=slots)
@@ -200,13 +200,13 @@ class UniLabShmTransport(Owner):
         *,
         version: int = 0,
     ) -> None:
-        """Publish tensors to the cells of `worker_ids`: in place where keys come in their order.
+        """Publish tensors to the cells of `worker_ids`; fastest with keys in the cells' order.
 
         Args:
             keys: Dotted keys.
             tensors: One for each.
             worker_ids: Whose cells; all if not given.
-            version: The least that the new version may be; above the newest in any case.
+            version: Lower bound of the new version, which is above the newest in any case.
 
         Raises:
             ConfigError: A worker is not registered.
@@ -341,7 +341,7 @@ class UniLabShmTransport(Owner):
 
 
 def _is_stacked(weights: Any) -> bool:
-    """Return whether tensors are stacked anew each time that they are looked at."""
+    """Return whether weights hold a lazy stack, whose tensors are made anew at each access."""
     if isinstance(weights, LazyStackedTensorDict):
         return True
     parts = weights.values() if isinstance(weights, (dict, TensorDictBase)) else ()

@@ -19,7 +19,7 @@ POLL_SECONDS = 0.0005
 
 
 class PolicyVersions(Protocol):
-    """What follows the policy lag needs of a scheme."""
+    """What the policy lag is computed from: a scheme's published and applied versions."""
 
     @property
     def version(self) -> int:
@@ -96,8 +96,8 @@ class WorkerVersions:
         worker that is not asked stays behind.
 
         Args:
-            version: The version to wait for; the newest if not given. A worker that it was not
-                published to needs its newest, if that is before it, else its next.
+            version: The version to wait for; the newest if not given. If it was not published to a
+                worker, that worker's newest one before it counts, or else its next one.
             worker_ids: Which workers; all if not given.
             timeout: Seconds to wait.
 
