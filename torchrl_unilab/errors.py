@@ -129,11 +129,11 @@ class ConfigError(UniLabError, ValueError):
 
 
 class RunCompleteError(ConfigError):
-    """A run that is to go on has come to all that was asked for."""
+    """A run to be resumed has already reached all that was asked for."""
 
 
 def came_of(error: BaseException, kind: type[BaseException]) -> bool:
-    """Return whether an error came of another one of a kind.
+    """Return whether an error was caused, directly or not, by an error of a kind.
 
     Examples:
         >>> from torchrl_unilab.errors import came_of

@@ -1,4 +1,4 @@
-"""What this process may take of the machine: memory and cores, also by its control groups.
+"""Memory and cores that this process may use, by the machine and by its control groups.
 
 Shared pages count like private ones. `SharedSegment` asks for memory before it allocates, the
 budget of a run for both before it starts.

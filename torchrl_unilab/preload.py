@@ -1,8 +1,8 @@
 """What the command line imports, and the process that forks its workers: all of the package.
 
-Importing torch makes half a million objects, none of which is garbage. They are not looked through
-while they are made, nor later: not by a collection in mid-training, and not when a process ends,
-which takes it longer than anything else then. In forked workers their pages stay shared.
+Importing torch creates half a million objects, none of them garbage. The garbage collector skips
+them: during the import, in collections during training, and when a process ends, where looking
+through them would take longer than all else. In forked workers their pages stay shared.
 """
 
 from __future__ import annotations

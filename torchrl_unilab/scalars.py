@@ -16,7 +16,7 @@ _MOST = (1 << 63) - 1
 
 
 def as_integer(what: str, value: Any, remedy: str, *, least: int = 1, most: int = _MOST) -> int:
-    """Return an integer as one of Python's.
+    """Return an integer, checked, as a Python int.
 
     Args:
         what: What it is, for the message.
@@ -54,12 +54,12 @@ def as_indices(what: str, given: int | Iterable[int]) -> list[int]:
 
 
 def as_seconds(what: str, value: Any, *, zero: bool = False) -> float:
-    """Return seconds above 0, infinity among them, as a number of Python's.
+    """Return seconds above 0, which may be infinite, as a Python float.
 
     Args:
         what: What they are, for the message.
         value: The seconds.
-        zero: Whether 0 is taken, too: not to wait.
+        zero: Whether 0, which means not to wait, is allowed.
 
     Raises:
         ConfigError: They are no number, as NaN is none, or not above 0.

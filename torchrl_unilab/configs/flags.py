@@ -14,7 +14,7 @@ from typing import Any
 from torchrl_unilab.configs.settings import Settings
 
 _NONE = object()
-"""A flag's value that stands for None, which is what a flag has that is not given."""
+"""Stands for None as a flag's value; None itself means that the flag was not given."""
 
 
 def add_settings(

@@ -43,18 +43,18 @@ class _Fields(dict[str, NDArray[Any]]):
 class Simulations:
     """Simulations of one task's model, each of them a row.
 
-    A simulation is its state, from which the physics derives the rest: after a step, what
-    holds one substep before the state. From the state alone it cannot be had again, and the
-    batch refuses to write it, so what was loaded is shown until the physics runs.
+    The physics derives all other fields from the state; after a step they are those of one
+    substep before it. They cannot be recomputed from the state, and the batch does not let them
+    be written. So after a load, `seen` has the loaded values of these until the physics runs.
 
     Args:
-        task: whose model and `reads` they have.
-        num_envs: how many there are.
-        num_threads: that step them.
+        task: the task, which has the model and names the fields to read.
+        num_envs: number of simulations.
+        num_threads: physics threads.
         randomization: how their models differ; None as the task says.
 
     Attributes:
-        batch: of MuJoCo's.
+        batch: the `mujoco.batch.Batch`.
         fields: live views of what the task reads, and the commands, ``(n, ...)`` each: they
             change with every call.
         seen: the fields that tasks read: what was loaded in place of what the physics derives.

@@ -133,7 +133,7 @@ def make_critic(
     Args:
         observation_size: Length of the observation vector.
         in_key: Where the observation is; a critic may see more than the actor.
-        normalizer: Normalises observations.
+        normalizer: Normalises observations; None leaves them as they are.
         hidden: Widths of the tanh layers.
 
     Examples:

@@ -85,7 +85,7 @@ class PerEnvNoise(TensorDictModuleBase):
             )
 
     def snapshot(self) -> torch.Tensor | None:
-        """Return a copy of `std`, for a checkpoint of who acts."""
+        """Return a copy of `std`, for a checkpoint of a worker."""
         return None if self.std is None else self.std.clone()
 
     def restore(self, snapshot: torch.Tensor | None) -> None:

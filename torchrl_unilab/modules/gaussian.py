@@ -129,7 +129,7 @@ class GaussianActor(DirectActor):
         self._noise: torch.Tensor | None = None  # neither parameter nor buffer: not published
 
     def snapshot(self) -> torch.Tensor | None:
-        """Return the last noise, [..., n], for a checkpoint of who acts; None if not needed."""
+        """Return the last noise, [..., n], for a checkpoint of a worker; None if not needed."""
         return self._noise
 
     def restore(self, snapshot: torch.Tensor | None) -> None:

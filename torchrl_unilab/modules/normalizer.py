@@ -61,7 +61,7 @@ class ObservationNormalizer(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move the statistics, which stay float64: of fewer digits they would cease to learn."""
+        """Move the statistics but keep them float64: with fewer digits they would stop learning."""
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = fn(tensor)
@@ -119,7 +119,7 @@ class ObservationNormalizer(nn.Module):
 
 
 class NormalizedNetwork(TensorDictModuleBase):
-    """Base of the modules that write what a network says of a normalised observation.
+    """Base of the modules that write a network's output for a normalised observation.
 
     Does what a ``TensorDictModule`` around a function would, without its dispatch, which
     costs as much as a small network's forward pass.

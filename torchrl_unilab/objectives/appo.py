@@ -37,8 +37,8 @@ def kl_adapted_lr(
     divergence of 0 is that of a policy that has not moved, which says nothing: the rate stays as
     it is. Nothing leaves the device.
 
-    The divergence is small in the first steps on a rollout, whatever the last ones bring, so
-    that steering alone would raise the rate without end.
+    The divergence is always small in the first steps on a rollout, so that without `max_lr` the
+    rate would rise without end.
 
     Examples:
         >>> import torch
@@ -219,7 +219,7 @@ class APPOLoss(LossModule):
     def estimate(self, rollouts: TensorDictBase) -> TensorDictBase:
         """Add V-trace targets, advantages and the target policy's outputs to rollouts.
 
-        The target policy normalises observations by the statistics of now.
+        The target policy normalises observations by the current statistics.
 
         Args:
             rollouts: Batch [..., T], time last, with the true next observations under

@@ -48,7 +48,7 @@ class MemoryLimit:
     """What is free for some places together.
 
     Attributes:
-        name: Of what.
+        name: What is limited.
         nbytes: Bytes that are free.
         places: What lies there.
     """
@@ -60,7 +60,7 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """What a run allocates, and what there is.
+    """What a run allocates, and what is free.
 
     Attributes:
         items: All that it allocates.
@@ -91,7 +91,7 @@ class MemoryBudget:
 
     @property
     def exceeded(self) -> tuple[MemoryLimit, ...]:
-        """The limits that the run does not keep."""
+        """The limits that the run exceeds."""
         return tuple(limit for limit in self.limits if self.needed(limit) > limit.nbytes)
 
     def refusal(self) -> str | None:
@@ -112,7 +112,7 @@ class MemoryBudget:
         )
 
     def table(self) -> str:
-        """Return items and limits as lines for a person."""
+        """Return items and limits as lines of text."""
         rows: list[tuple[str, str, str, str]] = [
             (item.place, item.name, ("~" if item.estimate else "") + readable(item.nbytes), "")
             for item in self.items

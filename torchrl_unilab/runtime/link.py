@@ -212,10 +212,10 @@ class Link:
 
 
 class Shipment:
-    """What a worker gets, of any size, in a file that has no name.
+    """A worker's arguments, of any size, in a file without a name.
 
-    A process that is started takes its own pickle from a pipe. If it dies before it does, as
-    where a script lacks its main guard, the parent would wait for room in that pipe for good.
+    A new process reads its pickle from a pipe. If it dies before that, for instance because a
+    script lacks its main guard, the parent would wait for room in the pipe for ever.
 
     Args:
         content: Picklable as the argument of a process.

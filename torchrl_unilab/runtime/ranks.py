@@ -1,9 +1,9 @@
 """Ranks: processes that learn in step, one learner each, as ``torchrun`` starts them.
 
 Their invariant: after each step all ranks have the same parameters, bit for bit on processors of
-one kind. So whatever these follow from is averaged, gathered or agreed upon, by all ranks in one
-order. In a world of one, the default, each verb returns at once. `Run` joins; trainers and updates
-call the verbs.
+one kind. So all that parameters depend on is averaged, gathered or agreed upon, by all ranks in the
+same order. In a world of one, the default, each verb returns at once. `Run` joins; trainers and
+updates call the verbs.
 
 A rank that fails says why before it leaves, in the store that the launcher keeps; so do those
 that fail because of it. The first reason is the one that all name.
@@ -225,7 +225,7 @@ class Ranks:
             self._together(tensor, dist.broadcast, tensor.detach(), 0)
 
     def agree(self, wish: bool) -> bool:
-        """Return whether a rank wishes it, the same on all ranks.
+        """Return whether `wish` is true on any rank; all ranks get the same answer.
 
         Raises:
             DivergedError: Gradients of a rank were not finite since; names it.

@@ -22,9 +22,9 @@ class WorkerProcess:
         index: Number of the worker.
         name: What it is called.
         process: The process.
-        channel: To it.
-        ready: Whether it has said so.
-        requests: How many it was sent.
+        channel: The parent's end of the pipe.
+        ready: Whether it has reported that it is ready.
+        requests: How many requests it was sent.
     """
 
     index: int

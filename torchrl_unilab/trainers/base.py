@@ -21,10 +21,10 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.runtime.ranks import Ranks
 
 NORM = "norm of the weights"
-"""Entry of what an update's means are, beside what is logged: of all that is learnt."""
+"""Key, in an update's means, of the norm of all learnt parameters: checked, not logged."""
 
 _NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
-"""Stages of TorchRL's own step, which it does not call either where another takes its place."""
+"""Hook stages of TorchRL's own optimiser step, which our trainers replace."""
 
 
 _GIVEN = ("frame_skip", "num_epochs", "optim_steps_per_batch", "optimizer", "optimization_stepper")
@@ -35,7 +35,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     for name, parameter in inspect.signature(Trainer.__init__).parameters.items()
     if name not in _GIVEN
 }
-"""Values of arguments of TorchRL's `Trainer` that ask for nothing."""
+"""Values of arguments of TorchRL's `Trainer` that have no effect."""
 
 _OF_BOTH: Mapping[str, str] = {
     "frame_skip": "",

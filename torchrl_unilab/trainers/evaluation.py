@@ -153,17 +153,17 @@ class BackgroundEvaluation:
         policy: The published policy.
         transport: Where its weights are published.
         interval: Frames from one evaluation to the next.
-        episodes: As for `evaluate`.
-        max_steps: As for `evaluate`.
+        episodes: How many; one of each environment if None.
+        max_steps: Steps after which an unfinished episode is cut.
         seed: Seeds the environment before each evaluation.
-        videos: What is filmed: of such an evaluation, one more episode.
+        videos: Which evaluations are filmed, with one more episode; none if None.
 
     Raises:
         ConfigError: `interval` is not positive.
         WorkerError: The process failed while it started; later, at the next batch.
 
     Attributes:
-        evaluations: What has been evaluated.
+        evaluations: The finished evaluations.
 
     Examples:
         >>> from functools import partial

@@ -1,7 +1,7 @@
 """Hooks for TorchRL trainers that publish weights and measure who is busy.
 
 `APPOTrainer`, `OffPolicyTrainer` and `Run` register them; `PublishWeights` works in any TorchRL
-trainer, and has state for checkpoints. What a run comes to is logged by `reports`.
+trainer, and has state for checkpoints. `reports` logs returns, rates and policy lag.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PublishWeights(TrainerHookBase):
         self._skipped = False
 
     def skip(self) -> None:
-        """Leave the batch out: nothing was learnt from it, and versions count what was."""
+        """Do not publish after this batch, nor count it: nothing was learnt from it."""
         self._skipped = True
 
     def __call__(self) -> None:
@@ -120,7 +120,7 @@ class BusyTime:
         return 1.0 - self.waited / (time.perf_counter() - self._started)
 
     def arrived(self, batch: TensorDictBase | None) -> None:
-        """A batch arrived, or what a replay has of it: the wait is over."""
+        """A batch arrived (None from a collector that fills a replay): the wait is over."""
         now = time.perf_counter()
         if self._started is None:
             self._started = now

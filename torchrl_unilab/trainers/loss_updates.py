@@ -133,7 +133,7 @@ class LossUpdate:
         self.statistics: tuple[str, ...] = ()
 
     def prepare(self, batch: TensorDictBase) -> TensorDictBase:
-        """Return the batch; from now on all networks normalise by the statistics of now.
+        """Return the batch; until the next call all networks normalise by the current statistics.
 
         Raises:
             ConfigError: Truncated rows would pass for terminated ones, as nothing tells them apart.
@@ -187,7 +187,7 @@ class LossUpdate:
 
 
 def _gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> list[torch.Tensor]:
-    """Return gradients; of several ranks those of all parameters, as any may be another's."""
+    """Return gradients; with several ranks of all parameters, 0 where this rank has none."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None and ranks.size > 1:

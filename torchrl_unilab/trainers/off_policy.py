@@ -50,7 +50,7 @@ def build_reward_comparison_metrics(
     Args:
         reward_history: Means over the last 100 episodes, oldest first. Collectors here report
             those of 64 (`CollectorMetrics.episode_return`).
-        smoothed_reward: A smoothed reward, which is shown beside and not compared by.
+        smoothed_reward: Accepted as in UniLab, and not used.
 
     Returns:
         ``mean_ep100``, or nothing before the first mean.
@@ -302,7 +302,7 @@ class OffPolicyTrainer(RankTrainer):
         return {n: mean for n, mean in logged.items() if n not in may_lack or not math.isnan(mean)}
 
     def _unknown(self) -> int:
-        """Return how many statistics, the last, the policy's, may be NaN: before its first step."""
+        """Return how many statistics may be NaN: the policy's, the last, before its first step."""
         if self._fused is None or self._policy_moved:
             return 0
         return len(self._fused.statistics) - self._fused.statistics.index("td_error") - 1
@@ -325,7 +325,7 @@ class OffPolicyTrainer(RankTrainer):
 
     @property
     def updates(self) -> int:
-        """How many have been made."""
+        """Updates taken so far."""
         return int(self._optim_count)
 
     def close(self) -> None:

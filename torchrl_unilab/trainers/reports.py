@@ -1,4 +1,4 @@
-"""Hooks that log what a run comes to: returns, rates, policy lag.
+"""Hooks that log returns, rates and policy lag.
 
 A report logs the same keys for every batch, as loggers keep a file open for each, and shows some
 of them in the progress bar. `APPOTrainer` and `OffPolicyTrainer` call `register_reports`.

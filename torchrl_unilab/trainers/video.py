@@ -78,7 +78,7 @@ class Mp4Logger(CSVLogger):
             name: Its name.
             video: [1, time, 3, height, width] uint8.
             step: Ends the file's name; if not given, the number of videos of this name.
-            fps: Frames per second.
+            fps: Frames per second; ``video_fps`` if not given.
             **kwargs: Refused; TorchRL's are torchcodec's.
 
         Raises:

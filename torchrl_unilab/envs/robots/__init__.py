@@ -1,1 +1,1 @@
-"""Tasks on robots of the user's own: named terms, senses and nerves, an example."""
+"""Tasks on robots of the user's own: named terms, sensor noise, delays, and an example."""

@@ -1,6 +1,6 @@
-"""What TorchRL lacks to make a simulated robot's senses and nerves like a real one's.
+"""Transforms for robots that TorchRL lacks: sensor noise, and delays of sensors and actuators.
 
-For the rest there are TorchRL's own transforms, which work with `MujocoBatchEnv`:
+TorchRL's own transforms work with `MujocoBatchEnv` as well:
 ``ActionScaling`` lets the policy act in ``[-1, 1]``. For control at a lower rate give the
 task a larger ``frame_skip``; ``FrameSkipTransform`` is for environments whose episodes all
 end at once, since it continues a simulation that has ended, and it must come first, since
@@ -89,7 +89,7 @@ class ObservationNoise(ObservationTransform):
 
 
 class _Delay(Transform):
-    """What delays observations and actions alike: what went in during the last steps."""
+    """Base of the delays of observations and actions: keeps what went in during the last steps."""
 
     def __init__(self, delay: Delay, **keys: list[NestedKey]) -> None:
         super().__init__(**keys)

@@ -98,13 +98,13 @@ class FlatAdam:
         self._steps = int(optimizer.state[self._parameter]["step"])
 
     def check(self) -> None:
-        """Be sure that steps reach the parameters, and take up gradients set by others.
+        """Check that steps reach the parameters, and take over gradients that were set elsewhere.
 
         ``zero_grad`` of a module or of the optimiser drops gradients, which are views again then.
 
         Raises:
-            ConfigError: A parameter has other memory now, which no step would change, or is to be
-                learnt no longer; or the optimiser is to be another one than Adam.
+            ConfigError: A parameter's memory has moved, so that no step would change it, or it was
+                frozen; or the optimiser has several groups or options beyond plain Adam's.
         """
         if (groups := len(self.optimizer.param_groups)) > 1:
             raise ConfigError(

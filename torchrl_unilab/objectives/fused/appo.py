@@ -168,7 +168,7 @@ class FusedAPPOUpdate:
     def prepare(self, pool: TensorDictBase) -> torch.Tensor:
         """Pack what a pool's updates read, with all that they do not change computed.
 
-        Observations are normalised here, by the statistics of now.
+        Observations are normalised here, by the current statistics.
 
         Args:
             pool: Batch [M] that `APPOLoss.estimate` prepared.

@@ -204,7 +204,7 @@ class ReluNetwork:
         Args:
             gradient: Of the outputs.
             passes: From `forward`.
-            thread: Could take a part of separate networks.
+            thread: Not used; `ReluNetworks` takes one of its networks there.
         """
         (taken,) = passes
         for i in range(len(self._layers) - 1, -1, -1):
@@ -342,7 +342,7 @@ def is_tanh_mlp(net: nn.Module, size: int) -> bool:
 
 
 def are_hooked(networks: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether somebody hooks on to what networks compute, or to gradients."""
+    """Return whether networks have hooks, or parameters have hooks on their gradients."""
     modules = (module for network in networks for module in network.modules())
     return any(
         module._forward_hooks

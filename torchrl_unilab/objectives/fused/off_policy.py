@@ -79,14 +79,14 @@ class FusedOffPolicyUpdate(abc.ABC):
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
         tau: Share of the networks that their targets take over in each step.
-        matmul_dtype: The dtype of hidden layers' products, see `ReluNetwork`.
-        policy_thread: Take the policy's gradient in a thread of its own, beside the critics',
-            and where there is none, the targets: the results are the same, bit for bit. On a GPU
-            both are branches of a graph in any case.
+        matmul_dtype: The dtype of hidden layers' products; the parameters' if None.
+        policy_thread: Compute the policy's gradient in a second thread, beside the critics', and
+            in steps without it the critics' targets. The results are the same, bit for bit. On a
+            GPU both are branches of a graph in any case.
         ranks: Processes over whose minibatches gradients and statistics are averaged.
 
     Attributes:
-        observed: What the last `step` returned; a resumed update takes it over, in place.
+        observed: What the last `step` returned; to resume, overwrite it in place.
 
     Raises:
         ConfigError: The loss is not supported, or `tau` is out of its range.
@@ -216,7 +216,7 @@ class FusedOffPolicyUpdate(abc.ABC):
     def prepare(self, batch: TensorDictBase) -> torch.Tensor:
         """Pack transitions, with all that updates do not change computed.
 
-        Observations are normalised here, by the statistics of now, which the loss's own copies
+        Observations are normalised here, by the current statistics, which the loss's own copies
         take over (`sync_normalizers`). ``steps_to_next_obs``, if the batch has it, is the power
         of the discount, as in TorchRL's estimators; a ``priority_weight``, if the loss uses it,
         weights the losses' means.

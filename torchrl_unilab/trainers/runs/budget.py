@@ -56,7 +56,7 @@ LOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class RunSizes:
-    """What the size of a run follows from, beside its settings.
+    """What determines the size of a run, beside its settings.
 
     Attributes:
         frame: Dotted key to one frame of a rollout, shapes and dtypes.
@@ -121,7 +121,7 @@ class RunBudget:
         return cls(run_threads(config), MemoryBudget(items, memory_limits(sizes.device)))
 
     def __str__(self) -> str:
-        """Return threads and memory as lines for a person."""
+        """Return threads and memory as lines of text."""
         return f"threads: {self.threads}\nmemory:\n{self.memory.table()}"
 
     def as_dict(self) -> dict[str, Any]:

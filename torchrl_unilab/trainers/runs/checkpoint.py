@@ -56,7 +56,7 @@ from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.base import RankTrainer
 
 FORMAT = 5
-"""Of what this package puts into a checkpoint; another one is refused."""
+"""Version of the format of this package's checkpoints; others are refused."""
 DIGESTS = "digests.json"
 MANIFEST = "manifest.json"
 _PREFIX, _DIGITS = "frames", 12
@@ -92,7 +92,7 @@ class SavedRun:
         frames: Frames that had been collected.
         run: Task, algorithm, seed and settings.
         total_frames: Frames that the run was to collect.
-        interval: Frames between checkpoints; None where nobody said.
+        interval: Frames between checkpoints; None if it was not set.
         keep: How many checkpoints are kept.
         resumed: Frames at which the run had been resumed, each time.
         version: Of the weights that had been published last.

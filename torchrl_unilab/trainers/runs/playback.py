@@ -37,11 +37,12 @@ def play_run(
         run_dir: A run.
         video: The file to write, ending in ``.mp4``; replaced if it exists.
         episodes: How many.
-        max_steps: Ends an episode early.
+        max_steps: Steps after which an episode ends; the task's limit if None.
         seed: Seed of the episodes, and of actions that are drawn.
         width: In pixels, even.
         height: In pixels, even.
-        camera: As in `torchrl_unilab.envs.rendering.BatchRenderer`.
+        camera: A camera of the model, by name or number; None for one that follows the robot,
+            see `torchrl_unilab.envs.rendering.BatchRenderer`.
         deterministic: Act without exploration.
         progress_bar: Show one on standard error.
 

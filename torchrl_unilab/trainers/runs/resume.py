@@ -29,10 +29,10 @@ from torchrl_unilab.trainers.runs.saved import (
 from torchrl_unilab.trainers.runs.train import Run
 
 _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
-"""What a resumed run can do otherwise."""
+"""Settings that a resumed run may change."""
 
 _TAKEN_OVER = _CHANGEABLE - {"stop_at", "max_seconds", "progress_bar"}
-"""What it does as before by default: not what ended it, nor how it was shown."""
+"""Those that it keeps by default: all but what ended the run and how it was shown."""
 
 
 def resume_run(
@@ -55,14 +55,14 @@ def resume_run(
 
     Args:
         run_dir: The run.
-        settings: What the run is known to be, such as ``{"env": "Hopper-v5"}``; it is
-            refused if it is not. ``device``, ``collector_device``, ``physics_threads`` and
-            ``learner_threads`` may be others: it continues there, and its generators begin anew
-            on another device.
-        frames: Frames to collect, those that have been among them; by default as many as
+        settings: Settings that the run is expected to have, such as ``{"env": "Hopper-v5"}``; a
+            run that has others is refused. ``device``, ``collector_device``, ``physics_threads``
+            and ``learner_threads`` may differ: the run continues with them, and its generators
+            begin anew on another device.
+        frames: Frames to collect, including those already collected; by default as many as
             the run was to collect.
-        create_env: As it was given to the run.
-        announce: Is called with lines for a person.
+        create_env: The function that the run was given, if any.
+        announce: Called with lines of text for the user; nothing is said if None.
         **options: As for `train_appo`. Loggers, evaluations, videos, trace, ``rank_timeout``, and
             how checkpoints are kept are as they were by default; what ended the run is not taken
             over.

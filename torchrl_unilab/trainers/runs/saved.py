@@ -35,7 +35,7 @@ from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
 CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"
 OF_THE_MACHINE = ("device", "collector_device", "physics_threads", "learner_threads")
-"""Settings of where a run computes, not of what: a resumed one may have others."""
+"""Settings of the machine, not of the result: a resumed run may change them."""
 
 
 def run_path(run_dir: str | os.PathLike[str]) -> Path:
@@ -97,7 +97,7 @@ def check_run(
         saved: The checkpoint.
         said: What ``config.yaml`` says.
         refusal: How the error begins.
-        settings: What the run is known to be, whatever ``config.yaml`` says.
+        settings: Further settings that the run is expected to have, if any.
     """
     known = {key: value for key, value in said.items() if key in saved.run}
     try:
@@ -213,7 +213,7 @@ def load_policy(
 
     Args:
         run_dir: The run.
-        create_env: As it was given to the run.
+        create_env: The function that the run was given, if any.
 
     Returns:
         A module on the CPU that reads the run's observation, float32 [..., size], and writes
@@ -251,7 +251,7 @@ def evaluate_run(
         run_dir: The run.
         episodes: How many.
         seed: Of the episodes.
-        create_env: As it was given to the run.
+        create_env: The function that the run was given, if any.
 
     Returns:
         ``env``, ``episodes``, and mean, minimum and maximum of the returns. Episodes are cut where

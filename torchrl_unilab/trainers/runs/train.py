@@ -81,7 +81,7 @@ def train_appo(
             `MujocoBatchEnv` of the task if not given. Where it makes another number than
             ``num_envs``, each takes more or fewer steps, for as many frames. Actions are drawn from
             a Gaussian without bounds; one that does not clip them needs a `ClipTransform`.
-        announce: Is called with lines for a person.
+        announce: Called with lines of text for the user; nothing is said if None.
         **options: Other fields of `RunConfig`, such as ``stop_at`` or ``eval_interval``.
 
     Returns:
@@ -138,7 +138,7 @@ class Run:
         config: The algorithm's settings.
         run_dir: New or empty, or that of `saved`.
         create_env: Makes one collector's environment; `MujocoBatchEnv` if not given.
-        announce: Is called with lines for a person.
+        announce: Called with lines of text for the user; nothing is said if None.
         saved: The checkpoint to resume from, if any.
         again: Whether `run_dir` may be that of a run that ended before its first checkpoint.
 
@@ -216,7 +216,7 @@ class Run:
             self.learner = build_learner(proxy, self.config)
             evaluates = self.options.eval_interval is not None
             run_budget(proxy, self.learner, self.config, evaluates=evaluates).check()
-        # What all see of the run first: a directory that is not shared differs in that.
+        # The newest checkpoint first: it differs if the run directory is not shared.
         seen = {"checkpoint in the run's directory, at frames": self.resumed[-1:]}
         self.ranks.check_same(seen | self.settings | package_versions())
         for module in (self.learner.loss, *self.learner.normalizers.values()):
@@ -327,7 +327,7 @@ class Run:
         return False
 
     def _start_writing(self) -> RunLogger:
-        """Make the run directory and the logs: what can be refused has been."""
+        """Make the run directory and the logs, after all that can be refused."""
         self._holding.enter_context(run_dir_held(self.path))
         if not self.saved and not self._again:
             check_run_dir(self.path)  # again: another run may have used it meanwhile
