@@ -101,7 +101,7 @@ def test_a_mask_of_another_shape_than_the_items_is_refused(length, dtype):
     for shape in ((), (length, 1), (1, length), (length + 1,)):
         mask = np.ones(shape, dtype)
         for index in (mask, torch.as_tensor(mask)):
-            with pytest.raises(IndexError, match=rf"expected \[{length}\], one for each"):
+            with pytest.raises(IndexError, match=rf"expected \[{length}\], one flag per item"):
                 flat_positions(index, length)
 
 
