@@ -36,7 +36,10 @@ Pull = Literal["step", "rollout"]
 
 @dataclass(frozen=True)
 class APPOConfig(Settings):
-    """Settings of one APPO run; each field's help text describes it.
+    """Settings of one APPO run.
+
+    ``torchrl-unilab train appo --help`` lists them with meaning, range and default; so does the
+    help text in the metadata of each of ``dataclasses.fields(APPOConfig)``.
 
     Raises:
         ConfigError: A setting cannot work.

@@ -46,7 +46,9 @@ class OffPolicyConfig(Settings):
     """Settings of one SAC or TD3 run.
 
     A *tick* is ``env_steps_per_sync`` steps of all environments, followed by
-    ``updates_per_step`` updates on as many minibatches.
+    ``updates_per_step`` updates on as many minibatches. ``torchrl-unilab train sac --help`` lists
+    all settings with meaning, range and default; so does the help text in the metadata of each of
+    ``dataclasses.fields(OffPolicyConfig)``.
 
     Raises:
         ConfigError: A setting cannot work.

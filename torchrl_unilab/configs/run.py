@@ -30,7 +30,10 @@ Seed = Annotated[int, Field(ge=0, le=2**32 - 1, description=f"an integer within 
 
 @dataclass(frozen=True)
 class RunConfig(Settings):
-    """Settings of one run of any algorithm; each field's help text describes it.
+    """Settings of one run of any algorithm.
+
+    ``torchrl-unilab train appo --help`` lists them with meaning, range and default; so does the
+    help text in the metadata of each of ``dataclasses.fields(RunConfig)``.
 
     Raises:
         ConfigError: A setting cannot work.
