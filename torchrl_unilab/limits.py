@@ -100,7 +100,7 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
         else:
             continue
         # In a container the path may be that of the host, while the mount is the group itself:
-        # of the groups on the way from the mount, those that are not there are passed over.
+        # groups on the way from the mount that do not exist there are skipped.
         names = Path(path.lstrip("/")).parts
         for depth in range(len(names) + 1):
             yield version, first.joinpath(*names[:depth])

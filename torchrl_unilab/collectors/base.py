@@ -62,8 +62,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
         create_env_fn: Makes a worker's environment, of any TorchRL kind, or one such
             function per worker; cloudpickled. One environment is made here for its specs, so with
             `inline` it is called twice, and may hold no transform.
-        policy: Acts in the workers, which get copies; needs parameters or buffers. None where
-            `policy_factory` makes it.
+        policy: Acts in the workers, which get copies. None where `policy_factory` makes it; may
+            have no parameters.
         total_frames: Frames to yield, -1 for no end.
         num_collectors: Workers, if `create_env_fn` is one function.
         weight_sync_schemes: ``{"policy": UniLabShmScheme(...)}``, the default.

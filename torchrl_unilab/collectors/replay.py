@@ -56,7 +56,7 @@ class ReplaySink:
     def collect(
         self, rollouts: RolloutWorker, publish: Callable[[], None], timeout: float | None
     ) -> bool:
-        """Collect one rollout and write its rows. The metrics count rows that are there."""
+        """Collect one rollout, write its rows, and then count them in the metrics."""
         with span("rollout"):
             rollouts.rollout(self._slot)
         rollouts.clock.start()

@@ -234,7 +234,7 @@ class APPOCollector(WorkerCollector):
     def _next_of_round(self) -> RolloutLease:
         """Return the next rollout of a round: all workers collect at once, one each.
 
-        What is there of a round that was interrupted stays, and the rest is waited for.
+        After an interrupt, rollouts of the round that have arrived are kept, and the rest awaited.
         """
         team = self._finish_tick()
         if not self._waiting:
@@ -291,7 +291,7 @@ class APPOCollector(WorkerCollector):
         waiting = state_dict["waiting"]
         self._restored = [TensorDict(entries, size).clone() for size, entries in waiting]
         for rollout in self._restored:
-            # As far behind as it was: what is loaded is published next.
+            # Keep the lag that it had: the loaded weights are published next, as one more version.
             rollout.get(POLICY_VERSION).add_(self.scheme.version + 1 - state_dict["version"])
 
     @property

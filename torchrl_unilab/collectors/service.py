@@ -24,7 +24,7 @@ from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.trace import TraceSettings, span
 from torchrl_unilab.weight_update import UniLabShmScheme
 
-_CLAIM_SECONDS = 0.1  # from one check for a request to the next
+_CLAIM_SECONDS = 0.1  # between two checks for a request
 
 
 class Sink(Protocol):

@@ -48,7 +48,7 @@ def close_env(env: EnvBase) -> None:
 
 
 def check_env(env: object) -> None:
-    """Refuse what is no environment of TorchRL by a ConfigError."""
+    """Refuse anything but an environment of TorchRL; a ConfigError."""
     if not isinstance(env, EnvBase):
         raise ConfigError(
             f"create_env: it returned {type(env).__name__} (expected an environment of TorchRL). "
@@ -136,7 +136,7 @@ class Snapshotting(Protocol):
         """Return the state."""
 
     def restore(self, snapshot: Any) -> None:
-        """Resume from a state; a module begins anew from None."""
+        """Resume from a state; None resets a module."""
 
 
 def _as_sent(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class RolloutWorker:
         first_trajectory: Id of the first trajectory of all workers.
         scheme: Where the policy's weights come from, connected; None leaves them alone.
         exploration_type: How the policy acts.
-        random_frames: Frames at first with random actions.
+        random_frames: Frames with random actions at the start.
         device: Where the policy is. Noise that is drawn elsewhere than on the CPU is no part of
             `state_dict`.
         measure: Returns further metrics of the environment.

@@ -23,7 +23,7 @@ def add_settings(
     defaults: Mapping[str, Any],
     skip: Collection[str] = (),
 ) -> None:
-    """Add a flag per setting; what is not given is None."""
+    """Add a flag per setting; a flag that is not given is None."""
     types, kinds = typing.get_type_hints(kind), kind.kinds()
     for field in dataclasses.fields(kind):
         if field.name in skip:

@@ -1,4 +1,4 @@
-"""What is known of tasks: measured returns, and how long it took to reach them.
+"""Measured returns of tasks, and the time that it took to reach them.
 
 The command ``tasks`` shows it. ``make learning-page`` prints entries from recorded runs.
 """
@@ -76,9 +76,9 @@ each."""
 
 
 def known_of(task: str) -> list[Known]:
-    """Return what is known of a task, first the one to choose.
+    """Return the measurements of a task, the recommended one first.
 
-    That is the fastest of those within a tenth of the highest return; the others follow by return.
+    That is the fastest within a tenth of the highest return; the others follow by return.
     """
     entries = [entry for entry in KNOWN if entry.task == task]
     entries.sort(key=lambda entry: (-entry.mean_return, entry.seconds))

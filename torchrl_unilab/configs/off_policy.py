@@ -191,7 +191,7 @@ class OffPolicyConfig(Settings):
 
     @property
     def init_random_frames(self) -> int:
-        """Frames at first, of all collectors, with random actions."""
+        """Frames with random actions at the start, of all collectors."""
         return max(self.learning_starts, 0) * self.total_envs if self.init_random else 0
 
     @property

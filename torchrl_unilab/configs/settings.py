@@ -29,7 +29,7 @@ LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
 def _logger_names(value: str) -> str:
-    """Refuse what is not some names of loggers, each once."""
+    """Refuse anything but names of loggers, each at most once."""
     given = value.split(",")
     if len(set(given)) < len(given) or not set(given) <= set(typing.get_args(LoggerName)):
         raise ValueError(value)

@@ -63,7 +63,8 @@ class NodeScheme(UniLabShmScheme):
 
     Args:
         mailbox: The mailbox's name.
-        pull, slots: As in `UniLabShmScheme`.
+        pull: When a worker looks for a new version, as in `UniLabShmScheme`.
+        slots: How many snapshots rotate, at least 2.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class NodeScheme(UniLabShmScheme):
         return replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
 
     def _first(self) -> StoredWeights:
-        """Return the newest version, once there is one; the mailbox may be being started.
+        """Return the newest version, once there is one; the mailbox may still be starting.
 
-        What has been posted may take as long as it does to come.
+        Fetching a posted version has no time limit.
         """
         errors = load_ray().exceptions
         self._actor = find(self._mailbox, FIRST_SECONDS)
@@ -138,7 +139,7 @@ class NodeScheme(UniLabShmScheme):
         self._thread.start()
 
     def _follow(self, node: int) -> None:
-        """Publish what is posted until the end; the mailbox may be gone for a while."""
+        """Publish each posted version until the end, even if the mailbox is gone for a while."""
         transport = self._require_transport()
         errors = load_ray().exceptions
         while not self._ended.is_set():

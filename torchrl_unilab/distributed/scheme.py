@@ -165,7 +165,7 @@ class UniLabRayScheme(WeightSyncScheme):
                     f"collectors {sorted({*range(self._nodes)} - found.keys())}: they do not "
                     "follow the mailbox (expected all to). Give RayCollector collector_kwargs="
                     "{'weight_sync_schemes': {'policy': scheme.node()}}, of this scheme; if it has "
-                    "that, they may be being started."
+                    "that, they may still be starting."
                 )
             time.sleep(POLL_SECONDS / 10)
         if weights is not None:

@@ -45,9 +45,9 @@ class Randomize:
 
     A number is drawn uniformly for each chosen object and applied to the model's own
     value, never to one drawn before. All fields named and all of their columns get
-    the same number, so that what belongs together stays together: the gain of a
-    position servo, say, is ``("actuator_gainprm[0]", "actuator_biasprm[1]")``, and a
-    body that gets heavier without changing shape ``("body_mass", "body_inertia")``.
+    the same number, so that what belongs together stays together: for example
+    ``("actuator_gainprm[0]", "actuator_biasprm[1]")`` for the gain of a position servo, and
+    ``("body_mass", "body_inertia")`` for a body that gets heavier without changing shape.
 
     Attributes:
         fields: one or more fields of ``MjModel``, of floating-point numbers, with the
@@ -142,7 +142,7 @@ class ModelRandomizer:
         specs: what to randomise; where several change the same numbers, each is
             applied to what those before it made of the model's value.
         name: of the task, for messages.
-        reads: fields that somebody reads, of which some may follow from what differs.
+        reads: fields that the task reads; some may follow from those that are randomised.
 
     Raises:
         ConfigError: if the model has no such field or object, or MuJoCo derives the field from

@@ -62,8 +62,8 @@ class Simulations:
         start: the model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
 
     Raises:
-        ConfigError: if the task reads what there is not, or the model does not have what is
-            randomised.
+        ConfigError: if the task reads a field that does not exist, or the model does not have
+            what is randomised.
     """
 
     def __init__(

@@ -340,7 +340,7 @@ def _logged_warnings() -> Iterator[None]:
 
 
 def check_task(task: object) -> MujocoTask:
-    """Return a task; refuse what is none.
+    """Return a task; refuse anything else.
 
     Raises:
         ConfigError: Names what it is.

@@ -14,7 +14,7 @@ def timeout_bootstrap(
 
     Added to the reward of its last step, it stands for the rest of the episode (Pardo et al.
     2018, Time limits in reinforcement learning, arXiv 1712.00378, section 3). A terminal
-    state earns nothing, also where the time limit falls on the same step.
+    state earns nothing, even if the time limit falls on the same step.
 
     Args:
         v_t: Value of the true next observation, for a cut episode the final one, [...].

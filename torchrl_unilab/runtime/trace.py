@@ -82,7 +82,7 @@ class Tracer:
         """Return a context whose time is recorded, for one use, if a trace is.
 
         Args:
-            name: What is done meanwhile; one of few.
+            name: What is done meanwhile; use few different names.
         """
         part = self._part
         return _OFF if part is None else _Span(part, name)

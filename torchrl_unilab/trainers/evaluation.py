@@ -143,7 +143,7 @@ class Videos(NamedTuple):
 
 
 class BackgroundEvaluation:
-    """Evaluates the published policy in a separate process, every so many frames.
+    """Evaluates the published policy in a separate process, each time after `interval` frames.
 
     One evaluation runs at a time: what becomes due meanwhile is left out. Its figures are logged
     as ``eval_return`` and ``eval_length`` at the frames at which it was asked for.
@@ -280,7 +280,7 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
     create_env, create_stage, policy, episodes, max_steps, seed = cloudpickle.loads(payload)
 
     def watching(current: TensorDictBase) -> TensorDictBase:
-        link.request(block=False)  # raises if the learner has ended: none comes before the answer
+        link.request(block=False)  # raises if the learner has ended; it asks nothing meanwhile
         acted: TensorDictBase = policy(current)
         return acted
 

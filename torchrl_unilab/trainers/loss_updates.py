@@ -87,7 +87,7 @@ class APPOStepper(OptimizationStepper):
         """
         if isinstance(self.owner, FusedAPPOUpdate):
             self.owner.check()
-        # Gradients of a fused step, say. Those that are views of one tensor must stay views.
+        # For example those of a fused step, which are views of one tensor and must stay so.
         self.optimizer.zero_grad(set_to_none=self.owner is self)
         losses: TensorDictBase = self._losses(sub_batch)
         torch.stack(

@@ -56,7 +56,7 @@ def tell_progress(trainer: Trainer, tell: Callable[[str], None], every: float = 
     """Say how far training is, line by line, where no progress bar can be drawn.
 
     Rate and time left are those of the frames since the line before: a run that learns is slower
-    than its first frames, which act at random. A line comes `every` so many seconds.
+    than its first frames, which act at random. A line comes after `every` seconds.
     """
     last_seconds, last_frames = trainer.returns.seconds, trainer.collected_frames
 

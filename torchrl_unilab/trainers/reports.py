@@ -67,7 +67,7 @@ _LAG_SHARES = {
     "policy_lag_8_15": 15,
     "policy_lag_16_up": float("inf"),
 }
-"""What is logged of how far behind batches were: key to the largest lag of its share."""
+"""Logged shares of batches by policy lag: key to the largest lag that it counts."""
 
 
 class LogPolicyLag(_Report):
@@ -308,8 +308,8 @@ class EpisodeReturns(LearningCurve):
 class CollectorReport(LearningCurve):
     """Logs what a collector's workers count: returns, rates, memory, frames per second.
 
-    The workers count their episodes themselves, so returns are right also where rollouts
-    are dropped. Reading never blocks.
+    The workers count their episodes themselves, so returns are right even if rollouts are
+    dropped. Reading never blocks.
 
     Args:
         collector: The collector.

@@ -9,7 +9,7 @@ waits for is the whole protocol::
                there                                                     (the device waits);
                without streams `acquire` copies, in the learner's thread
     acquire    the learner's work from here on comes after the copy      (the device waits)
-    release    the learner's work up to here is what the next copy comes after
+    release    the next copy comes after the learner's work up to here
 
 `DoubleBufferReplayPipeline` calls it: `acquire` and `release` in the learner's thread, whose
 current stream they are about, the rest in any thread.
@@ -104,7 +104,7 @@ class PortableTransfer(HostTransfer):
         self._pending.add(slot)
 
     def acquire(self, slot: int) -> TensorDictBase:
-        """Return the batch on the device; copy it at first, which waits for the copy."""
+        """Return the batch on the device; the first call after `submit` copies it, and waits."""
         if slot in self._pending:
             for target, source in self._blocks[slot]:
                 target.copy_(source)

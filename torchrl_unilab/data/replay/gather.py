@@ -32,7 +32,7 @@ class ReplaySnapshot(NamedTuple):
     Attributes:
         ptr: Rows written since the storage was last emptied.
         size: Rows that can be sampled.
-        window: Which ones; None for all that there are.
+        window: Which ones; None for all of them.
     """
 
     ptr: int

@@ -256,9 +256,9 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             return math.inf
 
     def _written(self, index: torch.Tensor, storage: Storage | None) -> torch.Tensor | None:
-        """Return which rows there are, bool [n]; None if all are.
+        """Return which of the rows exist, bool [n]; None if all do.
 
-        Others may have been sampled before the rows were emptied.
+        The others may have been sampled before the storage was emptied.
         """
         first, last = map(int, index.aminmax())
         self._check_capacity(last + 1)

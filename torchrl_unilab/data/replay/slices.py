@@ -21,11 +21,11 @@ _Boundaries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Ends(NamedTuple):
-    """What is known of the rows of a storage.
+    """The ends of trajectories found so far in the rows of a shard.
 
     Attributes:
         source: Of which rows, by which key, since which rewriting.
-        seen: The number of the first row that nobody has looked at.
+        seen: The number of the first row that has not been looked at.
         numbers: Ascending numbers of rows before it that end a trajectory, int64 [n].
     """
 
@@ -125,7 +125,7 @@ class PackedSliceSampler(SliceSampler):
         return self._used_traj_key if self._fetch_traj else self.end_key
 
     def _found(self, timeline: _Timeline) -> _Boundaries | None:
-        """Return the same, by what is known; None if that is left to TorchRL."""
+        """Return the boundaries from the known ends; None if TorchRL has to look for them."""
         if self._cache or self._gpu_device is not None:
             return None
         storage = timeline.storage
@@ -248,7 +248,7 @@ def _ends(
         column: Its flags or numbers, [shard_rows] or [shard_rows, 1].
         rows: Which rows, by which key, since which rewriting.
         steps: Where to look.
-        known: What is known.
+        known: The ends found so far, if any.
         changes: Whether rows end a trajectory if the next ones of the environment have other
             numbers; else if they are flagged.
     """

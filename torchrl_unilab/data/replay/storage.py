@@ -157,7 +157,7 @@ class PackedReplayStorage(SharedReplay):
         Args:
             cursor: An int, or a slice, range, list or tensor of positions.
             data: One row for an int, else rows [n], or a list of rows.
-            set_cursor: False to write in place also where rows could be appended.
+            set_cursor: False to write in place even where rows could be appended.
 
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
@@ -220,9 +220,9 @@ class PackedReplayStorage(SharedReplay):
             self._appender.rewrite(positions, data)
 
     def continue_at(self, position: int) -> None:
-        """Let the next row go to a position, where the writer of a stock checkpoint goes on.
+        """Write the next row at a position, where the writer of a stock checkpoint continues.
 
-        Rows from there on are then the oldest. Without effect before all have been written.
+        The oldest row lies there then. No effect before all positions have been written.
         """
         if self.writers == 1 and len(self) == self.max_size:
             heads = self.rows.window().heads
@@ -351,7 +351,7 @@ class PackedReplayStorage(SharedReplay):
         return {"header": self.header() | saved, "rows": copies}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`, of this class or a stock one of ``ndim=1``, in place of what is.
+        """Replace all rows by a `state_dict` of this class, or of a stock one of ``ndim=1``.
 
         Raises:
             CheckpointError: The storage is not like the one that was saved; it keeps its rows.

@@ -78,17 +78,17 @@ class TrajectoryMarker:
         ahead, behind = [view[:-envs] for view in views], [view[envs:] for view in views]
         start = torch.arange(count, device="cpu")
         start[envs:].masked_fill_(self._follows(ahead, behind), -1)
-        # The latest start of each environment. Their numbers may fall: that of a trajectory which
-        # goes on is of the storage that its rows were loaded from.
+        # The latest start of each environment, by index: the numbers of trajectories need not
+        # ascend, as one that continues loaded rows keeps its number of the earlier storage.
         views[-1].copy_(new[start.view(-1, envs).cummax(0).values.view(-1)])
 
     def _rows_per_step(self, views: list[torch.Tensor], shard: int, head: int) -> int:
         """Find whether rows are a step of several environments, or one trajectory after the other.
 
-        They are a step if they go on from one of as many rows. Else they are trajectories if most
-        rows that can be followed are followed by the next (by chance a few may be, where
-        observations are few, and the last ones of trajectories are not), or if none can be, and
-        the first goes on from a trajectory.
+        They are a step if they continue a step of as many rows. Otherwise they are trajectories if
+        most rows that are not done are followed by the next one (a few may be by chance if
+        observations are few, and a trajectory's last row is not), or if all but the last are done
+        and the first continues a trajectory.
         """
         count = len(views[-1])
         if self._goes_on(views, count, shard, head):
@@ -101,7 +101,7 @@ class TrajectoryMarker:
         return 1 if self._goes_on(views, 1, shard, head) else count
 
     def _goes_on(self, views: list[torch.Tensor], envs: int, shard: int, head: int) -> bool:
-        """Whether the first rows, `envs` of them, go on from a step of as many."""
+        """Whether the first `envs` rows continue a step of as many rows."""
         before = self._last_step(envs, shard, head)
         if before is None:
             return False

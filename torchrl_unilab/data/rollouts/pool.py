@@ -114,7 +114,7 @@ class RolloutPool:
 
     @property
     def data(self) -> TensorDictBase:
-        """The rollouts, a view [T, K * N] of those that are there.
+        """The rollouts added so far, a view [T, K * N].
 
         Raises:
             ConfigError: There is none yet.

@@ -298,7 +298,7 @@ class SharedRollouts(SharedStorage):
         return [lease for lease in self.ring.leases if not self._acquired(lease)]
 
     def _hold(self, count: int, timeout: float | None = 0.0) -> list[Lease]:
-        """Hold `count` unread rollouts, or all that come in time; return those that are held."""
+        """Hold `count` unread rollouts, or as many as come in time; return all that are held."""
         unread, end = self._unread(), time.monotonic() + (timeout or 0.0)
         while len(unread) < count:
             lease = self.ring.acquire(timeout and max(0.0, end - time.monotonic()))

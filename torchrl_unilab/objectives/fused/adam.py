@@ -46,7 +46,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def trained(parameters: TensorDictBase) -> dict[NestedKey, nn.Parameter]:
-    """Return what is learnt of a loss's parameters, which come with the buffers."""
+    """Return the learnt ones of a loss's parameters, leaving out its buffers."""
     leaves = parameters.items(include_nested=True, leaves_only=True)
     return {key: leaf for key, leaf in leaves if leaf.requires_grad}
 

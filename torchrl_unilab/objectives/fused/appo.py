@@ -179,7 +179,7 @@ class FusedAPPOUpdate:
 
         Raises:
             ConfigError: A parameter's memory has moved since this was made, or it was frozen, or
-                somebody hooks on to what it computes.
+                a hook was registered on a network or a parameter.
             LayoutShapeError: The batch has several dimensions.
         """
         self.check()

@@ -133,13 +133,13 @@ class SideStream:
 
     @contextlib.contextmanager
     def fork(self) -> Iterator[None]:
-        """Launch what follows there, after the current stream's work of before."""
+        """Launch what follows there, after the work queued on the current stream."""
         self._stream.wait_stream(self._cuda.current_stream(self._device))
         with self._cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """Have the current stream go on after the work there."""
+        """Let the current stream wait for the work there."""
         self._cuda.current_stream(self._device).wait_stream(self._stream)
 
 

@@ -71,7 +71,7 @@ class FusedOffPolicyUpdate(abc.ABC):
     The base of `FusedSACUpdate` and `FusedTD3Update`. Parameters of actor, critics and targets
     become views of one tensor each. The loss, and the actor that it was made of, keep their
     `nn.Parameter` objects, whose memory moves: make this after the loss is on its device, and
-    before what holds on to that memory, as ``parameter.data``. Nothing waits for the device. On a
+    before anything keeps that memory (``parameter.data``). Nothing waits for the device. On a
     GPU steps are replayed graphs (`StepGraphs`), unless ranks learn together.
 
     Args:
@@ -194,7 +194,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         for name in ("_differentiate_critics", "_differentiate_policy"):
             setattr(self, name, compiled(getattr(self, name), dynamic=False, options=options))
         self._critics_are_whole = True  # they take less time so than shared with the thread
-        self._graphs = graphs_of(self.observed.device, self.ranks)  # without steps of before
+        self._graphs = graphs_of(self.observed.device, self.ranks)  # without captured steps
 
     def close(self) -> None:
         """End the policy's thread; a step after it takes none. Idempotent."""
@@ -231,7 +231,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         Raises:
             LayoutError: The batch lacks a key, has not one dimension, or a part another width.
             ConfigError: A parameter's memory has moved since this was made, or it was frozen, or
-                somebody hooks on to what it computes.
+                a hook was registered on a network or a parameter.
         """
         check_hooks((self.loss.actor_network, self.loss.qvalue_network), self.loss.parameters())
         for adam in (self._critic_adam, *self._policy_adams):

@@ -21,9 +21,9 @@ Evaluation            seed + i
 ====================  ==================================================================
 
 A checkpoint has the state of all of them, so that a run in lock-step that resumes from one
-equals, bit for bit, the run that was never interrupted. What Ctrl-C or an error leaves has no
-collectors' state: they may have been in the midst of something. Of several ranks it has rank 0's:
-the others resume with its networks and replay, and begin episodes and noise that were not before.
+equals, bit for bit, the run that was never interrupted. A checkpoint after Ctrl-C or an error has
+no collectors' state, as they may have been interrupted in mid-rollout. With several ranks it has
+rank 0's state: the others resume with its networks and replay, and with new episodes and noise.
 """
 
 from __future__ import annotations
@@ -343,12 +343,12 @@ def _sync(path: Path) -> None:
 
 
 def save_learner(trainer: Trainer, *, insist: bool = False) -> None:
-    """Save all but the workers' state, which may be in the midst of something, or lost.
+    """Save all but the state of the workers, which may be busy or lost.
 
     To `insist` is to begin again after an interrupt: torchrun sends all ranks one if one is lost.
     """
     if not all(p.isfinite().all() for p in trainer.loss_module.parameters()):
-        return  # checkpoints of before are worth more
+        return  # the earlier checkpoints are worth more
     try:
         trainer.checkpoint_rotation.save(
             trainer.checkpoint,

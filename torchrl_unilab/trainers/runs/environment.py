@@ -1,4 +1,4 @@
-"""What a run needs of its environment: what the networks read and write, and how many there are."""
+"""What a run needs of its environment: the networks' inputs, the actions, and the batch size."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 def _is_installed(name: str) -> bool:
     spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None  # a directory of logs, say, has none
+    return spec is not None and spec.origin is not None  # a directory has none
 
 
 def check_run_dir(path: Path) -> None:

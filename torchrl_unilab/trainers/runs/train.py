@@ -90,7 +90,7 @@ def train_appo(
     Raises:
         ConfigError: The run directory is not empty, a setting cannot work, memory is too small, or
             the task is unknown.
-        DivergedError: What is learnt is no longer finite; checkpoints are of before.
+        DivergedError: What is learnt is no longer finite; the checkpoints are from before that.
 
     Examples:
         >>> from torchrl_unilab.trainers import train_appo
