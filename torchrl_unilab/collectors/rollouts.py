@@ -96,7 +96,7 @@ class APPOCollector(WorkerCollector):
         slots: Slots of the ring, shared out evenly among the workers and rounded up. By default
             one per worker, so that a worker starts its next rollout when its last was taken, with
             the newest weights there are.
-        overflow: ``"block"`` or ``"overwrite"``.
+        overflow: ``"block"`` or ``"overwrite"``; always ``"block"`` with `lockstep`.
         max_policy_lag: Rollouts that started more published versions ago than this are
             dropped and counted in `stale`; None takes all.
         use_buffers: Yield borrowed memory, valid until the next rollout is asked for,

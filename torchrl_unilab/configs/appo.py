@@ -74,8 +74,8 @@ class APPOConfig(Settings):
     )
     anneal: Fraction = setting(
         1.0,
-        "share of the run, its last, in which the highest learning rate falls linearly to 0; "
-        "0: it stays",
+        "last share of the run, in which the highest learning rate falls linearly to 0; 0: it is "
+        "constant",
     )
     desired_kl: Positive = setting(
         0.02, "KL divergence, target to current policy, to steer towards"
@@ -92,8 +92,8 @@ class APPOConfig(Settings):
     log_std: float = setting(0.0, "initial log standard deviation of the actions")
     final_log_std: float | None = setting(
         None,
-        "highest log standard deviation after the last frame; the bound falls to it linearly "
-        "from log_std, while the rate falls, and all along with anneal 0; None: no bound",
+        "upper bound of the log standard deviation at the end; the bound falls to it linearly from "
+        "log_std, while the rate falls, or in the whole run with anneal 0; None: no bound",
     )
     noise_correlation: Correlation = setting(
         0.0,
@@ -102,8 +102,8 @@ class APPOConfig(Settings):
     gamma: Fraction = setting(0.99, "discount per step")
     final_gamma: Fraction | None = setting(
         None,
-        "discount after the last frame; the horizon, 1 / (1 - gamma), grows to its own by the same "
-        "factor in equal shares of the run; None: gamma stays",
+        "discount at the end; the horizon, 1 / (1 - gamma), grows geometrically from that of gamma "
+        "to that of final_gamma; None: gamma is constant",
     )
     lambda_: Fraction = setting(0.95, "decay of V-trace's traces")
     rho_bar: Positive = setting(1.0, "V-trace's bound of the ratio in temporal differences")
@@ -132,7 +132,9 @@ class APPOConfig(Settings):
     )
     slots: Count | None = setting(None, "slots of the rollout ring; None: one per collector")
     overflow: Overflow = setting(
-        "block", "what a collector without a free slot does to its rollout"
+        "block",
+        "what a collector without a free slot does: block waits for one, overwrite drops its "
+        "oldest unread rollout; with lockstep always block",
     )
     max_policy_lag: Natural | None = setting(
         None, "published versions after which a rollout is dropped; None keeps all"

@@ -74,15 +74,15 @@ class OffPolicyConfig(Settings):
     )
     learner_threads: Count | None = setting(
         None,
-        "threads of the learner; a fused update takes the policy's gradient in half of them, "
-        "beside the critics'; None: 2 of one core each",
+        "threads of the learner; a fused update computes the policy's gradient on half of them, "
+        "beside the critics'; None: 2, or 1 on a single core",
     )
     replay_buffer_n: Count = setting(62_500, "rows of the replay per environment")
     batch_size: Count = setting(256, "rows of a minibatch")
     learning_starts: int = setting(
         250, "steps of each environment before the first update; below 0 counts as 0"
     )
-    init_random: bool = setting(True, "take those steps at random, not by the policy")
+    init_random: bool = setting(True, "act at random, not by the policy, up to learning_starts")
     updates_per_step: Count = setting(
         4, "updates per tick, which is env_steps_per_sync steps of all environments"
     )
@@ -94,8 +94,8 @@ class OffPolicyConfig(Settings):
     )
     prefetch: bool = setting(
         False,
-        "pack the next tick's sample in a thread while this one's is learnt from: it has rows up "
-        "to this tick only; for a learner that leaves a core idle",
+        "pack the next tick's sample in a thread during this tick's updates: it has no rows of the "
+        "next tick; for a learner that leaves a core idle",
     )
     restart_workers: Natural = setting(
         0, "lost collectors to replace before the loss of one ends the run"
@@ -104,7 +104,7 @@ class OffPolicyConfig(Settings):
     obs_normalization: bool = setting(
         False, "normalise observations by running statistics; each row counts once"
     )
-    n_step: Count = setting(1, "rewards that are summed before a value is looked up")
+    n_step: Count = setting(1, "steps of the returns: rewards summed before a value is added")
     observation: Text = setting("observation", "key that the actor reads")
     critic_observation: Text = setting("observation", "key that the critics read")
     hidden: Widths = setting((256, 256), "widths of actor's and critics' layers")
@@ -115,7 +115,7 @@ class OffPolicyConfig(Settings):
     lr_critic: Positive = setting(3e-4, "learning rate of the critics")
     lr_alpha: Positive = setting(3e-4, "learning rate of SAC's temperature", of="sac")
     anneal: Fraction = setting(
-        0.0, "share of the run, its last, in which learning rates fall linearly to 0; 0: they stay"
+        0.0, "last share of the run, in which learning rates fall linearly to 0; 0: constant rates"
     )
     alpha: Positive = setting(
         1.0,
@@ -126,11 +126,15 @@ class OffPolicyConfig(Settings):
     target_noise: NonNegative = setting(
         0.2, "TD3's noise on target actions, in halves of the action's range", of="td3"
     )
-    target_noise_clip: NonNegative = setting(0.5, "bound of that noise, in the same unit", of="td3")
+    target_noise_clip: NonNegative = setting(
+        0.5, "bound of target_noise's draws, in halves of the action's range", of="td3"
+    )
     noise_std_min: NonNegative = setting(
         0.05, "lowest standard deviation of TD3's exploration noise, one per environment", of="td3"
     )
-    noise_std_max: NonNegative = setting(0.4, "highest one", of="td3")
+    noise_std_max: NonNegative = setting(
+        0.4, "highest standard deviation of TD3's exploration noise", of="td3"
+    )
     reward_scale: Positive = setting(
         1.0, "factor on rewards for learning; reported returns are unscaled"
     )

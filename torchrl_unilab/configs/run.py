@@ -80,12 +80,12 @@ class RunConfig(Settings):
         None, "frames between checkpoints; None: a quarter of all"
     )
     keep_checkpoints: Count = setting(
-        2, "checkpoints that are kept, the newest; keep 2 to load one while the run goes on"
+        2, "newest checkpoints to keep; with 2, one can be loaded while the run goes on"
     )
     rank_timeout: Positive = setting(
         300.0,
-        "under torchrun, seconds within which all ranks come to each step: longer than a "
-        "checkpoint takes to write; one that does not ends the run",
+        "under torchrun, seconds within which each rank must reach a step, or the run ends; make "
+        "it longer than a checkpoint takes to write",
     )
 
     def __post_init__(self) -> None:

@@ -109,7 +109,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
 
     @PrioritizedSampler.alpha.setter
     def alpha(self, value: float) -> None:
-        """Set the exponent of priorities; those that there are follow it."""
+        """Set the exponent of priorities, also of those that are set already."""
         _check_number("alpha", value)
         PrioritizedSampler.alpha.fset(self, value)
 

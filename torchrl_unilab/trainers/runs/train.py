@@ -282,7 +282,7 @@ class Run:
             checkpoint_metadata=lambda _: checkpoints.metadata(
                 run, total_frames=options.frames, resumed=self.resumed, version=scheme.version
             ),
-            save_trainer_interval=options.interval - 1,
+            save_trainer_interval=options.interval - 1,  # TorchRL waits for more than this
             log_interval=min(10 * collector.frames_per_batch, options.frames // 20),
         )
 
