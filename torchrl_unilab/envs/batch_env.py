@@ -63,41 +63,41 @@ class MujocoBatchEnv(EnvBase):
     (`torchrl_unilab.envs.mujoco_engine.stop_physics_clock`).
 
     Args:
-        task: a task, or the name of one, as `torchrl_unilab.envs.make_task` takes it.
-        num_envs: number of simulations.
-        num_threads: physics threads; by default one for each CPU that this process may use but
+        task: A task, or the name of one, as `torchrl_unilab.envs.make_task` takes it.
+        num_envs: Number of simulations.
+        num_threads: Physics threads; by default one for each CPU that this process may use but
             one, which is the learner's, and at least two if there are two.
-        seed: seed of the initial states; simulation ``i`` draws from its own generator, seeded
+        seed: Seed of the initial states; simulation ``i`` draws from its own generator, seeded
             ``seed + i`` as in Gymnasium's vector environments. None: from the operating system.
-        max_episode_steps: steps after which an episode is truncated; by default the task's.
-        device: device of the tensors, by default the CPU. Physics is on the CPU.
+        max_episode_steps: Steps after which an episode is truncated; by default the task's.
+        device: Device of the tensors, by default the CPU. Physics is on the CPU.
         dtype: torch.float32 or torch.float64.
-        with_reward_terms: whether steps also return the parts of the reward.
-        randomization: how the simulations' models differ; by default as the task
+        with_reward_terms: Whether steps also return the parts of the reward.
+        randomization: How the simulations' models differ; by default as the task
             says, and not at all if empty. Follows from the seed.
-        stagger: whether the first episodes have limits drawn at random, up to the limit, so that
+        stagger: Whether the first episodes have limits drawn at random, up to the limit, so that
             the simulations' episodes do not all end in the same step. A second reset, as in
             `check_env_specs`, begins whole episodes; `set_seed` staggers those that follow.
-        from_pixels: whether resets and steps also return a picture of each simulation
+        from_pixels: Whether resets and steps also return a picture of each simulation
             under ``pixels``, ``(n, render_height, render_width, 3)`` uint8.
-        pixels_only: whether ``pixels`` then replace the observations, as in ``GymEnv``.
-        render_width: width of pictures in pixels.
-        render_height: height of pictures in pixels.
-        render_camera: camera, as for `torchrl_unilab.envs.rendering.BatchRenderer`.
-        render_ids: the simulations in ``pixels``, distinct; None for all. The
+        pixels_only: Whether ``pixels`` then replace the observations, as in ``GymEnv``.
+        render_width: Width of pictures in pixels.
+        render_height: Height of pictures in pixels.
+        render_camera: Camera, as for `torchrl_unilab.envs.rendering.BatchRenderer`.
+        render_ids: The simulations in ``pixels``, distinct; None for all. The
             pictures of the others stay black and take no time.
 
     Attributes:
-        task: the task.
-        max_episode_steps: steps after which an episode is truncated.
-        stagger: whether the first episodes after a seed have limits of their own.
-        dt: seconds of simulated time that a step takes.
-        randomizer: holds what differs between the simulations' models.
-        phase_seconds: seconds since construction spent in ``physics``, ``reward``,
+        task: The task.
+        max_episode_steps: Steps after which an episode is truncated.
+        stagger: Whether the first episodes after a seed have limits of their own.
+        dt: Seconds of simulated time that a step takes.
+        randomizer: Holds what differs between the simulations' models.
+        phase_seconds: Seconds since construction spent in ``physics``, ``reward``,
             ``observation`` and ``reset`` (whose observations count as observations).
 
     Raises:
-        ConfigError: if an argument is out of range or names no task, or pictures cannot be
+        ConfigError: An argument is out of range or names no task, or pictures cannot be
             drawn.
 
     Examples:
@@ -217,7 +217,7 @@ class MujocoBatchEnv(EnvBase):
         Args:
             qpos: ``(k, nq)``, metres and radians as in the model.
             qvel: ``(k, nv)``, the same per second.
-            ids: the ``k`` simulations to set, distinct; None for all.
+            ids: The ``k`` simulations to set, distinct; None for all.
 
         Of a transformed environment, call ``env.base_env.set_state``: transforms do not see it.
 
@@ -225,7 +225,7 @@ class MujocoBatchEnv(EnvBase):
             What ``reset`` would return: the observation and flags of all rows.
 
         Raises:
-            ConfigError: if an argument has the wrong shape, is not finite, or names
+            ConfigError: An argument has the wrong shape, is not finite, or names
                 no simulation. Nothing has changed then.
 
         Examples:
@@ -261,7 +261,7 @@ class MujocoBatchEnv(EnvBase):
         """Continue from what `snapshot` returned, here or in an environment like this one.
 
         Raises:
-            ConfigError: if it is of another task or number of simulations; nothing has changed.
+            ConfigError: It is of another task or number of simulations; nothing has changed.
         """
         self._state.load_state_dict(tree_map_only(torch.Tensor, torch.Tensor.numpy, snapshot))
         self._mark()
@@ -272,13 +272,13 @@ class MujocoBatchEnv(EnvBase):
         The first picture loads OpenGL: EGL or OSMesa without a display, or as ``MUJOCO_GL`` says.
 
         Args:
-            ids: the ``k`` simulations to draw, distinct; None for all.
+            ids: The ``k`` simulations to draw, distinct; None for all.
 
         Returns:
             ``(k, render_height, render_width, 3)`` uint8, in the order of ``ids``.
 
         Raises:
-            ConfigError: if ids names no simulation, or OpenGL cannot draw here.
+            ConfigError: `ids` names no simulation, or OpenGL cannot draw here.
         """
         self._state.physics  # noqa: B018 - an error where the environment is closed
         return self._renderer.render(simulations_of("render: ids", ids, len(self._state)))

@@ -33,25 +33,25 @@ class EnvState:
     """The state of an environment, one row per simulation.
 
     Args:
-        task: the task.
-        num_envs: number of simulations.
-        num_threads: physics threads; None for one per CPU but the learner's.
-        max_episode_steps: steps after which an episode is truncated; None as the task says.
-        randomization: how the models differ; None as the task says.
-        stagger: whether the first episodes after a seed have limits of their own, drawn
+        task: The task.
+        num_envs: Number of simulations.
+        num_threads: Physics threads; None for one per CPU but the learner's.
+        max_episode_steps: Steps after which an episode is truncated; None as the task says.
+        randomization: How the models differ; None as the task says.
+        stagger: Whether the first episodes after a seed have limits of their own, drawn
             between 1 and the limit, so that simulations are not in step with each other.
 
     Attributes:
-        episodes: how far each is.
-        randomizer: holds what differs between the models.
-        dt: seconds of simulated time that a step takes.
-        reward_terms: the parts of the last step's reward, ``(n,)`` each.
-        info: further quantities of the last step, ``(n, ...)`` each; none after a restore.
-        num_diverged: simulations that have diverged so far.
-        phase_seconds: seconds so far by phase.
+        episodes: How far each is.
+        randomizer: Holds what differs between the models.
+        dt: Seconds of simulated time that a step takes.
+        reward_terms: The parts of the last step's reward, ``(n,)`` each.
+        info: Further quantities of the last step, ``(n, ...)`` each; none after a restore.
+        num_diverged: Simulations that have diverged so far.
+        phase_seconds: Seconds so far by phase.
 
     Raises:
-        ConfigError: if a number is not positive.
+        ConfigError: A number is not positive.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class EnvState:
         """The simulations.
 
         Raises:
-            UsageError: if the environment is closed, or its threads are another process's.
+            UsageError: The environment is closed, or its threads are another process's.
         """
         if self._physics is None:
             raise UsageError(
@@ -116,7 +116,7 @@ class EnvState:
         """Seed simulation ``i`` with ``seed + i``; all from the operating system for None.
 
         Raises:
-            ConfigError: if the seed is below 0; nothing has changed.
+            ConfigError: The seed is below 0; nothing has changed.
         """
         if seed is not None:
             seed = as_integer("MujocoBatchEnv seed", seed, "Choose another.", least=0)
@@ -130,7 +130,7 @@ class EnvState:
         """Return the least and the greatest controls, ``(2, nu)``.
 
         Raises:
-            ConfigError: if there is no actuator, or one has no control range.
+            ConfigError: There is no actuator, or one has no control range.
         """
         model = self.physics.batch.model
         if not model.nu:
@@ -163,13 +163,13 @@ class EnvState:
 
         Args:
             action: ``(n, nu)``, contiguous.
-            ids: the simulations.
+            ids: The simulations.
 
         Returns:
             Rewards, ``(n,)``, 0 in the others.
 
         Raises:
-            ConfigError: if the action has the wrong shape or is not finite, and nothing has
+            ConfigError: The action has the wrong shape or is not finite, and nothing has
                 changed then; or if the task's rewards are.
         """
         task, physics = self.task, self.physics
@@ -227,7 +227,7 @@ class EnvState:
         """Start new episodes from given states; return the simulations, sorted.
 
         Raises:
-            ConfigError: if an argument has the wrong shape, is not finite, or names
+            ConfigError: An argument has the wrong shape, is not finite, or names
                 no simulation. Nothing has changed then.
         """
         rows = simulations_of("set_state: ids", ids, len(self))
@@ -275,7 +275,7 @@ class EnvState:
         """Continue from what `state_dict` returned, here or in a state like this one.
 
         Raises:
-            ConfigError: if it is of another task or number. Nothing has changed then.
+            ConfigError: It is of another task or number. Nothing has changed then.
         """
         if (found := len(state.get("generators", ()))) != len(self):
             raise ConfigError(
@@ -367,7 +367,7 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
     """Return the simulations that `ids` names, distinct; all for None.
 
     Raises:
-        ConfigError: they are not integers from 0 to n - 1, or not distinct.
+        ConfigError: They are not integers from 0 to n - 1, or not distinct.
     """
     try:
         rows = np.arange(n) if ids is None else np.asarray(ids)

@@ -75,7 +75,7 @@ def add_contact_forces(spec: mujoco.MjSpec) -> None:
     ``mj_rnePostConstraint`` would then give. ``mj_forward`` does not compute them.
 
     Args:
-        spec: the model to be, which is changed. A process that compiles or loads
+        spec: The model, before it is compiled; it is changed. A process that compiles or loads
             it must have called this function.
 
     Examples:

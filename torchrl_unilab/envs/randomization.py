@@ -50,22 +50,22 @@ class Randomize:
     ``("body_mass", "body_inertia")`` for a body that gets heavier without changing shape.
 
     Attributes:
-        fields: one or more fields of ``MjModel``, of floating-point numbers, with the
+        fields: One or more fields of ``MjModel``, of floating-point numbers, with the
             same objects; ``"geom_friction[0]"`` is a field's first column, and
             ``"opt.gravity[2]"`` one of ``MjOption``.
-        low: least number drawn.
-        high: bound of the numbers drawn.
+        low: Least number drawn.
+        high: Bound of the numbers drawn.
         how: ``"scale"`` multiplies the model's value, ``"add"`` adds to it, ``"set"``
             replaces it.
-        objects: names of the objects meant, which may be patterns such as
+        objects: Names of the objects meant, which may be patterns such as
             ``"*_foot"``; the names of ``dof_`` fields are those of joints. None for
             all objects.
-        shared: whether all chosen objects get the same number.
+        shared: Whether all chosen objects get the same number.
         when: ``"start"`` draws once, when the environment is made or seeded;
             ``"reset"`` at the start of each episode.
 
     Raises:
-        ConfigError: if the range is not finite and in order.
+        ConfigError: The range is not finite and in order.
 
     Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -138,14 +138,14 @@ class ModelRandomizer:
     without randomisation.
 
     Args:
-        batch: the simulations.
-        specs: what to randomise; where several change the same numbers, each is
+        batch: The simulations.
+        specs: What to randomise; where several change the same numbers, each is
             applied to what those before it made of the model's value.
-        name: of the task, for messages.
-        reads: fields that the task reads; some may follow from those that are randomised.
+        name: Name of the task, for messages.
+        reads: Fields that the task reads; some may follow from those that are randomised.
 
     Raises:
-        ConfigError: if the model has no such field or object, or MuJoCo derives the field from
+        ConfigError: The model has no such field or object, or MuJoCo derives the field from
             others. The batch is unchanged.
     """
 
@@ -178,7 +178,7 @@ class ModelRandomizer:
             ``(nsim, ...)``; ``(nsim, 1)`` for a single number.
 
         Raises:
-            KeyError: if the field is not randomised.
+            KeyError: The field is not randomised.
         """
         values: NDArray[np.float64] = self._values[field].copy()
         return values
@@ -187,7 +187,7 @@ class ModelRandomizer:
         """Take generators from the simulations' own, and draw all models anew.
 
         Args:
-            rngs: one per simulation; their numbers to come are not changed.
+            rngs: One per simulation; their numbers to come are not changed.
         """
         if self._batch is None:
             return
@@ -211,7 +211,7 @@ class ModelRandomizer:
         """Give the models the numbers that `state_dict` returned.
 
         Raises:
-            ConfigError: if they are of another randomisation. Nothing has changed then.
+            ConfigError: They are of another randomisation. Nothing has changed then.
         """
         own = self.state_dict()
         found, expected = (
@@ -284,7 +284,7 @@ def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
     """Look a `Randomize` up in a model.
 
     Raises:
-        ConfigError: if the model has no such field, column or object.
+        ConfigError: The model has no such field, column or object.
     """
     fields = (spec.fields,) if isinstance(spec.fields, str) else spec.fields
     parts = [_part(model, text, name) for text in fields]

@@ -53,15 +53,15 @@ def make_task(name: str, **options: Any) -> MujocoTask:
     """Return the task of a name, with some options set.
 
     Args:
-        name: one of `TASKS`, such as ``"HalfCheetah-v5"``; one of `EXAMPLES`; or where a
+        name: One of `TASKS`, such as ``"HalfCheetah-v5"``; one of `EXAMPLES`; or where a
             user's own task is found, ``"module:Name"``, of a module that can be
             imported. There ``Name`` is a task, or makes one from the options, as the
             class of a task does.
-        **options: fields of the task: of Gymnasium's the options of its constructor, but
+        **options: Fields of the task: of Gymnasium's the options of its constructor, but
             that ``xml_file`` is ``model``, and ``max_episode_steps``.
 
     Raises:
-        ConfigError: if there is no such task, or it has no such option.
+        ConfigError: There is no such task, or it has no such option.
 
     Examples:
         >>> from torchrl_unilab.envs.registry import make_task

@@ -47,16 +47,16 @@ class BatchRenderer:
     on the state of its simulation alone.
 
     Args:
-        batch: the simulations.
-        width: width of a picture in pixels.
-        height: height of a picture in pixels.
-        camera: a camera of the model by name or number; -1 for a view of the whole
+        batch: The simulations.
+        width: Width of a picture in pixels.
+        height: Height of a picture in pixels.
+        camera: A camera of the model by name or number; -1 for a view of the whole
             model; an ``mujoco.MjvCamera``; or None for the model's first camera that
             follows a body, and where it has none, a view that follows the robot if
             its root can leave its place, else that of the whole model.
 
     Raises:
-        ConfigError: if a size is not positive or the model has no such camera.
+        ConfigError: A size is not positive or the model has no such camera.
 
     Examples:
         >>> import mujoco
@@ -88,14 +88,14 @@ class BatchRenderer:
         """Draw simulations.
 
         Args:
-            ids: the simulations.
+            ids: The simulations.
 
         Returns:
             ``(len(ids), height, width, 3)`` uint8, red, green and blue, top row first.
 
         Raises:
-            ConfigError: if OpenGL cannot draw here; names what is missing.
-            UsageError: if it is closed.
+            ConfigError: OpenGL cannot draw here; names what is missing.
+            UsageError: It is closed.
         """
         pictures = np.empty((len(ids), self.height, self.width, 3), dtype=np.uint8)
         if not len(ids):
@@ -176,9 +176,9 @@ class Pixels:
     """The present pictures of some simulations of a batch, drawn once for each change.
 
     Args:
-        renderer: draws them.
-        nsim: number of simulations.
-        ids: the simulations to draw; the pictures of the others stay black.
+        renderer: Draws them.
+        nsim: Number of simulations.
+        ids: The simulations to draw; the pictures of the others stay black.
 
     Attributes:
         shape: ``(nsim, height, width, 3)``.
@@ -211,14 +211,14 @@ def find_backend(asked: str) -> str:
     PyOpenGL unusable. The answer is kept.
 
     Args:
-        asked: the value of ``MUJOCO_GL``, which is then the only choice; if it is empty,
+        asked: The value of ``MUJOCO_GL``, which is then the only choice; if it is empty,
             the choices are a window where there is a display, then EGL, then OSMesa.
 
     Returns:
         A value of ``MUJOCO_GL``.
 
     Raises:
-        ConfigError: if none can draw; names what is missing.
+        ConfigError: None can draw; names what is missing.
     """
     windows = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
     backends = [asked] if asked else ["glfw"] * windows + ["egl", "osmesa"]

@@ -48,21 +48,21 @@ class Simulations:
     be written. So after a load, `seen` has the loaded values of these until the physics runs.
 
     Args:
-        task: the task, which has the model and names the fields to read.
-        num_envs: number of simulations.
-        num_threads: physics threads.
-        randomization: how their models differ; None as the task says.
+        task: The task, which has the model and names the fields to read.
+        num_envs: Number of simulations.
+        num_threads: Physics threads.
+        randomization: How their models differ; None as the task says.
 
     Attributes:
-        batch: the `mujoco.batch.Batch`.
-        fields: live views of what the task reads, and the commands, ``(n, ...)`` each: they
+        batch: The `mujoco.batch.Batch`.
+        fields: Live views of what the task reads, and the commands, ``(n, ...)`` each: they
             change with every call.
-        seen: the fields that tasks read: what was loaded in place of what the physics derives.
-        randomizer: holds what differs between the models.
-        start: the model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
+        seen: The fields that tasks read: what was loaded in place of what the physics derives.
+        randomizer: Holds what differs between the models.
+        start: The model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
 
     Raises:
-        ConfigError: if the task reads a field that does not exist, or the model does not have
+        ConfigError: The task reads a field that does not exist, or the model does not have
             what is randomised.
     """
 
@@ -127,7 +127,7 @@ class Simulations:
 
         Args:
             action: ``(n, nu)``, finite.
-            ids: the simulations to step, sorted; None for all.
+            ids: The simulations to step, sorted; None for all.
 
         Returns:
             Which of them diverged, ``(n,)``, and were put back to the model's default pose;
@@ -181,7 +181,7 @@ class Simulations:
         """Continue from what `state_dict` returned, here or in simulations like these.
 
         Raises:
-            ConfigError: if they are of another task or number. Nothing has changed then.
+            ConfigError: They are of another task or number. Nothing has changed then.
         """
         own = self.state_dict()
         if missing := own.keys() - {"task"} - state.keys():  # older ones have no name

@@ -85,8 +85,8 @@ class Outcome:
     Attributes:
         reward: ``(nsim,)`` float64.
         terminated: ``(nsim,)`` bool.
-        terms: the named parts of the reward, ``(nsim,)`` each.
-        info: further quantities, ``(nsim, ...)`` each, such as a speed.
+        terms: The named parts of the reward, ``(nsim,)`` each.
+        info: Further quantities, ``(nsim, ...)`` each, such as a speed.
 
     Examples:
         >>> import numpy as np
@@ -116,24 +116,24 @@ class MujocoTask(ABC):
     any number of environments and processes.
 
     Attributes:
-        name: the name of the task, also in messages.
-        model: an MJCF or URDF file, the text of one (it begins with ``<``), or an
+        name: The name of the task, also in messages.
+        model: An MJCF or URDF file, the text of one (it begins with ``<``), or an
             ``mujoco.MjSpec``, which is kept as its text so that tasks can be
             sent to other processes; MuJoCo writes six digits of a number there.
-        assets: files that the model names, such as meshes, by name, for a model
+        assets: Files that the model names, such as meshes, by name, for a model
             that is not given as a file; those of an MjSpec are added.
-        frame_skip: physics steps per control step.
-        max_episode_steps: control steps after which an episode is truncated.
-        reads: further fields that the task reads: of ``MjData``, such as
+        frame_skip: Physics steps per control step.
+        max_episode_steps: Control steps after which an episode is truncated.
+        reads: Further fields that the task reads: of ``MjData``, such as
             ``xpos``, which `mj_step` must compute for the model (it computes ``cfrc_ext``,
             ``cfrc_int`` and ``cacc`` where they are read, but not in `mj_forward`; others,
             such as ``subtree_linvel``, for a sensor that needs them), or of
             ``MjModel``, such as ``body_mass`` or ``opt.timestep``, which hold each
             simulation's own values where these are randomised.
-        command_size: numbers in a simulation's command; 0 for none.
-        command_steps: control steps for which a command holds; None for a whole
+        command_size: Numbers in a simulation's command; 0 for none.
+        command_steps: Control steps for which a command holds; None for a whole
             episode.
-        randomization: how the models of its simulations differ, unless the
+        randomization: How the models of its simulations differ, unless the
             environment has another setting.
 
     Examples:
@@ -182,7 +182,7 @@ class MujocoTask(ABC):
 
         Raises:
             ConfigError: MuJoCo does not compile it.
-            FileNotFoundError: if there is no such file.
+            FileNotFoundError: There is no such file.
         """
         with _logged_warnings():
             spec = self.load_spec()
@@ -196,7 +196,7 @@ class MujocoTask(ABC):
 
         Raises:
             ConfigError: MuJoCo does not parse it.
-            FileNotFoundError: if there is no such file.
+            FileNotFoundError: There is no such file.
         """
         try:
             spec = self._parse()
@@ -237,9 +237,9 @@ class MujocoTask(ABC):
         """Draw the state in which one episode starts.
 
         Args:
-            rng: the simulation's own generator.
-            qpos: the model's default positions, ``(nq,)``; not to be written.
-            qvel: the model's default velocities, ``(nv,)``; not to be written.
+            rng: The simulation's own generator.
+            qpos: The model's default positions, ``(nq,)``; not to be written.
+            qvel: The model's default velocities, ``(nv,)``; not to be written.
 
         Returns:
             ``(nq,)`` and ``(nv,)`` float64; by default the model's defaults.
@@ -288,11 +288,11 @@ class MujocoTask(ABC):
         """Judge a control step from the state it led to.
 
         Args:
-            fields: the fields after the step.
-            before: what `before` returned before the step.
+            fields: The fields after the step.
+            before: What `before` returned before the step.
             action: ``(nsim, nu)``, contiguous, in the dtype in which it was
                 given: like Gymnasium, its cost is computed in that precision.
-            dt: seconds of simulated time that the step took.
+            dt: Seconds of simulated time that the step took.
         """
 
 

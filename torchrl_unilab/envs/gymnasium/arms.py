@@ -20,8 +20,8 @@ class Arm(GymnasiumTask):
     """Bring something to a goal, which lies elsewhere in each episode.
 
     Attributes:
-        reward_dist_weight: cost per metre between that thing and the goal.
-        reward_control_weight: cost per squared control.
+        reward_dist_weight: Cost per metre between that thing and the goal.
+        reward_control_weight: Cost per squared control.
     """
 
     reads: tuple[str, ...] = ("xpos",)
@@ -81,7 +81,7 @@ class Pusher(Arm):
     """Pusher-v5: push an object to a goal with an arm of seven joints.
 
     Attributes:
-        reward_near_weight: cost per metre between the arm's tip and the object.
+        reward_near_weight: Cost per metre between the arm's tip and the object.
     """
 
     name: str = "Pusher-v5"

@@ -64,7 +64,7 @@ class GymnasiumTask(MujocoTask):
         What begins with ``/``, ``.`` or ``~``, or is a `Path`, is a file of its own.
 
         Raises:
-            FileNotFoundError: if Gymnasium is not installed.
+            FileNotFoundError: Gymnasium is not installed.
         """
         text = str(self.model)  # of which a Path would drop the "./"
         if isinstance(self.model, Path) or text.startswith(("/", ".", "~")):
@@ -86,11 +86,11 @@ class GymnasiumTask(MujocoTask):
         """The number of a body of the model.
 
         Args:
-            body: its name or its number.
-            model: the task's, if it has been loaded.
+            body: Its name or its number.
+            model: The task's, if it has been loaded.
 
         Raises:
-            ConfigError: if the model has no such body.
+            ConfigError: The model has no such body.
         """
         names = self._body_names if model is None else body_names(model)
         if isinstance(body, str):
@@ -115,7 +115,7 @@ class NoisyStart(GymnasiumTask):
     """A task whose episodes start from the default state, give or take some noise.
 
     Attributes:
-        reset_noise_scale: positions and velocities start with uniform noise in
+        reset_noise_scale: Positions and velocities start with uniform noise in
             ``[-reset_noise_scale, reset_noise_scale)``, or, where
             `normal_velocities` is set, velocities with normal noise of this
             standard deviation.

@@ -37,14 +37,14 @@ class HumanoidBody(NoisyStart):
     """What both tasks observe.
 
     Attributes:
-        ctrl_cost_weight: cost per squared control, which is summed in float64.
-        exclude_current_positions_from_observation: whether x and y are left out.
-        include_cinert_in_observation: whether inertias and masses of the bodies
+        ctrl_cost_weight: Cost per squared control, which is summed in float64.
+        exclude_current_positions_from_observation: Whether x and y are left out.
+        include_cinert_in_observation: Whether inertias and masses of the bodies
             about the centre of mass are observed.
-        include_cvel_in_observation: whether the bodies' velocities are observed.
-        include_qfrc_actuator_in_observation: whether the forces of the actuators
+        include_cvel_in_observation: Whether the bodies' velocities are observed.
+        include_qfrc_actuator_in_observation: Whether the forces of the actuators
             on the joints are observed.
-        include_cfrc_ext_in_observation: whether contact forces are observed.
+        include_cfrc_ext_in_observation: Whether contact forces are observed.
     """
 
     frame_skip: int = 5
@@ -76,9 +76,9 @@ class Humanoid(HumanoidBody, HealthyRunner):
     """Humanoid-v5: walk forward on two legs until it falls.
 
     Attributes:
-        contact_cost_weight: cost per squared contact force.
-        contact_cost_range: bounds on that cost.
-        healthy_z_range: open range of the torso's height, metres.
+        contact_cost_weight: Cost per squared contact force.
+        contact_cost_range: Bounds on that cost.
+        healthy_z_range: Open range of the torso's height, metres.
     """
 
     axes = 2
@@ -119,9 +119,9 @@ class HumanoidStandup(HumanoidBody):
     """HumanoidStandup-v5: get up from lying on the back.
 
     Attributes:
-        uph_cost_weight: without effect, as in Gymnasium.
-        impact_cost_weight: cost per squared contact force.
-        impact_cost_range: bounds on that cost.
+        uph_cost_weight: Without effect, as in Gymnasium.
+        impact_cost_weight: Cost per squared contact force.
+        impact_cost_range: Bounds on that cost.
     """
 
     name: str = "HumanoidStandup-v5"

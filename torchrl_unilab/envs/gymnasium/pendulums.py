@@ -42,7 +42,7 @@ class InvertedDoublePendulum(NoisyStart):
     """InvertedDoublePendulum-v5: keep two poles, one upon the other, upright on a cart.
 
     Attributes:
-        healthy_reward: reward per step that leaves the tip above one metre.
+        healthy_reward: Reward per step that leaves the tip above one metre.
     """
 
     normal_velocities = True

@@ -33,9 +33,9 @@ class Runner(NoisyStart):
     `axes` is how many of x and y the robot can move along. They lead ``qpos``.
 
     Attributes:
-        forward_reward_weight: reward per metre per second.
-        ctrl_cost_weight: cost per squared control.
-        exclude_current_positions_from_observation: whether the coordinates along
+        forward_reward_weight: Reward per metre per second.
+        ctrl_cost_weight: Cost per squared control.
+        exclude_current_positions_from_observation: Whether the coordinates along
             `axes` are left out of the observation.
     """
 
@@ -83,8 +83,8 @@ class HealthyRunner(Runner):
     """Run along x and stay healthy.
 
     Attributes:
-        healthy_reward: reward per step that ends in a healthy state.
-        terminate_when_unhealthy: whether an unhealthy state ends the episode.
+        healthy_reward: Reward per step that ends in a healthy state.
+        terminate_when_unhealthy: Whether an unhealthy state ends the episode.
     """
 
     healthy_reward: float = 1.0
@@ -118,8 +118,8 @@ class PlanarWalker(HealthyRunner):
     """Run in the vertical plane: ``qpos`` begins with x, z and the pitch.
 
     Attributes:
-        healthy_z_range: open range of the torso's height, metres.
-        healthy_angle_range: open range of the torso's pitch, radians.
+        healthy_z_range: Open range of the torso's height, metres.
+        healthy_angle_range: Open range of the torso's pitch, radians.
     """
 
     reads: tuple[str, ...] = ("qpos0",)
@@ -177,7 +177,7 @@ class Hopper(PlanarWalker):
     """Hopper-v5: hop forward on one leg until it falls or leans over.
 
     Attributes:
-        healthy_state_range: open range of the state past the first two coordinates.
+        healthy_state_range: Open range of the state past the first two coordinates.
     """
 
     name: str = "Hopper-v5"
@@ -213,11 +213,11 @@ class Ant(HealthyRunner):
     """Ant-v5: walk forward on four legs until it jumps or lies down.
 
     Attributes:
-        contact_cost_weight: cost per squared contact force.
-        main_body: the body whose speed is rewarded, by name or number.
-        healthy_z_range: closed range of the torso's height, metres.
-        contact_force_range: bounds on the contact forces observed and charged.
-        include_cfrc_ext_in_observation: whether contact forces are observed.
+        contact_cost_weight: Cost per squared contact force.
+        main_body: The body whose speed is rewarded, by name or number.
+        healthy_z_range: Closed range of the torso's height, metres.
+        contact_force_range: Bounds on the contact forces observed and charged.
+        include_cfrc_ext_in_observation: Whether contact forces are observed.
     """
 
     axes = 2
@@ -239,8 +239,8 @@ class Ant(HealthyRunner):
         """Compile the model.
 
         Raises:
-            ConfigError: if it has no `main_body`.
-            FileNotFoundError: if there is no such file.
+            ConfigError: It has no `main_body`.
+            FileNotFoundError: There is no such file.
         """
         model = super().load_model()
         self.body(self.main_body, model)

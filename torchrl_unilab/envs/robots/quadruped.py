@@ -31,13 +31,13 @@ class QuadrupedWalk(RobotTask):
     still earns 0 on average over the commands.
 
     Attributes:
-        reset_noise: bound of the uniform noise on the joints' initial positions,
+        reset_noise: Bound of the uniform noise on the joints' initial positions,
             radians.
-        stride_rate: how often per second the clock goes round that the robot has to
+        stride_rate: How often per second the clock goes round that the robot has to
             keep its strides by.
-        step_height: how far feet are rewarded for being lifted in turn, metres.
-        min_height: height of the torso below which the robot has fallen, metres.
-        max_tilt: cosine of the torso's tilt below which it has fallen.
+        step_height: How far feet are rewarded for being lifted in turn, metres.
+        min_height: Height of the torso below which the robot has fallen, metres.
+        max_tilt: Cosine of the torso's tilt below which it has fallen.
     """
 
     name: str = "QuadrupedWalk"

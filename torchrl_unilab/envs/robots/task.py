@@ -24,10 +24,10 @@ class JointAddresses:
     """Where joints lie in the state.
 
     Attributes:
-        names: the joints, in the order of the addresses.
-        qpos: indices into ``qpos``; a hinge or slide has one, a ball 4, a free
+        names: The joints, in the order of the addresses.
+        qpos: Indices into ``qpos``; a hinge or slide has one, a ball 4, a free
             joint 7 (position, then unit quaternion).
-        qvel: indices into ``qvel``; 1, 3 and 6.
+        qvel: Indices into ``qvel``; 1, 3 and 6.
     """
 
     names: tuple[str, ...]
@@ -39,11 +39,11 @@ def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -
     """Look up joints by name.
 
     Args:
-        model: the model.
-        names: the joints, in the wanted order; None for all hinges and slides.
+        model: The model.
+        names: The joints, in the wanted order; None for all hinges and slides.
 
     Raises:
-        ConfigError: if the model has no joint of a name.
+        ConfigError: The model has no joint of a name.
 
     Examples:
         >>> from torchrl_unilab.envs import make_task
@@ -87,10 +87,10 @@ class Stride:
     """One control step, as reward terms see it.
 
     Attributes:
-        fields: the fields after the step.
-        before: copies of those that the task `remembers`, from before the step.
+        fields: The fields after the step.
+        before: Copies of those that the task `remembers`, from before the step.
         action: ``(nsim, nu)``, contiguous, in the dtype in which it was given.
-        dt: seconds of simulated time that the step took.
+        dt: Seconds of simulated time that the step took.
     """
 
     fields: Fields
@@ -113,18 +113,18 @@ class RobotTask(MujocoTask):
     ``critic_observation`` is made of the actor's terms and these.
 
     Attributes:
-        weights: a factor for each reward term; `rewards` must return these names.
-        commands: range of each number that is drawn uniformly to be asked of the
+        weights: A factor for each reward term; `rewards` must return these names.
+        commands: Range of each number that is drawn uniformly to be asked of the
             robot, by name; ``fields["command"]`` holds them in this order.
-        home: name of the keyframe in whose pose and velocity episodes start, with no control in
+        home: Name of the keyframe in whose pose and velocity episodes start, with no control in
             effect; None for the model's default pose.
-        joint_names: the joints that `joint_positions` and `joint_velocities` are
+        joint_names: The joints that `joint_positions` and `joint_velocities` are
             about; None for all hinges and slides.
-        remembers: fields of which reward terms get copies from before the step;
+        remembers: Fields of which reward terms get copies from before the step;
             by default ``ctrl``, which holds the action before.
 
     Raises:
-        ConfigError: if a command's range is not two finite numbers in order, or a weight none.
+        ConfigError: A command's range is not two finite numbers in order, or a weight none.
 
     Examples:
         >>> from dataclasses import dataclass, field
@@ -292,7 +292,7 @@ class RobotTask(MujocoTask):
         """Weigh and add the reward terms.
 
         Raises:
-            ConfigError: if the terms are not those that have weights, or not one number
+            ConfigError: The terms are not those that have weights, or not one number
                 per simulation each.
         """
         terms = self._named("rewards", self.rewards(Stride(fields, before, action, dt)))
@@ -328,7 +328,7 @@ def to_body_frame(quaternion: Array, vector: Array) -> Array:
     """Turn vectors from the world's frame into the frame of bodies.
 
     Args:
-        quaternion: orientations of the bodies, ``(nsim, 4)``, units, ``w`` first, such
+        quaternion: Orientations of the bodies, ``(nsim, 4)``, units, ``w`` first, such
             as ``qpos[:, 3:7]`` of a free joint.
         vector: ``(nsim, 3)`` or ``(3,)``.
 
@@ -369,7 +369,7 @@ def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
 
     Args:
         error: ``(nsim,)``, or ``(nsim, k)`` for a vector.
-        scale: the length of an error for which ``1 / e`` is left.
+        scale: The length of an error for which ``1 / e`` is left.
 
     Returns:
         ``(nsim,)``.

@@ -38,12 +38,12 @@ class ObservationNoise(ObservationTransform):
     let the critic read a group without.
 
     Args:
-        std: standard deviation; one number, or one for each of the ``k`` numbers of an
+        std: Standard deviation; one number, or one for each of the ``k`` numbers of an
             observation, ``(k,)``. Not negative.
-        in_keys: the observations, of a floating-point type.
+        in_keys: The observations, of a floating-point type.
 
     Raises:
-        ConfigError: if `std` is negative or not finite.
+        ConfigError: `std` is negative or not finite.
 
     Examples:
         >>> from torchrl.envs import TransformedEnv
@@ -222,12 +222,12 @@ class ObservationDelay(_Delay):
     """Shows observations some steps late; until then, an episode's first.
 
     Args:
-        delay: steps; a range ``(least, greatest)`` draws each simulation's delay anew
+        delay: Steps; a range ``(least, greatest)`` draws each simulation's delay anew
             for each episode, uniformly, from torch's default generator.
-        in_keys: the observations.
+        in_keys: The observations.
 
     Raises:
-        ConfigError: if `delay` is negative or a range out of order.
+        ConfigError: `delay` is negative or a range out of order.
 
     Examples:
         >>> from torchrl.envs import TransformedEnv
@@ -257,13 +257,13 @@ class ActionDelay(_Delay):
     charges for, gets the late action.
 
     Args:
-        delay: steps; a range ``(least, greatest)`` draws each simulation's delay anew
+        delay: Steps; a range ``(least, greatest)`` draws each simulation's delay anew
             for each episode, uniformly, from torch's default generator.
-        before: the action in effect before an episode's first, one number or ``(k,)``.
-        in_keys_inv: the actions.
+        before: The action in effect before an episode's first, one number or ``(k,)``.
+        in_keys_inv: The actions.
 
     Raises:
-        ConfigError: if `delay` is negative or a range out of order.
+        ConfigError: `delay` is negative or a range out of order.
 
     Examples:
         >>> from torchrl.envs import TransformedEnv
