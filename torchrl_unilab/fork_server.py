@@ -23,7 +23,9 @@ def start_fork_server() -> None:
     signals = (signal.SIGINT, signal.SIGHUP)
     handlers = [signal.signal(each, signal.SIG_IGN) for each in signals]
     safe, os.environ["PYTHONSAFEPATH"] = os.environ.get("PYTHONSAFEPATH", ""), "1"
-    forkserver.ensure_running()  # not to import from this directory first
-    os.environ["PYTHONSAFEPATH"] = safe  # an empty one is none
-    for each, handler in zip(signals, handlers, strict=True):
-        signal.signal(each, handler)
+    try:
+        forkserver.ensure_running()  # not to import from this directory first
+    finally:
+        os.environ["PYTHONSAFEPATH"] = safe  # an empty one is none
+        for each, handler in zip(signals, handlers, strict=True):
+            signal.signal(each, handler)

@@ -148,6 +148,7 @@ BAD = {
     "no slots": ({"slots": 0}, "slots"),
     "negative lag": ({"max_policy_lag": -1}, "max_policy_lag: -1"),
     "overflow": ({"overflow": "spill"}, "overflow"),
+    "overflow in lock-step": ({"lockstep": True, "overflow": "spill"}, "overflow: 'spill'"),
     "restarts": ({"restart_workers": -1}, r"restart_workers: -1 \(expected an integer of at"),
     "half a restart": ({"restart_workers": 1.5}, r"restart_workers: 1.5 \(expected an integer"),
     "no number of frames": ({"total_frames": float("nan")}, "total_frames: nan .expected an int"),

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -24,7 +24,7 @@ from torchrl_unilab.data import RolloutRingStorage
 from torchrl_unilab.data.rollouts.shared import RolloutLease
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.ring_writer import Overflow
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ class APPOCollector(WorkerCollector):
                 f"lockstep: {slots} slots (expected at least {self.num_workers}, one per worker). "
                 "Leave slots out."
             )
+        as_choice("overflow", overflow, get_args(Overflow), "Leave it out to block.")
         self._overflow: Overflow = "block" if self.lockstep else overflow
         self.max_policy_lag = max_policy_lag
         self.use_buffers = use_buffers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,23 @@ def test_an_environment_that_a_function_does_not_return_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"create_env: it returned NoneType \(expected an env"):
         quick_run(tmp_path / "run", env="Mine", create_env=lambda: None)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_task_is_imported_from_elsewhere_than_the_run_directory(tmp_path, monkeypatch):
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = "from functools import partial\nfrom torchrl_unilab.envs import make_task\n"
+    code += 'Task = partial(make_task, "InvertedPendulum-v5")\n'
+    (elsewhere / "mine_of_a_test.py").write_text(code)
+    monkeypatch.syspath_prepend(elsewhere)
+    quick_run(run_dir, env="mine_of_a_test:Task", frames=64)
+    assert evaluate_run(run_dir, episodes=1)["env"] == "mine_of_a_test:Task"
+    monkeypatch.delitem(sys.modules, "mine_of_a_test")
+    (run_dir / "mine_of_a_test.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(run_dir)
+    for use in (evaluate_run, load_policy, partial(resume_run, frames=1000)):
+        with pytest.raises(ConfigError, match=r"task 'mine_of_a_test:Task' is code in the run dir"):
+            use(run_dir)
 
 
 def test_nor_is_a_run_evaluated_on_it(off_policy_runs):

@@ -116,7 +116,7 @@ def resume_run(
             "stop_at and max_seconds out."
         )
     if create_env is None:
-        task_of(saved.run, f"cannot resume {run_dir}")
+        task_of(saved.run, path, f"cannot resume {run_dir}")
     elif not saved.run.get(OWN_ENVIRONMENT):
         raise ConfigError(
             f"cannot resume {run_dir}: create_env for a run without one (expected None: its "

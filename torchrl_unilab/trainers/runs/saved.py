@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +66,30 @@ def saved_config(settings: Mapping[str, Any]) -> Any:
     return algorithm.for_task(settings["env"], **{**kept, "hidden": tuple(kept["hidden"])})
 
 
-def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
-    """Return the task of a run; a ConfigError if it is none, or the run had another environment.
+def task_of(settings: Mapping[str, Any], path: Path, refusal: str) -> MujocoTask:
+    """Return the task of a run.
 
-    The settings are what a checkpoint has; the error begins with `refusal`.
+    A task of the user's own is imported, as it was to train on it. But whatever is in a run
+    directory is data: a module there is refused before it is looked at.
+
+    Args:
+        settings: What the checkpoint has.
+        path: The run directory.
+        refusal: How errors begin.
+
+    Raises:
+        ConfigError: There is no such task, or the run had another environment.
     """
     if settings.get(OWN_ENVIRONMENT):
         raise ConfigError(
             f"{refusal}: its environment was made by create_env (expected a task of "
             "MujocoBatchEnv). Give create_env, in Python."
+        )
+    module, own, _ = settings["env"].partition(":")
+    if own and _is_inside(module.split(".")[0], path):
+        raise ConfigError(
+            f"{refusal}: its task {settings['env']!r} is code in the run directory (expected a "
+            "module elsewhere, as code there is never run). Move it, if you trust it."
         )
     try:
         return make_task(settings["env"])
@@ -81,6 +97,14 @@ def task_of(settings: Mapping[str, Any], refusal: str) -> MujocoTask:
         raise ConfigError(
             f"{refusal}: {error} Where the run was given create_env, give it here, too."
         ) from error
+
+
+def _is_inside(module: str, directory: Path) -> bool:
+    """Return whether a module would be imported from a directory."""
+    if (spec := PathFinder.find_spec(module)) is None:
+        return False
+    found = filter(None, (spec.origin, *(spec.submodule_search_locations or ())))
+    return any(Path(path).resolve().is_relative_to(directory.resolve()) for path in found)
 
 
 def check_run(
@@ -182,7 +206,7 @@ def load_run(
         raise type(error)(f"{refusal}: {error}") from error
     check_run(saved, said, refusal)
     if create_env is None:
-        create_env = partial(MujocoBatchEnv, task_of(saved.run, refusal), **env_options)
+        create_env = partial(MujocoBatchEnv, task_of(saved.run, path, refusal), **env_options)
     check_factory(create_env)
     with torch.random.fork_rng(devices=[]):  # whatever is drawn, the caller's goes on as it was
         env = create_env()
