@@ -92,7 +92,7 @@ class APPOConfig(Settings):
     log_std: float = setting(0.0, "initial log standard deviation of the actions")
     final_log_std: float | None = setting(
         None,
-        "upper bound of the log standard deviation at the end; the bound falls to it linearly from "
+        "upper bound of the log standard deviation at the end; the bound goes to it linearly from "
         "log_std, while the rate falls, or in the whole run with anneal 0; None: no bound",
     )
     noise_correlation: Correlation = setting(
