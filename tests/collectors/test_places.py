@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchrl_unilab.collectors.places import first_seed, random_seed
+from torchrl_unilab.collectors.places import first_seed, first_trajectory, random_seed
 
 
 def test_seeds_that_were_drawn_leave_room_to_count_on_from():
@@ -13,3 +13,7 @@ def test_seeds_that_were_drawn_leave_room_to_count_on_from():
 def test_a_collector_that_is_started_again_has_other_seeds_and_the_first_ones_count_on():
     assert [first_seed(7, number, 0, 4) for number in (None, 0, 1, 2)] == [7, 7, 11, 15]
     assert first_seed(7, 1, 3, 4) not in {first_seed(7, 1, 0, 4), first_seed(7, 1, 4, 4)}
+
+
+def test_trajectory_ids_stay_a_collectors_own_whatever_version_it_starts_with():
+    assert {first_trajectory(1, version) >> 40 for version in (0, 1, 2**20, 2**40)} == {1}
