@@ -143,6 +143,10 @@ BAD = {
     "another number": ({"create_env": [CountingEnv], "num_collectors": 2}, "1 environment func"),
     "no scheme of ours": ({"weight_sync_schemes": {"policy": object()}}, "UniLabShmScheme"),
     "no policy": ({"weight_sync_schemes": {"value": UniLabShmScheme()}}, "weight_sync_schemes"),
+    "a scheme too many": (
+        {"weight_sync_schemes": {"policy": UniLabShmScheme(), "value": UniLabShmScheme()}},
+        "weight_sync_schemes: .*'value'",
+    ),
     "two inline": ({"inline": True, "num_collectors": 2}, "Use lockstep=True"),
     "few slots": ({"lockstep": True, "num_collectors": 3, "slots": 2}, "one per worker"),
     "no slots": ({"slots": 0}, "slots"),
