@@ -71,6 +71,15 @@ def test_a_log_that_was_saved_knows_which_first_episodes_are_open():
     assert log.last[: log.episodes].tolist() == [[1.0, 1.0, 0.0]]
 
 
+def test_a_reset_forgets_the_returns_and_lengths_of_episodes_that_have_not_ended():
+    log = EpisodeLog(1)
+    no, ends = np.zeros((1, 2), dtype=bool), np.array([[False, True]])
+    log.add(np.full((1, 2), 5.0), no, no)
+    log.restart()
+    log.add(np.ones((1, 2)), ends, no)
+    assert log.last[: log.episodes].tolist() == [[2.0, 2.0, 0.0]]
+
+
 def _log(returns: list[float], *, terminated: bool) -> EpisodeLog:
     log = EpisodeLog(1)
     rewards = np.array([returns])
