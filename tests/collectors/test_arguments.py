@@ -243,6 +243,11 @@ def test_a_device_that_is_there_is_found(two_gpus, name):
     assert find_device("device", name) == torch.device(name)
 
 
+def test_the_only_gpu_is_found_without_its_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert find_device("device", "cuda") == torch.device("cuda")
+
+
 @pytest.mark.parametrize("name", ["cuda:2", "meta", "tpu", torch.device("mps")])
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(two_gpus, name):
     message = rf"device: '{name}' \(.* here: cpu, cuda:0, cuda:1\)"
