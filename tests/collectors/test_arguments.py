@@ -8,7 +8,7 @@ import torch
 from torchrl.data import Unbounded
 from torchrl.envs import TensorDictPrimer, TransformedEnv
 
-from tests.support.acting import make_policy
+from tests.support.acting import StillEnv, make_policy
 from tests.support.collecting import CountingEnv
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
@@ -192,6 +192,13 @@ class _OfAgents(CountingEnv):
     @property
     def done_keys(self) -> list[Any]:
         return [("agents", "done"), ("agents", "terminated")]
+
+
+def test_an_environment_that_no_time_limit_ends_is_collected_from():
+    with APPOCollector(StillEnv, make_policy(), frames_per_batch=4, inline=True) as collector:
+        after = next(iter(collector))["next"]
+    assert "terminated" in after
+    assert "truncated" not in after
 
 
 def test_an_environment_that_ends_for_agents_alone_is_refused():
