@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictModuleBase, TensorDictSequential
+from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.envs import CatFrames, Compose, StepCounter, TransformedEnv
@@ -27,7 +27,6 @@ from torchrl_unilab.collectors.worker import (
     TRAJECTORIES,
     RolloutWorker,
     example_rollout,
-    on_host,
     reward_terms,
 )
 from torchrl_unilab.envs import MujocoBatchEnv
@@ -51,14 +50,6 @@ def _collect(worker: RolloutWorker, count: int = 1) -> list:
         worker.rollout(slot)
         rollouts.append(slot)
     return rollouts
-
-
-def test_an_example_leaves_the_statistics_of_a_policy_as_they_were():
-    net = nn.Sequential(nn.LazyLinear(4), nn.BatchNorm1d(4), nn.LazyLinear(1), nn.LazyBatchNorm1d())
-    policy = TensorDictModule(net, in_keys=["observation"], out_keys=["action"])
-    example_rollout(_pendulum(), policy, 2)
-    assert (net[1].num_batches_tracked, net[1].running_mean.any()) == (0, False)
-    assert net[0].weight.shape == (4, 4)  # sized by it
 
 
 def _scheme(policy, acting, **kwargs) -> tuple[UniLabShmScheme, UniLabShmScheme]:
@@ -238,18 +229,6 @@ def test_a_restored_worker_acts_with_the_same_noise_in_new_episodes():
     assert (again["observation"][:, 0, 1] == 0).all()
 
 
-def test_an_example_has_a_rollouts_form_and_draws_nothing():
-    env, policy = transformed_env(), actor()
-    before = torch.get_rng_state()
-    with set_exploration_type(ExplorationType.RANDOM):
-        example = example_rollout(env, policy, 6)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert example.batch_size == (4, 6)
-    assert {("critic", "state"), ("next", "critic", "state"), POLICY_VERSION} <= set(
-        example.keys(True, True)
-    )
-
-
 class Halved(TensorDictModuleBase):
     """Halves actions by a parameter, of which its snapshot is a view."""
 
@@ -350,31 +329,6 @@ def test_a_restored_worker_staggers_no_second_time():
 
 def test_staggered_episodes_that_a_transform_ends_count_from_the_second_on():
     assert Staggered(max_steps=2).lengths(1)
-
-
-class _Elsewhere(torch.nn.Module):
-    """Stands for a module on an accelerator: copies go where they are sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.zeros(2, device="meta"))
-        self.sent: list[str] = []
-
-    def to(self, device: str) -> _Elsewhere:
-        self.sent.append(device)
-        return self
-
-
-def test_what_acts_is_the_policy_itself_on_the_cpu():
-    policy = actor()
-    assert on_host(policy) is policy
-
-
-def test_of_a_policy_on_an_accelerator_a_copy_acts_on_the_cpu():
-    policy = _Elsewhere()
-    copied = on_host(policy)
-    assert copied is not policy
-    assert (copied.sent, policy.sent) == (["cpu"], [])
 
 
 def test_parts_of_the_newest_rewards_are_measured_below_all_transforms():
