@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import time
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import DEADLINE, receive, spawned
+from torchrl_unilab.collectors import metrics
 from torchrl_unilab.collectors.metrics import PHASES, WINDOW, EpisodeLog, PhaseClock, SharedMetrics
+from torchrl_unilab.errors import SegmentClosedError
 
 
 def _brute_force(rewards, done, terminated) -> list[tuple[float, int, bool]]:
@@ -152,6 +155,41 @@ def test_the_means_are_over_the_last_64_episodes_of_all_workers_in_equal_shares(
     assert read.episode_return == pytest.approx((sum(late) + 160.0) / 64)
     assert read.timeout_rate == 0.5
     latest.close()
+
+
+def test_of_more_workers_than_the_window_has_episodes_each_counts_with_its_last():
+    latest = SharedMetrics(WINDOW + 1)
+    for worker in range(WINDOW + 1):
+        latest.publish(worker, 0, 0, _log([9.0, 2.0], terminated=False), PhaseClock())
+    assert latest.total().episode_return == 2.0
+    latest.close()
+
+
+def test_the_next_trajectory_comes_after_those_of_all_workers():
+    latest = SharedMetrics(2)
+    for worker, trajectory in enumerate((12, 7)):
+        latest.publish(worker, 0, trajectory, EpisodeLog(1), PhaseClock())
+    assert latest.total().next_trajectory == 12
+    latest.close()
+
+
+def test_metrics_that_were_closed_are_neither_published_nor_read():
+    latest = SharedMetrics(2)
+    latest.close()
+    with pytest.raises(SegmentClosedError):
+        latest.publish(1, 0, 0, EpisodeLog(1), PhaseClock())
+    with pytest.raises(SegmentClosedError):
+        latest.total()
+
+
+def test_time_before_the_start_is_of_no_phase(monkeypatch):
+    times = iter([0.0, 100.0, 101.0, 103.0])
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    clock = PhaseClock()
+    clock.start()
+    clock.to("physics")
+    clock.to("policy")
+    assert clock.seconds == {"physics": 1.0, "policy": 2.0, "write": 0.0, "wait": 0.0}
 
 
 def test_time_between_phases_is_counted_once():
