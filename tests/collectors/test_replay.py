@@ -271,15 +271,29 @@ def test_frames_alone_are_restored_where_the_workers_states_were_lost():
     collector.shutdown()
 
 
-def test_frames_per_second_and_trajectories_go_on_where_the_workers_states_were_lost():
-    with _collector(inline=True) as lost:
+def test_metrics_go_on_from_a_state_that_was_loaded():
+    with _collector(inline=True) as saved:
+        _ticks(saved, 4)
+        state, before = saved.state_dict(), saved.metrics()
+    with _collector(inline=True) as collector:
+        collector.load_state_dict(state)
+        after = collector.metrics()
+    assert (after.frames, after.seconds) == (before.frames, before.seconds)
+
+
+@pytest.mark.parametrize(
+    "workers", [{"inline": True}, {"num_collectors": 2, "lockstep": True}], ids=["one", "two"]
+)
+def test_frames_per_second_and_trajectories_go_on_where_the_workers_states_were_lost(workers):
+    workers["frames_per_batch"] = ENVS * workers.get("num_collectors", 1)
+    with _collector(**workers) as lost:
         _ticks(lost, 4)
         state, before = lost.state_dict(workers=False), lost.metrics()
-    with _collector(inline=True) as collector:
+    with _collector(**workers) as collector:
         collector.load_state_dict(state)
         after = collector.metrics()
         _ticks(collector, 1)
         ids = _rows(collector)["collector", "traj_ids"]
     assert ids.min() >= before.next_trajectory > 0
-    assert after.frames == before.frames == 4 * ENVS
+    assert after.frames == before.frames == 4 * workers["frames_per_batch"]
     assert after.fps == pytest.approx(before.fps)
