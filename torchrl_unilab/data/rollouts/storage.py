@@ -284,7 +284,6 @@ class RolloutRingStorage(SharedRollouts):
 
         The rollouts stay unread; as with `get`, the reader holds their slots from then on.
         """
-        self._check_open()
         counts = {name: list(self._count(name)) for name in COUNTERS}
         if self._schema is None:
             return {"schema": None, "rollouts": None, "of": [], "counts": counts}
