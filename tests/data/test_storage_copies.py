@@ -119,6 +119,14 @@ def test_a_deep_copy_has_the_settings_of_its_original():
             assert (other.sample(4, seed=1) == storage.sample(4, seed=1)).all()
 
 
+def test_a_deep_copy_of_a_ring_has_the_settings_of_its_original():
+    with (
+        RolloutRingStorage(3, writers=2, overflow="block", timeout=0.5) as storage,
+        copy.deepcopy(storage) as other,
+    ):
+        assert (other.slots, other.writers, other.overflow, other.timeout) == (3, 2, "block", 0.5)
+
+
 def test_a_shallow_copy_shares_its_originals_memory(buffer):
     other = copy.copy(buffer.storage)
 

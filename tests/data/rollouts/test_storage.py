@@ -112,6 +112,13 @@ def test_a_sample_is_extended_into_another_buffer_but_for_its_index(storage):
     assert values(storage[:]) == [1, 2]
 
 
+def test_a_rollout_is_written_without_its_graph(storage):
+    rollout = make_rollout(3)
+    rollout["observation"].requires_grad_()
+    storage.write(rollout)
+    assert not storage[0]["observation"].requires_grad
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
@@ -141,7 +148,11 @@ def test_parts_of_a_lazy_stack_that_differ_are_refused(storage):
         storage.write(rollout)
 
 
-@pytest.mark.parametrize("settings", [{"slots": 0}, {"writers": 0}, {"overflow": "wait"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"slots": 0}, {"writers": 0}, {"overflow": "wait"}, {"timeout": -1.0}, {"timeout": "10"}],
+    ids=str,
+)
 def test_a_setting_that_cannot_work_is_refused_at_once(settings):
     with pytest.raises(ConfigError):
         RolloutRingStorage(**settings)
@@ -227,6 +238,13 @@ def test_too_large_a_sample_takes_nothing(storage):
     assert values(buffer.sample()) == [1, 2, 3]
 
 
+def test_a_ring_that_knows_no_rollout_yet_has_none_to_sample():
+    with RolloutRingStorage(4) as storage:
+        buffer = RolloutReplayBuffer(storage=storage, batch_size=1)
+        with pytest.raises(WaitTimeoutError, match="cannot sample 1 rollouts: 0 are unread"):
+            buffer.sample()
+
+
 def test_a_sample_larger_than_the_ring_is_a_wrong_setting(storage):
     with pytest.raises(ConfigError, match="the ring has 4 slots"):
         RolloutReplayBuffer(storage=storage, batch_size=5).sample()
@@ -286,6 +304,24 @@ def test_looking_at_loaded_rollouts_does_not_stop_the_process_from_writing():
         assert values(loaded[:]) == [2, 3]
 
 
+def test_a_writer_makes_room_by_its_own_oldest_that_was_looked_at_and_by_no_others():
+    settings = {"writers": 2, "timeout": 0.0}
+    with RolloutRingStorage(2, example=make_rollout(), **settings) as storage:
+        for writer, value in ((1, 9), (0, 1), (0, 2)):
+            storage.use_writer(writer)
+            storage.write(make_rollout(value))
+        assert values(storage[:]) == [9, 1, 2]
+        storage.write(make_rollout(3))
+        assert values(storage[:]) == [9, 2, 3]
+
+
+def test_an_index_that_took_rollouts_out_reads_copies_from_then_on(storage):
+    storage.write_all(stack(1, 2))
+    drawn = storage.draw(1)
+    assert [values(storage.get(drawn)) for _ in range(3)] == [[1], [2], [2]]
+    assert (len(storage), storage.read_count) == (1, 1)
+
+
 def test_looking_at_the_oldest_holds_no_more_than_that(storage):
     storage.write_all(stack(1, 2, 3))
     storage.get(torch.tensor([0, 0]))
@@ -336,37 +372,4 @@ def test_a_closed_storage_refuses_everything(storage):
     for use in uses:
         with pytest.raises(SegmentClosedError):
             use()
-
-
-# Leases
-
-
-def test_what_an_interrupt_kept_from_the_caller_is_among_the_leases(storage):
-    storage.write(make_rollout(1))
-    storage.acquire()  # the result is lost
-    (lease,) = storage.leases
-    storage.release(lease)
-    assert storage.leases == []
-    assert storage.read_count == 1
-
-
-def test_a_lease_releases_itself_at_the_end_of_a_block(storage):
-    storage.write(make_rollout(4))
-    with storage.acquire() as rollout:
-        assert values(rollout.unsqueeze(0)) == [4]
-    assert storage.read_count == 1
-
-
-def test_acquiring_all_keeps_what_was_acquired_and_takes_what_is_held_unread_or_in_the_ring():
-    with RolloutRingStorage(3, example=make_rollout()) as storage:
-        for value in (1, 2, 3):
-            storage.write(make_rollout(value))
-        first = storage.acquire()
-        assert storage.wait(0.0)  # holds the second
-
-        leases = storage.acquire_all()
-
-        assert leases[0] is first
-        assert [values(lease.rollout.unsqueeze(0))[0] for lease in leases] == [1, 2, 3]
-        assert storage.leases == leases
-        assert len(storage) == 0
+    assert repr(storage) == "RolloutRingStorage(slots=4, writers=1, closed)"
