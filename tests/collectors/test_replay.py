@@ -150,6 +150,19 @@ def test_first_frames_are_random_within_bounds_and_then_the_policy_acts():
     collector.shutdown()
 
 
+def test_first_frames_are_random_where_workers_share_them_unevenly():
+    collector = _collector(
+        make_policy(0.5),
+        num_collectors=2,
+        frames_per_batch=2 * ENVS,
+        init_random_frames=5,
+        lockstep=True,
+    )
+    _ticks(collector, 4)
+    assert (_rows(collector)["action"] != 0.5).sum() == 2 * 2 * ENVS  # of two ticks
+    collector.shutdown()
+
+
 def test_exploration_noise_of_each_environment_survives_weight_updates():
     collector = _collector(inline=True, explore=add_noise)
     noise = collector._team.service.rollouts.policy[1]
