@@ -188,6 +188,26 @@ def test_two_workers_lost_at_once_are_two_losses(opened):
     assert collector.restarts == 2
 
 
+def test_each_replacement_starts_from_further_seeds_of_its_run(opened, monkeypatch):
+    seeds: list[tuple[int, int]] = []
+    for first in (100, 7):
+        collector = _replay(opened, [CountingEnv], restart_workers=2, seed=first)
+        batches, ask = iter(collector), collector._team.group.ask
+
+        def noted(worker: int, *request: Any, ask: Any = ask, **settings: Any) -> Any:
+            if request[0] == "seed":
+                seeds.append(request[1:])
+            return ask(worker, *request, **settings)
+
+        monkeypatch.setattr(collector._team.group, "ask", noted)
+        for _ in range(2):
+            next(batches)
+            _end(collector, 0)
+        next(batches)
+    assert [len({*of_all}) for of_all in zip(*seeds, strict=True)] == [4, 4]
+    assert max(of_env for of_env, _ in seeds) < 2**31  # environments count on from theirs
+
+
 def test_a_buffer_on_the_memory_does_not_go_to_the_worker_that_takes_a_place(opened):
     collector = _replay(opened, [CountingEnv] * 2)
     batches = iter(collector)
