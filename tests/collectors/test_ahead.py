@@ -35,9 +35,10 @@ from tests.support.collecting import (
     publish_itself,
     writer_of,
 )
-from tests.support.processes import wait_for
+from tests.support.processes import live_children, wait_for
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.errors import UsageError, WaitTimeoutError, WorkerError
+from torchrl_unilab.weight_update import UniLabShmScheme
 
 
 def test_rollouts_of_all_workers_come_without_gaps_and_in_order(free):
@@ -201,6 +202,14 @@ def test_a_worker_whose_environment_cannot_be_made_is_an_error():
         appo_collector(make_policy(), env_for_parents_only)
     with pytest.raises(ZeroDivisionError):
         appo_collector(make_policy(), lambda: 1 // 0)
+
+
+def test_workers_end_at_once_where_what_comes_after_their_start_fails(monkeypatch):
+    monkeypatch.setattr(UniLabShmScheme, "connect", Mock(side_effect=OSError("no memory")))
+    with pytest.raises(OSError, match="no memory") as held:
+        appo_collector(make_policy())
+    assert not live_children()
+    assert held.traceback  # with what was made of the collector
 
 
 def _drain_slowly(collector: APPOCollector, batches: Iterator[TensorDictBase]) -> None:
