@@ -17,6 +17,7 @@ from tests.support.collecting import (
     STEPS,
     VERSION,
     CountingEnv,
+    actor,
     appo_collector,
     data_of,
     publish,
@@ -37,6 +38,15 @@ def test_environments_of_different_workers_have_different_seeds(pair):
     pair.set_seed(60, static_seed=True)
     first, second = (next(batches)["observation"][:, 0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_workers_draw_noise_of_their_own():
+    with appo_collector(actor(), num_collectors=2, lockstep=True) as collector:
+        batches = iter(collector)
+        first, second = (
+            rollout["action"] - rollout["loc"] for rollout in (next(batches), next(batches))
+        )
+    assert not torch.isclose(first, second).any()
 
 
 def test_in_lockstep_rollouts_come_in_the_workers_order_with_exactly_what_was_published(pair):
