@@ -157,6 +157,21 @@ def test_a_collector_without_end_is_true():
         assert collector
 
 
+@pytest.mark.parametrize("close", [True, False])
+def test_an_inline_collector_closes_what_it_made_unless_told_to_leave_the_one_in_use(close):
+    made: list[CountingEnv] = []
+
+    def make_env() -> CountingEnv:
+        made.append(CountingEnv())
+        made[-1].is_closed = False  # TorchRL says so of what has been stepped
+        return made[-1]
+
+    collector = APPOCollector(make_env, make_policy(), frames_per_batch=FRAMES, inline=True)
+    assert [env.is_closed for env in made] == [True, False]
+    collector.shutdown(close_env=close)
+    assert made[1].is_closed is close
+
+
 def test_a_half_built_collector_can_be_shown():
     assert repr(APPOCollector.__new__(APPOCollector)) == "APPOCollector()"
 
