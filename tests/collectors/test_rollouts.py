@@ -182,11 +182,12 @@ def test_bad_settings_are_refused_before_any_process_starts(case, monkeypatch):
 def test_after_shutdown_everything_is_refused_but_another_shutdown(inline):
     batches = iter(inline)
     next(batches)
-    state, storage = inline.state_dict(), inline.storage
+    state, storage, metrics = inline.state_dict(), inline.storage, inline._metrics
     inline.shutdown()
     inline.shutdown()
-    with pytest.raises(SegmentClosedError):
-        storage.acquire()
+    for read in (storage.acquire, metrics.total):
+        with pytest.raises(SegmentClosedError):
+            read()
     for use in (
         lambda: next(batches),
         lambda: next(iter(inline)),
@@ -249,6 +250,15 @@ def test_what_workers_measure_is_among_the_metrics(inline):
             next(iter(collector))
             wait_for(lambda started=collector: started.metrics().frames > 0)
             assert collector.metrics().values == expected
+
+
+def test_workers_have_as_many_threads_of_torch_as_asked_for():
+    def threads(_: CountingEnv) -> dict[str, float]:
+        return {"threads": torch.get_num_threads()}
+
+    with appo_collector(make_policy(0.0), num_threads=2, measure=threads) as collector:
+        next(iter(collector))
+        assert collector.metrics().values == {"threads": 2.0}
 
 
 def _named(env: MujocoBatchEnv) -> dict[str, float]:
