@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from tests.support.collecting import (
     STEPS,
     VERSION,
     CountingEnv,
+    GatedEnv,
     actor,
     appo_collector,
     data_of,
@@ -25,7 +27,7 @@ from tests.support.collecting import (
     writer_of,
 )
 from torchrl_unilab.collectors import APPOCollector
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, WorkerError
 
 
 def test_environments_of_different_workers_have_different_seeds(pair):
@@ -115,6 +117,22 @@ def test_borrowed_rollouts_are_given_back_when_an_iteration_is_broken_off(pair, 
     for _ in range(4):
         next(batches)
     assert (copy == before).all()
+
+
+def test_a_round_that_does_not_come_in_time_is_an_error_that_says_so(tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)  # which nobody opens: the first rollout does not end
+    settings = {"lockstep": True, "timeout": 0.2}
+    with (
+        appo_collector(make_policy(), partial(GatedEnv, gate, 2), **settings) as collector,
+        pytest.raises(WorkerError, match=r"collector 0, .*0\.2 s"),
+    ):
+        next(iter(collector))
+
+
+def test_workers_have_their_time_to_answer_however_short_the_wait_for_data_is():
+    with appo_collector(make_policy(), lockstep=True, timeout=0.0) as collector:
+        assert len(collector.state_dict()["workers"]) == 1
 
 
 def test_a_state_with_rollouts_of_another_length_is_refused(pair):
