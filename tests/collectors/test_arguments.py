@@ -94,6 +94,15 @@ def test_collectors_of_other_machines_share_neither_trajectory_ids_nor_seeds():
     assert not {*drawn[0]} & {*drawn[1]}
 
 
+def test_a_static_seed_is_the_same_on_all_machines():
+    drawn = []
+    for node in (None, 1):
+        with _inline(worker_idx=node) as collector:
+            assert collector.set_seed(5, static_seed=True) == 7
+            drawn.append(next(iter(collector))["observation"].clone())
+    assert torch.equal(*drawn)
+
+
 def test_the_first_of_several_machines_collects_what_one_alone_does():
     assert (collected(worker_idx=0) == collected()).all()
 
