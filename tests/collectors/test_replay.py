@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tensordict.nn import TensorDictModuleBase, TensorDictSequential
 
 from tests.support.acting import make_policy, set_action
 from tests.support.bounds import DEADLINE, PROMPT
-from tests.support.collecting import CountingEnv, state_env
+from tests.support.collecting import CountingEnv, HitEnv, state_env
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.data import PackedSliceSampler
@@ -191,6 +192,15 @@ def test_a_worker_that_is_killed_is_named_while_a_tick_is_waited_for(number):
         list(ticks)  # without end else
     assert time.monotonic() - started < PROMPT
     collector.shutdown()
+
+
+def test_a_tick_that_failed_in_this_process_is_taken_when_it_is_asked_for_again(tmp_path):
+    make_env = partial(HitEnv, tmp_path / "mark", 3, "raise")
+    with _collector(inline=True, create_env=make_env) as collector:
+        with pytest.raises(ArithmeticError, match="exploded"):
+            _ticks(collector, 3)
+        _ticks(collector, 1)
+        assert collector.storage.size == collector.metrics().frames == 3 * ENVS
 
 
 def test_states_and_seeds_are_served_between_ticks():
