@@ -311,6 +311,58 @@ def test_a_worker_that_fails_while_it_takes_a_place_counts_and_is_named(opened, 
     assert collector.restarts == 3
 
 
+def test_a_worker_lost_while_another_is_replaced_and_that_one_are_both_replaced(
+    opened, monkeypatch
+):
+    collector = _replay(opened, [CountingEnv] * 2, restart_workers=3)
+    batches = iter(collector)
+    next(batches)
+    collector._finish_tick()
+    group = collector._team.group
+    ask = group.ask
+
+    def losing(worker: int, *request: Any, **settings: Any) -> Any:
+        if request[0] == "resume" and collector.restarts == 1:
+            _end(collector, 1)
+            group.check()
+        return ask(worker, *request, **settings)
+
+    monkeypatch.setattr(group, "ask", losing)
+    _end(collector, 0)
+    next(batches)
+    collector._finish_tick()
+    assert collector.restarts == 3
+    assert collector.storage.ptr == collector.metrics().frames == 3 * 2 * FRAMES
+
+
+def _breaks_once(mark: Path) -> CountingEnv:
+    """Cannot be made by the first worker that finds a file, which it removes."""
+    if mark.exists():
+        mark.unlink()
+        raise FileNotFoundError("the robot is elsewhere")
+    return CountingEnv()
+
+
+def test_a_worker_that_takes_a_place_at_the_second_try_is_not_replaced_again(opened, tmp_path):
+    mark = tmp_path / "mark"
+    collector = _replay(opened, [partial(_breaks_once, mark)], restart_workers=3)
+    batches = iter(collector)
+    next(batches)
+    mark.touch()
+    _end(collector, 0)
+    next(batches)
+    assert collector.restarts == 2
+
+
+def test_a_worker_that_is_late_and_lives_on_is_not_replaced(opened, tmp_path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)  # which nobody opens: the first rollout does not end
+    collector = _replay(opened, [partial(GatedEnv, gate, 2)], timeout=0.2)
+    with pytest.raises(WorkerError, match=r"collector 0, .* within 0\.2 s"):
+        next(iter(collector))
+    assert collector.restarts == 0
+
+
 def test_a_replacement_goes_on_after_random_actions_and_does_not_repeat_them(opened):
     collector = _replay(opened, [CountingEnv], init_random_frames=2 * FRAMES)
     batches = iter(collector)
