@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock, call
 
 import cloudpickle
@@ -27,6 +28,7 @@ from tests.support.collecting import (
     IDS,
     STEPS,
     VERSION,
+    CountingEnv,
     GatedEnv,
     actor,
     appo_collector,
@@ -141,6 +143,25 @@ def test_workers_have_time_to_close_environments_unless_they_may_hang(monkeypatc
         next(iter(collector))
     collector.shutdown()
     assert stop.call_args_list == [call(2.0), call(10.0)]
+
+
+class _Open(CountingEnv):
+    """Leaves a file of the process that closed it."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.is_closed = False  # TorchRL says so of what has been stepped
+        self._directory = directory
+
+    def close(self, **settings: bool) -> None:
+        (self._directory / str(os.getpid())).touch()
+        super().close(**settings)
+
+
+def test_workers_that_end_close_their_environments(tmp_path):
+    with appo_collector(make_policy(0.0), partial(_Open, tmp_path), num_collectors=2) as collector:
+        pids = {*map(str, collector.pids)}
+    assert pids <= {path.name for path in tmp_path.iterdir()}
 
 
 def _raising() -> Iterator[TensorDictBase]:
