@@ -70,6 +70,11 @@ def free_bytes(named: bool | None = None) -> int:
     return available_memory()
 
 
+def closed_error(what: str, remedy: str = "Create or attach it again.") -> SegmentClosedError:
+    """Return why what has been closed cannot be used."""
+    return SegmentClosedError(f"cannot use {what}: it is closed (expected an open one). {remedy}")
+
+
 class Owner(ABC):
     """Base of what owns memory: a context manager that frees it with `close`."""
 
@@ -180,10 +185,7 @@ class SharedSegment(Owner):
     def buffer(self) -> npt.NDArray[np.uint8]:
         """The bytes, uint8 of shape [nbytes], shared and writable."""
         if self._buffer is None:
-            raise SegmentClosedError(
-                "cannot use shared segment: it is closed (expected an open one). "
-                "Create or attach it again."
-            )
+            raise closed_error("shared segment")
         return self._buffer
 
     @property

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import torch
 
-from torchrl_unilab.errors import ContentionError, LayoutError, SegmentClosedError, SegmentError
+from torchrl_unilab.errors import ContentionError, LayoutError, SegmentError
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
 from torchrl_unilab.shm.lock import RangeLock
-from torchrl_unilab.shm.segment import Owner, SharedSegment
+from torchrl_unilab.shm.segment import Owner, SharedSegment, closed_error
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
 DEFAULT_SLOTS = 3
@@ -43,10 +43,7 @@ class _ClosedWords:
     """The words of a closed cell."""
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise SegmentClosedError(
-            "cannot use snapshot cell: it is closed (expected an open one). "
-            "Create or attach it again."
-        )
+        raise closed_error("snapshot cell")
 
     def __setitem__(self, index: Any, value: int) -> None:
         self[index]

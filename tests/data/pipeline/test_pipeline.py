@@ -455,7 +455,7 @@ ASKS = {
 def test_a_closed_pipeline_refuses_to_be_asked(pipeline, ask):
     pipeline.start_prepare(1, COUNT)
     pipeline.close()
-    with pytest.raises(SegmentClosedError, match=r"used after close\(\)"):
+    with pytest.raises(SegmentClosedError, match="cannot use replay pipeline: it is closed"):
         getattr(pipeline, ask)(*ASKS[ask])
 
 

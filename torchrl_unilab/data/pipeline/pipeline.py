@@ -28,10 +28,10 @@ from torchrl_unilab.data.pipeline.protocols import ReplaySource
 from torchrl_unilab.data.pipeline.transfer import MakeTransfer, transfer_to
 from torchrl_unilab.data.replay.gather import ReplaySnapshot
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, UsageError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
-from torchrl_unilab.shm.segment import Owner
+from torchrl_unilab.shm.segment import Owner, closed_error
 
 SLOTS = 2
 """Batches in memory: one that the learner uses, one that is packed."""
@@ -349,7 +349,7 @@ class DoubleBufferReplayPipeline(Owner):
                     f"(expected {min_ptr}). See whether the collectors run, or ask for fewer."
                 )
             if self._closing.wait(_POLL_SECONDS) or self._dropping.is_set():
-                raise _closed()
+                raise closed_error("replay pipeline", "Make a new one.")
         return snapshot
 
     def _outcome(self) -> ReplayTickMetadata:
@@ -361,7 +361,7 @@ class DoubleBufferReplayPipeline(Owner):
     def _check(self, tick_id: int, sample_count: int) -> int:
         """Return the tick as an int."""
         if self._closing.is_set():
-            raise _closed()
+            raise closed_error("replay pipeline", "Make a new one.")
         if sample_count != self.sample_count:
             raise ConfigError(
                 f"replay batch of tick {tick_id}: {sample_count} rows (expected "
@@ -369,9 +369,3 @@ class DoubleBufferReplayPipeline(Owner):
                 "another pipeline for another one."
             )
         return as_integer("replay pipeline tick", tick_id, "Change it.", least=0)
-
-
-def _closed() -> SegmentClosedError:
-    return SegmentClosedError(
-        "replay pipeline: used after close() (expected to be open). Make a new one."
-    )
