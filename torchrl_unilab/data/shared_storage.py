@@ -19,9 +19,9 @@ from torchrl.data.replay_buffers.writers import Writer
 from typing_extensions import Self
 
 from torchrl_unilab.data.positions import MASKS
-from torchrl_unilab.errors import ConfigError, LayoutDtypeError, SegmentClosedError
+from torchrl_unilab.errors import ConfigError, LayoutDtypeError, UsageError
 from torchrl_unilab.shm.liveness import check_spawning
-from torchrl_unilab.shm.segment import Owner
+from torchrl_unilab.shm.segment import Owner, closed_error
 
 
 def check_kind(owner: object, what: str, given: object, kind: type, remedy: str) -> None:
@@ -170,10 +170,14 @@ class SharedStorage(Owner, TensorStorage):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SegmentClosedError(
-                f"cannot use {type(self).__name__}: it is closed (expected an open one). "
-                "Build it again."
-            )
+            raise closed_error(type(self).__name__, "Build it again.")
+
+    def _unknown(self, action: str) -> UsageError:
+        """Return why something cannot be done before it is known what an item looks like."""
+        return UsageError(
+            f"cannot {action} {type(self).__name__}: 0 of {self.max_size} written (expected keys, "
+            "shapes and dtypes to be known). Make it from an example or a spec, or write first."
+        )
 
     _is_ending = staticmethod(sys.is_finalizing)  # the module's names may be gone then
 
@@ -215,12 +219,14 @@ class SharedStorage(Owner, TensorStorage):
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_open()
+        state = self._shared_state()
         check_spawning(self)
-        return self._shared_state()
+        return state
 
     def _shared_state(self) -> dict[str, Any]:
         self._check_open()
+        if not self.initialized:
+            raise self._unknown("share")
         state = {k: v for k, v in self.__dict__.items() if k not in self._of_a_process}
         state["_rng"] = None
         return state

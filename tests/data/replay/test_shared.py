@@ -196,7 +196,7 @@ def test_sampling_before_any_row_says_so():
         assert storage.snapshot()[:2] == (0, 0)
         with pytest.raises(ConfigError, match="at least 1"):
             storage.sample(0)
-    with PackedReplayStorage(10) as storage, pytest.raises(RuntimeError, match="0 of 10 rows"):
+    with PackedReplayStorage(10) as storage, pytest.raises(RuntimeError, match="0 of 10 written"):
         storage.sample(4)
 
 

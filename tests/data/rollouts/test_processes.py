@@ -94,7 +94,7 @@ def test_free_running_collectors_fill_one_ring():
 def test_a_storage_without_a_schema_does_not_go_to_another_process():
     with (
         RolloutRingStorage(2) as storage,
-        pytest.raises(RuntimeError, match=r"its schema is not known .*Build it with example="),
+        pytest.raises(RuntimeError, match=r"cannot share .*0 of 2 written .*example or a spec"),
         spawned(claim_and_die, storage),
     ):
         pass

@@ -134,10 +134,7 @@ class SharedReplay(SharedStorage):
         """
         if self._rows is None:
             self._check_open()
-            raise UsageError(
-                f"cannot use replay storage: 0 of {self.max_size} rows written (expected some, or "
-                "an example). Write first, or make it from an example."
-            )
+            raise self._unknown("use")
         return self._rows
 
     @property

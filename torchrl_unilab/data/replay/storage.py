@@ -377,15 +377,6 @@ class PackedReplayStorage(SharedReplay):
             timeout=self.timeout,
         )
 
-    def _shared_state(self) -> dict[str, Any]:
-        if not self.initialized:
-            raise UsageError(
-                f"cannot share {type(self).__name__}: 0 of {self.max_size} rows written (expected "
-                "its keys, shapes and dtypes to be known). Make it from an example or a spec, or "
-                "write a row first."
-            )
-        return super()._shared_state()
-
     def _leave(self) -> None:
         rows, self._rows = self._rows, None
         if rows is not None:

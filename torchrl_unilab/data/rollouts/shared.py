@@ -16,7 +16,6 @@ from tensordict import TensorDict, TensorDictBase
 
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
-from torchrl_unilab.errors import UsageError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_seconds
 from torchrl_unilab.shm.layout import BlockLayout
@@ -110,10 +109,7 @@ class SharedRollouts(SharedStorage):
         """
         if self._ring is None or self._closed:
             self._check_open()
-            raise UsageError(
-                "cannot use rollout storage: its schema is not known (expected an example, or a "
-                "rollout written). Build it with example=, or write first."
-            )
+            raise self._unknown("use")
         return self._ring
 
     @property

@@ -339,14 +339,6 @@ class RolloutRingStorage(SharedRollouts):
             self.slots, writers=self.writers, overflow=self.overflow, timeout=self.timeout
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        if not self._closed and self._ring is None:
-            raise UsageError(
-                "cannot share rollout storage: its schema is not known (expected before it goes "
-                "to another process). Build it with example=, from_spec, or write once first."
-            )
-        return super().__getstate__()
-
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"unread={len(self)}"
         return f"{type(self).__name__}(slots={self.slots}, writers={self.writers}, {state})"
