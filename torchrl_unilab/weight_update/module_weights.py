@@ -168,7 +168,7 @@ class _ParamsRegistry(Mapping[str, Any]):
     def _find_paths(self) -> dict[str, Any]:
         """Return each leaf's key by dotted name; a key may have dots of its own."""
         keys = self._params.keys(include_nested=True, leaves_only=True)
-        return {key if isinstance(key, str) else ".".join(key): key for key in keys}
+        return {dotted(key): key for key in keys}
 
     def __getitem__(self, name: str) -> Any:
         return self._params.get(self._paths[name])

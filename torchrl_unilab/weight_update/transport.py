@@ -16,7 +16,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.scalars import as_indices, as_integer
+from torchrl_unilab.scalars import as_indices
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
@@ -94,8 +94,7 @@ class UniLabShmTransport(Owner):
         first_version: int = 0,
     ) -> None:
         settings: dict[str, Any] = {"slots": slots, "name": name, "first_version": first_version}
-        for worker in initial:
-            as_integer("a worker of the initial weights", worker, "Number them from 0.", least=0)
+        as_indices("a worker of the initial weights", initial)
         if not initial:
             raise ConfigError("initial weights: of 0 workers (expected some). Give worker 0's.")
         sources = {id(weights): named_tensors(weights) for weights in initial.values()}
