@@ -246,7 +246,7 @@ def test_a_ring_that_knows_no_rollout_yet_has_none_to_sample():
 
 
 def test_a_sample_larger_than_the_ring_is_a_wrong_setting(storage):
-    with pytest.raises(ConfigError, match="the ring has 4 slots"):
+    with pytest.raises(ConfigError, match=r"to sample: 5 .*an integer of 1 to 4"):
         RolloutReplayBuffer(storage=storage, batch_size=5).sample()
 
 

@@ -190,11 +190,8 @@ class RolloutRingStorage(SharedRollouts):
             ConfigError: There are not as many slots.
             WaitTimeoutError: There are not as many unread rollouts in time.
         """
-        if as_integer("rollouts to sample", count, "Ask for some.") > self.max_size:
-            raise ConfigError(
-                f"cannot sample {count} rollouts: the ring has {self.max_size} slots (expected 1 "
-                f"to {self.max_size}). Use a smaller batch_size, or more slots."
-            )
+        remedy = "Change batch_size, or use more slots."
+        count = as_integer("rollouts to sample", count, remedy, most=self.max_size)
         unbuilt = self._ring is None and not timeout
         if unbuilt or len(self._hold(count, timeout)) < count:
             raise WaitTimeoutError(
