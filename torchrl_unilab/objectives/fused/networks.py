@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,9 +20,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.objectives.fused.graphs import SideStream
 from torchrl_unilab.objectives.fused.products import BatchedProducts, OneDNNProducts, products_for
-from torchrl_unilab.objectives.fused.threads import at_once
+from torchrl_unilab.objectives.fused.threads import Beside, at_once
 
 ALL = slice(None)
 _SIZES = 16
@@ -113,6 +111,9 @@ class Pass(NamedTuple):
     """Of each network, what a normalisation read, and the means and reciprocal deviations."""
 
 
+Passes = list[Pass]
+
+
 class ReluNetwork:
     """Forward and backward pass of k networks of one shape, by batched products.
 
@@ -177,7 +178,7 @@ class ReluNetwork:
         if self._copies:
             torch._foreach_copy_(self._copies, self._masters)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Pass]]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Passes]:
         """Return the outputs, [k, n, out], for inputs all of them read, [n, in], and the pass."""
         x = x.to(self._matmul_dtype).contiguous().expand(self._k, *x.shape)
         inputs, normed = [], []
@@ -193,12 +194,7 @@ class ReluNetwork:
         output = self._layers[-1][0]
         return self._products[-1].affine(x, output.weight, output.bias), [Pass(inputs, normed)]
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        passes: list[Pass],
-        thread: ThreadPoolExecutor | SideStream | None = None,
-    ) -> None:
+    def backward(self, gradient: torch.Tensor, passes: Passes, thread: Beside = None) -> None:
         """Write the parameters' gradients, given the outputs', [k, n, out].
 
         Args:
@@ -214,9 +210,7 @@ class ReluNetwork:
             if i:
                 gradient = self._descend(i, gradient, taken, learn=True)
 
-    def backward_to_input(
-        self, gradient: torch.Tensor, passes: list[Pass], start: int
-    ) -> torch.Tensor:
+    def backward_to_input(self, gradient: torch.Tensor, passes: Passes, start: int) -> torch.Tensor:
         """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
         (taken,) = passes
         for i in range(len(self._layers) - 1, 0, -1):
@@ -279,17 +273,12 @@ class ReluNetworks:
         for network in self._networks:
             network.refresh()
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Pass]]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Passes]:
         """See `ReluNetwork.forward`; a pass for each network."""
         outputs = [network.forward(x) for network in self._networks]
         return torch.cat([y for y, _ in outputs]), [taken for _, (taken,) in outputs]
 
-    def backward(
-        self,
-        gradient: torch.Tensor,
-        passes: list[Pass],
-        thread: ThreadPoolExecutor | SideStream | None = None,
-    ) -> None:
+    def backward(self, gradient: torch.Tensor, passes: Passes, thread: Beside = None) -> None:
         """See `ReluNetwork.backward`; a thread takes the first network meanwhile."""
         first, *others = [
             partial(network.backward, own, [taken])
@@ -297,9 +286,7 @@ class ReluNetworks:
         ]
         at_once(thread, lambda: [run() for run in others], first)
 
-    def backward_to_input(
-        self, gradient: torch.Tensor, passes: list[Pass], start: int
-    ) -> torch.Tensor:
+    def backward_to_input(self, gradient: torch.Tensor, passes: Passes, start: int) -> torch.Tensor:
         """See `ReluNetwork.backward_to_input`."""
         first, *others = [
             network.backward_to_input(own, [taken], start)

@@ -17,7 +17,7 @@ from torchrl_unilab.modules.squashed import (
     squash,
 )
 from torchrl_unilab.objectives.fused.adam import FlatAdam
-from torchrl_unilab.objectives.fused.networks import Pass, is_relu_mlp
+from torchrl_unilab.objectives.fused.networks import Passes, is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate
 from torchrl_unilab.objectives.fused.transitions import Transitions
 
@@ -175,7 +175,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
 
     def _act(
         self, observation: torch.Tensor, noise: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], list[Pass]]:
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...], Passes]:
         """Return actions, log probabilities [n], (y, tanh(r), scale * noise), and the pass.
 
         With ``r`` the network's second half of outputs, as in `SquashedGaussianParameters`.
