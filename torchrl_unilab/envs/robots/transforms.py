@@ -10,7 +10,7 @@ it would apply the transforms before it to the action again.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from typing_extensions import Self
 from torchrl_unilab.errors import ConfigError, UsageError
 
 Delay = int | tuple[int, int]
+Keys: TypeAlias = NestedKey | Sequence[NestedKey]
+Numbers = float | Sequence[float] | torch.Tensor
 
 
-def _listed(keys: NestedKey | Sequence[NestedKey]) -> list[NestedKey]:
+def _listed(keys: Keys) -> list[NestedKey]:
     """Return one key, or several, as a list; a tuple is of several."""
     return [keys] if isinstance(keys, str) else list(keys)
 
@@ -55,11 +57,7 @@ class ObservationNoise(ObservationTransform):
         >>> env.close()
     """
 
-    def __init__(
-        self,
-        std: float | Sequence[float] | torch.Tensor,
-        in_keys: NestedKey | Sequence[NestedKey] = ("observation",),
-    ) -> None:
+    def __init__(self, std: Numbers, in_keys: Keys = ("observation",)) -> None:
         deviation = torch.as_tensor(std, dtype=torch.float64)
         if not deviation.isfinite().all() or (deviation < 0).any():
             raise ConfigError(
@@ -240,9 +238,7 @@ class ObservationDelay(_Delay):
         >>> env.close()
     """
 
-    def __init__(
-        self, delay: Delay, in_keys: NestedKey | Sequence[NestedKey] = ("observation",)
-    ) -> None:
+    def __init__(self, delay: Delay, in_keys: Keys = ("observation",)) -> None:
         keys = _listed(in_keys)
         super().__init__(delay, in_keys=keys, out_keys=keys)
 
@@ -276,10 +272,7 @@ class ActionDelay(_Delay):
     """
 
     def __init__(
-        self,
-        delay: Delay,
-        before: float | Sequence[float] | torch.Tensor = 0.0,
-        in_keys_inv: NestedKey | Sequence[NestedKey] = ("action",),
+        self, delay: Delay, before: Numbers = 0.0, in_keys_inv: Keys = ("action",)
     ) -> None:
         keys = _listed(in_keys_inv)
         super().__init__(delay, in_keys_inv=keys, out_keys_inv=keys)
