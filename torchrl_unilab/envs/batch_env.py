@@ -20,7 +20,7 @@ from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_unilab.envs.env_state import EnvState, simulations_of
-from torchrl_unilab.envs.randomization import Randomize
+from torchrl_unilab.envs.randomization import Ids, Randomize
 from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
 from torchrl_unilab.envs.task import (
@@ -355,11 +355,11 @@ class MujocoBatchEnv(EnvBase):
             action = action.float()
         return np.ascontiguousarray(action.numpy(force=not action.is_cpu))
 
-    def _rows(self, mask: torch.Tensor | None) -> NDArray[np.intp] | None:
+    def _rows(self, mask: torch.Tensor | None) -> Ids | None:
         """The rows that a ``(n,)`` or ``(n, 1)`` mask selects; None for all."""
         return None if mask is None or mask.all() else np.flatnonzero(mask.cpu().numpy())
 
-    def _mark(self, ids: NDArray[np.intp] | None = None) -> None:
+    def _mark(self, ids: Ids | None = None) -> None:
         """Let the pictures of these simulations be drawn anew; of all for None."""
         if self._pixels is not None:
             self._pixels.outdate(slice(None) if ids is None else ids)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torchrl_unilab.envs.episodes import Episodes
-from torchrl_unilab.envs.randomization import Randomize
+from torchrl_unilab.envs.randomization import Ids, Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
 from torchrl_unilab.envs.task import Array, MujocoTask, judge
 from torchrl_unilab.errors import ConfigError, UsageError
@@ -25,8 +25,6 @@ from torchrl_unilab.runtime.budget import plan_threads
 from torchrl_unilab.scalars import as_integer
 
 _logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
-
-Ids = NDArray[np.intp]
 
 
 class EnvState:
@@ -145,7 +143,7 @@ class EnvState:
                 f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range "
                 "(expected one, which bounds the action). Give them a ctrlrange."
             )
-        limits: NDArray[np.float64] = model.actuator_ctrlrange.T.copy()
+        limits: Array = model.actuator_ctrlrange.T.copy()
         return limits
 
     def expect_terms(self, dtype: type) -> Sequence[str]:

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from torchrl_unilab.errors import ConfigError
 
+Ids = NDArray[np.intp]
+
 _INPUTS = frozenset(mujoco.MjModel._setconst_inputs)
 _DERIVED = frozenset(mujoco.MjModel._setconst_outputs) - _INPUTS
 # the kind of object to which a field's rows belong, by the field's prefix
@@ -116,8 +118,8 @@ class _Target(NamedTuple):
     """Where one field of a `Randomize` lies."""
 
     field: str
-    rows: NDArray[np.intp]  # of the chosen objects, (k,)
-    draws: NDArray[np.intp]  # which of the numbers drawn each row gets, (k,)
+    rows: Ids  # of the chosen objects, (k,)
+    draws: Ids  # which of the numbers drawn each row gets, (k,)
     column: int | None  # the only one meant, if not all are
 
 
@@ -194,7 +196,7 @@ class ModelRandomizer:
         self._rngs = [rng.spawn(1)[0] for rng in rngs]
         self._draw(np.arange(len(self._rngs)), ("start", "reset"))
 
-    def reset(self, ids: NDArray[np.intp]) -> None:
+    def reset(self, ids: Ids) -> None:
         """Draw what each episode has anew, in simulations ``ids``, sorted; nothing once closed."""
         if self._at_reset and self._batch is not None:
             self._draw(ids, ("reset",))
@@ -235,14 +237,14 @@ class ModelRandomizer:
         self._batch = None
         self._values = {}
 
-    def _draw(self, ids: NDArray[np.intp], when: tuple[str, ...]) -> None:
+    def _draw(self, ids: Ids, when: tuple[str, ...]) -> None:
         for plan, numbers in zip(self._plans, self._numbers, strict=True):
             if plan.spec.when in when:
                 for i in ids:
                     numbers[i] = self._rngs[i].uniform(plan.spec.low, plan.spec.high, plan.size)
         self._set(ids)
 
-    def _set(self, ids: NDArray[np.intp]) -> None:
+    def _set(self, ids: Ids) -> None:
         """Give the models of simulations ``ids`` what follows from their numbers."""
         assert self._batch is not None
         for field, values in self._values.items():
@@ -259,11 +261,7 @@ class ModelRandomizer:
 
 
 def _apply(
-    values: NDArray[np.float64],
-    ids: NDArray[np.intp],
-    target: _Target,
-    how: str,
-    numbers: NDArray[np.float64],
+    values: NDArray[np.float64], ids: Ids, target: _Target, how: str, numbers: NDArray[np.float64]
 ) -> None:
     """Apply numbers ``(len(ids), count)`` to the rows of a target in simulations ``ids``."""
     drawn = numbers[:, target.draws]

@@ -15,7 +15,7 @@ from mujoco.batch import DATA_FIELDS, MODEL_FIELDS, Batch, SimulationError
 from numpy.typing import NDArray
 
 from torchrl_unilab.envs.mujoco_engine import stop_physics_clock
-from torchrl_unilab.envs.randomization import ModelRandomizer, Randomize
+from torchrl_unilab.envs.randomization import Ids, ModelRandomizer, Randomize
 from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
@@ -120,9 +120,7 @@ class Simulations:
         """Controls of each."""
         return int(self._ctrl.shape[1])
 
-    def step(
-        self, action: NDArray[Any], ids: NDArray[np.intp] | None = None
-    ) -> NDArray[np.bool_] | None:
+    def step(self, action: NDArray[Any], ids: Ids | None = None) -> NDArray[np.bool_] | None:
         """Take the task's physics steps of one control step.
 
         Args:
@@ -159,7 +157,7 @@ class Simulations:
         diverged[failed] = True
         return diverged if diverged.any() else None
 
-    def place(self, ids: NDArray[np.intp], qpos: Array, qvel: Array) -> None:
+    def place(self, ids: Ids, qpos: Array, qvel: Array) -> None:
         """Put simulations `ids`, sorted, into these states, and forget all else of theirs."""
         self.batch.reset(ids, stage=mjtStage.mjSTAGE_NONE.value)
         self.fields["qpos"][ids] = qpos
@@ -202,7 +200,7 @@ class Simulations:
         if "command" in self.fields:
             self.fields["command"][...] = state["command"]
 
-    def _show_derived(self, ids: NDArray[np.intp] | None) -> None:
+    def _show_derived(self, ids: Ids | None) -> None:
         """Show what the physics derives in simulations `ids`, where it has run; in all for None."""
         if ids is None:
             self._loaded, self.seen = {}, self.fields
