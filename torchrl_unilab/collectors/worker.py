@@ -30,6 +30,8 @@ TRAJECTORIES = ("collector", "traj_ids")
 _CPU = torch.device("cpu")
 ADDED = (POLICY_VERSION, TRAJECTORIES)
 
+Policy = Callable[[TensorDictBase], TensorDictBase]
+
 Measure = Callable[[EnvBase], Mapping[str, float]]
 """Returns metrics of a worker's environment by name, always the same names."""
 
@@ -86,9 +88,7 @@ def reward_terms(env: EnvBase) -> dict[str, float]:
     return {f"reward_{name.removeprefix('reward_')}": float(v.mean()) for name, v in terms.items()}
 
 
-def act(
-    policy: Callable[[TensorDictBase], TensorDictBase], tensordict: TensorDictBase
-) -> TensorDictBase:
+def act(policy: Policy, tensordict: TensorDictBase) -> TensorDictBase:
     """Return a step with the policy's action, whether it writes in place or returns another."""
     written = policy(tensordict)
     return tensordict if written is tensordict else tensordict.update(written)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.trainers import Trainer
 
 from torchrl_unilab.collectors.arguments import CreateEnv
-from torchrl_unilab.collectors.worker import act, base_env, closing_env, on_host
+from torchrl_unilab.collectors.worker import Policy, act, base_env, closing_env, on_host
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.runtime.link import Link
@@ -29,8 +28,6 @@ from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.trainers.video import film_episodes
 from torchrl_unilab.weight_update import UniLabShmTransport
-
-Policy = Callable[[TensorDictBase], TensorDictBase]
 
 MOST_AT_ONCE = 1024
 """Episodes that are played side by side where each has a simulation; more take turns."""

@@ -9,7 +9,7 @@ import importlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDictBase
 from torchrl.record.loggers.csv import CSVLogger
 from tqdm import tqdm
 
-from torchrl_unilab.collectors.worker import act
+from torchrl_unilab.collectors.worker import Policy, act
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.envs.rendering import find_backend
 from torchrl_unilab.errors import ConfigError
@@ -198,7 +197,7 @@ class Film(NamedTuple):
 @torch.no_grad()
 def film_episodes(
     env: MujocoBatchEnv,
-    actor: Callable[[TensorDictBase], TensorDictBase],
+    actor: Policy,
     path: str | os.PathLike[str],
     episodes: int = 1,
     *,
