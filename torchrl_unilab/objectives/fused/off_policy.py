@@ -37,6 +37,9 @@ from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
 from torchrl_unilab.scalars import as_integer
 
+OF_CRITICS = ("loss_qvalue", "q_value", "td_error")
+"""What the critics' part of a step observes: the first statistics of all updates."""
+
 
 def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
     """Return whether a loss has two critics as `make_q_value` makes them, beside an actor's head.
@@ -168,7 +171,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._center, self._reach = actor.center.to(flat), actor.reach.to(flat)
         self.observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
         # What each of two threads writes; compiled code may write all of what it is given.
-        self._of_critics = self.observed[: self.statistics.index("td_error") + 1]
+        self._of_critics = self.observed[: len(OF_CRITICS)]
         self._of_policy = self.observed[self.statistics.index("loss_actor") :]
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
         self._graphs = graphs_of(flat.device, ranks)

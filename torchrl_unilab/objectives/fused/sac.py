@@ -18,7 +18,7 @@ from torchrl_unilab.modules.squashed import (
 )
 from torchrl_unilab.objectives.fused.adam import FlatAdam
 from torchrl_unilab.objectives.fused.networks import Passes, is_relu_mlp
-from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate
+from torchrl_unilab.objectives.fused.off_policy import OF_CRITICS, FusedOffPolicyUpdate
 from torchrl_unilab.objectives.fused.transitions import Transitions
 
 
@@ -75,15 +75,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         1.0
     """
 
-    statistics = (
-        "loss_qvalue",
-        "q_value",
-        "td_error",
-        "alpha",
-        "loss_actor",
-        "entropy",
-        "loss_alpha",
-    )
+    statistics = (*OF_CRITICS, "alpha", "loss_actor", "entropy", "loss_alpha")
     expected = "SACLoss of make_sac_actor's and make_q_value's networks, two critics, targets"
     policy_draws = 1
     head_path = ("module", "0")

@@ -11,7 +11,7 @@ from torchrl.objectives import LossModule, TD3Loss
 from torchrl_unilab.modules.squashed import SquashedPoint
 from torchrl_unilab.objectives.fused.adam import flatten, trained
 from torchrl_unilab.objectives.fused.networks import is_relu_mlp
-from torchrl_unilab.objectives.fused.off_policy import FusedOffPolicyUpdate
+from torchrl_unilab.objectives.fused.off_policy import OF_CRITICS, FusedOffPolicyUpdate
 from torchrl_unilab.objectives.fused.transitions import Transitions
 from torchrl_unilab.objectives.targets import targets_of
 
@@ -59,7 +59,7 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         torch.Size([2])
     """
 
-    statistics = ("loss_qvalue", "q_value", "td_error", "loss_actor")
+    statistics = (*OF_CRITICS, "loss_actor")
     expected = "TD3Loss of make_td3_actor's and make_q_value's networks, two critics, all targets"
     policy_draws = 0
     head_path = ()
