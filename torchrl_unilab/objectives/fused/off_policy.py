@@ -89,6 +89,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         ranks: Processes over whose minibatches gradients and statistics are averaged.
 
     Attributes:
+        optimizers: By what they step, to be checkpointed; their settings hold at once.
         observed: What the last `step` returned; to resume, overwrite it in place.
 
     Raises:
@@ -156,6 +157,8 @@ class FusedOffPolicyUpdate(abc.ABC):
         self._actor_adam = FlatAdam(list(trained(actor_parameters).values()), lr_actor)
         self._critic_adam = FlatAdam(list(learnt.values()), lr_critic)
         self._policy_adams = [self._actor_adam]
+        adams = {"actor": self._actor_adam, "critic": self._critic_adam}
+        self.optimizers = {part: adam.optimizer for part, adam in adams.items()}
         # Networks and the targets that follow them, each one tensor.
         self._followers = [(flatten([target.get(key) for key in learnt]), self._critic_adam.flat)]
         self._matmul_dtype, self._networks = matmul_dtype, list[Network]()
@@ -204,11 +207,6 @@ class FusedOffPolicyUpdate(abc.ABC):
         thread, self._thread = self._thread, None
         if isinstance(thread, ThreadPoolExecutor):
             thread.shutdown()
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Adam]:
-        """The optimisers by what they step, to be checkpointed; settings hold at once."""
-        return {"actor": self._actor_adam.optimizer, "critic": self._critic_adam.optimizer}
 
     @property
     @abc.abstractmethod

@@ -110,6 +110,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         self._alpha_adam = None if loss.fixed_alpha else FlatAdam([loss.log_alpha], lr_alpha)
         if self._alpha_adam is not None:
             self._policy_adams.append(self._alpha_adam)
+            self.optimizers["alpha"] = self._alpha_adam.optimizer
         self._log_alpha = loss.log_alpha.detach()
         self._target_entropy = loss.target_entropy
         low, high = loss.actor_network[0].log_std_bounds
@@ -118,12 +119,6 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         self._volume = self._reach.log().sum() + len(self._reach) * (
             HALF_LOG_2PI + 2.0 * math.log(2.0)
         )
-
-    @property
-    def optimizers(self) -> dict[str, torch.optim.Adam]:
-        """The optimisers by what they step, to be checkpointed; settings hold at once."""
-        own = {} if self._alpha_adam is None else {"alpha": self._alpha_adam.optimizer}
-        return {**super().optimizers, **own}
 
     @property
     def td_error(self) -> torch.Tensor:
