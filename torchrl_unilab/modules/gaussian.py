@@ -67,10 +67,8 @@ class DiagonalNormal(torch.distributions.Independent):  # type: ignore[type-arg]
         normal = torch.distributions.Normal(loc, scale, validate_args=False)
         super().__init__(normal, 1, validate_args=False)
 
-    @property
-    def deterministic_sample(self) -> torch.Tensor:
-        """The mean, which TorchRL takes to act without exploration."""
-        return self.mean
+    deterministic_sample = torch.distributions.Independent.mean
+    """The mean, which TorchRL takes to act without exploration."""
 
 
 class DirectActor(ProbabilisticActor, abc.ABC):
