@@ -124,6 +124,8 @@ class APPOLoss(LossModule):
 
     tensor_keys: _AcceptedKeys
     default_keys = _AcceptedKeys
+    functional = False
+    """The networks hold their own parameters, which spares a swap per call."""
 
     def __init__(
         self,
@@ -174,11 +176,6 @@ class APPOLoss(LossModule):
         self.steps = 0  # a number, so that counting never waits for a device
         self._estimated_at: int | None = None  # of `steps`
         self._updated_at: int | None = 0  # the target policy, likewise
-
-    @property
-    def functional(self) -> bool:
-        """False: the networks hold their own parameters, which spares a swap per call."""
-        return False
 
     @property
     def in_keys(self) -> list[NestedKey]:
