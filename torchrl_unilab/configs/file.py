@@ -7,6 +7,7 @@ Each run directory has one. ``torchrl-unilab train ALGORITHM --config FILE`` rea
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ import yaml
 
 from torchrl_unilab.errors import ConfigError
 
+StrPath = str | os.PathLike[str]
+"""Where a file or a directory is."""
 CONFIG_FILE = "config.yaml"
 _KINDS = {"algo": str, "env": str, "frames": int, "seed": int}
 """What is checked before the settings are made."""

@@ -21,6 +21,7 @@ from torchrl.record.loggers.csv import CSVLogger
 from tqdm import tqdm
 
 from torchrl_unilab.collectors.worker import Policy, act
+from torchrl_unilab.configs.file import StrPath
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.envs.rendering import find_backend
 from torchrl_unilab.errors import ConfigError
@@ -97,7 +98,7 @@ class Mp4Logger(CSVLogger):
         write_video(path, frames, Fraction(fps or self.video_fps).limit_denominator(1000))
 
 
-def check_video(path: str | os.PathLike[str], width: int, height: int) -> None:
+def check_video(path: StrPath, width: int, height: int) -> None:
     """Check, before anything is made, that a video of this size can be written there.
 
     Raises:
@@ -140,9 +141,7 @@ def check_filming(*, own_environment: bool = False) -> None:
     find_backend(os.environ.get("MUJOCO_GL", "").lower().strip())
 
 
-def write_video(
-    path: str | os.PathLike[str], frames: Iterable[NDArray[np.uint8]], fps: Fraction | int
-) -> int:
+def write_video(path: StrPath, frames: Iterable[NDArray[np.uint8]], fps: Fraction | int) -> int:
     """Write H.264 in an mp4 file, frame by frame, as they come.
 
     The file appears, or is replaced, when it is complete.
@@ -198,7 +197,7 @@ class Film(NamedTuple):
 def film_episodes(
     env: MujocoBatchEnv,
     actor: Policy,
-    path: str | os.PathLike[str],
+    path: StrPath,
     episodes: int = 1,
     *,
     progress_bar: bool = False,

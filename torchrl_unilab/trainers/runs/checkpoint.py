@@ -50,6 +50,7 @@ from torchrl.checkpoint import (
 from torchrl.checkpoint import CheckpointError as TorchRLCheckpointError
 from torchrl.trainers import Trainer
 
+from torchrl_unilab.configs.file import StrPath
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.runtime.trace import span
@@ -135,9 +136,7 @@ class RunCheckpoints(CheckpointRotation):
         (['frames-000000000300', 'frames-000000000200'], 300)
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], keep: int = 2, interval: int | None = None
-    ) -> None:
+    def __init__(self, directory: StrPath, keep: int = 2, interval: int | None = None) -> None:
         super().__init__(Path(directory), keep_last=keep, prefix=_PREFIX)
         self.directory = Path(directory)  # which TorchRL expands a "~" in
         self.interval = interval

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -10,13 +9,14 @@ import torch
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.worker import closing_env
+from torchrl_unilab.configs.file import StrPath
 from torchrl_unilab.trainers.runs.saved import check_episodes, load_run
 from torchrl_unilab.trainers.video import check_video, film_episodes
 
 
 def play_run(
-    run_dir: str | os.PathLike[str],
-    video: str | os.PathLike[str],
+    run_dir: StrPath,
+    video: StrPath,
     *,
     episodes: int = 1,
     max_steps: int | None = None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.configs import RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
-from torchrl_unilab.configs.file import CONFIG_FILE, read_config
+from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, read_config
 from torchrl_unilab.errors import ConfigError, RunCompleteError
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.progress import reached
@@ -36,7 +35,7 @@ _TAKEN_OVER = _CHANGEABLE - {"stop_at", "max_seconds", "progress_bar"}
 
 
 def resume_run(
-    run_dir: str | os.PathLike[str],
+    run_dir: StrPath,
     *,
     settings: Mapping[str, Any] | None = None,
     frames: int | None = None,

@@ -25,7 +25,7 @@ from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
 from torchrl_unilab.collectors.worker import check_env, close_env, closing_env
 from torchrl_unilab.configs import SETTINGS, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
-from torchrl_unilab.configs.file import CONFIG_FILE, read_config
+from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, read_config
 from torchrl_unilab.envs import MujocoBatchEnv, MujocoTask, make_task
 from torchrl_unilab.errors import CheckpointError, ConfigError
 from torchrl_unilab.limits import available_cores
@@ -39,7 +39,7 @@ OF_THE_MACHINE = ("device", "collector_device", "physics_threads", "learner_thre
 """Settings of the machine, not of the result: a resumed run may change them."""
 
 
-def run_path(run_dir: str | os.PathLike[str]) -> Path:
+def run_path(run_dir: StrPath) -> Path:
     """Return a run's directory, absolute, as environments may change the working directory.
 
     Raises:
@@ -174,10 +174,7 @@ class TrainedPolicy:
 
 
 def load_run(
-    run_dir: str | os.PathLike[str],
-    purpose: str,
-    create_env: CreateEnv | None = None,
-    **env_options: Any,
+    run_dir: StrPath, purpose: str, create_env: CreateEnv | None = None, **env_options: Any
 ) -> TrainedPolicy:
     """Load the checkpoint of a run.
 
@@ -230,9 +227,7 @@ def check_episodes(episodes: int, seed: int) -> tuple[int, int]:
     return kinds["eval_episodes"].check("episodes", episodes), kinds["seed"].check("seed", seed)
 
 
-def load_policy(
-    run_dir: str | os.PathLike[str], *, create_env: CreateEnv | None = None
-) -> TensorDictModuleBase:
+def load_policy(run_dir: StrPath, *, create_env: CreateEnv | None = None) -> TensorDictModuleBase:
     """Load the policy of a run's checkpoint, to act by it anywhere.
 
     Args:
@@ -263,11 +258,7 @@ def load_policy(
 
 
 def evaluate_run(
-    run_dir: str | os.PathLike[str],
-    *,
-    episodes: int = 16,
-    seed: int = 0,
-    create_env: CreateEnv | None = None,
+    run_dir: StrPath, *, episodes: int = 16, seed: int = 0, create_env: CreateEnv | None = None
 ) -> dict[str, Any]:
     """Evaluate the checkpoint of a run on its task.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from torchrl_unilab.collectors.arguments import CreateEnv, check_factory
 from torchrl_unilab.collectors.worker import closing_env, on_host
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig, RunConfig
 from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT, run_settings, without_own_settings
-from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
+from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import DivergedError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
@@ -62,7 +61,7 @@ def train_appo(
     env: str,
     *,
     frames: int,
-    run_dir: str | os.PathLike[str],
+    run_dir: StrPath,
     seed: int = 0,
     config: APPOConfig | None = None,
     create_env: CreateEnv | None = None,
@@ -106,7 +105,7 @@ def train_off_policy(
     env: str,
     *,
     frames: int,
-    run_dir: str | os.PathLike[str],
+    run_dir: StrPath,
     seed: int = 0,
     config: OffPolicyConfig | None = None,
     create_env: CreateEnv | None = None,
@@ -150,7 +149,7 @@ class Run:
         self,
         options: RunConfig,
         config: Config,
-        run_dir: str | os.PathLike[str],
+        run_dir: StrPath,
         *,
         create_env: CreateEnv | None = None,
         announce: Callable[[str], None] | None = None,
