@@ -35,12 +35,8 @@ class _Plugin(ctypes.Structure):
         ("capabilityflags", ctypes.c_int),
         ("needstage", ctypes.c_int),
         ("nstate", ctypes.c_void_p),
-        ("nsensordata", ctypes.c_void_p),
-        ("init", ctypes.c_void_p),
-        ("destroy", ctypes.c_void_p),
-        ("copy", ctypes.c_void_p),
-        ("reset", ctypes.c_void_p),
-        ("compute", ctypes.c_void_p),
+        # nsensordata, init, destroy, copy, reset and compute
+        ("before_advance", ctypes.c_void_p * 6),
         ("advance", ctypes.c_void_p),
         # visualize, actuator_* and sdf_*, and room for what later versions add
         ("unused", ctypes.c_void_p * 32),
