@@ -191,13 +191,8 @@ class WorkerTeam:
             if lost.worker is None or self.restarts >= self._restart_workers:
                 raise lost
             self.restarts += 1
-            torchrl_logger.warning(
-                "Collector %d is replaced (%d of %d times). %s",
-                lost.worker,
-                self.restarts,
-                self._restart_workers,
-                lost,
-            )
+            times = f"{self.restarts} of {self._restart_workers} times"
+            torchrl_logger.warning(f"Collector {lost.worker} is replaced ({times}). {lost}")
             try:
                 self._renew(lost.worker)
             except WorkerError as another:
