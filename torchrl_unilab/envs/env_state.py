@@ -352,12 +352,10 @@ class EnvState:
         self.num_diverged = known + count
         if self.num_diverged.bit_length() > known.bit_length():
             _logger.warning(
-                "MujocoBatchEnv: simulations %s of %s diverged (expected finite states); "
-                "%d have since the start. They were reset. Check the actions, or give the "
-                "model a smaller timestep.",
-                np.flatnonzero(diverged).tolist(),
-                self.task.name,
-                self.num_diverged,
+                f"MujocoBatchEnv: simulations {np.flatnonzero(diverged).tolist()} of "
+                f"{self.task.name} diverged (expected finite states); {self.num_diverged} have "
+                "since the start. They were reset. Check the actions, or give the model a smaller "
+                "timestep."
             )
 
 
