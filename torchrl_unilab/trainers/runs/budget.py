@@ -191,13 +191,12 @@ def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
     metrics = SharedMetrics.nbytes(workers, sizes.metrics)
     policies = workers * sizes.snapshot.nbytes
     envs = workers * config.num_envs * ENVIRONMENT_BYTES
+    learnt = sizes.weights + 3 * sizes.trained
     return [
         MemoryItem("weight snapshots", "shared", published, ("hidden",)),
         MemoryItem("collectors' metrics", "shared", metrics, ("num_collectors",), segments=workers),
         _estimate("locks", "shared", LOCK_BYTES, "num_collectors"),
-        _estimate(
-            "networks, gradients, Adam", sizes.learner, sizes.weights + 3 * sizes.trained, "hidden"
-        ),
+        _estimate("networks, gradients, Adam", sizes.learner, learnt, "hidden"),
         _estimate("collectors' policies", "private", policies, "hidden", "num_collectors"),
         _estimate("environments", "private", envs, "num_envs"),
         # The learner's process has what it needs by now.
