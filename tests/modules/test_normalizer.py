@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError
 from torchrl_unilab.modules import ObservationNormalizer
 
 
@@ -41,6 +41,12 @@ def test_an_observation_that_never_changes_is_nought():
     normalizer = ObservationNormalizer(1)
     normalizer.update(torch.full((4, 1), 7.0))
     assert normalizer(torch.tensor([[7.0]])).item() == 0.0
+
+
+@pytest.mark.parametrize("shape", [(), (5, 1), (5, 4)])
+def test_an_observation_of_another_size_is_refused(shape):
+    with pytest.raises(LayoutShapeError, match=r"expected \[\.\.\., 3\]"):
+        ObservationNormalizer(3)(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])

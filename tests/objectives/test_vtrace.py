@@ -12,7 +12,7 @@ from torchrl.objectives.value.functional import (
     vtrace_advantage_estimate,
 )
 
-from torchrl_unilab.errors import LayoutShapeError
+from torchrl_unilab.errors import LayoutDtypeError, LayoutShapeError
 from torchrl_unilab.objectives import timeout_bootstrap, vtrace
 
 # Seven steps of ten operations each on numbers below 100: 70 * 100 * 2**-53 < 1e-12.
@@ -112,6 +112,30 @@ def test_tensors_of_another_shape_are_refused_by_name(name):
     inputs = _inputs(0, 1.0)
     inputs[name] = inputs[name][:, :1]
     with pytest.raises(LayoutShapeError, match=rf"{name} has shape \(3, 1\) \(expected \(3, 7\)\)"):
+        vtrace(**inputs, gamma=0.9)
+
+
+@pytest.mark.parametrize("name", ["done_t", "terminated_t"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])
+def test_flags_that_are_not_bool_are_refused_by_name(name, dtype):
+    inputs = _inputs(0, 1.0)
+    inputs[name] = inputs[name].to(dtype)
+    with pytest.raises(LayoutDtypeError, match=rf"vtrace: {name} is {dtype} \(expected"):
+        vtrace(**inputs, gamma=0.9)
+    flags = {flag: inputs[flag] for flag in ("done_t", "terminated_t")}
+    with pytest.raises(LayoutDtypeError, match=rf"timeout_bootstrap: {name} is {dtype} \("):
+        timeout_bootstrap(inputs["v_t"], **flags, gamma=0.9)
+
+
+def test_values_of_another_shape_than_the_flags_are_refused():
+    flags = torch.tensor([True, False])
+    with pytest.raises(LayoutShapeError, match=r"done_t has shape \(2,\) \(expected \(2, 1\)\)"):
+        timeout_bootstrap(torch.ones(2, 1), flags, flags, gamma=0.9)
+
+
+def test_rollouts_without_a_step_are_refused():
+    inputs = {name: tensor[:, :0] for name, tensor in _inputs(0, 1.0).items()}
+    with pytest.raises(LayoutShapeError, match=r"shape \(3, 0\) .*with a step"):
         vtrace(**inputs, gamma=0.9)
 
 

@@ -27,7 +27,7 @@ from tests.support.processes import (
     use_server,
     wait_for,
 )
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.runtime import link as link_module
 from torchrl_unilab.runtime import worker_process
 from torchrl_unilab.runtime import workers as workers_module
@@ -479,6 +479,14 @@ def test_a_forked_copy_that_stops_a_group_leaves_it_at_work(group):
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert group.ask(0, "double", 2) == 4
+
+
+def test_a_stopped_group_refuses_to_be_asked(lone):
+    lone.stop()
+    asked = [lone.ask, lone.send, lone.receive, lone.poll, lone.end, lone.restart]
+    for ask in asked:
+        with pytest.raises(UsageError, match=r"servers: stopped \(expected running ones\)"):
+            ask(0)
 
 
 def test_stop_kills_in_time_those_that_do_not_listen():

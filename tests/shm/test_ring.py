@@ -6,6 +6,7 @@ import gc
 import multiprocessing as mp
 import os
 import pickle
+import resource
 import sys
 import warnings
 from collections import deque
@@ -223,6 +224,17 @@ def test_settings_that_cannot_work_are_refused(descriptors):
     for settings_of_ring, message in REFUSED:
         with pytest.raises(ConfigError, match=message):
             make_ring(**settings_of_ring)
+    assert descriptors() == before
+
+
+def test_more_writers_than_a_process_has_descriptors_for_are_refused(descriptors):
+    before, (soft, hard) = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 64, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"too many open files .* `ulimit -n`"):
+            make_ring(writers=64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert descriptors() == before
 
 

@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from torchrl.trainers import RewardNormalizer, UpdateWeights
 
 from tests.support.training import (
     FRAMES,
@@ -67,6 +68,23 @@ def test_a_stage_that_an_update_does_not_have_is_refused():
     trainer = appo_trainer()
     with trainer.collector, pytest.raises(ConfigError, match=r"^hook stage 'optimizer': APPOTr"):
         trainer.register_op("optimizer", lambda losses: losses)
+
+
+def test_hooks_that_would_publish_again_or_scale_rewards_too_late_are_refused():
+    trainer = appo_trainer()
+    with trainer.collector as collector:
+        with pytest.raises(ConfigError, match=r"^hook UpdateWeights: APPOTrainer publishes"):
+            UpdateWeights(collector, 1).register(trainer)
+        with pytest.raises(ConfigError, match=r"^hook RewardNormalizer: .* reward_scale"):
+            RewardNormalizer().register(trainer)
+
+
+def test_padding_is_not_learnt_from():
+    trainer = appo_trainer()
+    [batch] = pendulum_rollouts(1)
+    padded = batch.set(("collector", "mask"), torch.ones(batch.shape, dtype=torch.bool))
+    with trainer.collector, pytest.raises(ConfigError, match=r"padded, .* Leave split_trajs out"):
+        trainer._process_batch_hook(padded)
 
 
 def test_a_hook_may_change_a_minibatch_and_the_optimiser_stays_the_same_one():

@@ -331,6 +331,21 @@ def test_a_loss_that_gives_no_number_is_refused_with_what_it_gives():
         make_update(loss, OffPolicyConfig("td3")).step(make_transitions(ROWS, OBS, ACT))
 
 
+class _UnreducedLoss(DDPGLoss):
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        losses = super().forward(tensordict)
+        return losses.set("loss_regular", tensordict["action"].square().sum(-1))
+
+
+def test_a_loss_of_a_number_per_row_is_refused_beside_others_that_are_numbers():
+    networks = build_learner(_env(), OffPolicyConfig("td3", hidden=())).loss
+    loss = _UnreducedLoss(networks.actor_network, networks.qvalue_network)
+    loss.make_value_estimator(gamma=0.99)
+
+    with pytest.raises(ConfigError, match=rf"gives .*'loss_regular': \({ROWS},\).*'mean'"):
+        make_update(loss, OffPolicyConfig("td3")).step(make_transitions(ROWS, OBS, ACT))
+
+
 class _PlainLoss(DDPGLoss):
     def forward(self, tensordict: TensorDictBase) -> torch.Tensor:
         return super().forward(tensordict)["loss_actor"]

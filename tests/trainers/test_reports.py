@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_unilab.collectors.metrics import CollectorMetrics
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.trainers import EpisodeReturns, LogPolicyLag
 from torchrl_unilab.trainers.reports import KEPT, CollectorReport, register_reports
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -47,6 +47,11 @@ def test_returns_are_summed_over_batches_by_trajectory():
     assert list(returns.finished) == [30.0, 10.0]
     assert list(returns.lengths) == [2, 4]
     assert returns.mean == 20.0
+
+
+def test_batches_without_trajectory_ids_are_refused():
+    with pytest.raises(LayoutKeyError, match=r"no \('collector', 'traj_ids'\) .*track_traj_ids"):
+        EpisodeReturns()(_batch([[0]], [[1]], [[True]]).exclude(("collector", "traj_ids")))
 
 
 def test_two_episodes_of_one_environment_in_one_batch_are_told_apart():

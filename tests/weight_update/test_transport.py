@@ -142,6 +142,33 @@ def test_what_does_not_match_is_refused_in_both_directions_and_nothing_is_writte
         assert not state["w"].any()
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [(torch.eye(2).to_sparse(), r"\['weight'\]: sparse"), (torch.eye(2, device="meta"), "meta")],
+    ids=["sparse", "meta"],
+)
+def test_of_several_workers_none_gets_weights_where_those_of_one_cannot_be_copied(bad, message):
+    initial = {worker: {"weight": torch.zeros(2, 2)} for worker in range(2)}
+    with UniLabShmTransport(initial) as transport:
+        weights = [{"weight": torch.ones(2, 2)}, {"weight": bad}]
+        with pytest.raises(ConfigError, match=message):
+            transport.send_each(dict(zip(transport.cells.values(), weights, strict=True)))
+        assert [cell.version for cell in transport.cells.values()] == [0, 0]
+
+
+def test_nothing_is_read_into_a_module_without_memory():
+    with UniLabShmTransport.from_state_dict(torch.nn.Linear(2, 2)) as transport:
+        with torch.device("meta"):
+            module = torch.nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match=r"\['weight', 'bias'\], without memory of their"):
+            transport.read_weights_into(module)
+
+
+def test_a_module_without_weights_has_versions():
+    with UniLabShmTransport.from_state_dict(torch.nn.Identity()) as transport:
+        assert transport.read_weights_into(torch.nn.Identity()) == 1
+
+
 def test_attaching_with_another_layout_or_to_nothing_is_refused():
     transport = UniLabShmTransport.create(SHAPES, name=_name())
     with pytest.raises(LayoutError, match="the same keys, shapes and dtypes"):

@@ -28,7 +28,7 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class CollectorMetrics:
-    """Totals of all workers, and means over their last 64 episodes together.
+    """Totals of all workers, and means over their last 64 episodes, as many of each worker.
 
     Attributes:
         frames: Frames collected, the dropped ones among them.

@@ -86,11 +86,7 @@ class ObservationNormalizer(nn.Module):
         Raises:
             LayoutShapeError: Its observations are of another size.
         """
-        if observation.shape[-1:] != self.mean.shape:
-            raise LayoutShapeError(
-                f"observation to normalise: {tuple(observation.shape)} (expected [..., "
-                f"{len(self.mean)}]). Make the ObservationNormalizer of the observation's size."
-            )
+        self._check_size(observation)
         batch = observation.reshape(-1, self.mean.shape[0]).to(self.mean)
         if not len(batch):
             return self.mean.new_zeros(2 * batch.shape[1] + 1)
@@ -110,12 +106,24 @@ class ObservationNormalizer(nn.Module):
         self.count.copy_(total)
 
     def forward(self, observation: torch.Tensor) -> torch.Tensor:
-        """Normalise observations, [..., size], in their own dtype; integers in torch's default."""
+        """Normalise observations, [..., size], in their own dtype; integers in torch's default.
+
+        Raises:
+            LayoutShapeError: They are of another size.
+        """
+        self._check_size(observation)
         if not observation.is_floating_point():
             observation = observation.to(torch.get_default_dtype())
         mean = self.mean.to(observation.dtype)
         scale = (self.variance + self.epsilon).rsqrt().to(observation.dtype)
         return ((observation - mean) * scale).clamp(-self.clip, self.clip)
+
+    def _check_size(self, observation: torch.Tensor) -> None:
+        if observation.shape[-1:] != self.mean.shape:
+            raise LayoutShapeError(
+                f"observation to normalise: {tuple(observation.shape)} (expected [..., "
+                f"{len(self.mean)}]). Make the ObservationNormalizer of the observation's size."
+            )
 
 
 class NormalizedNetwork(TensorDictModuleBase):

@@ -227,10 +227,13 @@ class APPOLoss(LossModule):
             Advantages have zero mean and unit variance over the batch.
 
         Raises:
-            LayoutKeyError: The rollouts lack the behaviour policy's log probabilities.
+            LayoutKeyError: The rollouts lack the behaviour policy's log probabilities, or what a
+                collector adds.
         """
         keys = self.tensor_keys
         log_b = _needed(rollouts, keys.sample_log_prob, "Collect with a policy that returns it")
+        signals = keys.reward, keys.done, keys.terminated
+        reward, done, terminated = (_needed(rollouts, ("next", k)).squeeze(-1) for k in signals)
         self.sync_target_buffers()
         self._estimated_at = self.steps
         critic_in = self.critic_network.in_keys
@@ -240,15 +243,15 @@ class APPOLoss(LossModule):
         v_tm1, v_t = self._value(both).unbind(0)
         policy = self.target_actor_network
         dist_params = _dist_params(policy, rollouts)
-        target_log_prob = _build(policy, dist_params).log_prob(rollouts.get(keys.action))
+        target_log_prob = _build(policy, dist_params).log_prob(_needed(rollouts, keys.action))
         log_rho = target_log_prob - log_b
         value_target, advantage = vtrace(
             log_rho,
             v_tm1,
             v_t,
-            after.get(keys.reward).squeeze(-1).to(v_t),
-            after.get(keys.done).squeeze(-1),
-            after.get(keys.terminated).squeeze(-1),
+            reward.to(v_t),
+            done,
+            terminated,
             gamma=self.gamma,
             lambda_=self.lambda_,
             rho_bar=self.rho_bar,
@@ -368,7 +371,9 @@ def _build(policy: ProbabilisticTensorDictSequential, dist_params: TensorDictBas
     return dist
 
 
-def _needed(tensordict: TensorDictBase, key: NestedKey, remedy: str) -> torch.Tensor:
+def _needed(
+    tensordict: TensorDictBase, key: NestedKey, remedy: str = "Leave no key of the collector's out"
+) -> torch.Tensor:
     value: torch.Tensor | None = tensordict.get(key, None)
     if value is None:
         raise LayoutKeyError(

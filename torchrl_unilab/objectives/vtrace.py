@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchrl_unilab.errors import LayoutShapeError
+from torchrl_unilab.errors import LayoutDtypeError, LayoutShapeError
 
 
 def timeout_bootstrap(
@@ -25,6 +25,10 @@ def timeout_bootstrap(
     Returns:
         ``gamma * v_t`` where an episode was cut, else 0, [...].
 
+    Raises:
+        LayoutShapeError: The shapes differ.
+        LayoutDtypeError: `done_t` or `terminated_t` is not bool.
+
     Examples:
         >>> import torch
         >>> from torchrl_unilab.objectives import timeout_bootstrap
@@ -33,7 +37,26 @@ def timeout_bootstrap(
         >>> timeout_bootstrap(value, done, terminated, gamma=0.5).tolist()
         [1.0, 0.0]
     """
+    _check("timeout_bootstrap", v_t.shape, {"done_t": done_t, "terminated_t": terminated_t})
     return (gamma * v_t).masked_fill(~done_t | terminated_t, 0.0)
+
+
+def _check(
+    what: str,
+    shape: torch.Size,
+    masks: dict[str, torch.Tensor],
+    others: dict[str, torch.Tensor] | None = None,
+) -> None:
+    for name, tensor in {**(others or {}), **masks}.items():
+        if tensor.shape != shape:
+            raise LayoutShapeError(
+                f"{what}: {name} has shape {tuple(tensor.shape)} (expected {tuple(shape)}). "
+                "Give all tensors one shape."
+            )
+        if name in masks and tensor.dtype is not torch.bool:
+            raise LayoutDtypeError(
+                f"{what}: {name} is {tensor.dtype} (expected torch.bool). Call bool() on it."
+            )
 
 
 def vtrace(
@@ -74,7 +97,8 @@ def vtrace(
         Value targets [..., T] and advantages [..., T], neither with a gradient.
 
     Raises:
-        LayoutShapeError: A tensor has another shape than `log_rho`.
+        LayoutShapeError: A tensor has another shape than `log_rho`, or there is no step.
+        LayoutDtypeError: `done_t` or `terminated_t` is not bool.
 
     Examples:
         >>> import torch
@@ -85,14 +109,12 @@ def vtrace(
         >>> targets.item()
         3.0
     """
-    shape = log_rho.shape
-    others = {"v_tm1": v_tm1, "v_t": v_t, "r_t": r_t}
-    for name, tensor in {**others, "done_t": done_t, "terminated_t": terminated_t}.items():
-        if tensor.shape != shape:
-            raise LayoutShapeError(
-                f"vtrace: {name} has shape {tuple(tensor.shape)} (expected {tuple(shape)}). "
-                "Give all tensors as [..., time]."
-            )
+    shape, masks = log_rho.shape, {"done_t": done_t, "terminated_t": terminated_t}
+    _check("vtrace", shape, masks, {"v_tm1": v_tm1, "v_t": v_t, "r_t": r_t})
+    if not shape or not shape[-1]:
+        raise LayoutShapeError(
+            f"vtrace: shape {tuple(shape)} (expected [..., time], with a step). Collect some."
+        )
     with torch.no_grad():
         rho = log_rho.exp()
         clipped_rho = rho.clamp(max=rho_bar)

@@ -25,7 +25,7 @@ from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.runtime.link import Channel, Shipment, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
 from torchrl_unilab.scalars import deadline
@@ -127,6 +127,13 @@ class WorkerGroup:
         """Process ids."""
         return [worker.process.pid or 0 for worker in self._workers]
 
+    def _worker(self, index: int) -> WorkerProcess:
+        if not self._workers:
+            raise UsageError(
+                f"{self._name}s: stopped (expected running ones). Make a new WorkerGroup."
+            )
+        return self._workers[index]
+
     def send(self, index: int, *request: Any, timeout: float = START_SECONDS) -> None:
         """Send a request, whose answer, if there will be one, `receive` returns.
 
@@ -136,7 +143,7 @@ class WorkerGroup:
             WorkerError: The worker has failed, is stopped while the request does not fit the
                 pipe, or has not taken it in `timeout` seconds.
         """
-        worker = self._workers[index]
+        worker = self._worker(index)
         worker.requests += 1  # first: no two requests have one number, whatever interrupts this
         worker.channel.post((worker.requests, request))
         end = deadline(timeout)
@@ -158,7 +165,7 @@ class WorkerGroup:
                 in `timeout` seconds, None being as many as it lives.
         """
         self.send(index, *request, timeout=math.inf if timeout is None else timeout)
-        worker = self._workers[index]
+        worker = self._worker(index)
         return self._receive(worker, timeout, [worker])
 
     def poll(self, index: int) -> bool:
@@ -167,7 +174,7 @@ class WorkerGroup:
         Raises:
             WorkerError: A worker has failed.
         """
-        worker = self._workers[index]
+        worker = self._worker(index)
         with contextlib.suppress(EOFError):  # `check` says how it ended
             worker.channel.fill()
         if any(k == "error" or n == worker.requests for k, n, _ in worker.channel.messages):
@@ -184,7 +191,7 @@ class WorkerGroup:
             WorkerError: The worker has failed, or has not answered in `timeout` seconds,
                 None being as many as it lives.
         """
-        return self._receive(self._workers[index], timeout, self._workers)
+        return self._receive(self._worker(index), timeout, self._workers)
 
     def wait(self, descriptors: Sequence[int], timeout: float | None) -> bool:
         """Wait until one of `descriptors` is readable; return whether one is.
@@ -208,7 +215,7 @@ class WorkerGroup:
 
     def end(self, index: int) -> None:
         """Kill a worker, if it lives; what it held may then be taken from it. Idempotent."""
-        process = self._workers[index].process
+        process = self._worker(index).process
         process.kill()
         process.join()
 
@@ -309,7 +316,8 @@ class WorkerGroup:
             raise self._error(worker, f"was ended by {name}", _HINTS.get(name, ""))
         when = "" if worker.ready else " before it was ready"
         hint = "" if worker.ready else _start_hint()
-        raise self._error(worker, f"ended by itself with exit code {code}{when}", hint)
+        how = "closed its connection" if code is None else f"ended by itself with exit code {code}"
+        raise self._error(worker, f"{how}{when}", hint)
 
     def _error(self, worker: WorkerProcess, text: str, remedy: str = "") -> WorkerError:
         text, end = text.rstrip(), "\n" if "\n" in text else " "  # after a traceback

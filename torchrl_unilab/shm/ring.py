@@ -135,7 +135,8 @@ class RolloutRing(RingWriter):
         Several may be owned at once; each is one slot less for its writer.
 
         Args:
-            timeout: Seconds to wait for a rollout; None waits as long as all writers live.
+            timeout: Seconds to wait for a rollout; None waits as long as all writers live, and 0
+                does not look whether they do.
 
         Returns:
             The lease; None if no rollout came in time.

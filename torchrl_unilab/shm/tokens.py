@@ -9,6 +9,7 @@ handlers between bytecodes only, so an interrupt never finds a token in both or 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import select
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 
+from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.scalars import deadline
 from torchrl_unilab.shm.segment import close_all
 
@@ -53,8 +55,20 @@ class TokenPipe:
 
     @classmethod
     def create(cls) -> TokenPipe:
-        """Make a pipe; the kernel frees it with the last process that holds it."""
-        ends = os.pipe()
+        """Make a pipe; the kernel frees it with the last process that holds it.
+
+        Raises:
+            ConfigError: This process may open no more files.
+        """
+        try:
+            ends = os.pipe()
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise ConfigError(
+                "ring: too many open files for its pipes (expected four for each writer). Raise "
+                "`ulimit -n`, or make it for fewer writers."
+            ) from error
         for end in ends:
             os.set_blocking(end, False)
         return cls(ends)

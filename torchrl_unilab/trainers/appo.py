@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
+from torchrl.trainers import RewardNormalizer
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.appo import APPOConfig
@@ -151,6 +153,19 @@ class APPOTrainer(RankTrainer):
         self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         self._publish = PublishWeights(collector)
         self._publish.register(self)
+
+    def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
+        """Register a hook; see TorchRL.
+
+        Raises:
+            ConfigError: As in `OffPolicyTrainer`, or it normalises rewards of minibatches.
+        """
+        if inspect.ismethod(op) and isinstance(op.__self__, RewardNormalizer):
+            raise ConfigError(
+                "hook RewardNormalizer: V-trace uses rewards before minibatches are made (expected "
+                "another hook). Set reward_scale in config."
+            )
+        super().register_op(dest, op, **kwargs)
 
     def optim_steps(self, batch: TensorDictBase) -> None:
         """Take a rollout into the pool and update on the pool."""

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl import logger as torchrl_logger
-from torchrl.trainers import Trainer
+from torchrl.trainers import Trainer, UpdateWeights
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
@@ -156,7 +156,26 @@ class RankTrainer(Trainer):
                 "stage, such as 'process_optim_batch'). Scale rewards by reward_scale in config; "
                 "change what is collected by a transform of the environment."
             )
+        again = isinstance(op, UpdateWeights) and op.collector is self.collector
+        if again and dest == "post_steps":
+            raise ConfigError(
+                f"hook UpdateWeights: {type(self).__name__} publishes after each batch itself "
+                "(expected one publish). Leave the hook out."
+            )
         super().register_op(dest, op, **kwargs)
+
+    def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
+        """Refuse padding, which would be learnt from; then do as TorchRL.
+
+        Raises:
+            ConfigError: The batch is padded.
+        """
+        if batch is not None and batch.get(("collector", "mask"), None) is not None:
+            raise ConfigError(
+                "batch: padded, by ('collector', 'mask') (expected steps alone). Leave split_trajs "
+                "out of the collector."
+            )
+        return super()._process_batch_hook(batch)
 
     def _report_update(self, means: Mapping[str, float]) -> None:
         """Call the hooks that come after an update's steps, and log its means.

@@ -155,7 +155,7 @@ class LossUpdate:
         """Take one step; return the losses, named by `statistics`.
 
         Raises:
-            ConfigError: The loss module gives no TensorDict, or no scalar loss.
+            ConfigError: The loss module gives no TensorDict, or no loss, or one that is no number.
         """
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
@@ -166,14 +166,14 @@ class LossUpdate:
                 "of losses). Return TensorDict({'loss_NAME': ...})."
             )
         names = tuple(sorted(key for key, loss in losses.items() if loss.numel() == 1))
-        parts = [losses.get(key) for key in names if key.startswith("loss")]
-        if not parts:
+        learnt_by = [key for key, _ in losses.items() if key.startswith("loss")]
+        if not learnt_by or not {*learnt_by} <= {*names}:
             shapes = {key: tuple(loss.shape) for key, loss in losses.items()}
             raise ConfigError(
-                f"{type(self.loss).__name__} gives {shapes} (expected at least one number whose "
-                "name begins with 'loss'). Rename what it gives, or give it reduction='mean'."
+                f"{type(self.loss).__name__} gives {shapes} (expected numbers, some under names "
+                "that begin with 'loss'). Rename what it gives, or give it reduction='mean'."
             )
-        torch.stack([part.reshape(()) for part in parts]).sum().backward()
+        torch.stack([losses.get(key).reshape(()) for key in learnt_by]).sum().backward()
         observed = torch.stack([losses.get(key).detach().reshape(()) for key in names])
         steps = [part for part in self.optimizers if update_policy or part == "critic"]
         learnt = [p for part in steps for p in self._groups[part]]

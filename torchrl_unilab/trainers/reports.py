@@ -20,6 +20,7 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.collectors.base import WorkerCollector
+from torchrl_unilab.errors import LayoutKeyError
 from torchrl_unilab.runtime.trace import counter
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.trainers.hooks import BusyTime
@@ -287,6 +288,11 @@ class EpisodeReturns(LearningCurve):
         }
 
     def _add(self, batch: TensorDictBase) -> None:
+        if batch.get(("collector", "traj_ids"), None) is None:
+            raise LayoutKeyError(
+                "batch: no ('collector', 'traj_ids') (expected them, as returns are counted by "
+                "trajectory). Leave track_traj_ids=False out of the collector."
+            )
         batch = batch.select(("collector", "traj_ids"), ("next", "reward"), ("next", "done")).cpu()
         ids, index = torch.unique(batch["collector", "traj_ids"], return_inverse=True)
         index = index.reshape(-1)

@@ -237,6 +237,8 @@ class UniLabShmTransport(Owner):
                 tensor = tensors.get(field.key)
                 if tensor is not None and field.dtype.is_floating_point:
                     tensors[field.key] = tensor.to(field.dtype)
+        if sparse := [key for key, tensor in tensors.items() if tensor.layout is not torch.strided]:
+            raise ConfigError(f"weights {sparse}: sparse (expected dense ones). Call to_dense().")
         return self._to_host(cell, cell.layout.select(tensors))
 
     def _to_host(
@@ -247,6 +249,8 @@ class UniLabShmTransport(Owner):
         if device is None:
             return tensors
         cell.layout.check(tensors)
+        if device.type == "meta":
+            raise ConfigError("weights: on the meta device (expected values). Initialise them.")
         key = cell, device, threading.get_ident()  # whose copy stays until it is published
         if key not in self._packers:
             self._packers[key] = DevicePacker(cell.layout, device)
@@ -267,7 +271,7 @@ class UniLabShmTransport(Owner):
                 own, into which nothing is written.
         """
         named = named_tensors(state_dict)
-        expanded = [key for key, tensor in named.items() if is_expanded(tensor)]
+        expanded = [k for k, tensor in named.items() if is_expanded(tensor) or tensor.is_meta]
         if expanded or _is_stacked(state_dict):
             raise ConfigError(
                 f"cannot read weights: {expanded or 'stacked lazily'}, without memory of their own "
@@ -281,8 +285,9 @@ class UniLabShmTransport(Owner):
                 f"cannot read weights: {numbers} are no tensors of the state dict (expected a "
                 "module, whose extra state they are). Read into the module."
             )
-        with torch.no_grad():
-            torch._foreach_copy_(targets, list(weights.values()))
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, list(weights.values()))
         if isinstance(state_dict, nn.Module):
             extra = {key: value for key, value in weights.items() if EXTRA_STATE in key}
             ModuleWeights(state_dict).set_extra_state(extra)

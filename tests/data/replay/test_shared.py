@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import weakref
 
 import pytest
@@ -19,6 +20,7 @@ from torchrl_unilab.errors import (
     LayoutDtypeError,
     LayoutError,
     LayoutKeyError,
+    LayoutShapeError,
     SegmentClosedError,
 )
 
@@ -187,6 +189,15 @@ def test_rows_of_a_snapshot_that_are_gone_are_drawn_from_those_that_are_left():
         storage.append(transitions(40, 1))
         with pytest.raises(ContentionError, match="overwritten"):
             storage.sample(50, seed=7, snapshot=snapshot)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_no_rows_are_refused_by_their_shape(shape):
+    with PackedReplayStorage(10) as storage:
+        for _ in range(2):
+            with pytest.raises(LayoutShapeError, match=rf"{re.escape(str([*shape]))} .*not empty"):
+                storage.add(transitions(6)[:1].expand(1, *shape)[0])
+            storage.add(transitions(1))
 
 
 def test_sampling_before_any_row_says_so():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -326,9 +327,13 @@ def test_settings_that_cannot_work_are_refused(settings):
 def test_rows_that_do_not_fit_are_refused_with_what_would_before_anything_is_made(monkeypatch):
     monkeypatch.setattr("torchrl_unilab.data.replay.shared.free_bytes", lambda: 1 << 20)
     with PackedReplayStorage(1 << 20) as storage:
-        with pytest.raises(SegmentSpaceError, match="rows would"):
+        with pytest.raises(SegmentSpaceError, match="rows would") as refused:
             storage.append(transitions(2))
         assert not storage.initialized
+    [fit] = map(int, re.findall(r"About (\d+) rows would", str(refused.value)))
+    with PackedReplayStorage(fit) as storage:
+        storage.append(transitions(2))
+        assert 0 <= (1 << 20) - storage.nbytes < (1 << 20) / 10
 
 
 # What is new

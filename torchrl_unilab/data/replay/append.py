@@ -269,7 +269,7 @@ def check_steps(
             f"final observations: mask {mask is not None}, observations {finals is not None} "
             "(expected both or none). Give both."
         )
-    if rows.ndim not in (1, 2) or not rows.numel():
+    if rows.ndim not in (1, 2) or not rows.batch_size.numel():
         raise LayoutShapeError(
             f"cannot add rows: batch size {list(rows.batch_size)} (expected [N] or [N, T], "
             "not empty). Reshape them."

@@ -90,9 +90,11 @@ class SharedReplay(SharedStorage):
             form, size = self._form_of(schema), self.max_size // self.writers
             nbytes, free = SharedRows.nbytes(form.layout.widths, self.writers, size), free_bytes()
             if nbytes > free:
+                fixed = SharedRows.nbytes(form.layout.widths, self.writers, 1)
+                fit = max(0, free - fixed) * self.max_size // nbytes
                 raise SegmentSpaceError(
                     f"cannot create {self.max_size} shared rows: {nbytes} bytes do not fit "
-                    f"(expected at most {free}). About {free * self.max_size // nbytes} rows would."
+                    f"(expected at most {free}). About {fit} rows would."
                 )
             segment = SharedSegment(nbytes)
             self._form = form
