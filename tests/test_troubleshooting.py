@@ -93,6 +93,15 @@ def _wait_for_a_rollout() -> None:
         next(iter(collector))
 
 
+def _save_a_batch() -> None:
+    row = TensorDict(x=torch.zeros(2), ended=torch.zeros(1, dtype=torch.bool))
+    with PackedReplayStorage(8, example=row) as storage, tempfile.TemporaryFile() as file:
+        storage.append(row.expand(4))
+        batch = storage.sample(2)
+        torch.save(batch.clone(), file)
+        torch.save(batch, file)
+
+
 def _sample_slices() -> None:
     rows = TensorDict(x=torch.zeros(2), batch_size=[2])
     with PackedReplayStorage(8, example=rows[0], writers=2) as storage:
@@ -160,6 +169,7 @@ def _compile_without_a_compiler() -> None:
 
 
 CAUSES: dict[str, Callable[[], object]] = {
+    "Cannot save": _save_a_batch,
     "make_task": lambda: make_task("HalfCheeta-v5"),
     "epoch": lambda: split_settings({"algo": "appo", "epoch": 1}, "appo"),
     "device": lambda: find_device("device", "cuda:99"),

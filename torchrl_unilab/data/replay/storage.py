@@ -45,7 +45,8 @@ class PackedReplayStorage(SharedReplay):
     they cost nothing, and writing through them changes the rows (not the flags of ``storage[:]``
     in a ``HERReplayBuffer``, which are copies). Batches are copies of whole rows, also while other
     processes write; views are not protected from writers. Tensors of batches and views are strided,
-    one row apart: use `reshape` where ``Tensor.view`` fails.
+    one row apart, on memory that they share: use `reshape` where ``Tensor.view`` fails, and call
+    ``batch.clone()`` before ``torch.save`` or ``consolidate``.
 
     The rows lie in `writers` shards, in turns: position ``i`` is in shard ``i % writers``. Each
     writing process claims one; more processes than shards share them, one append at a time.
