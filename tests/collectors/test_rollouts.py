@@ -12,7 +12,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import CatFrames, DTypeCastTransform, EnvCreator, TransformedEnv, VecNorm
 from torchrl.envs.utils import ExplorationType
 
-from tests.support.acting import make_policy
+from tests.support.acting import actions, make_policy
 from tests.support.collecting import (
     BREAKING,
     ENVS,
@@ -210,6 +210,8 @@ def test_what_the_environment_raises_in_this_process_reaches_the_caller(inline):
     publish(inline, 2 * BREAKING)
     with pytest.raises(ArithmeticError, match="exploded"):
         next(batches)
+    publish(inline, 0.5)
+    assert actions(next(iter(inline))) == {0.5}
 
 
 # Other devices, further metrics
