@@ -72,6 +72,20 @@ def test_rows_are_transitions_with_true_final_observations(inline):
     assert not rows["next", "terminated"].any()
 
 
+def test_the_metrics_count_rows_that_are_there(inline, monkeypatch):
+    service, rows = inline._team.service, []
+    publish = service.publish
+    monkeypatch.setattr(service, "publish", lambda: (rows.append(inline.storage.size), publish()))
+    _ticks(inline, 2)
+    assert rows == [ENVS, 2 * ENVS]
+
+
+def test_workers_count_the_time_that_they_wait_for_requests():
+    with _collector(lockstep=True) as collector:
+        _ticks(collector, 2)
+        assert collector.metrics().seconds["wait"] > 0.0
+
+
 def _reload(collector: ReplayCollector) -> None:
     collector.load_state_dict(collector.state_dict())  # this environment starts anew
 
