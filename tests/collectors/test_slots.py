@@ -44,6 +44,17 @@ def test_the_occupancy_is_the_share_of_slots_with_unread_rollouts():
         assert collector.status()["ring_occupancy"] == 1.0
 
 
+def test_dropped_rollouts_of_all_workers_are_counted():
+    settings = {"num_collectors": 2, "overflow": "overwrite", "total_frames": 100_000}
+    with appo_collector(make_policy(0.0), **settings) as collector:
+        batches = iter(collector)
+        next(batches)
+        wait_for(lambda: all(collector.storage.dropped))
+        collector.total_frames = 0
+        assert list(batches) == []  # and the workers pause
+        assert collector.dropped == collector.status()["dropped"] == sum(collector.storage.dropped)
+
+
 def test_a_lent_rollout_whose_release_was_interrupted_is_not_released_again(inline, monkeypatch):
     monkeypatch.setattr(inline, "use_buffers", True)
     batches, release = iter(inline), inline.storage.release
@@ -73,7 +84,7 @@ def test_what_waits_of_a_round_is_restored_in_its_order_and_then_a_round_begins(
 
         collector.load_state_dict(state)
 
-        for workers in (True, False):
+        for workers in (False, True):
             assert len(collector.state_dict(workers=workers)["waiting"]) == 2
         assert collector.stale == 7
         found = [next(batches) for _ in range(5)]
