@@ -147,6 +147,23 @@ def test_workers_collect_one_tick_ahead_and_no_further():
     collector.shutdown()
 
 
+def test_after_the_last_tick_no_other_is_asked_for():
+    with _collector(total_frames=3 * ENVS) as collector:
+        assert len(list(collector)) == 3
+        collector.state_dict()  # is answered when all that was asked for is done
+        assert collector.storage.ptr == 3 * ENVS
+
+
+def test_a_tick_that_had_come_and_was_not_yielded_is_the_first_after_a_load():
+    with _collector() as ahead:
+        next(iter(ahead))
+        state = ahead.state_dict()
+    with _collector(inline=True) as collector:
+        collector.load_state_dict(state)
+        sizes = [collector.storage.size for _ in zip(range(2), collector, strict=False)]
+    assert sizes == [0, ENVS]  # rows are the replay's to save
+
+
 def test_a_tick_in_lockstep_acts_with_what_was_published_before_it(inline):
     for tick, _ in zip(range(6), inline, strict=False):
         actions = _rows(inline)["action"][-ENVS:]
@@ -289,6 +306,17 @@ def test_a_loop_that_another_thread_ends_by_shutdown_says_so(lockstep):
     thread.join(DEADLINE)
     assert len(raised) == 1
     assert "Build a new one" in raised[0]
+
+
+def test_what_trainers_ask_of_the_replay_is_over_all_learners(inline):
+    _ticks(inline, 3)
+    assert inline.getattr_rb("batch_size") is None
+    inline.learners, inline.batch_size = 2, 8
+    assert inline.getattr_rb("write_count") == 2 * 3 * ENVS
+    assert inline.getattr_rb("batch_size") == 16
+    assert inline.status() == {"replay_size": 3 * ENVS, "restarts": 0}
+    with pytest.raises(AttributeError, match=r"'sampler' of the replay .*Ask `storage`"):
+        inline.getattr_rb("sampler")
 
 
 def test_what_a_monitor_asks_for_is_known():
