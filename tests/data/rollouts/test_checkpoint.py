@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.processes import receive, spawned
 from tests.support.rollouts import make_rollout, misfit, stack, values
@@ -110,10 +112,34 @@ def test_a_checkpoint_is_not_loaded_over_unread_rollouts(storage):
     assert values(storage[:]) == [1]
 
 
-def test_a_file_that_was_cut_off_is_refused(tmp_path):
+def test_a_folder_within_one_that_is_not_there_yet_is_made(storage, tmp_path):
+    storage.write(make_rollout(1))
+    storage.dumps(tmp_path / "run" / "rollouts")
+    with RolloutRingStorage(4) as other:
+        other.loads(tmp_path / "run" / "rollouts")
+        assert values(other[:]) == [1]
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_of_before(storage, tmp_path, monkeypatch):
+    def fail(_: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    storage.write(make_rollout(1))
+    storage.dumps(tmp_path)
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="No space left"):
+        storage.dumps(tmp_path)
+    with RolloutRingStorage(4) as other:
+        other.loads(tmp_path)
+        assert values(other[:]) == [1]
+
+
+@pytest.mark.parametrize("left", [0, -100])
+def test_a_file_that_was_cut_off_is_refused(tmp_path, left):
     with RolloutRingStorage(2, example=make_rollout()) as storage:
         storage.dumps(tmp_path)
         file = tmp_path / "rollouts.pt"
-        file.write_bytes(file.read_bytes()[:-100])
+        file.write_bytes(file.read_bytes()[:left])
         with pytest.raises(CheckpointError, match=r"rollouts.pt: .*expected a whole file"):
             storage.loads(tmp_path)

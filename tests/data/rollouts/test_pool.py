@@ -140,6 +140,16 @@ def test_a_pools_state_is_a_copy_of_its_own_once_loaded():
     assert other.data["next", "reward"][0, 0].item() == 100.0
 
 
+def test_a_state_that_was_loaded_is_not_changed_by_what_comes_then():
+    pool, others = RolloutPool(1), [RolloutPool(1) for _ in range(2)]
+    pool.add(_rollout(1))
+    state = pool.state_dict()
+    for other in others:
+        other.load_state_dict(state)
+        assert (other.data == pool.data).all()
+        other.add(_rollout(2))
+
+
 def test_a_state_of_another_size_changes_nothing():
     pool, other = RolloutPool(2), RolloutPool(3)
     pool.add(_rollout(1))
@@ -170,6 +180,10 @@ def test_the_pool_is_on_its_own_device_whatever_the_rollouts_is():
     pool.add(_rollout(0).to("cpu"))
     assert pool.data["observation"].is_meta
     assert pool.data.device == torch.device("meta")
+    on_host = RolloutPool(2)
+    on_host.add(_rollout(0))
+    pool.load_state_dict(on_host.state_dict())
+    assert pool.data["observation"].is_meta
 
 
 def test_a_pool_that_loads_rollouts_of_another_size_takes_those_from_then_on():
