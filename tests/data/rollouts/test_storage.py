@@ -171,8 +171,10 @@ def test_block_waits_and_says_what_to_do():
     storage = RolloutRingStorage(1, example=make_rollout(), overflow="block", timeout=0.01)
     buffer = RolloutReplayBuffer(storage=storage, batch_size=1)
     buffer.extend(make_rollout(1))
-    assert not storage.write(make_rollout(2), timeout=0.0)
-    assert storage.claim(timeout=0.0) is None
+    for _ in range(2):  # in the ring, and held by the reader
+        assert not storage.write(make_rollout(2), timeout=0.0)
+        assert storage.claim(timeout=0.0) is None
+        assert storage.wait(0.0)
     with pytest.raises(WaitTimeoutError, match=r"no slot was free for 0\.01 s"):
         buffer.extend(make_rollout(2))
     assert values(buffer.sample()) == [1]
@@ -322,6 +324,15 @@ def test_an_index_that_took_rollouts_out_reads_copies_from_then_on(storage):
     assert (len(storage), storage.read_count) == (1, 1)
 
 
+def test_positions_that_were_drawn_are_void_once_a_write_made_room_by_one():
+    with RolloutRingStorage(2, example=make_rollout(), timeout=0.0) as storage:
+        storage.write_all(stack(1, 2))
+        drawn = storage.draw(1)
+        storage.write(make_rollout(3))
+        assert values(storage.get(drawn)) == [2]
+        assert (len(storage), storage.read_count) == (2, 0)
+
+
 def test_looking_at_the_oldest_holds_no_more_than_that(storage):
     storage.write_all(stack(1, 2, 3))
     storage.get(torch.tensor([0, 0]))
@@ -350,6 +361,7 @@ def test_there_is_no_rollout_beyond_the_last(storage):
 
 def test_a_closed_storage_refuses_everything(storage):
     storage.write(make_rollout(1))
+    assert storage.rollout_size == (2, 3)
     storage.close()
     storage.close()
     assert storage.closed
@@ -365,6 +377,7 @@ def test_a_closed_storage_refuses_everything(storage):
         lambda: storage.write_count,
         lambda: storage.read_count,
         lambda: storage.ring,
+        lambda: storage.rollout_size,
         storage.state_dict,
         lambda: storage.use_writer(0),
         storage.__getstate__,
