@@ -5,7 +5,9 @@ import copy
 import os
 import pickle
 import threading
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -244,10 +246,10 @@ def test_tensors_without_memory_of_their_own_are_refused_and_nothing_is_written(
         assert not target.w.any()
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [None, TensorDict, dict])
 def test_tensors_that_are_stacked_anew_at_each_look_are_refused(nested):
     stacked = lazy_stack([TensorDict(w=torch.zeros(3)), TensorDict(w=torch.zeros(3))])
-    into = TensorDict(net=stacked) if nested else stacked
+    into = nested(net=stacked) if nested else stacked
     with (
         UniLabShmTransport({0: {"net.w" if nested else "w": torch.ones(2, 3)}}) as transport,
         pytest.raises(ConfigError, match="cannot read weights: stacked lazily"),
@@ -277,3 +279,72 @@ def test_a_transport_is_copied_for_a_new_process_alone(copied):
     with pytest.raises(SegmentError, match="cannot copy or pickle SharedSegment"):
         copied(transport)
     transport.close()
+
+
+@pytest.fixture
+def apart() -> Iterator[UniLabShmTransport]:
+    """Two workers with weights apart, the second's twice as many."""
+    with UniLabShmTransport({0: {"w": torch.zeros(2)}, 1: {"w": torch.zeros(4)}}) as transport:
+        yield transport
+
+
+def test_what_fits_one_worker_and_not_the_other_is_written_to_neither(apart):
+    cells, fits = apart.cells, torch.ones(2)
+    for publish in (
+        lambda: apart.publish(("w",), [fits]),
+        lambda: apart.send_each({cells[0]: {"w": fits}, cells[1]: {"w": fits}}),
+    ):
+        with pytest.raises(LayoutShapeError):
+            publish()
+        assert (cells[0].version, cells[1].version) == (0, 0)
+
+
+def test_a_publish_has_the_version_that_is_asked_for_or_the_next(apart):
+    first, second = apart.cells.values()
+    apart.publish(("w",), [torch.ones(2)], 0, version=10)
+    apart.publish(("w",), [torch.ones(4)], 1, version=3)
+    assert (first.version, second.version) == (10, 11)
+    apart.send_each({first: {"w": torch.ones(2)}}, version=20)
+    apart.send_each({second: {"w": torch.ones(4)}}, version=3)
+    assert (first.version, second.version) == (20, 21)
+
+
+def test_one_cell_takes_the_version_that_is_asked_for():
+    with UniLabShmTransport({0: {"w": torch.zeros(2)}}) as transport:
+        transport.publish(("w",), [torch.ones(2)], version=10)
+        assert transport.version == 10
+
+
+def test_weights_that_workers_share_are_published_to_them_once():
+    weights = {"w": torch.zeros(2)}
+    with UniLabShmTransport({0: weights, 1: weights}) as transport:
+        transport.publish(("w",), [torch.ones(2)], [0, 1])
+        assert (transport.version, transport.cells[0].publishes) == (1, 1)
+
+
+def test_a_worker_reads_though_those_before_it_are_left_out():
+    with UniLabShmTransport({5: {"w": torch.zeros(2)}}) as transport:
+        transport.cell(5).become_reader(5, 0)
+        assert transport.cell(5).reader(5).applied == 0
+
+
+def test_integers_are_cast_to_no_other_ones():
+    with UniLabShmTransport({0: {"n": torch.zeros(2, dtype=torch.int32)}}, casts=True) as transport:
+        with pytest.raises(LayoutDtypeError):
+            transport.send_weights({"n": torch.ones(2, dtype=torch.int64)})
+        assert transport.version == 0
+
+
+def test_a_closed_transport_has_closed_all_its_cells(apart):
+    apart.close()
+    for cell in apart.cells.values():
+        with pytest.raises(SegmentClosedError):
+            cell.newest()
+
+
+def test_the_first_workers_weights_are_received_and_applied_by_the_strategy(apart):
+    apart.publish(("w",), [torch.ones(2)], 0)
+    model, strategy = Mock(), Mock()
+    received = apart.receive_weights(model=model, strategy=strategy)
+    assert received["w"].tolist() == [1.0, 1.0]
+    strategy.apply_weights.assert_called_once_with(model, received)
