@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from tests.support.collecting import (
     state_env,
     transformed_env,
 )
+from torchrl_unilab.collectors.metrics import SharedMetrics
 from torchrl_unilab.collectors.worker import (
     POLICY_VERSION,
     TRAJECTORIES,
@@ -227,6 +229,17 @@ def test_a_restored_worker_acts_with_the_same_noise_in_new_episodes():
     first_noise, noise = (rollout["action"] - rollout["loc"] for rollout in (first, again))
     torch.testing.assert_close(noise, first_noise, rtol=0.0, atol=1e-6)
     assert (again["observation"][:, 0, 1] == 0).all()
+
+
+def test_a_worker_that_takes_a_place_counts_on_from_the_metrics_of_the_lost_one():
+    lost, other = (RolloutWorker(CountingEnv((2,), limit=3), actor(), 8) for _ in range(2))
+    _collect(lost, 2)
+    with contextlib.closing(SharedMetrics(1)) as metrics:
+        metrics.publish(0, lost.frames, lost.next_trajectory, lost.log, lost.clock)
+        other.resume_from(metrics.snapshot(0))
+    assert (other.frames, other.log.episodes) == (lost.frames, lost.log.episodes)
+    assert (other.log.last == lost.log.last).all()
+    assert other.clock.seconds == lost.clock.seconds
 
 
 class Halved(TensorDictModuleBase):
