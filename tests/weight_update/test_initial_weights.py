@@ -45,6 +45,41 @@ def test_workers_with_separate_weights_have_an_object_each():
     assert initial.per_worker
 
 
+@pytest.mark.parametrize(
+    ("source", "beside"),
+    [
+        ("params_map", {"context": _collector(), "model_id": "policy"}),
+        ("params_map", {"model_id": "policy"}),
+        ("params_map", {"num_workers": 1}),
+        ("params_map", {"device_map_fn": lambda _, weights: weights}),
+        ("context", {"num_workers": 2}),
+        ("context", {"devices": [CPU]}),
+    ],
+)
+def test_sources_that_exclude_each_other_are_refused_by_name(source, beside):
+    sources = {
+        "params_map": {"params_map": {0: TensorDict(w=torch.zeros(2))}},
+        "context": {"model_id": "policy", "context": _collector(lambda: nn.Linear(2, 1))},
+    }
+    with pytest.raises(ConfigError, match=f"{next(iter(beside))} cannot be .* if {source} is"):
+        initial_weights(False, **sources[source] | beside)
+
+
+def test_a_context_may_come_with_the_number_of_its_own_workers():
+    factory = nn.Linear(2, 1).requires_grad_
+    initial = initial_weights(
+        False, model_id="policy", context=_collector(factory, factory), num_workers=2
+    )
+    assert [*initial.of_workers] == [0, 1]
+
+
+def test_a_map_of_devices_needs_the_number_of_workers_and_keeps_the_model_to_publish():
+    source = {"model": nn.Linear(2, 1), "device_map_fn": lambda _, weights: weights.clone()}
+    with pytest.raises(ConfigError, match="must be provided"):
+        initial_weights(False, **source)
+    assert initial_weights(False, **source, num_workers=1).model is source["model"]
+
+
 def test_a_refused_source_leaves_the_scheme_as_it_was():
     scheme = UniLabShmScheme()
     context = _collector(lambda: nn.Linear(2, 1), lambda: "no module")
