@@ -227,9 +227,10 @@ def test_a_worker_whose_environment_cannot_be_made_is_an_error():
 
 def test_workers_end_at_once_where_what_comes_after_their_start_fails(monkeypatch):
     monkeypatch.setattr(UniLabShmScheme, "connect", Mock(side_effect=OSError("no memory")))
+    others = {*live_children()}
     with pytest.raises(OSError, match="no memory") as held:
         appo_collector(make_policy())
-    assert not live_children()
+    assert {*live_children()} <= others
     assert held.traceback  # with what was made of the collector
 
 
