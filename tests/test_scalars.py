@@ -46,7 +46,7 @@ def test_seconds_are_returned_as_a_float_of_pythons(value):
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, True, "3", None], ids=repr)
 def test_what_are_no_seconds_is_refused(value):
-    message = f"timeout: {value!r} (expected seconds above 0). Change it."
+    message = f"timeout: {value!r} (expected seconds above 0). Use 10.0, for example."
     with pytest.raises(ConfigError, match=re.escape(message)):
         as_seconds("timeout", value)
 

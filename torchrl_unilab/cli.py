@@ -200,7 +200,7 @@ def _add_training(train: argparse.ArgumentParser) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     if options.resume and options.run_dir is None:
-        raise ConfigError("train: --resume without --run-dir (expected the run). Give it.")
+        raise ConfigError("train: --resume without --run-dir (expected both). Add --run-dir.")
     if options.resume and not _may_start(options):
         if options.print_config:
             raise ConfigError(

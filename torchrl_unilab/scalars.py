@@ -71,7 +71,7 @@ def as_seconds(what: str, value: Any, *, zero: bool = False) -> float:
     seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
     if not (seconds > 0.0 or (zero and seconds == 0.0)):
         bound = "of at least 0" if zero else "above 0"
-        raise ConfigError(f"{what}: {value!r} (expected seconds {bound}). Change it.")
+        raise ConfigError(f"{what}: {value!r} (expected seconds {bound}). Use 10.0, for example.")
     return seconds
 
 

@@ -86,7 +86,9 @@ def test_an_unknown_setting_names_the_nearest():
 def test_an_unknown_setting_like_no_other_names_none():
     with pytest.raises(ConfigError) as refused:
         split_settings({"algo": "appo", "zzzzz": 3}, "appo")
-    message = "zzzzz: unknown (expected a setting of appo). Correct it, or leave it out."
+    message = (
+        "zzzzz: unknown (expected a setting of appo). Correct the name, or remove the setting."
+    )
     assert str(refused.value) == message
 
 

@@ -73,7 +73,7 @@ def check_settings(
     The arguments are `WorkerCollector`'s.
     """
     if seed is not None:
-        as_integer("seed", seed, "Choose another.", least=0)
+        as_integer("seed", seed, "Use 0, for example.", least=0)
     if inline and workers > 1:
         raise ConfigError(f"inline: {workers} workers (expected 1). Use lockstep=True.")
     if as_integer("restart_workers", restart_workers, "Use 0.", least=0) and (lockstep or inline):
@@ -104,7 +104,7 @@ def find_device(setting: str, device: torch.device | str) -> torch.device:
             return found
     raise ConfigError(
         f"{setting}: {str(device)!r} (expected one that torch {torch.__version__} finds here: "
-        f"{', '.join(known)}). Choose one."
+        f"{', '.join(known)}). Use one of these."
     )
 
 
@@ -141,10 +141,11 @@ def steps_of(frames_per_batch: int, num_envs: int, share: int) -> int:
         share: Workers that collect a batch together.
     """
     together = num_envs * share
-    if as_integer("frames_per_batch", frames_per_batch, "Choose another.") % together:
+    if as_integer("frames_per_batch", frames_per_batch, f"Use {together}.") % together:
         raise ConfigError(
             f"frames_per_batch: {frames_per_batch} (expected a multiple of {together}, "
-            f"{share} worker(s) with {num_envs} environment(s) each). Choose another."
+            f"{share} worker(s) with {num_envs} environment(s) each). Use "
+            f"{-(-frames_per_batch // together) * together}."
         )
     return frames_per_batch // together
 

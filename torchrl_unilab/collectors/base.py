@@ -297,7 +297,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             ConfigError: The seed is no integer of at least 0.
         """
         given = random_seed() if seed is None else seed
-        seed = as_integer("seed", given, "Choose another.", least=0)
+        seed = as_integer("seed", given, "Use 0, for example.", least=0)
         team = self._finish_tick()
         if not static_seed:
             version, environments = self.scheme.first_version, self.num_workers * self.num_envs

@@ -100,7 +100,7 @@ def split_settings(
         if name not in {"algo", *run, *config}:
             raise ConfigError(
                 f"{name}: unknown (expected a setting of {algorithm})."
-                f"{nearest(name, run + config)} Correct it, or leave it out."
+                f"{nearest(name, run + config)} Correct the name, or remove the setting."
             )
     return (
         {name: value for name, value in values.items() if name in run},

@@ -82,7 +82,7 @@ def read_config(path: Path) -> dict[str, Any]:
                 return {str(k): tuple(v) if isinstance(v, list) else v for k, v in values.items()}
             raise ConfigError(
                 f"{path}: {other[0]} is {values[other[0]]!r} (expected "
-                f"{_KINDS[other[0]].__name__}). Correct it."
+                f"{_KINDS[other[0]].__name__}). Correct that line of the file."
             )
     raise ConfigError(
         f"{path}: cannot be read, {reason} (expected the settings of a run by name). Correct the "

@@ -94,7 +94,7 @@ class RunConfig(Settings):
         if self.video_interval is not None and self.eval_interval is None:
             raise ConfigError(
                 f"video_interval: {self.video_interval} without eval_interval (expected both: "
-                "evaluations are filmed). Give it."
+                "evaluations are filmed). Set eval_interval, for example to the same number."
             )
 
     @classmethod

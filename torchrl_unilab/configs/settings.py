@@ -58,6 +58,7 @@ _PLAIN = {bool: "True or False", int: "an integer", float: "a finite number"}
 
 _SHOWN = 100
 """Characters of a refused value that are shown."""
+_OMIT = "Leave it out for the default."
 
 
 class Kind:
@@ -92,7 +93,7 @@ class Kind:
         # Strict: True is no integer, and "1" no number.
         return TypeAdapter(self.hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
-    def check(self, name: str, value: Any, remedy: str = "Change it.") -> Any:
+    def check(self, name: str, value: Any, remedy: str = _OMIT) -> Any:
         """Return a value of this kind; a number of NumPy's as Python's.
 
         Raises:
@@ -147,7 +148,7 @@ class Settings:
         kinds = self.kinds()
         for field in dataclasses.fields(self):
             required = field.default is REQUIRED  # a task may have another default than the class
-            remedy = "Change it." if required else "Leave it out for the default."
+            remedy = f"Set the {field.metadata['help']}." if required else _OMIT
             value = kinds[field.name].check(field.name, getattr(self, field.name), remedy)
             object.__setattr__(self, field.name, value)
 
@@ -161,7 +162,7 @@ class Settings:
             if name not in self.kinds():
                 raise TypeError(
                     f"unexpected setting {name!r} (expected a field of {type(self).__name__})."
-                    f"{nearest(name, self.kinds())} Correct it."
+                    f"{nearest(name, self.kinds())} Correct the name."
                 )
         return dataclasses.replace(self, **changes)
 

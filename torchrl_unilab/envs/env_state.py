@@ -64,12 +64,13 @@ class EnvState:
         if num_threads is None:
             num_threads = plan_threads(available_cores()).physics_threads
         limit = task.max_episode_steps if max_episode_steps is None else max_episode_steps
-        as_integer("MujocoBatchEnv num_envs", num_envs, "Change it.")
-        as_integer("MujocoBatchEnv num_threads", num_threads, "Change it.")
-        as_integer("MujocoBatchEnv frame_skip", task.frame_skip, "Change it.")
-        as_integer("MujocoBatchEnv max_episode_steps", limit, "Change it.")
+        as_integer("MujocoBatchEnv num_envs", num_envs, "Use 1 or more simulations.")
+        as_integer("MujocoBatchEnv num_threads", num_threads, "Leave it out for the default.")
+        as_integer("MujocoBatchEnv frame_skip", task.frame_skip, "Use 1 to skip none.")
+        as_integer("MujocoBatchEnv max_episode_steps", limit, "Use 1000, for example.")
         if task.command_steps is not None:
-            as_integer("MujocoBatchEnv command_steps", task.command_steps, "Change it.")
+            remedy = "Use None for one command per episode."
+            as_integer("MujocoBatchEnv command_steps", task.command_steps, remedy)
         self.task = task
         self._physics: Simulations | None = Simulations(task, num_envs, num_threads, randomization)
         self.randomizer = self._physics.randomizer
@@ -117,7 +118,7 @@ class EnvState:
             ConfigError: The seed is below 0; nothing has changed.
         """
         if seed is not None:
-            seed = as_integer("MujocoBatchEnv seed", seed, "Choose another.", least=0)
+            seed = as_integer("MujocoBatchEnv seed", seed, "Use 0, for example.", least=0)
         self._rngs = [
             np.random.default_rng(None if seed is None else seed + i) for i in range(len(self))
         ]
@@ -246,7 +247,7 @@ class EnvState:
             except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors
                 raise ConfigError(
                     f"{what}: {name} is no array, {error} (expected one row of numbers per "
-                    "simulation to set). Correct it."
+                    "simulation to set). Pass an array or a tensor of numbers."
                 ) from error
             shape = (len(rows), fields[name].shape[1])
             if value.shape != shape or not all_finite(value):

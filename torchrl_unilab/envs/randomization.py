@@ -101,12 +101,12 @@ class Randomize:
         if not (numbers and np.isfinite((self.low, self.high)).all() and self.low <= self.high):
             raise ConfigError(
                 f"Randomize {self.fields}: the range is {self.low} to {self.high} (expected "
-                "finite numbers, low first). Correct it."
+                "finite numbers, low at most high). Set low and high to such numbers."
             )
         if self.how not in ("scale", "add", "set") or self.when not in ("start", "reset"):
             raise ConfigError(
                 f"Randomize {self.fields}: how is {self.how!r} and when is {self.when!r} "
-                "(expected 'scale', 'add' or 'set', and 'start' or 'reset'). Correct them."
+                "(expected 'scale', 'add' or 'set', and 'start' or 'reset'). Use one of each."
             )
 
 

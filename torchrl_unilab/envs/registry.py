@@ -71,7 +71,9 @@ def make_task(name: str, **options: Any) -> MujocoTask:
         8
     """
     if not isinstance(name, str):
-        raise ConfigError(f"make_task: {name!r} (expected the name of a task). Give one.")
+        raise ConfigError(
+            f"make_task: {name!r} (expected the name of a task). Use for example 'Hopper-v5'."
+        )
     module, colon, attribute = name.partition(":")
     if colon:
         return _imported(module, attribute, options)

@@ -25,7 +25,7 @@ from torchrl_unilab.trainers.base import RankTrainer
 def _train(config: DictConfig) -> None:
     """Instantiate the trainer of a configuration, train, and end the collector."""
     if "trainer" not in config:
-        raise ConfigError(f"configuration without a trainer ({_expected()}). Give it.")
+        raise ConfigError(f"configuration without a trainer ({_expected()}). Name one of them.")
     trainer = instantiate(config.trainer)
     try:
         trainer.train()

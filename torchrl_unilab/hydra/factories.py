@@ -116,7 +116,7 @@ def _make_trainer(
     schemes = overrides.pop("weight_sync_schemes", None)
     scheme = policy_scheme(schemes or {"policy": UniLabShmScheme(pull=config.pull)})
     check_frames(total_frames, config, name="total_frames")
-    seed = as_integer(f"{name} seed", seed, "Choose another.", least=0)
+    seed = as_integer(f"{name} seed", seed, "Use 0, for example.", least=0)
     network_seed, acting_seed = child_seeds(seed, 2)
     torch.set_num_threads(run_threads(config).learner_threads)
     torch.manual_seed(network_seed)

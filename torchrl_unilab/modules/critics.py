@@ -20,7 +20,7 @@ from torchrl_unilab.scalars import as_integer
 
 
 def _widths(sizes: Sequence[int]) -> list[int]:
-    remedy = "Change it; leave `hidden` empty for a linear network."
+    remedy = "Use 64, for example, or leave `hidden` empty for a linear network."
     return [as_integer("width of a network", size, remedy) for size in sizes]
 
 

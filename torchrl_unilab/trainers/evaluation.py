@@ -76,8 +76,8 @@ def _play(
 ) -> torch.Tensor:
     """Return returns and lengths of episodes, float64 [2, episodes]."""
     envs = env.batch_size.numel()
-    count = envs if episodes is None else as_integer("episodes", episodes, "Raise it.")
-    max_steps = as_integer("max_steps", max_steps, "Raise it.")
+    count = envs if episodes is None else as_integer("episodes", episodes, "Use 1 or more.")
+    max_steps = as_integer("max_steps", max_steps, "Use 1 or more.")
     base = base_env(env)
     with contextlib.ExitStack() as seeded:
         if seed is not None:
@@ -190,7 +190,7 @@ class BackgroundEvaluation:
         seed: int = 0,
         videos: Videos | None = None,
     ) -> None:
-        self.interval = as_integer("evaluation interval", interval, "Raise it.")
+        self.interval = as_integer("evaluation interval", interval, "Use 1 or more.")
         self.evaluations: list[Evaluation] = []
         self._trainer: Trainer | None = None
         self._running = False

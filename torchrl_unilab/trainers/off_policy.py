@@ -172,7 +172,8 @@ class OffPolicyTrainer(RankTrainer):
             if not math.isclose(gamma, self.storage.gamma, rel_tol=1e-6):
                 raise ConfigError(
                     f"replay of n_step={self.storage.n_step}: returns of gamma="
-                    f"{self.storage.gamma} (expected {gamma:g}, the loss's). Give both one."
+                    f"{self.storage.gamma} (expected {gamma:g}, the loss's). Use one gamma for "
+                    "both."
                 )
         self.update = update = make_update(loss_module, config, ranks)
         self._fused = None if isinstance(update, LossUpdate) else update

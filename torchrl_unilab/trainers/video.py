@@ -162,7 +162,7 @@ def write_video(path: StrPath, frames: Iterable[NDArray[np.uint8]], fps: Fractio
     if first is None or fps <= 0:
         raise ConfigError(
             f"video {path}: {'no' if first is None else 'some'} frames, {fps} per second "
-            "(expected at least one, and a positive rate). Give both."
+            "(expected at least one, and a positive rate). Pass both, such as fps=30."
         )
     height, width, _ = first.shape
     check_video(path, width, height)

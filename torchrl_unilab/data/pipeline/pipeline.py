@@ -129,8 +129,8 @@ class DoubleBufferReplayPipeline(Owner):
         timeout: float = 60.0,
         transfer: MakeTransfer | None = None,
     ) -> None:
-        sample_count = as_integer("replay pipeline sample_count", sample_count, "Change it.")
-        base_seed = as_integer("replay pipeline base_seed", base_seed, "Change it.", least=0)
+        sample_count = as_integer("replay pipeline sample_count", sample_count, "Use 1 or more.")
+        base_seed = as_integer("replay pipeline base_seed", base_seed, "Use 0.", least=0)
         timeout = as_seconds("replay pipeline timeout", timeout)
         if not isinstance(source, ReplaySource):
             raise ConfigError(
@@ -300,7 +300,8 @@ class DoubleBufferReplayPipeline(Owner):
             ConfigError: It has no seed; nothing was changed.
         """
         seed = state_dict.get("base_seed") if isinstance(state_dict, Mapping) else None
-        seed = as_integer("replay pipeline base_seed", seed, "Change it.", least=0)
+        remedy = "Load what `state_dict` of a pipeline returned."
+        seed = as_integer("replay pipeline base_seed", seed, remedy, least=0)
         self.discard()
         self.base_seed = seed
 
@@ -368,4 +369,4 @@ class DoubleBufferReplayPipeline(Owner):
                 f"{self.sample_count}). The batch size of a pipeline stays what it is; make "
                 "another pipeline for another one."
             )
-        return as_integer("replay pipeline tick", tick_id, "Change it.", least=0)
+        return as_integer("replay pipeline tick", tick_id, "Count ticks from 0.", least=0)

@@ -267,7 +267,7 @@ def check_steps(
     if (mask is None) != (finals is None):
         raise LayoutShapeError(
             f"final observations: mask {mask is not None}, observations {finals is not None} "
-            "(expected both or none). Give both."
+            "(expected both or none). Pass the missing one, or leave out the other."
         )
     if rows.ndim not in (1, 2) or not rows.batch_size.numel():
         raise LayoutShapeError(

@@ -47,12 +47,13 @@ class SharedReplay(SharedStorage):
         **stock: Any,
     ) -> None:
         check_stock_arguments(type(self).__name__, stock, STORAGE)
-        writers = as_integer("replay storage writers", writers, "Change it.")
-        max_size = as_integer("replay storage max_size", max_size, "Change it.", least=writers)
-        n_step = as_integer("replay storage n_step", n_step, "Change it.")
+        writers = as_integer("replay storage writers", writers, "Use 1.")
+        remedy = "Use at least one row per writer."
+        max_size = as_integer("replay storage max_size", max_size, remedy, least=writers)
+        n_step = as_integer("replay storage n_step", n_step, "Use 1 for one-step returns.")
         as_choice("replay storage non_finite", non_finite, get_args(NonFinite), "Choose one.")
         if not 0.0 <= gamma <= 1.0:
-            raise ConfigError(f"replay storage gamma: {gamma!r} (expected 0 to 1). Change it.")
+            raise ConfigError(f"replay storage gamma: {gamma!r} (expected 0 to 1). Use 0.99.")
         if isinstance(observation_keys, str):
             raise ConfigError(
                 f"replay storage observation_keys: {observation_keys!r} (expected a list of keys). "
@@ -316,7 +317,7 @@ class SharedReplay(SharedStorage):
         Raises:
             ConfigError: `count` is not positive.
         """
-        count = as_integer("rows to sample", count, "Ask for some.")
+        count = as_integer("rows to sample", count, "Sample 1 row or more.")
         self.rows  # noqa: B018  # refuses a closed storage, and one that knows no rows
         batches = self._batches
         flat = torch.zeros(
@@ -355,7 +356,7 @@ class SharedReplay(SharedStorage):
             WaitTimeoutError: A writer did not finish in time; names it.
             ConfigError: `count` is not positive, or `out` was not made for as many rows.
         """
-        count = as_integer("rows to sample", count, "Ask for some.")
+        count = as_integer("rows to sample", count, "Sample 1 row or more.")
         rows, batches, gatherer = self.rows, self._batches, self._gatherer
         window = rows.readable()
         whole = snapshot.window if snapshot is not None and snapshot.window else window

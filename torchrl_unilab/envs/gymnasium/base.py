@@ -55,7 +55,7 @@ class GymnasiumTask(MujocoTask):
                 )
             if not right:
                 raise ConfigError(
-                    f"{self.name}: {name} is {value!r} (expected {expected}). Correct it."
+                    f"{self.name}: {name} is {value!r} (expected {expected}). Correct this option."
                 )
 
     def model_path(self) -> Path:

@@ -62,7 +62,7 @@ class ObservationNoise(ObservationTransform):
         if not deviation.isfinite().all() or (deviation < 0).any():
             raise ConfigError(
                 f"ObservationNoise: std is {std} (expected finite numbers of at least 0). "
-                "Correct it."
+                "Use 0 where an observation has no noise."
             )
         keys = _listed(in_keys)
         super().__init__(in_keys=keys, out_keys=keys)
@@ -96,7 +96,7 @@ class _Delay(Transform):
         if not whole or not 0 <= bounds[0] <= bounds[-1]:
             raise ConfigError(
                 f"{type(self).__name__}: delay is {delay} (expected a number of steps of at "
-                "least 0, or a range of them, least first). Correct it."
+                "least 0, or the smallest and the largest). Use for example 1, or (0, 2)."
             )
         self._range = int(bounds[0]), int(bounds[-1])
         self._delays: torch.Tensor | None = None

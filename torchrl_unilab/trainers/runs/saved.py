@@ -128,8 +128,8 @@ def check_run(
         known = json.loads(json.dumps(known | dict(settings or {})))  # lists for tuples
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{refusal}: settings cannot be compared, {error} (expected some by name, as "
-            f"{CONFIG_FILE} has them). Correct them, or leave them out."
+            f"{refusal}: settings cannot be compared, {error} (expected a mapping, as "
+            f"{CONFIG_FILE} holds). Pass plain values by name, or leave settings out."
         ) from error
     may_differ = saved.run.keys() & OF_THE_MACHINE
     differ = [key for key in known if saved.run.get(key) != known[key]]
@@ -288,7 +288,7 @@ def evaluate_run(
     with closing_env(run.env):
         max_steps = run.settings.get("eval_max_steps", RunConfig.eval_max_steps)
         steps = RunConfig.kinds()["eval_max_steps"]  # a person may have changed it
-        steps.check("eval_max_steps", max_steps, "Leave it out for the default.")
+        steps.check("eval_max_steps", max_steps)
         returns = evaluate(run.env, run.actor, episodes=episodes, max_steps=max_steps, seed=seed)
     return {
         "env": run.settings["env"],
