@@ -18,7 +18,7 @@ from torchrl_unilab.configs.settings import Settings, nearest
 from torchrl_unilab.errors import ConfigError
 
 OWN_ENVIRONMENT = "own_environment"
-"""What ``config.yaml`` and checkpoints of runs with ``create_env`` have beside their settings."""
+"""Key in ``config.yaml`` and checkpoints, next to the settings, of runs with ``create_env``."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ SETTINGS: Mapping[str, AlgorithmSettings] = {
 
 
 def without_own_settings(env: str, config: APPOConfig | OffPolicyConfig) -> str | None:
-    """Say which settings a task takes that has none of its own; None for one that has."""
+    """Describe the settings used for a task without its own; None if the task has its own."""
     if env in SETTINGS[config.algorithm].tasks:
         return None
     defaults = vars(SETTINGS[config.algorithm].for_task(""))
@@ -65,7 +65,7 @@ def without_own_settings(env: str, config: APPOConfig | OffPolicyConfig) -> str 
 
 
 def run_settings(run: RunConfig, config: APPOConfig | OffPolicyConfig) -> dict[str, Any]:
-    """Return all that repeats a run, by name, as ``config.yaml`` has it.
+    """Return everything needed to repeat a run, by name, as in ``config.yaml``.
 
     Examples:
         >>> config = APPOConfig.for_task("Hopper-v5")
@@ -80,7 +80,7 @@ def run_settings(run: RunConfig, config: APPOConfig | OffPolicyConfig) -> dict[s
 def split_settings(
     values: Mapping[str, Any], algorithm: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what `run_settings` returned as the arguments of `RunConfig` and of the settings.
+    """Split the result of `run_settings` into the arguments of `RunConfig` and of the settings.
 
     Raises:
         ConfigError: The values are of another algorithm, or one is unknown; names the nearest.

@@ -69,41 +69,41 @@ class APPOConfig(Settings):
     minibatches: Count = setting(8, "minibatches per pass over the pool")
     lr: Positive = setting(
         3e-4,
-        "initial and highest learning rate; the KL divergence adapts it, down to 1e-5, or to "
-        "the annealed bound where that is lower",
+        "initial and highest learning rate; adapted by the KL divergence, down to 1e-5, or to "
+        "the annealed bound if that is lower",
     )
     anneal: Fraction = setting(
         1.0,
-        "last share of the run, in which the highest learning rate falls linearly to 0; 0: it is "
-        "constant",
+        "last share of the run, in which the highest learning rate falls linearly to 0; 0: "
+        "constant rate",
     )
     desired_kl: Positive = setting(
-        0.02, "KL divergence, target to current policy, to steer towards"
+        0.02, "KL divergence, target to current policy, that the learning rate is steered to"
     )
-    max_grad_norm: Positive = setting(1.0, "bound of the gradient's norm")
+    max_grad_norm: Positive = setting(1.0, "upper bound of the gradient's norm")
     reward_scale: Positive = setting(
         0.1, "factor on rewards for learning; reported returns are unscaled"
     )
     observation: Text = setting("observation", "key that the actor reads")
     critic_observation: Text = setting(
-        "observation", "key that the critic reads; may hold what no actor can know"
+        "observation", "key that the critic reads; may hold data that the actor cannot observe"
     )
-    hidden: Widths = setting((64, 64), "widths of actor's and critic's layers")
+    hidden: Widths = setting((64, 64), "widths of the actor's and the critic's hidden layers")
     log_std: float = setting(0.0, "initial log standard deviation of the actions")
     final_log_std: float | None = setting(
         None,
-        "upper bound of the log standard deviation at the end; the bound goes to it linearly from "
-        "log_std, while the rate falls, or in the whole run with anneal 0; None: no bound",
+        "upper bound of the log standard deviation at the end; the bound moves there linearly from "
+        "log_std, while the rate falls, or over the whole run with anneal 0; None: no bound",
     )
     noise_correlation: Correlation = setting(
         0.0,
-        "correlation of an environment's exploration noise with its step before; 0: white noise",
+        "correlation of an environment's exploration noise with its previous step; 0: white noise",
     )
     gamma: Fraction = setting(0.99, "discount per step")
     final_gamma: Fraction | None = setting(
         None,
-        "discount at the end; the horizon, 1 / (1 - gamma), grows geometrically from that of gamma "
-        "to that of final_gamma; None: gamma is constant",
+        "discount at the end; the horizon, 1 / (1 - gamma), changes geometrically from that of "
+        "gamma to that of final_gamma; None: gamma is constant",
     )
     lambda_: Fraction = setting(0.95, "decay of V-trace's traces")
     rho_bar: Positive = setting(1.0, "V-trace's bound of the ratio in temporal differences")
@@ -112,28 +112,30 @@ class APPOConfig(Settings):
     value_clip: Positive | None = setting(None, "bound of a value's change; None leaves it free")
     critic_coeff: NonNegative = setting(1.0, "weight of the value loss")
     entropy_coeff: float = setting(0.0, "weight of the entropy bonus")
-    tau: Fraction = setting(1.0, "share of the current policy that a target update takes over")
+    tau: Fraction = setting(
+        1.0, "share of the current policy that is mixed into the target at an update; 1: copy"
+    )
     target_update_freq: Count | None = setting(
         None, "optimiser steps between target updates; None: once per rollout"
     )
-    fused: bool = setting(True, "update by `FusedAPPOUpdate` where the networks allow")
+    fused: bool = setting(True, "update by `FusedAPPOUpdate` if it supports the networks")
     compile: bool = setting(
         False,
-        "torch.compile the loss where `fused` does not apply; takes half a minute and a C++ "
-        "compiler, so it pays off in long runs only",
+        "torch.compile the loss if `fused` does not apply; takes half a minute and a C++ "
+        "compiler, so it pays off only in long runs",
     )
     pull: Pull = setting(
         "step",
-        "where in a rollout collectors take over newly published weights: before any step, or "
-        "at its start alone, so that one policy acts in all of it",
+        "when collectors take over newly published weights: before each step, or only at the start "
+        "of a rollout, so that one policy acts in all of it",
     )
     stagger: bool = setting(
-        True, "draw the first episodes' time limits, so that not all end in the same step"
+        True, "draw the first episodes' time limits at random, so that not all end in one step"
     )
     slots: Count | None = setting(None, "slots of the rollout ring; None: one per collector")
     overflow: Overflow = setting(
         "block",
-        "what a collector without a free slot does: block waits for one, overwrite drops its "
+        "what a collector does without a free slot: block waits for one, overwrite drops its "
         "oldest unread rollout; with lockstep always block",
     )
     max_policy_lag: Natural | None = setting(

@@ -1,6 +1,6 @@
-"""Settings as flags of argparse, whose names, types and help texts are those of dataclass fields.
+"""Settings as flags of argparse; names, types and help texts come from dataclass fields.
 
-Argparse reads them, as tyro's errors are boxes of four to nine lines.
+The parser is argparse because tyro prints errors as boxes of four to nine lines.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measured returns of tasks, and the time that it took to reach them.
 
-The command ``tasks`` shows it. ``make learning-page`` prints entries from recorded runs.
+The command ``tasks`` shows them. ``make learning-page`` prints entries from recorded runs.
 """
 
 from __future__ import annotations

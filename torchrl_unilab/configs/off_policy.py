@@ -82,35 +82,41 @@ class OffPolicyConfig(Settings):
     learning_starts: int = setting(
         250, "steps of each environment before the first update; below 0 counts as 0"
     )
-    init_random: bool = setting(True, "act at random, not by the policy, up to learning_starts")
+    init_random: bool = setting(
+        True, "take random actions, not the policy's, up to learning_starts"
+    )
     updates_per_step: Count = setting(
         4, "updates per tick, which is env_steps_per_sync steps of all environments"
     )
     policy_frequency: Count = setting(1, "critic updates per update of the policy")
     sync_collection: bool = setting(
         False,
-        "collect only when the learner asks: repeatable bit for bit; else collectors take the "
+        "collect only when the learner asks: repeatable bit for bit; otherwise collectors take the "
         "next tick's steps while the learner updates",
     )
     prefetch: bool = setting(
         False,
-        "pack the next tick's sample in a thread during this tick's updates: it has no rows of the "
-        "next tick; for a learner that leaves a core idle",
+        "pack the next tick's sample in a thread during this tick's updates; it then has no rows "
+        "of the next tick; for a learner that leaves a core idle",
     )
     restart_workers: Natural = setting(
         0, "lost collectors to replace before the loss of one ends the run"
     )
     env_steps_per_sync: Count = setting(1, "steps of each environment in a tick")
     obs_normalization: bool = setting(
-        False, "normalise observations by running statistics; each row counts once"
+        False, "normalise observations with running statistics; each row counts once"
     )
-    n_step: Count = setting(1, "steps of the returns: rewards summed before a value is added")
+    n_step: Count = setting(
+        1, "steps of the returns: number of rewards summed before a value is added"
+    )
     observation: Text = setting("observation", "key that the actor reads")
     critic_observation: Text = setting("observation", "key that the critics read")
-    hidden: Widths = setting((256, 256), "widths of actor's and critics' layers")
+    hidden: Widths = setting((256, 256), "widths of the actor's and the critics' hidden layers")
     layer_norm: bool = setting(False, "normalise the inputs of the hidden layers' relus")
     gamma: Fraction = setting(0.99, "discount per step")
-    tau: Fraction = setting(0.005, "share of the networks that their targets take over per update")
+    tau: Fraction = setting(
+        0.005, "share of the networks that is mixed into their targets per update"
+    )
     lr_actor: Positive = setting(3e-4, "learning rate of the actor")
     lr_critic: Positive = setting(3e-4, "learning rate of the critics")
     lr_alpha: Positive = setting(3e-4, "learning rate of SAC's temperature", of="sac")
@@ -124,10 +130,12 @@ class OffPolicyConfig(Settings):
         of="sac",
     )
     target_noise: NonNegative = setting(
-        0.2, "TD3's noise on target actions, in halves of the action's range", of="td3"
+        0.2,
+        "standard deviation of TD3's noise on target actions, in half-ranges of the action",
+        of="td3",
     )
     target_noise_clip: NonNegative = setting(
-        0.5, "bound of target_noise's draws, in halves of the action's range", of="td3"
+        0.5, "bound of that noise, in half-ranges of the action", of="td3"
     )
     noise_std_min: NonNegative = setting(
         0.05, "lowest standard deviation of TD3's exploration noise, one per environment", of="td3"
@@ -141,14 +149,14 @@ class OffPolicyConfig(Settings):
     fused: bool = setting(True, "update by `FusedSACUpdate` or `FusedTD3Update`")
     matmul_dtype: MatmulDtype = setting(
         "float32",
-        "dtype of the hidden layers' products, in fused updates alone; auto: bfloat16 on a CPU "
-        "that multiplies matrices of it in hardware (amx_bf16, avx512_bf16), else float32",
+        "dtype of the hidden layers' matrix products, only in fused updates; auto: bfloat16 on a "
+        "CPU that multiplies it in hardware (amx_bf16, avx512_bf16), else float32",
     )
     compile: bool = setting(
         False,
-        "torch.compile the update, which then takes a seventh (bfloat16: a third) less time; takes "
-        "a C++ compiler, and 15 s before the first update, or 3 s with its cache of a run before; "
-        "where `fused` does not apply, the noise has other random numbers",
+        "torch.compile the update, which then takes a seventh (bfloat16: a third) less time; needs "
+        "a C++ compiler, and 15 s before the first update, or 3 s with the cache of an earlier "
+        "run; if `fused` does not apply, the noise has other random numbers",
     )
 
     def __post_init__(self) -> None:

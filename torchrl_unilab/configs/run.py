@@ -51,22 +51,21 @@ class RunConfig(Settings):
         None, "mean return of the last episodes at which training stops early"
     )
     max_seconds: Positive | None = setting(
-        None, "seconds of training, those before a resume included, after which it stops early"
+        None, "seconds of training, including those before a resume, after which it stops early"
     )
     progress_bar: bool = setting(
         True,
         "show frames per second, return and policy lag: as a bar in terminals and notebooks, "
         "elsewhere as a line every ten seconds",
     )
-    logger: LoggerNames = setting("csv,tensorboard", "TorchRL's loggers that follow the run")
+    logger: LoggerNames = setting("csv,tensorboard", "TorchRL's loggers to use")
     eval_episodes: Count = setting(16, "episodes of the final evaluation")
     eval_max_steps: Count = setting(
-        10_000, "steps after which an episode of an evaluation is cut, where none ends it"
+        10_000, "steps after which an evaluation cuts an episode that has not ended"
     )
     eval_interval: Count | None = setting(
         None,
-        "frames between evaluations while it trains, in a process of their own; None: only at the "
-        "end",
+        "frames between evaluations during training, in a separate process; None: only at the end",
     )
     video_interval: Count | None = setting(
         None,
@@ -74,18 +73,18 @@ class RunConfig(Settings):
         "eval_interval, a task of MujocoBatchEnv and the package PyAV",
     )
     trace: bool = setting(
-        False, "write trace.json, for ui.perfetto.dev: what each process did when"
+        False, "write trace.json, a timeline of all processes, for ui.perfetto.dev"
     )
     checkpoint_interval: Count | None = setting(
-        None, "frames between checkpoints; None: a quarter of all"
+        None, "frames between checkpoints; None: a quarter of `frames`"
     )
     keep_checkpoints: Count = setting(
         2, "newest checkpoints to keep; with 2, one can be loaded while the run goes on"
     )
     rank_timeout: Positive = setting(
         300.0,
-        "under torchrun, seconds within which each rank must reach a step, or the run ends; make "
-        "it longer than a checkpoint takes to write",
+        "under torchrun, seconds that the ranks wait for each other at a step before the run ends; "
+        "must be longer than it takes to write a checkpoint",
     )
 
     def __post_init__(self) -> None:

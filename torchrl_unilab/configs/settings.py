@@ -122,7 +122,7 @@ def setting(default: Any, description: str, *, of: str | None = None) -> Any:
     Args:
         default: Its default, or `REQUIRED`.
         description: What it means, with its unit.
-        of: The one algorithm, of those of a class, that it is for.
+        of: The algorithm that uses it, if only one of the class's algorithms does.
     """
     return dataclasses.field(default=default, metadata={"help": description, "of": of})
 
@@ -175,9 +175,9 @@ class Settings:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a question after the known names that begin with one, or after the one most like it.
+    """Return a question that suggests known names: those that begin with `name`, or the closest.
 
-    It is empty if none is like it.
+    It is empty if no name is similar.
 
     Examples:
         >>> nearest("epoch", ["epochs", "lr"])
