@@ -72,13 +72,12 @@ class ReplaySink:
 class ReplayCollector(WorkerCollector):
     """Collects transitions in worker processes into a `PackedReplayStorage`.
 
-    Each worker steps its environment and writes rows of the shared replay, the true final
-    observations under ``next``, the episode under ``("collector", "traj_ids")``. Iterating yields
-    None once per *tick*, as TorchRL's collectors with a replay buffer do: after each worker has
-    taken ``frames_per_batch`` of steps between them. The workers are then already allowed the
-    next tick, so that they collect while the learner learns, but no further: the learner decides
-    on the updates per frame. With `lockstep` they collect only while the collector is asked for a
-    tick.
+    Each worker steps its environment and writes rows into the shared replay, with the true final
+    observations under ``next`` and the episode under ``("collector", "traj_ids")``. Iterating
+    yields None once per *tick*, as TorchRL's collectors with a replay buffer do. A tick ends when
+    the workers together have taken ``frames_per_batch`` steps. The workers may then start the next
+    tick, so that they collect while the learner learns, but go no further: the learner decides on
+    the updates per frame. With `lockstep` they collect only while the collector waits for a tick.
 
     Args:
         create_env_fn: Makes a worker's environment, or one such function per worker.
@@ -87,23 +86,23 @@ class ReplayCollector(WorkerCollector):
         frames_per_batch: Rows of a tick, of all workers together; a multiple of the
             environments of all of them.
         init_random_frames: Frames with random actions at the start, of all workers together.
-        explore: Wraps the policy for acting in a worker, such as with exploration noise;
-            what it adds is not published, and keeps its state. Picklable; nothing if None.
+        explore: Wraps the policy that acts in a worker, for example with exploration noise. What it
+            adds is not published, and keeps its state. Picklable; None adds nothing.
         replay: Settings of the `PackedReplayStorage`; its defaults if None. Sample slices by a
-            `PackedSliceSampler`: rows of all workers' environments take turns.
+            `PackedSliceSampler`: rows of all workers' environments alternate.
         **workers: Further arguments of `torchrl_unilab.collectors.base.WorkerCollector`, such as
             ``num_collectors``, ``lockstep``, ``seed``. If a worker is replaced, its tick is
-            collected again, beside rows of it that were written but not yet counted.
+            collected again; rows of that tick that were written but not yet counted stay.
 
     Raises:
         ConfigError: A setting cannot work.
-        SegmentSpaceError: The replay does not fit shared memory; says what would.
-        WorkerError: A worker failed, while it started or while a tick was waited for.
+        SegmentSpaceError: The replay does not fit shared memory; says what size would.
+        WorkerError: A worker failed, at its start or during a tick.
 
     Attributes:
-        learners: Ranks that learn together, each from a collector of its own that is like this
-            one. A trainer sets it, and counts the frames of all of them.
-        batch_size: Rows that each of them samples for an update. A trainer sets it.
+        learners: Number of ranks that learn together, each with its own collector like this one. A
+            trainer sets it, and counts the frames of all ranks.
+        batch_size: Rows that each rank samples for an update. A trainer sets it.
 
     Examples:
         >>> from functools import partial

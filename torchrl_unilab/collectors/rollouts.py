@@ -78,37 +78,37 @@ class RingSink:
 class APPOCollector(WorkerCollector):
     """Collects whole rollouts in worker processes, through a ring in shared memory.
 
-    Each worker steps its environment and writes rollouts into slots of the ring; iterating
-    yields them one by one, oldest first, as ``TensorDict`` [*env batch, T] with TorchRL's
-    keys, the true next observations under ``next``, ``("next", "policy_version")`` and
-    ``("collector", "traj_ids")``. Publishing weights never waits, and workers wait for the
-    learner only where no slot is free.
+    Each worker steps its environment and writes rollouts into slots of the ring; iterating yields
+    them one by one, oldest first, as ``TensorDict`` [*env batch, T] with TorchRL's keys, the true
+    next observations under ``next``, ``("next", "policy_version")`` and
+    ``("collector", "traj_ids")``. Publishing weights never waits, and workers wait for the learner
+    only if no slot is free.
 
     Workers run ahead as long as there are free slots (``overflow="block"``) or always
-    (``"overwrite"``: the oldest unread rollout is dropped and counted). With `lockstep` a
-    worker collects its next rollout only when the collector is asked for it.
+    (``"overwrite"``: the oldest unread rollout is dropped and counted). With `lockstep` a worker
+    collects its next rollout only on request of the collector.
 
     Args:
         create_env_fn: Makes a worker's environment, or one such function per worker.
         policy: Acts in the workers; its weights are published. None with ``policy_factory``.
         frames_per_batch: Frames of one rollout of one worker, a multiple of the batch size
             of its environment.
-        slots: Slots of the ring, shared out evenly among the workers and rounded up. By default
-            one per worker, so that a worker starts its next rollout when its last was taken, with
-            the newest weights there are.
+        slots: Slots of the ring, shared out evenly among the workers and rounded up. By default one
+            per worker, so that a worker starts its next rollout once its last one was taken, with
+            the newest weights.
         overflow: ``"block"`` or ``"overwrite"``; always ``"block"`` with `lockstep`.
         max_policy_lag: Rollouts that started more published versions ago than this are
             dropped and counted in `stale`; None takes all.
-        use_buffers: Yield borrowed memory, valid until the next rollout is asked for,
-            instead of a copy.
+        use_buffers: Yield borrowed memory, valid until the next rollout is requested, instead of a
+            copy.
         **workers: Further arguments of `torchrl_unilab.collectors.base.WorkerCollector`, such as
             ``num_collectors``, ``lockstep``, ``seed``.
 
     Raises:
         ConfigError: A setting cannot work.
-        SegmentSpaceError: The ring does not fit shared memory; says what would.
-        WorkerError: A worker failed, while it started or while a rollout was waited for:
-            carries its traceback or signal.
+        SegmentSpaceError: The ring does not fit shared memory; says what size would.
+        WorkerError: A worker failed, at its start or during a rollout; carries its traceback or
+            signal.
 
     Attributes:
         stale: Rollouts dropped because of `max_policy_lag`.
@@ -261,9 +261,9 @@ class APPOCollector(WorkerCollector):
     # Checkpoints
 
     def state_dict(self, *, workers: bool = True) -> OrderedDict[str, Any]:
-        """Return what `WorkerCollector.state_dict` does, and what waits of a lock-step round.
+        """Return what `WorkerCollector.state_dict` does, and unread rollouts of a lock-step round.
 
-        What workers that run ahead have left in the ring is not part of it.
+        Rollouts that workers have collected ahead into the ring are not included.
         """
         state = super().state_dict(workers=workers)
         waiting = [*self._restored, *(lease.rollout for lease in self._waiting)]

@@ -42,25 +42,25 @@ _FOLLOW_SECONDS = 10.0  # for collectors that are there to poll it
 class UniLabRayScheme(WeightSyncScheme):
     """Publishes a policy's weights to the nodes of a Ray cluster, without waiting for any.
 
-    `send` is one copy into the object store and one call that is not waited for, whatever the
-    number of nodes and workers, and whether they are alive, stopped or lost. A machine fetches a
-    version once; the nodes' workers pull it as `UniLabShmScheme` has it. Versions are the
-    learner's everywhere: in ``("next", "policy_version")``, and in what workers apply.
+    `send` makes one copy into the object store and one call without waiting for the reply, whatever
+    the number of nodes and workers, and whether they are alive, stopped or lost. A machine fetches
+    a version once; the workers of its nodes pull it as with `UniLabShmScheme`. Version numbers are
+    the learner's everywhere: in ``("next", "policy_version")``, and in what workers apply.
 
-    Give `RayCollector` this scheme, and the collectors that it makes its `node`: a collector that
-    Ray has started again then begins with the newest version.
+    Pass this scheme to `RayCollector`, and its `node` to the collectors that `RayCollector`
+    creates: a collector that Ray has restarted then begins with the newest version.
 
     Args:
         policy: The policy to publish, where `RayCollector` is given a ``policy_factory`` and no
-            policy. Ray cannot start a collector again whose policy takes more than 100 KB: it
+            policy. Ray cannot restart a collector whose policy takes more than 100 KB, because it
             keeps no argument of that size. A factory is small.
         first_version: Version of the initial weights, so that versions continue where those of a
             resumed run ended.
 
     Attributes:
         version: The newest published version; `first_version` is the initial weights.
-        skipped: Versions that were not posted at once, as the mailbox did not answer for long.
-            The newest is posted when it does.
+        skipped: Versions that were not posted at once, because the mailbox did not answer in time.
+            The newest is posted when it answers.
 
     Raises:
         ConfigError: Ray is not installed, `first_version` is below 0, or `policy` is no module.

@@ -72,14 +72,14 @@ class ReplayTickMetadata:
 class DoubleBufferReplayPipeline(Owner):
     """Prepares a tick's batch in one slot while the learner uses the other.
 
-    The rows of a tick are drawn with the seed ``base_seed + tick``: from the same rows, the
-    same tick gets the same batch, in whichever thread and whenever it is packed. A batch is the
-    pipeline's memory, valid until `after_tick`: on a device with streams, for all work that was
-    queued before that call.
+    The rows of a tick are drawn with the seed ``base_seed + tick``: from the same rows, the same
+    tick gets the same batch, no matter when and in which thread it is packed. A batch lies in the
+    pipeline's memory and is valid until `after_tick`; on a device with streams, for all work that
+    was queued before that call.
 
-    One thread learns; `close` may be called in any. A script that ends without closing the
-    pipeline waits for a batch that is still waiting for rows, `timeout` seconds at most. If a
-    batch fails, the next call that needs it raises the error, and its tick may be prepared again.
+    Use it in one thread; only `close` may be called from any. A script that ends without closing
+    the pipeline waits at most `timeout` seconds for a batch that still needs rows. If a batch
+    fails, the next call that needs it raises the error, and its tick may be prepared again.
 
     A trace (`torchrl_unilab.runtime.trace`) shows ``replay pack`` and ``replay submit`` in the
     thread that packs, ``replay wait`` in the learner's.
@@ -92,8 +92,8 @@ class DoubleBufferReplayPipeline(Owner):
         packer: Where batches are packed: ``"thread"``, in a thread beside the learner's, or
             ``"inline"``, in the learner's when it starts to prepare.
         timeout: Seconds to wait for `min_snapshot_ptr`.
-        transfer: Makes the transfer to the device from the host batches; chosen by `device` if
-            not given.
+        transfer: Makes the object that copies host batches to the device; chosen by `device` if not
+            given.
 
     Raises:
         ConfigError: A setting cannot work.

@@ -30,14 +30,14 @@ from torchrl_unilab.shm.shards import Window
 class PackedPrioritizedSampler(PrioritizedSampler):
     """Draws rows of a replay by their priority (Schaul et al. 2016, arXiv 1511.05952).
 
-    ``P(i) = p_i^alpha / sum_k p_k^alpha`` (eq. 1), weights ``(N P(i))^-beta`` over their
-    maximum in the replay (section 3.4). Arguments and keys are those of
-    `PrioritizedSampler`, over any storage of one dimension on the CPU. Each loads the other's
-    files of `dumps`, and this one TorchRL's state. Draws come from torch's generator, TorchRL's
+    ``P(i) = p_i^alpha / sum_k p_k^alpha`` (eq. 1), weights ``(N P(i))^-beta`` over their maximum in
+    the replay (section 3.4). Arguments and keys are those of `PrioritizedSampler`, over any storage
+    of one dimension on the CPU. Each of the two loads files that the other's `dumps` wrote, and
+    this one also loads the `state_dict` of TorchRL's. It draws from torch's generator, TorchRL's
     from NumPy's.
 
-    TorchRL refuses to send a prioritised sampler to another process, and so its buffer: send
-    ``storage.without_buffers()``, and make a buffer there.
+    TorchRL refuses to send a prioritised sampler, and therefore its buffer, to another process:
+    send ``storage.without_buffers()``, and create a buffer there.
 
     Args:
         max_capacity: Rows of the storage.
@@ -47,8 +47,8 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         dtype: Of the weights.
         reduction: How priorities of more than one number become one: ``max``, ``min``,
             ``median`` or ``mean``.
-        max_priority_within_buffer: New rows take the highest priority of rows that are still
-            there, rather than the highest one ever; 1 where the row that had it is gone.
+        max_priority_within_buffer: New rows get the highest priority among the rows that are still
+            stored, rather than the highest one ever; 1 if the row that had it was overwritten.
         device: The CPU, or None.
 
     Raises:
@@ -203,7 +203,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         Args:
             index: Their positions, as an index of the storage; negative ones are left out.
             priority: As many, or one for all.
-            storage: What they are of; rows that it does not have are left out.
+            storage: The storage of these rows; rows that it does not have are left out.
 
         Raises:
             ConfigError: A priority is below 0, or not finite, or its power is 0 or no number;

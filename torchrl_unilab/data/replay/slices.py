@@ -37,14 +37,14 @@ class _Ends(NamedTuple):
 class PackedSliceSampler(SliceSampler):
     """Samples slices of trajectories of a `PackedReplayStorage`.
 
-    The arguments are `SliceSampler`'s, and so are its batches for a seed, where one writer has
-    extended the storage. Rows of several environments, which `PackedReplayStorage.add` writes step
-    by step, and of several writers are put in the order of time, where `SliceSampler` is refused.
-    Only steps of as many environments as the newest ones are sampled.
+    The arguments are `SliceSampler`'s. If one writer has extended the storage, so are the batches
+    for a seed. Rows of several environments, which `PackedReplayStorage.add` writes step by step,
+    and rows of several writers are put in order of time; `SliceSampler` is refused for these. Only
+    steps that have the same number of environments as the newest step are sampled.
 
     Other storages, and arguments that ask for more than one key of the rows (``end_keys``,
     ``ends``, ``trajectories``, ``fragmented``) or a GPU (``use_gpu``), are left to `SliceSampler`.
-    What is written through views is not seen: change the trajectory key by assignment,
+    Writes through views are not noticed: change the trajectory key by assignment,
     ``buffer[positions] = rows``.
 
     Examples:

@@ -22,7 +22,7 @@ Take = Literal["oldest", "newest"]
 class RolloutRingWriter(SharedStorageWriter):
     """Commits rollouts to a `RolloutRingStorage`; with `RolloutRingSampler`, in any buffer.
 
-    `extend` takes one rollout, or several along one more leading dimension, or, where the buffer
+    `extend` takes one rollout, several along an additional leading dimension, or, if the buffer
     passes it on, a list; `add` takes one. Both return positions among the unread rollouts, which
     are valid until the reader takes some out.
 
@@ -67,11 +67,11 @@ class RolloutRingWriter(SharedStorageWriter):
 class RolloutRingSampler(Stateless, RolloutSampler):
     """Takes whole rollouts out of a `RolloutRingStorage`, each once.
 
-    ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest and
-    skips those before them. An iteration over a `RolloutReplayBuffer` ends when fewer than a
-    batch are unread; the next one continues with what was written since. A buffer that
-    prefetches more than one batch may return batches in another order: its threads race for its
-    lock.
+    ``sample(K)`` of the buffer returns the K oldest unread rollouts, or the K newest, skipping
+    those before them. An iteration over a `RolloutReplayBuffer` ends when fewer unread rollouts
+    than a batch are left; the next iteration continues with what was written since. A buffer that
+    prefetches more than one batch may return batches in another order, because its threads race for
+    its lock.
 
     Args:
         take: ``"oldest"`` or ``"newest"``.
@@ -137,11 +137,10 @@ class RolloutRingSampler(Stateless, RolloutSampler):
 class RolloutReplayBuffer(TensorDictReplayBuffer):
     """A `TensorDictReplayBuffer` of rollouts that takes no lock between processes.
 
-    A stock buffer works with the ring as well. Once it is shared, as collectors do, it
-    holds one lock of all processes while it writes or samples: writers copy one after the
-    other, one that is killed blocks all, and one that waits for a slot
-    (``overflow="block"``) keeps the sampler from freeing it until its timeout. The ring
-    needs none of that.
+    A stock buffer works with the ring as well. But once it is shared, as collectors do, it holds a
+    lock across all processes while it writes or samples: writers copy one after the other, a writer
+    that is killed blocks all others, and a writer that waits for a slot (``overflow="block"``)
+    keeps the sampler from freeing one until its timeout. The ring does not need that lock.
 
     Args:
         storage: The `RolloutRingStorage`.

@@ -19,12 +19,12 @@ from torchrl_unilab.scalars import as_integer
 
 
 class RolloutPool:
-    """The newest `size` rollouts side by side; a new one takes the place of the oldest.
+    """The newest `size` rollouts side by side; a new one replaces the oldest.
 
-    IMPACT's circular buffer (Luo et al. 2019, arXiv 1912.00167, section 3.2): a learner
-    that is faster than its collectors goes over each rollout `size` times, as part of
-    `size` pools. Memory is taken once, with the first rollout; time comes first in it, so
-    that what walks through time reads memory in order: give TorchRL's estimators ``time_dim=0``.
+    IMPACT's circular buffer (Luo et al. 2019, arXiv 1912.00167, section 3.2): a learner that is
+    faster than its collectors trains on each rollout `size` times, as part of `size` pools. Memory
+    is allocated once, with the first rollout. Time is its first dimension, so that recurrences over
+    time read memory in order: pass ``time_dim=0`` to TorchRL's estimators.
 
     Args:
         size: Rollouts to keep, K, 1 to 8.

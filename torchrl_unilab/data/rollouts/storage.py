@@ -43,21 +43,22 @@ class RolloutSampler(Sampler):
 class RolloutRingStorage(SharedRollouts):
     """Rollouts in shared memory, written by several processes, read by one, once.
 
-    An item is a whole rollout: a TensorDict of any batch size (``[num_envs, num_steps]``,
-    say), nested keys, mixed dtypes, always of one schema; names of dimensions are not kept. The
-    schema comes from `example`, from a spec (`from_spec`), or from the first rollout written; the
-    storage goes to spawned processes once it is known. Each of them may write as one writer.
+    An item is a whole rollout: a TensorDict of any batch size (for example
+    ``[num_envs, num_steps]``), with nested keys and mixed dtypes, always of one schema; names of
+    dimensions are not kept. The schema comes from `example`, from a spec (`from_spec`), or from the
+    first rollout written; once the schema is known, the storage can be sent to spawned processes.
+    Each of them may write as one writer.
 
-    The reader may hold slots: what it acquired, and what it waited for or looked at (`wait`,
-    `get`, `state_dict`) and has not taken out yet. Each is one less for its writer. With
-    ``overflow="overwrite"`` a process that is reader and writer skips the oldest such rollout of
-    its own before it overwrites or waits.
+    The reader may hold slots: those that it acquired, and those that it waited for or looked at
+    (`wait`, `get`, `state_dict`) and has not taken out yet. Each leaves its writer one slot less.
+    With ``overflow="overwrite"`` a process that is reader and writer skips the oldest such rollout
+    of its own before it overwrites or waits.
 
-    A process writes and reads in one thread at a time; replay buffers see to that by a lock.
+    A process writes and reads in one thread at a time; replay buffers ensure that with a lock.
 
     Args:
-        slots: Rollouts of each writer that fit. With two, an overwriting writer never waits for
-            a reader that holds one.
+        slots: Slots of each writer. With two, an overwriting writer never waits for a reader that
+            holds one.
         example: A rollout; only shapes and dtypes are used.
         writers: Largest number of writing processes.
         overflow: What a writer does when it has no free slot: ``"overwrite"`` drops its oldest
