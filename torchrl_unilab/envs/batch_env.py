@@ -39,10 +39,10 @@ _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 class MujocoBatchEnv(EnvBase):
     """Many simulations of one MuJoCo task, as one batched environment.
 
-    Physics runs in float64 through `mujoco.batch.Batch`, on its own threads; for a task of
-    Gymnasium's the results are Gymnasium's, bit for bit, at any number of threads. ``step`` returns
-    the true next observation also where an episode ends; ``step_and_maybe_reset``, or ``reset``
-    with a ``"_reset"`` mask, starts the next episode in those rows only.
+    Physics runs in float64 through `mujoco.batch.Batch`, on its own threads; for a Gymnasium task
+    the results are Gymnasium's, bit for bit, at any number of threads. ``step`` returns the true
+    next observation also where an episode ends; ``step_and_maybe_reset``, or ``reset`` with a
+    ``"_reset"`` mask, starts the next episode in those rows only.
 
     The keys, with ``n = num_envs``: ``observation`` ``(n, nobs)``, and the task's other groups of
     observations, and ``reward`` ``(n, 1)`` of ``dtype``; ``action`` ``(n, nu)``, within the model's
@@ -50,14 +50,14 @@ class MujocoBatchEnv(EnvBase):
     terminated | truncated``; and, if asked for, each part of the reward, ``(n, 1)``, under
     ``reward_terms``.
 
-    A simulation that diverges is terminated with reward 0, is put back to the model's default pose,
-    which is what its last observation shows, and is counted in `num_diverged` and logged; the
+    A simulation that diverges is terminated with reward 0 and reset to the model's default pose,
+    which is what its last observation shows. It is logged, and counted in `num_diverged`; the
     others are unaffected.
 
-    Copying or pickling it makes a new environment of the same arguments, which starts new episodes,
-    from the same states if it was given a seed.
+    Copying or pickling it makes a new environment with the same arguments, which starts new
+    episodes, from the same states if a seed was given.
 
-    Once it is closed, all that needs the simulations raises a UsageError.
+    Once it is closed, everything that needs the simulations raises a UsageError.
 
     From the first environment on, MuJoCo does not time its steps in this process
     (`torchrl_unilab.envs.mujoco_engine.stop_physics_clock`).
@@ -65,8 +65,8 @@ class MujocoBatchEnv(EnvBase):
     Args:
         task: A task, or the name of one, as `torchrl_unilab.envs.make_task` takes it.
         num_envs: Number of simulations.
-        num_threads: Physics threads; by default one for each CPU that this process may use but
-            one, which is the learner's, and at least two if there are two.
+        num_threads: Physics threads; by default one for each CPU that this process may use, minus
+            one for the learner, and at least two if there are two CPUs.
         seed: Seed of the initial states; simulation ``i`` draws from its own generator, seeded
             ``seed + i`` as in Gymnasium's vector environments. None: from the operating system.
         max_episode_steps: Steps after which an episode is truncated; by default the task's.
@@ -240,10 +240,10 @@ class MujocoBatchEnv(EnvBase):
         return self._output()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all that the next steps follow from: states, generators, models' differences.
+        """Return all that determines the next steps: states, generators, models' differences.
 
-        An environment of the same task that restores it continues bit for bit as this one.
-        All of it is copies: tensors, numbers, and dicts and lists of them.
+        An environment of the same task that restores it continues bit for bit as this one. It
+        consists of copies: tensors, numbers, and dicts and lists of them.
 
         Examples:
             >>> from torchrl_unilab.envs import MujocoBatchEnv
@@ -328,7 +328,7 @@ class MujocoBatchEnv(EnvBase):
         return tensordict, root
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The base class's method, past what only a partial or a given next step needs."""
+        """The base class's method, without what only a partial or a given next step needs."""
         keys = tensordict.keys()
         if "_step" in keys or "next" in keys:
             return super().step(tensordict)

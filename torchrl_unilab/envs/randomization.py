@@ -45,11 +45,11 @@ _UNIT = re.compile("quat$|^jnt_axis$")  # fields of unit vectors
 class Randomize:
     """How one quantity of the model differs between simulations.
 
-    A number is drawn uniformly for each chosen object and applied to the model's own
-    value, never to one drawn before. All fields named and all of their columns get
-    the same number, so that what belongs together stays together: for example
-    ``("actuator_gainprm[0]", "actuator_biasprm[1]")`` for the gain of a position servo, and
-    ``("body_mass", "body_inertia")`` for a body that gets heavier without changing shape.
+    A number is drawn uniformly for each chosen object and applied to the model's own value, never
+    to one drawn before. All named fields and all of their columns get the same number, so that
+    related values stay consistent: for example ``("actuator_gainprm[0]", "actuator_biasprm[1]")``
+    for the gain of a position servo, and ``("body_mass", "body_inertia")`` for a body that gets
+    heavier without changing shape.
 
     Attributes:
         fields: One or more fields of ``MjModel``, of floating-point numbers, with the

@@ -53,12 +53,11 @@ def make_task(name: str, **options: Any) -> MujocoTask:
     """Return the task of a name, with some options set.
 
     Args:
-        name: One of `TASKS`, such as ``"HalfCheetah-v5"``; one of `EXAMPLES`; or where a
-            user's own task is found, ``"module:Name"``, of a module that can be
-            imported. There ``Name`` is a task, or makes one from the options, as the
-            class of a task does.
-        **options: Fields of the task: of Gymnasium's the options of its constructor, but
-            that ``xml_file`` is ``model``, and ``max_episode_steps``.
+        name: One of `TASKS`, such as ``"HalfCheetah-v5"``; one of `EXAMPLES`; or ``"module:Name"``
+            for a task of your own in a module that can be imported, where ``Name`` is a task, or
+            makes one from the options, as the class of a task does.
+        **options: Fields of the task. For a Gymnasium task: the options of its constructor, except
+            that ``xml_file`` is called ``model``, and ``max_episode_steps``.
 
     Raises:
         ConfigError: There is no such task, or it has no such option.

@@ -106,20 +106,19 @@ class Outcome:
 class MujocoTask(ABC):
     """A task on one MuJoCo model. Subclass it to define a task.
 
-    The methods take ``fields``, which maps names to ``(nsim, ...)`` arrays: always
-    ``qpos`` and ``qvel``, those the task lists in `reads`, and ``command`` where
-    the task has commands. The arrays are live: what a method keeps must be a copy.
-    As in Gymnasium, fields that the physics derives are one substep behind
-    ``qpos``.
+    The methods take ``fields``, which maps names to ``(nsim, ...)`` arrays: always ``qpos`` and
+    ``qvel``, those the task lists in `reads`, and ``command`` where the task has commands. The
+    arrays are live: copy what a method keeps. As in Gymnasium, fields that the physics derives are
+    one substep behind ``qpos``.
 
-    A task is a value: it keeps no state of its episodes, so that one object serves
-    any number of environments and processes.
+    A task is a plain value: it keeps no state of its episodes, so one object serves any number of
+    environments and processes.
 
     Attributes:
         name: The name of the task, also in messages.
         model: An MJCF or URDF file, the text of one (it begins with ``<``), or an
-            ``mujoco.MjSpec``, which is kept as its text so that tasks can be
-            sent to other processes; MuJoCo writes six digits of a number there.
+            ``mujoco.MjSpec``. A spec is kept as its text, so that tasks can be sent to other
+            processes; MuJoCo writes numbers there with six digits.
         assets: Files that the model names, such as meshes, by name, for a model
             that is not given as a file; those of an MjSpec are added.
         frame_skip: Physics steps per control step.
@@ -270,16 +269,15 @@ class MujocoTask(ABC):
         """Observe the state.
 
         Returns:
-            The ``(nsim, k)`` parts of the observation, in order. They may be views
-            of the fields, for they are copied at once, and cast while copied.
+            The ``(nsim, k)`` parts of the observation, in order. They may be views of the fields:
+            they are copied, and cast, at once.
         """
 
     def observations(self, fields: Fields) -> dict[str, Sequence[NDArray[Any]]]:
-        """Observe the state for each who asks: parts by key, as in `observation`.
+        """Observe the state for every reader: parts by key, as in `observation`.
 
-        By default one group, ``"observation"``. A task whose critic may see what
-        no actor can know adds a further group, such as
-        ``"critic_observation"``.
+        By default one group, ``"observation"``. A task whose critic may see what the actor cannot
+        observe adds another group, such as ``"critic_observation"``.
         """
         return {"observation": self.observation(fields)}
 

@@ -14,11 +14,11 @@ from torchrl_unilab.errors import ConfigError, LayoutKeyError
 class PerEnvNoise(TensorDictModuleBase):
     """Adds Gaussian noise to a collector's actions, stronger in some environments than others.
 
-    Each environment draws a standard deviation, uniform between two bounds, and keeps it
-    for an episode: where ``is_init`` is true (`torchrl.envs.InitTracker` writes it) it
-    draws another one. Noise is in units of half the distance between an action's bounds,
-    and what goes beyond them is cut off. Without exploration, that is for an exploration
-    type other than RANDOM, actions pass unchanged, while episodes are still followed.
+    Each environment draws a standard deviation, uniform between two bounds, and keeps it for an
+    episode: when ``is_init`` is true (`torchrl.envs.InitTracker` writes it), it draws a new one.
+    Noise is in units of half the distance between an action's bounds, and actions are clipped to
+    the bounds. Without exploration, that is for an exploration type other than RANDOM, actions pass
+    unchanged, while episodes are still tracked.
 
     The deviations are neither parameters nor buffers: publishing weights, loading a state
     dict and `TensorDict.from_module` neither see nor change them.
@@ -28,8 +28,8 @@ class PerEnvNoise(TensorDictModuleBase):
         high: Highest action, likewise.
         std_min: Lowest standard deviation.
         std_max: Highest standard deviation.
-        init_key: Where the first steps of episodes are marked, [*B, 1] or [*B]; None keeps
-            each environment's first deviation for ever.
+        init_key: Where the first steps of episodes are marked, [*B, 1] or [*B]; None keeps each
+            environment's first deviation permanently.
         generator: Source of all draws; the device's global one by default.
 
     Attributes:

@@ -22,8 +22,8 @@ from torchrl_unilab.scalars import as_integer
 class ObservationNormalizer(nn.Module):
     """Scales observations to zero mean and unit variance by running statistics.
 
-    The statistics are float64 buffers, so a published policy carries them and every
-    worker normalises as the learner does.
+    The statistics are float64 buffers, so they are published with the policy, and every worker
+    normalises as the learner does.
 
     Args:
         size: Length of the observation vector.
@@ -74,8 +74,8 @@ class ObservationNormalizer(nn.Module):
     def update(self, observation: torch.Tensor) -> None:
         """Take a batch, [..., size], of any device and dtype, into the statistics.
 
-        Merges the batch's moments with the running ones (Chan, Golub and LeVeque 1979,
-        eq. 2.1), so that the result does not depend on how the data was cut.
+        Merges the batch's moments with the running ones (Chan, Golub and LeVeque 1979, eq. 2.1), so
+        that the result does not depend on how the data was split into batches.
         """
         self.merge(self.moments(observation))
 

@@ -62,24 +62,24 @@ class APPOLoss(LossModule):
         policy  = -min(ratio * A, clip(ratio, 1 - eps, 1 + eps) * A)
         value   = 0.5 * max((V - v)^2, (V_old + clip(V - V_old, -eps_v, eps_v) - v)^2)
 
-    `estimate` computes ``v`` and ``A`` by V-trace with ``rho = t / b`` once per pool of
-    rollouts; `forward` gives the losses of a minibatch of it. In a loop of your own call
-    `step_target` after each optimiser step: nothing else moves the target policy. Runs have other
-    defaults (`APPOConfig`): values are left free, and the target moves once per rollout.
+    `estimate` computes ``v`` and ``A`` by V-trace with ``rho = t / b`` once per pool of rollouts;
+    `forward` returns the losses of a minibatch of it. In a loop of your own, call `step_target`
+    after each optimiser step: nothing else moves the target policy. Runs have other defaults
+    (`APPOConfig`): values are not clipped, and the target moves once per rollout.
 
     Args:
         actor_network: Probabilistic actor that returns its log probability.
         critic_network: Writes the state value, [..., 1].
         clip_epsilon: Bound of the surrogate's ratio.
-        value_clip: Bound of a value's move from its old estimate, in units of the value
-            targets; None leaves it free.
+        value_clip: Bound of a value's change from its old estimate, in units of the value targets;
+            None does not clip.
         entropy_coeff: Weight of the entropy bonus.
         critic_coeff: Weight of the value loss.
         gamma: Discount.
         lambda_: Decay of V-trace's traces.
         rho_bar: V-trace's bound of the ratio in temporal differences.
         c_bar: V-trace's bound of the ratio in traces.
-        tau: Share of the current policy that each target update takes over.
+        tau: Share of the current policy that each update mixes into the target.
         target_update_freq: Optimiser steps between target updates; None: call `update_target`.
 
     Raises:
@@ -196,7 +196,7 @@ class APPOLoss(LossModule):
     def target_is_current(self) -> bool:
         """Whether the last estimated pool's target policy is the current one.
 
-        Its KL divergence is then 0 but for rounding, and says nothing of the learning rate.
+        Its KL divergence is then 0 except for rounding, and says nothing about the learning rate.
         """
         copied = self.steps == self._updated_at and (self.tau == 1.0 or self.steps == 0)
         return self.steps == self._estimated_at and copied
@@ -223,7 +223,7 @@ class APPOLoss(LossModule):
                 ``next``.
 
         Returns:
-            A shallow copy with the keys that `forward` reads beside the rollouts' own.
+            A shallow copy with the keys that `forward` reads in addition to the rollouts' own.
             Advantages have zero mean and unit variance over the batch.
 
         Raises:
@@ -276,9 +276,9 @@ class APPOLoss(LossModule):
             tensordict: Batch [N]; or its `in_keys` by name, for a tuple of `out_keys`.
 
         Returns:
-            Scalars ``loss_objective``, ``loss_critic``, ``loss_entropy`` with gradients,
-            and ``kl`` (target to current policy), ``entropy``, ``clip_fraction``,
-            ``rho_clip_fraction`` without. What a distribution cannot tell is estimated by samples.
+            Scalars ``loss_objective``, ``loss_critic``, ``loss_entropy`` with gradients, and ``kl``
+            (target to current policy), ``entropy``, ``clip_fraction``, ``rho_clip_fraction``
+            without. Quantities without a closed form are estimated from samples.
 
         Raises:
             LayoutKeyError: `estimate` has not prepared the minibatch.

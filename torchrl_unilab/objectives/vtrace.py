@@ -10,7 +10,7 @@ from torchrl_unilab.errors import LayoutDtypeError, LayoutShapeError
 def timeout_bootstrap(
     v_t: torch.Tensor, done_t: torch.Tensor, terminated_t: torch.Tensor, *, gamma: float
 ) -> torch.Tensor:
-    """What an episode that a time limit cut short would still have earned.
+    """Return the value that an episode still had when a time limit truncated it.
 
     Added to the reward of its last step, it stands for the rest of the episode (Pardo et al.
     2018, Time limits in reinforcement learning, arXiv 1712.00378, section 3). A terminal

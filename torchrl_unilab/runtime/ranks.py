@@ -48,21 +48,22 @@ _LONGEST_PAUSE_SECONDS = 0.01  # between two polls whether the others have come
 
 
 class Ranks:
-    """This process among those that learn together, and what they do in step.
+    """This process's rank among those that learn together, and their collective operations.
 
-    Entering joins the others and leaving tells them why; in between SIGTERM, by which a launcher
-    ends ranks, raises KeyboardInterrupt unless something else handles it. All ranks call the same
-    verbs in the same order. If one does not come, because it was killed or stopped, or has failed,
-    the others raise a PeerGoneError within `timeout` seconds, which names it.
+    Entering the context joins the other ranks, and leaving it tells them why. In between, SIGTERM,
+    with which a launcher ends ranks, raises KeyboardInterrupt unless something else handles it. All
+    ranks call the same methods in the same order. If a rank does not, because it was killed,
+    stopped or has failed, the others raise a PeerGoneError within `timeout` seconds, which names
+    it.
 
     Args:
         rank: This one's number; rank 0 alone writes, logs and evaluates.
         size: How many there are.
-        device: The learner's: each rank of a machine takes a separate GPU if it is ``"cuda"``.
-        timeout: Seconds within which all ranks come to each step.
+        device: The learner's device: with ``"cuda"`` each rank of a machine takes a separate GPU.
+        timeout: Seconds within which all ranks must reach each step.
 
     Raises:
-        ConfigError: There can be no such rank.
+        ConfigError: The rank or the number of ranks is not possible.
 
     Examples:
         >>> import torch
@@ -89,10 +90,10 @@ class Ranks:
 
     @classmethod
     def of_torchrun(cls, *, device: str = "cpu", timeout: float = 300.0) -> Self:
-        """Return the ranks that this process was started among: one, without a launcher.
+        """Return the ranks that a launcher started this process with: one, without a launcher.
 
         Raises:
-            ConfigError: What a launcher sets in the environment cannot be.
+            ConfigError: The environment variables of the launcher are not possible.
         """
         rank, size = of_launcher("RANK", 0), of_launcher("WORLD_SIZE", 1)
         return cls(rank, size, device=device, timeout=timeout)
@@ -168,13 +169,13 @@ class Ranks:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def leave(self, why: BaseException | None = None) -> None:
-        """Tell the others why this rank goes, and go. Idempotent.
+        """Tell the others why this rank leaves, and leave. Idempotent.
 
-        A rank that was interrupted while it waited keeps its process group, whose end would wait
-        for the others, and can join no further one in this process.
+        A rank that was interrupted while it waited keeps its process group, because ending it would
+        wait for the others. It cannot join another one in this process.
 
         Args:
-            why: What it fails with; None if it is done.
+            why: The error that it fails with; None if it is done.
         """
         if self._store is None:
             return
@@ -188,7 +189,7 @@ class Ranks:
 
         Args:
             gradients: Tensors of any shapes, on one device.
-            statistics: What the step is judged by, as many. They may be NaN.
+            statistics: Figures of the step, averaged alike. They may be NaN.
         """
         if self.size == 1:
             return

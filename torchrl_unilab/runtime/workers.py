@@ -135,9 +135,9 @@ class WorkerGroup:
         return self._workers[index]
 
     def send(self, index: int, *request: Any, timeout: float = START_SECONDS) -> None:
-        """Send a request, whose answer, if there will be one, `receive` returns.
+        """Send a request; `receive` returns its answer, if it has one.
 
-        A request that the pipe holds is sent at once, a larger one when the worker listens.
+        A request that fits the pipe is sent at once, a larger one when the worker listens.
 
         Raises:
             WorkerError: The worker has failed, is stopped while the request does not fit the
@@ -158,11 +158,11 @@ class WorkerGroup:
             self._fail(worker)
 
     def ask(self, index: int, *request: Any, timeout: float | None = START_SECONDS) -> Any:
-        """Send a request and return the answer, whatever becomes of other workers meanwhile.
+        """Send a request and return the answer, even if other workers fail meanwhile.
 
         Raises:
-            WorkerError: The worker has failed, or has not taken the request, or answered it,
-                in `timeout` seconds, None being as many as it lives.
+            WorkerError: The worker has failed, or has not taken the request, or answered it, in
+                `timeout` seconds; None waits as long as it lives.
         """
         self.send(index, *request, timeout=math.inf if timeout is None else timeout)
         worker = self._worker(index)
@@ -188,8 +188,8 @@ class WorkerGroup:
         Call it again if an interrupt kept the answer from you.
 
         Raises:
-            WorkerError: The worker has failed, or has not answered in `timeout` seconds,
-                None being as many as it lives.
+            WorkerError: The worker has failed, or has not answered in `timeout` seconds; None waits
+                as long as it lives.
         """
         return self._receive(self._worker(index), timeout, self._workers)
 
@@ -214,7 +214,7 @@ class WorkerGroup:
         self._check(self._workers)
 
     def end(self, index: int) -> None:
-        """Kill a worker, if it lives; what it held may then be taken from it. Idempotent."""
+        """Kill a worker, if it is alive; what it held may then be reclaimed. Idempotent."""
         process = self._worker(index).process
         process.kill()
         process.join()
@@ -331,8 +331,8 @@ class WorkerGroup:
     def stop(self, timeout: float = STOP_SECONDS) -> None:
         """Ask all workers to end; kill those that have not after `timeout`. Idempotent.
 
-        Threads may call it at once: all return when the workers have ended. In a forked copy of
-        the process it forgets them: they are not the copy's.
+        Several threads may call it at once: all return when the workers have ended. In a forked
+        copy of the process it only forgets the workers, which are not the copy's.
         """
         if os.getpid() != self._owner:
             self._workers = []

@@ -72,8 +72,9 @@ class RolloutRing(RingWriter):
     process that acquires is the reader. A process uses the ring in one thread at a time. For
     each writer, once all is read, ``written == read + skipped + dropped + lost``.
 
-    The tokens of leased slots are in `_held`. What an interrupt cuts short is noted before (a
-    release's count in `_releasing`, a recovery in `_recovering`), and the next call completes it.
+    The tokens of leased slots are in `_held`. Operations that an interrupt may cut short are
+    recorded before they start (a release's count in `_releasing`, a recovery in `_recovering`), and
+    the next call completes them.
 
     Args:
         layout: The layout of a slot.
@@ -125,25 +126,25 @@ class RolloutRing(RingWriter):
 
     @property
     def leases(self) -> list[Lease]:
-        """Leases of this process, among them what an interrupt has kept from the caller."""
+        """Leases of this process, including one that an interrupt has kept from the caller."""
         self._check_open()
         return [*map(self._lease, self._held)]
 
     def acquire(self, timeout: float | None = 0.0) -> Lease | None:
         """Own the oldest committed rollout until `release`.
 
-        Several may be owned at once; each is one slot less for its writer.
+        Several may be owned at once; each leaves its writer one slot less.
 
         Args:
             timeout: Seconds to wait for a rollout; None waits as long as all writers live, and 0
-                does not look whether they do.
+                does not check whether they do.
 
         Returns:
             The lease; None if no rollout came in time.
 
         Raises:
-            PeerGoneError: No rollout came, and a writer has died, whose process it names; or all
-                writers have resigned and there is no `timeout`.
+            PeerGoneError: No rollout came, and a writer has died (the error names its process), or
+                all writers have resigned and there is no `timeout`.
             UsageError: Another process is the reader.
             SegmentError: The slot was written without a claim.
         """

@@ -197,7 +197,8 @@ class SharedSegment(Owner):
     def thread_lock(self) -> Any:
         """Return the reentrant lock that the threads of this process share for the file.
 
-        A forked child has another: a thread that held its parent's is not there to release it.
+        A forked child has another one: the thread that held the parent's lock does not exist in the
+        child.
         """
         return self._thread_locks.setdefault(os.getpid(), threading.RLock())  # one call: atomic
 

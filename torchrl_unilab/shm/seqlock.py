@@ -83,9 +83,9 @@ class ReaderState(NamedTuple):
 class SnapshotCell(Owner):
     """A shared segment that holds versioned snapshots of one set of tensors.
 
-    One process publishes, from any of its threads, from its first publish until it closes the
-    cell or ends; another is refused meanwhile. Processes that unpickle or `attach` the cell
-    read. Each of `readers` readers reports the version that it applied.
+    One process publishes, in any of its threads. It is the publisher from its first publish until
+    it closes the cell or ends; other processes are refused in that time. Processes that unpickle or
+    `attach` the cell read. Each of `readers` readers reports the version that it applied.
 
     Args:
         initial: Dotted key to tensor: the layout, and the content of the first version.
@@ -97,11 +97,11 @@ class SnapshotCell(Owner):
     Attributes:
         layout: What a snapshot holds.
         publishes: How many snapshots were published through this attachment.
-        overtaken: How many tries of its reads the writer overtook.
+        overtaken: How many tries of its reads were overtaken by the writer.
 
     Raises:
-        ConfigError: Fewer than two slots: a reader could find no whole version during a write.
-            Or fewer readers than none, or a version below 0.
+        ConfigError: Fewer than two slots (a reader could find no whole version during a write), or
+            a number of readers or a version below 0.
         SegmentSpaceError: It does not fit shared memory; nothing was allocated.
 
     Examples:

@@ -36,45 +36,45 @@ class PackedReplayStorage(SharedReplay):
     """`max_size` transitions in shared memory, one row each, in a wide and a narrow piece.
 
     A drop-in for ``LazyTensorStorage`` in ``ReplayBuffer`` and ``TensorDictReplayBuffer``: same
-    indices, same batches for a seed; but rows are TensorDicts of tensors alone, no tensorclasses,
-    plain tensors or ``NonTensorData``. Any number of processes extend and sample it: pickle it, or
-    its buffer, to spawned processes once it knows its rows, from `example`, from a spec
+    indices, same batches for a seed. But rows must be TensorDicts of tensors, not tensorclasses,
+    plain tensors or ``NonTensorData``. Any number of processes may extend and sample it: pickle it,
+    or its buffer, to spawned processes once it knows its rows, from `example`, from a spec
     (`from_spec`), or from the first write.
 
     ``storage[:]``, other slices, ``storage[i]`` and ``storage.get(key)`` are views of the rows:
-    they cost nothing, and writing through them changes the rows (not the flags of ``storage[:]``
-    in a ``HERReplayBuffer``, which are copies). Batches are copies of whole rows, also while other
+    they cost nothing, and writing through them changes the rows (not the flags of ``storage[:]`` in
+    a ``HERReplayBuffer``, which are copies). Batches are copies of whole rows, also while other
     processes write; views are not protected from writers. Tensors of batches and views are strided,
-    one row apart, on memory that they share: use `reshape` where ``Tensor.view`` fails, and call
-    ``batch.clone()`` before ``torch.save`` or ``consolidate``.
+    one row apart, and share one block of memory: use `reshape` where ``Tensor.view`` fails, and
+    call ``batch.clone()`` before ``torch.save`` or ``consolidate``.
 
-    The rows lie in `writers` shards, in turns: position ``i`` is in shard ``i % writers``. Each
-    writing process claims one; more processes than shards share them, one append at a time.
-    With one shard per process, n-step returns continue over several appends, and the order of
-    rows does not depend on which process is faster. `PackedSliceSampler` finds the order of
-    time; TorchRL's samplers of slices assume that it is the order of positions, which holds for
-    one shard that is extended by whole trajectories, and are refused otherwise.
+    Positions alternate between `writers` shards: position ``i`` is in shard ``i % writers``. Each
+    writing process claims one shard; if there are more processes than shards, they share, one
+    append at a time. With one shard per process, n-step returns continue over several appends, and
+    the order of rows does not depend on which process is faster. `PackedSliceSampler` finds the
+    order of time. TorchRL's samplers of slices assume that it is the order of positions, which
+    holds for one shard that is extended by whole trajectories; otherwise they are refused.
 
     Args:
         max_size: Rows; rounded down to a multiple of `writers`.
         example: A transition: shapes and dtypes, not the content.
         writers: Shards.
-        n_step: Steps a sampled transition takes (Sutton and Barto, 2nd edition, chapter 7):
-            the reward is the discounted sum, everything else under ``"next"`` is of the last
-            step; fewer where an episode or what was written so far ends. The batch has more
-            keys then, those of TorchRL's ``MultiStepTransform``: ``"steps_to_next_obs"``,
-            ``"gamma"`` (``gamma ** steps``), ``"nonterminal"``, ``("next", "original_reward")``.
-            Views show rows as they were written.
+        n_step: Steps a sampled transition takes (Sutton and Barto, 2nd edition, chapter 7): the
+            reward is the discounted sum, and everything else under ``"next"`` is of the last step.
+            There are fewer steps where an episode or the written rows end. The batch then also has
+            the keys of TorchRL's ``MultiStepTransform``: ``"steps_to_next_obs"``, ``"gamma"``
+            (``gamma ** steps``), ``"nonterminal"``, ``("next", "original_reward")``. Views show
+            rows as they were written.
         gamma: Discount of a step.
-        observation_keys: For several steps: keys whose next entry the following row observes;
-            if not given, all that are also under ``"next"`` with the same shape and dtype,
-            without done, terminated, truncated and reward.
-        non_finite: Rows with a ``"reward"`` under ``"next"`` or an ``"action"``, nested or not,
-            that is not finite: ``"refuse"`` raises before anything is written, ``"count"`` stores
-            and counts them (`non_finite`), ``"pass"`` does not look.
+        observation_keys: For several steps: keys whose entry under ``"next"`` is the observation of
+            the following row. By default all keys that are also under ``"next"`` with the same
+            shape and dtype, except done, terminated, truncated and reward.
+        non_finite: What to do with rows that have a ``"reward"`` under ``"next"`` or an
+            ``"action"``, nested or not, that is not finite: ``"refuse"`` raises before anything is
+            written, ``"count"`` stores and counts them (`non_finite`), ``"pass"`` does not check.
         timeout: Seconds to wait for a process that writes.
-        **stock: What TorchRL's storages take, at values that rows in shared host memory honour:
-            `device` None or ``"cpu"``, `ndim` 1, `compilable` False, `cleanup_memmap` True,
+        **stock: Arguments of TorchRL's storages, with values that rows in shared host memory can
+            honour: `device` None or ``"cpu"``, `ndim` 1, `compilable` False, `cleanup_memmap` True,
             `scratch_dir` None, `auto_cleanup` None or True; `consolidated`, `shared_init` and
             `existsok` either way.
 
@@ -305,7 +305,7 @@ class PackedReplayStorage(SharedReplay):
         return rows
 
     def read_since(self, counted: Sequence[int]) -> tuple[TensorDict, tuple[int, ...]]:
-        """Return rows that were written since the last call, and what to call with next.
+        """Return rows that were written since the last call, and the argument of the next call.
 
         Args:
             counted: What the last call returned; empty for all rows, as if of another replay.

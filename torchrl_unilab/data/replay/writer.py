@@ -18,8 +18,8 @@ from torchrl_unilab.data.shared_storage import SharedStorageWriter
 class PackedReplayWriter(SharedStorageWriter):
     """Appends rows to a `PackedReplayStorage`, in any number of processes.
 
-    TorchRL's round-robin writers keep a cursor: their processes write under the lock of a
-    buffer that is shared, to a storage of one shard.
+    TorchRL's round-robin writers keep a cursor, so with them processes must write under the lock of
+    a shared buffer, to a storage of one shard.
 
     Examples:
         >>> import torch

@@ -103,25 +103,24 @@ class Stride:
 class RobotTask(MujocoTask):
     """A task whose observations, rewards and commands have names.
 
-    Subclass it and define `actor` and `rewards`, and what else is wanted of
-    `critic`, `failed`, `initial_state` and `before`. Each returns new or live
-    arrays of one row per simulation; a term of one number may be ``(nsim,)``.
+    Subclass it and define `actor` and `rewards`, and, where needed, `critic`, `failed`,
+    `initial_state` and `before`. Each returns new or live arrays with one row per simulation; a
+    term of one number may be ``(nsim,)``.
 
-    The reward is the sum of the terms times their weights; a step's
-    `MujocoBatchEnv.reward_terms` are the weighted terms. The actor's terms form
-    ``observation``. Where there are terms for the critic,
-    ``critic_observation`` is made of the actor's terms and these.
+    The reward is the sum of the terms times their weights; a step's `MujocoBatchEnv.reward_terms`
+    are the weighted terms. The actor's terms form ``observation``. If there are terms for the
+    critic, ``critic_observation`` consists of the actor's terms and these.
 
     Attributes:
         weights: A factor for each reward term; `rewards` must return these names.
-        commands: Range of each number that is drawn uniformly to be asked of the
-            robot, by name; ``fields["command"]`` holds them in this order.
+        commands: Range of each commanded number, by name, from which it is drawn uniformly;
+            ``fields["command"]`` holds the numbers in this order.
         home: Name of the keyframe in whose pose and velocity episodes start, with no control in
             effect; None for the model's default pose.
-        joint_names: The joints that `joint_positions` and `joint_velocities` are
-            about; None for all hinges and slides.
-        remembers: Fields of which reward terms get copies from before the step;
-            by default ``ctrl``, which holds the action before.
+        joint_names: The joints that `joint_positions` and `joint_velocities` cover; None for all
+            hinges and slides.
+        remembers: Fields that are copied before the step, for the reward terms; by default
+            ``ctrl``, which holds the previous action.
 
     Raises:
         ConfigError: A command's range is not two finite numbers in order, or a weight none.

@@ -35,9 +35,9 @@ def _listed(keys: Keys) -> list[NestedKey]:
 class ObservationNoise(ObservationTransform):
     """Adds normal noise to observations, new at each step and reset.
 
-    The noise comes from torch's default generator, which collectors seed in each
-    worker and ``torch.manual_seed`` anywhere. Give noise to ``observation`` alone and
-    let the critic read a group without.
+    The noise comes from torch's default generator, which collectors seed in each worker and
+    ``torch.manual_seed`` anywhere. Add noise only to ``observation``, and let the critic read a
+    group without noise.
 
     Args:
         std: Standard deviation; one number, or one for each of the ``k`` numbers of an
@@ -78,7 +78,7 @@ class ObservationNoise(ObservationTransform):
         return self._call(tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Free of bounds, which noise does not keep."""
+        """Remove the bounds, which noise may exceed."""
         for key in self.in_keys:
             spec = observation_spec[key]
             if isinstance(spec, Bounded):
@@ -217,7 +217,7 @@ def _along(rows: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
 
 
 class ObservationDelay(_Delay):
-    """Shows observations some steps late; until then, an episode's first.
+    """Delays observations by some steps; until then, it shows the episode's first.
 
     Args:
         delay: Steps; a range ``(least, greatest)`` draws each simulation's delay anew
@@ -247,10 +247,10 @@ class ObservationDelay(_Delay):
 
 
 class ActionDelay(_Delay):
-    """Has actions take effect some steps late; until then, a given one.
+    """Delays actions by some steps; until then, a given action is in effect.
 
-    What the policy did stays in the data; the environment, and so what the task
-    charges for, gets the late action.
+    The data keeps the policy's action; the environment, and therefore any cost of actions in the
+    reward, gets the delayed one.
 
     Args:
         delay: Steps; a range ``(least, greatest)`` draws each simulation's delay anew

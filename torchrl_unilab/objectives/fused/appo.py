@@ -47,20 +47,20 @@ class FusedAPPOUpdate:
 
         d log p / d mu = z / sigma,    d log p / d log sigma = z^2 - 1
 
-    and the surrogate's slope in ``log p``, which is the surrogate itself where it is not
-    clipped. Where the two sides of a minimum or maximum are equal but have different
-    slopes, which autograd averages, the unclipped side is followed.
+    and the surrogate's slope in ``log p``, which is the surrogate itself where it is not clipped.
+    Where the two sides of a minimum or maximum are equal but have different slopes, autograd
+    averages the slopes; this update takes that of the unclipped side.
 
     The parameters of actor and critic become views of one tensor (`FlatAdam`), so that the
-    optimiser and the gradient's norm take one operation each. Make this before whatever
-    holds on to a parameter's memory. Nothing here waits for the device. On a GPU steps are
-    replayed graphs (`StepGraphs`), unless ranks learn together.
+    optimiser and the gradient's norm take one operation each. Create the update before anything
+    else keeps a reference to a parameter's memory. Nothing here waits for the device. On a GPU
+    steps are replayed as graphs (`StepGraphs`), unless ranks learn together.
 
     Args:
-        loss: The loss, which must be supported. Coefficients that change hold from the next
-            `prepare` on.
+        loss: The loss, which must be supported. Changed coefficients take effect at the next
+            `prepare`.
         lr: Initial and highest learning rate.
-        desired_kl: KL divergence, target to current policy, to steer towards.
+        desired_kl: KL divergence, target to current policy, that the learning rate is steered to.
         max_grad_norm: Bound of the gradient's norm.
         ranks: Processes over whose minibatches gradients and statistics are averaged.
 
@@ -161,12 +161,12 @@ class FusedAPPOUpdate:
         return rate_of(self.optimizer)
 
     def check(self) -> None:
-        """Be sure that steps reach the parameters; see `FlatAdam.check`."""
+        """Ensure that steps reach the parameters; see `FlatAdam.check`."""
         self._adam.check()
 
     @torch.no_grad()
     def prepare(self, pool: TensorDictBase) -> torch.Tensor:
-        """Pack what a pool's updates read, with all that they do not change computed.
+        """Pack what a pool's updates read; compute in advance what they do not change.
 
         Observations are normalised here, by the current statistics.
 
@@ -174,8 +174,8 @@ class FusedAPPOUpdate:
             pool: Batch [M] that `APPOLoss.estimate` prepared.
 
         Returns:
-            Columns [k, M] for `step`; any selection of them is a minibatch. Samples come
-            last, so that operations on a feature run through memory.
+            Columns [k, M] for `step`; any selection of them is a minibatch. Samples are the last
+            dimension, so that operations on a feature read contiguous memory.
 
         Raises:
             ConfigError: A parameter's memory has moved since this was made, or it was frozen, or

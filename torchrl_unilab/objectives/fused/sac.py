@@ -34,20 +34,20 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         log(1 - y^2) = 2 (log 2 - u - softplus(-2 u))
         d log p / d loc = 2 y,    d log p / d log scale = 2 y * scale * noise - 1
 
-    as `SACLoss` has it, which takes the probability at ``u`` itself. There and here ``y`` is
-    kept off -1 and 1 by the dtype's resolution. ``d log p / d u`` is of the ``y`` that is
-    kept off, of the exact tanh in `SACLoss`: at saturation they are a resolution apart.
+    as in `SACLoss`, which takes the probability at ``u`` itself. In both, ``y`` is kept away from
+    -1 and 1 by the dtype's resolution. ``d log p / d u`` uses this bounded ``y`` here and the exact
+    tanh in `SACLoss`: at saturation they differ by that resolution.
 
-    The loss's ``target_entropy`` is of actions in their own units, as its density is. What
-    becomes of the parameters' memory: see `FusedOffPolicyUpdate`.
+    The loss's ``target_entropy``, like its density, is for actions in their own units.
+    `FusedOffPolicyUpdate` explains what happens to the memory of the parameters.
 
     Args:
         loss: `SACLoss` without a state-value network, with two critics and their targets, of
             networks as `make_sac_actor` and `make_q_value` make them.
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
-        lr_alpha: Learning rate of the temperature's logarithm; unused where it is fixed.
-        tau: Share of the critics that their targets take over in each step.
+        lr_alpha: Learning rate of the temperature's logarithm; unused if it is fixed.
+        tau: Share of the critics that each step mixes into their targets.
         **options: As for `FusedOffPolicyUpdate`: ``matmul_dtype``, ``policy_thread``,
             ``ranks``.
 

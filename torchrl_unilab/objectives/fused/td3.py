@@ -19,19 +19,19 @@ from torchrl_unilab.objectives.targets import targets_of
 class FusedTD3Update(FusedOffPolicyUpdate):
     """Losses, gradients, Adam and targets of a TD3 minibatch in few operations.
 
-    Equals a backward pass through `TD3Loss.forward`, one step of fused Adam each for actor
-    and critics, and a step of `SoftUpdate`, without autograd (Fujimoto et al. 2018, arXiv
-    1802.09477, algorithm 1). ``step(minibatch, update_policy=False)`` leaves the actor's
-    turn out, by which the caller delays the policy; all targets move in every step.
+    Equals a backward pass through `TD3Loss.forward`, one step of fused Adam each for actor and
+    critics, and a step of `SoftUpdate`, without autograd (Fujimoto et al. 2018, arXiv 1802.09477,
+    algorithm 1). ``step(minibatch, update_policy=False)`` skips the actor's update, with which the
+    caller delays the policy; all targets move in every step.
 
-    What becomes of the parameters' memory: see `FusedOffPolicyUpdate`.
+    `FusedOffPolicyUpdate` explains what happens to the memory of the parameters.
 
     Args:
         loss: `TD3Loss` with two critics and targets of all networks, which are as
             `make_td3_actor` and `make_q_value` make them.
         lr_actor: Learning rate of the actor.
         lr_critic: Learning rate of the critics.
-        tau: Share of the networks that their targets take over in each step.
+        tau: Share of the networks that each step mixes into their targets.
         **options: As for `FusedOffPolicyUpdate`: ``matmul_dtype``, ``policy_thread``,
             ``ranks``.
 
