@@ -32,36 +32,35 @@ from torchrl_unilab.weight_update.versions import PolicyVersions
 class APPOTrainer(RankTrainer):
     """Trains a policy by APPO while the collector's workers keep collecting.
 
-    For each rollout that arrives: copy it into the pool in place of the oldest, update the
-    observation normalisers once, compute V-trace on the pool, take minibatch steps,
-    publish. It waits for its device once per rollout, and in copies of the rollout.
+    For each rollout that arrives, it copies the rollout into the pool in place of the oldest,
+    updates the observation normalisers once, computes V-trace on the pool, takes minibatch steps,
+    and publishes. It waits for its device once per rollout, and in copies of the rollout.
 
-    With networks that `FusedAPPOUpdate` supports (and unless ``config.fused`` is false), it
-    takes the steps; hooks that look into minibatches or change them
-    (``process_optim_batch``, ``pre_epoch``, ``post_optim_log``) make the trainer take them
-    by `APPOStepper`, as all other networks do.
+    `FusedAPPOUpdate` takes the steps if it supports the networks (and ``config.fused`` is true).
+    With other networks, and with hooks that read or change minibatches (``process_optim_batch``,
+    ``pre_epoch``, ``post_optim_log``), `APPOStepper` takes them.
 
     Args:
         collector: Yields rollouts [num_envs, num_steps], and has a weight-sync scheme for
             the policy.
-        loss_module: The loss, which holds actor and critic. Before its first step its target
-            becomes what the actor is now.
+        loss_module: The loss, which holds actor and critic. Before the first step the actor is
+            copied to its target.
         total_frames: Frames to collect.
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given. Rollouts that
-            are further behind than ``config.max_policy_lag`` are not learnt from.
+            are further behind than ``config.max_policy_lag`` are dropped.
         ranks: Processes that learn together, each by a separate trainer; their parameters are
             the same when they start. Frames are counted of all ranks.
-        **kwargs: As for `torchrl.trainers.Trainer`, but what follows from `config`: ``logger``,
+        **kwargs: As for `torchrl.trainers.Trainer`, except what follows from `config`: ``logger``,
             ``checkpoint``, ``progress_bar``, ``seed``, ...
 
     Attributes:
         returns: The hook that follows episode returns.
         lag: The hook that follows the policy lag, if there is a scheme.
         busy_time: The hook that measures the learner's waiting.
-        stale: Rollouts that were too far behind. `APPOCollector` drops and counts its own; those
-            of other machines age on their way.
+        stale: Rollouts dropped because they were too far behind. `APPOCollector` drops and counts
+            its own; rollouts from other machines age on their way.
         pool: The rollouts that are learnt from.
 
     Examples:

@@ -48,10 +48,11 @@ def evaluate(
     Args:
         env: Batch size [N] or [].
         policy: Writes the action.
-        episodes: How many, one of each environment at a time; N by default (1 for batch size []).
+        episodes: Number of episodes, one of each environment at a time; N by default (1 for batch
+            size []).
         max_steps: Steps after which an unfinished episode is cut.
-        seed: Of the environments and of what else is drawn on the CPU, as noise of transforms;
-            torch's generator is left as it was. None seeds nothing.
+        seed: Seed of the environments and of everything else drawn on the CPU, such as noise of
+            transforms; torch's generator is left as it was. None seeds nothing.
 
     Returns:
         The returns, float64, [episodes].
@@ -142,8 +143,8 @@ class Videos(NamedTuple):
 class BackgroundEvaluation:
     """Evaluates the published policy in a separate process, each time after `interval` frames.
 
-    One evaluation runs at a time: what becomes due meanwhile is left out. Its figures are logged
-    as ``eval_return`` and ``eval_length`` at the frames at which it was asked for.
+    One evaluation runs at a time: those that become due meanwhile are skipped. Its figures are
+    logged as ``eval_return`` and ``eval_length`` at the frames at which it was requested.
 
     Args:
         create_env: Makes the environment. Picklable.
@@ -153,11 +154,11 @@ class BackgroundEvaluation:
         episodes: How many; one of each environment if None.
         max_steps: Steps after which an unfinished episode is cut.
         seed: Seeds the environment before each evaluation.
-        videos: Which evaluations are filmed, with one more episode; none if None.
+        videos: Which evaluations are filmed, in an additional episode; none if None.
 
     Raises:
         ConfigError: `interval` is not positive.
-        WorkerError: The process failed while it started; later, at the next batch.
+        WorkerError: The process failed at its start; a later failure is raised at the next batch.
 
     Attributes:
         evaluations: The finished evaluations.
@@ -202,13 +203,13 @@ class BackgroundEvaluation:
         self._process = WorkerGroup(_run, [(payload, transport)], name="evaluation")
 
     def register(self, trainer: Trainer) -> None:
-        """Call it after each batch. Checkpoints have the evaluations that ended before them."""
+        """Register after each batch. Checkpoints hold the evaluations that ended before them."""
         self._trainer = trainer
         trainer.register_op("post_steps", self)
         trainer.register_module("evaluation", self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been evaluated and filmed; what runs is asked for again."""
+        """Return what has been evaluated and filmed; a running evaluation is requested again."""
         ended = self.evaluations[-1].frames if self.evaluations else 0
         start = ended if self._running else self._interval_start
         evaluations = [list(one) for one in self.evaluations]

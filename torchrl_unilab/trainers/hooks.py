@@ -25,9 +25,9 @@ from torchrl_unilab.scalars import as_integer
 class PublishWeights(TrainerHookBase):
     """Publishes models to the collector's workers after every n batches.
 
-    Takes the place of the `UpdateWeights` hook that TorchRL's trainers register for the
-    same collector, and its ``weight_update_map``, so that nothing is published twice.
-    Without a map, the policy is published from the model that the scheme knows.
+    Replaces the `UpdateWeights` hook that TorchRL's trainers register for the same collector,
+    including its ``weight_update_map``, so that nothing is published twice. Without a map, the
+    policy is published from the model that the scheme knows.
 
     Args:
         collector: Has a weight-sync scheme for each model.

@@ -29,7 +29,7 @@ from torchrl_unilab.weight_update.versions import PolicyVersions
 def replay_buffer_ready_for_learning(
     replay_buffer_size: int, *, batch_size: int, learning_starts: int, num_envs: int
 ) -> bool:
-    """Return whether a replay of so many rows suffices for the first update.
+    """Return whether a replay has enough rows for the first update.
 
     Examples:
         >>> from torchrl_unilab.trainers import replay_buffer_ready_for_learning
@@ -68,10 +68,10 @@ def build_reward_comparison_metrics(
 class OffPolicyTrainer(RankTrainer):
     """Trains by an off-policy loss while the collector's workers fill the replay.
 
-    Per tick of the collector: publish, let the normalisers count the new rows, take one
+    Per tick of the collector, it publishes, updates the normalisers with the new rows, takes one
     large sample and as many updates as `config` says. It waits for its device once per tick, and in
     copies of the sample. While it trains, torch's thread count follows from
-    ``config.learner_threads``. A tick is an epoch to hooks; those of ``process_optim_batch`` see
+    ``config.learner_threads``. For hooks, a tick is an epoch; those of ``process_optim_batch`` get
     each of its minibatches before the first of its updates.
 
     Args:
@@ -81,24 +81,24 @@ class OffPolicyTrainer(RankTrainer):
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.
         scheme: The collector's scheme, for the policy lag; not logged if not given.
-        storage: The replay to write to what the collector yields, such as one of other
-            machines; by default the collector's own.
+        storage: The replay that the collector's batches are written to, for example if it collects
+            on other machines; by default the collector's own.
         ranks: Processes that learn together, each by a separate trainer; their parameters are
             the same when they start. Frames are counted of all ranks.
-        **kwargs: As for `torchrl.trainers.Trainer`, but what follows from `config`.
+        **kwargs: As for `torchrl.trainers.Trainer`, except what follows from `config`.
 
     Attributes:
         returns: The hook that follows episode returns.
         lag: The hook that follows the policy lag, if there is a scheme.
         busy_time: The hook that measures the learner's waiting.
-        pipeline: Prepares the samples in this thread, or with ``config.prefetch`` in another
-            while the tick before is learnt from.
-        update: Takes the updates: a fused one where the loss allows.
+        pipeline: Prepares the samples in this thread, or with ``config.prefetch`` in another thread
+            during the updates of the previous tick.
+        update: Takes the updates; fused if the loss allows it.
         updates: Updates taken.
 
     Raises:
-        ConfigError: The replay holds less than the first update needs, or an argument is given
-            that follows from `config`, such as ``num_epochs``.
+        ConfigError: The replay is too small for the first update, or an argument is given that
+            follows from `config`, such as ``num_epochs``.
 
     Examples:
         >>> from functools import partial
@@ -213,9 +213,9 @@ class OffPolicyTrainer(RankTrainer):
     def train(self) -> None:
         """Train to the end.
 
-        Torch's own threads wait for each other by spinning: beside a busy program two of them are
-        several times slower than one. The policy's thread and this one sleep, so each has half
-        of the learner's threads, and one by default.
+        Torch's own threads spin while they wait for each other: next to a busy program two of them
+        are several times slower than one. The policy's thread and this one sleep instead, so each
+        gets half of the learner's threads, which is one by default.
         """
         found, threads = torch.get_num_threads(), self.config.learner_threads or 1
         torch.set_num_threads(max(1, threads // 2) if self._fused is not None else threads)

@@ -20,16 +20,16 @@ from torchrl_unilab.errors import ConfigError
 
 
 class PrefetchReplay(TrainerHookBase):
-    """Gives a trainer minibatches out of large batches that are packed while it learns.
+    """Gives a trainer minibatches from large batches that are packed while it learns.
 
-    Takes the place of the sampling that TorchRL's `SACTrainer` and `TD3Trainer` register for
-    their replay buffer (`ReplayBufferTrainer`); the buffer is still extended by it. A large
-    batch is drawn when the one before it is first used, so its rows are at most one large batch of
-    optimiser steps behind the buffer.
+    Replaces the sampling that TorchRL's `SACTrainer` and `TD3Trainer` register for their replay
+    buffer (`ReplayBufferTrainer`), which still extends the buffer. A large batch is drawn when the
+    previous one is first used, so its rows are at most one large batch of optimiser steps behind
+    the buffer.
 
     Args:
         pipeline: Samples from the buffer's storage. The caller closes it.
-        minibatches: How many minibatches a large batch is cut into; the trainer's
+        minibatches: How many minibatches a large batch is cut into; use the trainer's
             ``optim_steps_per_batch`` for one large batch per batch of frames.
 
     Raises:
@@ -79,8 +79,8 @@ class PrefetchReplay(TrainerHookBase):
         """Register in place of the trainer's own sampling.
 
         Raises:
-            ConfigError: The trainer's buffer has another sampler than a `RandomSampler`, or
-                transforms, neither of which a pipeline knows.
+            ConfigError: The trainer's buffer has a sampler other than `RandomSampler`, or
+                transforms: a pipeline supports neither.
         """
         hooks = trainer._process_optim_batch_ops
         place = len(hooks)

@@ -74,7 +74,7 @@ _LAG_SHARES = {
 class LogPolicyLag(_Report):
     """Logs how many published versions the workers' rollouts are behind.
 
-    Logged are always the same keys, whatever the lag, as loggers keep a file open for each:
+    The keys are always the same, whatever the lag, because loggers keep a file open for each:
 
     ====================  ==============================================================
     ``policy_lag``        of this batch, the mean over its samples
@@ -84,8 +84,8 @@ class LogPolicyLag(_Report):
                           for ``_1``, ``_2_3``, ``_4_7``, ``_8_15`` and ``_16_up``
     ====================  ==============================================================
 
-    0 is as in lock-step, 1 where workers collect while the learner learns; a share at 8 or
-    above says that data is old: fewer slots or collectors, or a bound (``max_policy_lag``).
+    The lag is 0 in lock-step, and 1 if workers collect while the learner learns. A share at 8 or
+    above means that data is old: use fewer slots or collectors, or a bound (``max_policy_lag``).
 
     Warns once if the lag only grows: the workers no longer pull.
 
@@ -230,11 +230,11 @@ class LearningCurve(_Report):
 class EpisodeReturns(LearningCurve):
     """Sums rewards to episode returns and logs the mean of the last ones.
 
-    Follows each trajectory through the batches by ``("collector", "traj_ids")``, so any
-    number of workers and any order of batches will do, as long as none is left out.
+    Follows each trajectory through the batches by ``("collector", "traj_ids")``, so the number of
+    workers and the order of batches do not matter, as long as no batch is left out.
 
     Args:
-        window: How many finished episodes the mean is over.
+        window: Number of finished episodes that the mean covers.
 
     Raises:
         ConfigError: `window` is no positive integer.

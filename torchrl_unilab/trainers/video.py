@@ -34,14 +34,14 @@ _MOST_PIXELS = 8192  # of a side
 class Mp4Logger(CSVLogger):
     """TorchRL's `CSVLogger`, with videos as H.264 in ``videos/NAME_STEP.mp4``.
 
-    For TorchRL's `VideoRecorder`. ``CSVLogger(video_format="mp4")`` does the same
-    through torchcodec, which needs FFmpeg's libraries on the system and a build for
-    the very PyTorch; this needs PyAV, which brings its own.
+    For TorchRL's `VideoRecorder`. ``CSVLogger(video_format="mp4")`` does the same through
+    torchcodec, which needs FFmpeg's libraries on the system and a build for exactly this PyTorch;
+    `Mp4Logger` needs PyAV, which brings its own libraries.
 
     Args:
         exp_name: Name of the experiment.
-        log_dir: Where its directory is made.
-        video_fps: Frames per second, where a call gives none.
+        log_dir: Where its directory is created.
+        video_fps: Frames per second, unless a call gives them.
 
     Examples:
         >>> import tempfile

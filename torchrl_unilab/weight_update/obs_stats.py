@@ -57,7 +57,7 @@ class SharedObsNormStats:
 
     @property
     def version(self) -> int:
-        """How many statistics have been put."""
+        """How many times statistics have been put."""
         return self._cell.version
 
     def put(self, stats: tuple[npt.ArrayLike, npt.ArrayLike]) -> None:

@@ -48,16 +48,16 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     ``send()`` copies the weights into the next slot of a versioned seqlock and returns. It does not
     depend on any worker being alive, awake or reading. A worker pulls in the thread that acts, so
     **a rollout that starts after** ``send()`` **returned acts with that version or a newer one,
-    whole**. Workers own their weights: they change by publishing alone. A tensor that a module
+    whole**. Workers own their weights, which change only by publishing. A tensor that a module
     keeps outside its parameters, buffers and extra state is not published. A drop-in for TorchRL's
     `SharedMemWeightSyncScheme`.
 
     Args:
         strategy: ``"tensordict"`` or ``"state_dict"``, as in TorchRL. Both publish the same
             snapshot; kept so that either works unchanged.
-        sync: Accepted for drop-in use and without effect: there is no acknowledgement to wait for.
+        sync: Accepted for drop-in use, without effect: there is no acknowledgement to wait for.
             `wait_applied` waits for workers.
-        per_worker_weights: Publish separate weights to each worker. Set by itself for distinct
+        per_worker_weights: Publish separate weights to each worker. Set automatically for distinct
             policy factories.
         pull: When a worker looks for a new version: at the start of each ``"rollout"``, before each
             policy call (``"step"``), or only on `receive` (``"manual"``).

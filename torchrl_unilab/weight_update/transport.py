@@ -51,8 +51,8 @@ def weights_of(
 class UniLabShmTransport(Owner):
     """Moves weights from one sender to the receivers through shared snapshot cells.
 
-    TorchRL's schemes use `send_weights` and `receive_weights`. A program without collectors, in
-    an unrelated process too, uses `create`, `attach`, `write_weights` and `read_weights_into`.
+    TorchRL's schemes use `send_weights` and `receive_weights`. A program without collectors, also
+    in an unrelated process, uses `create`, `attach`, `write_weights` and `read_weights_into`.
 
     Args:
         initial: For each worker index, its initial weights. Workers that are given the
@@ -267,8 +267,8 @@ class UniLabShmTransport(Owner):
         Raises:
             LayoutError: Keys, shapes or dtypes differ; nothing was written.
             ContentionError: Overtaken on every bounded try; nothing was written.
-            ConfigError: A state dict has numbers of extra state, or tensors without memory of their
-                own, into which nothing is written.
+            ConfigError: The state dict holds plain numbers of extra state, or tensors without their
+                own memory, neither of which can be written to.
         """
         named = named_tensors(state_dict)
         expanded = [k for k, tensor in named.items() if is_expanded(tensor) or tensor.is_meta]

@@ -197,7 +197,7 @@ class DoubleBufferReplayPipeline(Owner):
                 that it may hold the tick's own data. Packing waits for them.
 
         Returns:
-            True if this call started it, false if the tick is pending, prepared or being learnt.
+            True if this call started it, false if the tick is pending, prepared or in use.
 
         Raises:
             ConfigError: Another number of rows than the pipeline's, or a negative tick.
@@ -257,12 +257,12 @@ class DoubleBufferReplayPipeline(Owner):
     def sample_large_batch(self, tick_id: int, sample_count: int) -> TensorDictBase:
         """Return a tick's batch to learn from: its slot is not written to until `after_tick`.
 
-        Until then the same tick gets the same batch again. Prepares it first if that has not
-        been started. Waits for packing, and for nothing that the device still has to do.
+        Until then the same tick gets the same batch again. Prepares it first if that has not been
+        started. Waits for packing, but not for pending work of the device.
 
         Returns:
-            Batch [sample_count] on the device. Entries may be added to it; its tensors are
-            the pipeline's.
+            Batch [sample_count] on the device. Entries may be added to it; its tensors belong to
+            the pipeline.
 
         Raises as `batch_ready`, and a UsageError if another tick is being learnt.
         """
@@ -281,7 +281,7 @@ class DoubleBufferReplayPipeline(Owner):
         return self._transfer.acquire(1 - self._slot).copy()
 
     def after_tick(self) -> None:
-        """End the tick: the learner has asked for all its work on the hot batch.
+        """End the tick: the learner has queued all its work on the hot batch.
 
         Its slot is rewritten after that work. Does nothing if no tick is being learnt.
         """
@@ -290,7 +290,7 @@ class DoubleBufferReplayPipeline(Owner):
             self._hot = None
 
     def state_dict(self) -> dict[str, int]:
-        """Return the seed of tick 0: what a tick draws follows from it and from the rows."""
+        """Return the seed of tick 0, which, with the rows, determines what each tick draws."""
         return {"base_seed": self.base_seed}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:

@@ -29,7 +29,7 @@ class ReplayPipeline(Protocol):
         """Start to prepare a tick's batch; return whether there was anything to start."""
 
     def batch_ready(self, tick_id: int, sample_count: int) -> bool:
-        """Return whether a tick's batch could be had without waiting."""
+        """Return whether a tick's batch is available without waiting."""
 
     def wait_ready(self) -> None:
         """Wait for the batch that is being prepared, if one is."""
@@ -44,7 +44,7 @@ class ReplayPipeline(Protocol):
         """
 
     def after_tick(self) -> None:
-        """End the tick: the learner has asked for all its work on the batch."""
+        """End the tick: the learner has queued all its work on the batch."""
 
     def close(self) -> None:
         """End all waiting and free the memory. Idempotent."""

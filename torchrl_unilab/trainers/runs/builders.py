@@ -237,11 +237,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 
 
 def build_learner(env: EnvBase, config: Config) -> Learner:
-    """Return networks and loss as the settings' algorithm has them.
+    """Return networks and loss of the settings' algorithm.
 
     Raises:
-        ConfigError: The environment does not observe what the networks read; names what it
-            does. Or this machine does not have the settings' device; names what it has.
+        ConfigError: The environment lacks a key that the networks read (the error names its keys),
+            or this machine lacks the settings' device (the error names its devices).
 
     Examples:
         >>> from torchrl_unilab.envs import MujocoBatchEnv

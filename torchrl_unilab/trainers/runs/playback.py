@@ -29,9 +29,9 @@ def play_run(
 ) -> dict[str, Any]:
     """Film the checkpoint of a run on its task, one episode after the other.
 
-    The video runs at the speed of the simulated time. Where the task takes more than
-    60 steps a second, every second step is filmed, or third, and so on; each episode's
-    first and last state always are.
+    The video runs at the speed of the simulated time. If the task takes more than 60 steps a
+    second, only every second step is filmed, or every third, and so on; the first and last state of
+    each episode are always filmed.
 
     Args:
         run_dir: A run.

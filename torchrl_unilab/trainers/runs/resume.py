@@ -45,34 +45,35 @@ def resume_run(
 ) -> dict[str, Any]:
     """Continue a run from its newest checkpoint, in its directory.
 
-    Counters, curve, clock, versions of weights and logs continue; what was logged after the
-    checkpoint is logged anew. A run in lock-step that learns on the CPU continues bit for bit as
+    Counters, curve, clock, versions of weights and logs continue; steps that were logged after the
+    checkpoint are logged anew. A run in lock-step that learns on the CPU continues bit for bit as
     if it had never ended: APPO with ``lockstep``, SAC and TD3 with ``sync_collection``, on
-    `MujocoBatchEnv`. Other runs continue from the same networks, optimisers and replay, in the
-    same episodes where the environment is a `MujocoBatchEnv`. What Ctrl-C left has no episodes:
-    they begin anew, and so does their count.
+    `MujocoBatchEnv`. Other runs continue from the same networks, optimisers and replay, in the same
+    episodes if the environment is a `MujocoBatchEnv`. A checkpoint that Ctrl-C left has no
+    episodes: they begin anew, and so does their count.
 
     Args:
         run_dir: The run.
-        settings: Settings that the run is expected to have, such as ``{"env": "Hopper-v5"}``; a
-            run that has others is refused. ``device``, ``collector_device``, ``physics_threads``
-            and ``learner_threads`` may differ: the run continues with them, and its generators
-            begin anew on another device.
+        settings: Settings that the run must have, such as ``{"env": "Hopper-v5"}``; a run with
+            other values is refused. ``device``, ``collector_device``, ``physics_threads`` and
+            ``learner_threads`` may differ: the run continues with them, and its generators begin
+            anew on another device.
         frames: Frames to collect, including those already collected; by default as many as
             the run was to collect.
         create_env: The function that the run was given, if any.
         announce: Called with lines of text for the user; nothing is said if None.
         **options: As for `train_appo`. Loggers, evaluations, videos, trace, ``rank_timeout``, and
-            how checkpoints are kept are as they were by default; what ended the run is not taken
-            over.
+            how checkpoints are kept default to those of the run; ``stop_at`` and ``max_seconds`` do
+            not.
 
     Returns:
         The summary; ``resumed`` has the frames at which the run was resumed.
 
     Raises:
         CheckpointError: There is no whole checkpoint.
-        ConfigError: It is of another run than the directory or `settings` say, of an unknown task,
-            or nothing is left to collect, or to reach. The directory is as it was.
+        ConfigError: The checkpoint belongs to a run other than the directory or `settings` say, or
+            to an unknown task, or nothing is left to collect, or to reach. The directory is
+            unchanged.
 
     Examples:
         >>> from torchrl_unilab.trainers import resume_run, train_appo

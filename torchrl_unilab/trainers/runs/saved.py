@@ -228,7 +228,7 @@ def check_episodes(episodes: int, seed: int) -> tuple[int, int]:
 
 
 def load_policy(run_dir: StrPath, *, create_env: CreateEnv | None = None) -> TensorDictModuleBase:
-    """Load the policy of a run's checkpoint, to act by it anywhere.
+    """Load the policy of a run's checkpoint, to act with it anywhere.
 
     Args:
         run_dir: The run.
@@ -236,8 +236,8 @@ def load_policy(run_dir: StrPath, *, create_env: CreateEnv | None = None) -> Ten
 
     Returns:
         A module on the CPU that reads the run's observation, float32 [..., size], and writes
-        ``action``, float32 [..., size]. It acts without noise; APPO's and SAC's explore where
-        ``torchrl.envs.set_exploration_type(ExplorationType.RANDOM)`` is on.
+        ``action``, float32 [..., size]. It acts without noise; policies of APPO and SAC explore
+        under ``torchrl.envs.set_exploration_type(ExplorationType.RANDOM)``.
 
     Raises:
         ConfigError: `run_dir` is not that of a run with a checkpoint.
@@ -269,8 +269,8 @@ def evaluate_run(
         create_env: The function that the run was given, if any.
 
     Returns:
-        ``env``, ``episodes``, and mean, minimum and maximum of the returns. Episodes are cut where
-        the run cuts its own (``eval_max_steps``).
+        ``env``, ``episodes``, and mean, minimum and maximum of the returns. Episodes are cut at the
+        run's own limit (``eval_max_steps``).
 
     Raises:
         ConfigError: `run_dir` is not that of a run with a checkpoint.

@@ -77,9 +77,10 @@ def train_appo(
         seed: Seeds networks, environments and sampling.
         config: Settings; the task's own if not given.
         create_env: Makes one collector's environment, of any TorchRL kind; picklable.
-            `MujocoBatchEnv` of the task if not given. Where it makes another number than
-            ``num_envs``, each takes more or fewer steps, for as many frames. Actions are drawn from
-            a Gaussian without bounds; one that does not clip them needs a `ClipTransform`.
+            `MujocoBatchEnv` of the task if not given. If it makes a number of environments other
+            than ``num_envs``, each takes more or fewer steps, for the same number of frames.
+            Actions are drawn from a Gaussian without bounds; an environment that does not clip them
+            needs a `ClipTransform`.
         announce: Called with lines of text for the user; nothing is said if None.
         **options: Other fields of `RunConfig`, such as ``stop_at`` or ``eval_interval``.
 
@@ -89,7 +90,8 @@ def train_appo(
     Raises:
         ConfigError: The run directory is not empty, a setting cannot work, memory is too small, or
             the task is unknown.
-        DivergedError: What is learnt is no longer finite; the checkpoints are from before that.
+        DivergedError: A loss, a gradient, a parameter or an observation is no longer finite; the
+            checkpoints are from before that.
 
     Examples:
         >>> from torchrl_unilab.trainers import train_appo
