@@ -157,7 +157,7 @@ def the_policy(
     if (policy is None) == (factory is None):
         raise ConfigError(
             f"policy: {'neither it nor' if policy is None else 'both it and'} policy_factory "
-            "(expected one of them). Give the policy, or what makes it."
+            "(expected one of them). Pass one of them."
         )
     made = factory() if policy is None else policy  # type: ignore[misc]
     module = made._modules.get("_orig_mod", made) if isinstance(made, nn.Module) else made

@@ -213,7 +213,8 @@ class ReplayCollector(WorkerCollector):
             case "batch_size":
                 return self.batch_size and self.batch_size * self.learners
         raise AttributeError(
-            f"{attr!r} of the replay (expected 'write_count' or 'batch_size'). Ask `storage`."
+            f"{attr!r} of the replay (expected 'write_count' or 'batch_size'). Read it from "
+            "`storage`."
         )
 
 

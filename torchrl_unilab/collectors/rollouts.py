@@ -282,7 +282,7 @@ class APPOCollector(WorkerCollector):
         if other := [size for size, _ in state_dict.get("waiting", ()) if tuple(size) != shape]:
             raise ConfigError(
                 f"state with rollouts of {tuple(other[0])} (expected {shape}). Make the collector "
-                "as when it was saved."
+                "as it was when it was saved."
             )
         super().load_state_dict(state_dict)
         for lease in self._waiting:

@@ -109,7 +109,7 @@ class WorkerService:
             close_env(env)
             raise ConfigError(
                 f"environment of worker {worker}: batch size {tuple(env.batch_size)} (expected "
-                f"{tuple(setup.batch_size)}, as worker 0 has). Make as many in each."
+                f"{tuple(setup.batch_size)}, as worker 0 has). Make the same number in each worker."
             )
         scheme = setup.scheme
         scheme.init_on_receiver(model_id="policy", model=policy, worker_idx=worker)

@@ -87,8 +87,8 @@ def split_settings(
     """
     if values.get("algo") != algorithm:
         raise ConfigError(
-            f"algo: {values.get('algo')!r} (expected {algorithm!r}). Train by that algorithm, or "
-            "take another file."
+            f"algo: {values.get('algo')!r} (expected {algorithm!r}). Train with that algorithm, or "
+            "use another file."
         )
     if OWN_ENVIRONMENT in values:
         raise ConfigError(

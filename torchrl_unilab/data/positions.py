@@ -93,7 +93,8 @@ def _as_tensor(index: Any) -> torch.Tensor:
 
 def _no_positions(what: str) -> IndexError:
     return IndexError(
-        f"positions of {what} (expected integers or a mask of all items). Convert them."
+        f"positions of {what} (expected integers or a mask of all items). Pass int64 positions, or "
+        "a bool mask."
     )
 
 

@@ -34,7 +34,8 @@ def leaves(data: TensorDictBase) -> dict[Path, torch.Tensor]:
     """
     if not isinstance(data, TensorDictBase):
         raise LayoutDtypeError(
-            f"cannot read tensors: {type(data).__name__} (expected a TensorDict). Convert it first."
+            f"cannot read tensors: {type(data).__name__} (expected a TensorDict). Convert it to "
+            "one."
         )
     found: dict[Path, torch.Tensor] = {}
     _collect(data, (), found)

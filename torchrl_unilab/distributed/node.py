@@ -115,7 +115,7 @@ class NodeScheme(UniLabShmScheme):
                 time.sleep(BEHIND_SECONDS)
         raise WaitTimeoutError(
             f"mailbox {self._mailbox!r}: no weights within {FIRST_SECONDS:g} s (expected the "
-            "learner's). See whether the learner is alive."
+            "learner's). Check that the learner is alive."
         ) from cause
 
     def send(self, *_: Any, **__: Any) -> None:

@@ -135,14 +135,14 @@ class EnvState:
         if not model.nu:
             raise ConfigError(
                 f"MujocoBatchEnv: {self.task.name} has no actuators (expected at least one, which "
-                "the actions move). Add them to the model."
+                "the actions move). Add actuators to the model."
             )
         unlimited = np.flatnonzero(model.actuator_ctrllimited == 0)
         if len(unlimited):
             names = [model.actuator(int(i)).name for i in unlimited]
             raise ConfigError(
                 f"MujocoBatchEnv: actuators {names} of {self.task.name} have no control range "
-                "(expected one, which bounds the action). Give them a ctrlrange."
+                "(expected one, which bounds the action). Set their ctrlrange in the model."
             )
         limits: Array = model.actuator_ctrlrange.T.copy()
         return limits
@@ -375,6 +375,7 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
     whole = rows.ndim == 1 and rows.dtype.kind in "iu"
     if not whole or len(np.unique(rows)) != len(rows) or ((rows < 0) | (rows >= n)).any():
         raise ConfigError(
-            f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Correct ids."
+            f"{what} is {ids!r} (expected distinct integers from 0 to {n - 1}). Pass each id once, "
+            "from this range."
         )
     return rows

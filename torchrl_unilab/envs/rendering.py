@@ -150,7 +150,7 @@ class BatchRenderer:
             except mujoco.FatalError as error:
                 raise ConfigError(
                     f"rendering: {self.width} x {self.height} pixels, {error} (expected a size "
-                    "that OpenGL has memory for). Lower it."
+                    "that OpenGL has memory for). Use a smaller size."
                 ) from error
             finally:
                 gl_context.GLContext = chosen

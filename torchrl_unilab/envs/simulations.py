@@ -80,7 +80,8 @@ class Simulations:
         except ValueError as error:
             raise ConfigError(
                 f"cannot make {num_envs} simulations of {task.name}: {error} (expected a model "
-                "that mujoco.batch takes, and as many as fit memory). Change one of them."
+                "that mujoco.batch takes, and as many as fit memory). Change the model, or lower "
+                "num_envs."
             ) from error
         batch.reset()
         if randomization is None:

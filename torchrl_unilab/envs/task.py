@@ -253,7 +253,7 @@ class MujocoTask(ABC):
         """
         raise NotImplementedError(
             f"{self.name}: it has commands of size {self.command_size} and no way to draw "
-            "them (expected a method `command`). Define it."
+            "them (expected a method `command`). Define `command` in the task."
         )
 
     def before(self, fields: Fields) -> Any:
@@ -305,7 +305,8 @@ def judge(
     outcome, n = task.outcome(fields, before, action, dt), len(action)
     if not isinstance(outcome, Outcome):
         raise ConfigError(
-            f"outcome of {task.name}: {type(outcome).__name__} (expected an Outcome). Return one."
+            f"outcome of {task.name}: {type(outcome).__name__} (expected an Outcome). Return an "
+            "Outcome."
         )
     checked = ("rewards", outcome.reward), ("terminations", outcome.terminated)
     for name, value in (*checked, *outcome.terms.items()):

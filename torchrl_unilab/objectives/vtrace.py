@@ -51,7 +51,7 @@ def _check(
         if tensor.shape != shape:
             raise LayoutShapeError(
                 f"{what}: {name} has shape {tuple(tensor.shape)} (expected {tuple(shape)}). "
-                "Give all tensors one shape."
+                "Pass tensors of one shape."
             )
         if name in masks and tensor.dtype is not torch.bool:
             raise LayoutDtypeError(
@@ -113,7 +113,8 @@ def vtrace(
     _check("vtrace", shape, masks, {"v_tm1": v_tm1, "v_t": v_t, "r_t": r_t})
     if not shape or not shape[-1]:
         raise LayoutShapeError(
-            f"vtrace: shape {tuple(shape)} (expected [..., time], with a step). Collect some."
+            f"vtrace: shape {tuple(shape)} (expected [..., time], with a step). Collect at least "
+            "one step."
         )
     with torch.no_grad():
         rho = log_rho.exp()

@@ -122,7 +122,7 @@ class Ranks:
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise WaitTimeoutError(
                 f"rank {self.rank} of {self.size}: cannot join the others, {error} (expected all "
-                f"within {self.timeout:g} s). Look at what the others say."
+                f"within {self.timeout:g} s). Look at the output of the other ranks."
             ) from error
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.getsignal(signal.SIGTERM)
@@ -330,7 +330,7 @@ def _check_finite(gathered: Iterable[torch.Tensor], what: str) -> None:
     if wrong:
         raise DivergedError(
             f"learning: {what} of rank {' and '.join(wrong)} are not finite (expected numbers). "
-            "Lower the learning rates, and look at rewards."
+            "Lower the learning rates, and check rewards."
         )
 
 

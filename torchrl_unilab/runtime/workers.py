@@ -297,7 +297,7 @@ class WorkerGroup:
     def _late(worker: WorkerProcess, what: str, timeout: float) -> WorkerError:
         return WorkerError(
             f"{worker.name}, process {worker.process.pid}: {what} within {timeout:g} s "
-            "(expected one). See whether it waits for something."
+            "(expected one). Check what it waits for."
         )
 
     def _fail(self, worker: WorkerProcess) -> NoReturn:

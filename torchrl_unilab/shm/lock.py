@@ -80,7 +80,7 @@ class RangeLock:
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"{holder()}: lock not acquired within {self._timeout:g} s (expected "
-                    "microseconds). Look for a stopped process."
+                    "microseconds). Look for a stopped process that holds it."
                 )
             time.sleep(delay)
             delay = min(2 * delay, _LAST_RETRY)

@@ -43,8 +43,8 @@ class APPOTrainer(RankTrainer):
     Args:
         collector: Yields rollouts [num_envs, num_steps], and has a weight-sync scheme for
             the policy.
-        loss_module: The loss, which holds actor and critic. Before the first step the actor is
-            copied to its target.
+        loss_module: The loss, which holds actor and critic. If it has not taken a step yet, the
+            actor is copied to its target at construction.
         total_frames: Frames to collect.
         config: Settings.
         normalizers: Observation key to the normaliser in the networks that learns from it.

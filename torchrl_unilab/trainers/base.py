@@ -105,7 +105,8 @@ def check_arguments(given: Mapping[str, object], config: object, kind: type) -> 
     """
     if not isinstance(config, kind):
         raise ConfigError(
-            f"config: {type(config).__name__} (expected {kind.__name__}). Give the algorithm's."
+            f"config: {type(config).__name__} (expected {kind.__name__}). Pass the settings of "
+            "this algorithm."
         )
     own = [n for n, v in given.items() if n in INSTEAD[kind] and v not in _NEUTRAL.get(n, ())]
     if own:

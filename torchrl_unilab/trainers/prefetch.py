@@ -54,7 +54,8 @@ class PrefetchReplay(TrainerHookBase):
         if minibatches < 1 or pipeline.sample_count % minibatches:
             raise ConfigError(
                 f"PrefetchReplay: {minibatches} minibatches of {pipeline.sample_count} rows "
-                "(expected minibatches of equal size). Change the pipeline's sample_count."
+                f"(expected minibatches of equal size). Use a multiple of {minibatches} as "
+                "sample_count."
             )
         self.pipeline = pipeline
         self.minibatches = minibatches

@@ -87,7 +87,8 @@ class Mp4Logger(CSVLogger):
         if kwargs or video.ndim != 5 or video.shape[0] != 1 or video.shape[2] != 3:
             raise ConfigError(
                 f"video {name}: shape {tuple(video.shape)} and options {sorted(kwargs)} "
-                "(expected [1, time, 3, height, width] and none but fps). Correct the call."
+                "(expected [1, time, 3, height, width] and none but fps). Pass a video of this "
+                "shape, and no option but fps."
             )
         if step is None:
             step = self.experiment.videos_counter[name]
@@ -109,7 +110,8 @@ def check_video(path: StrPath, width: int, height: int) -> None:
     named = isinstance(path, (str, os.PathLike))
     if not named or Path(path).suffix != ".mp4" or Path(path).is_dir():
         raise ConfigError(
-            f"video {path}: not a file name that ends in .mp4 (expected one). Rename it."
+            f"video {path}: not a file name that ends in .mp4 (expected one). Use for example "
+            "play.mp4."
         )
     directory = Path(path).parent
     if not directory.is_dir() or not os.access(directory, os.W_OK):

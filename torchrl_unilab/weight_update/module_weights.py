@@ -267,7 +267,7 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
     if not isinstance(weights, (dict, TensorDictBase)):
         raise ConfigError(
             f"weights: {type(weights).__name__} (expected a module, a "
-            "TensorDict or a state dict). Convert it first."
+            "TensorDict or a state dict). Pass one of these."
         )
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _leaves(weights, ""):
@@ -282,7 +282,9 @@ def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
 def _leaves(weights: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for key, value in weights.items():
         if not isinstance(key, (str, tuple)):
-            raise ConfigError(f"weights: key {key!r} (expected names). Give those of one module.")
+            raise ConfigError(
+                f"weights: key {key!r} (expected names). Pass the weights of one module."
+            )
         name = prefix + ("" if not prefix else ".") + dotted(key)
         name = name.replace(_TORCHRL_EXTRA_STATE, EXTRA_STATE)
         if isinstance(value, torch.Tensor):

@@ -278,7 +278,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if worker_idx is None:
             raise UsageError(
                 "cannot connect the receiver: no worker_idx (expected one at init_on_receiver "
-                "or connect). Pass it."
+                "or connect). Pass worker_idx to one of these."
             )
         self.worker_idx = worker_idx
         self._receiver = WeightReceiver(self._require_transport().cell(worker_idx), worker_idx)

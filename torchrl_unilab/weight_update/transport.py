@@ -43,7 +43,7 @@ def weights_of(
     if missing := [i for i in ids if i not in weights]:
         raise ConfigError(
             f"cannot publish weights per worker: none for workers {missing} (expected some for all "
-            f"of {ids}). Give them, or leave those workers out."
+            f"of {ids}). Pass theirs, too, or leave these workers out."
         )
     return {i: weights[i] for i in ids}
 
@@ -96,7 +96,9 @@ class UniLabShmTransport(Owner):
         settings: dict[str, Any] = {"slots": slots, "name": name, "first_version": first_version}
         as_indices("a worker of the initial weights", initial)
         if not initial:
-            raise ConfigError("initial weights: of 0 workers (expected some). Give worker 0's.")
+            raise ConfigError(
+                "initial weights: of 0 workers (expected some). Pass those of worker 0."
+            )
         sources = {id(weights): named_tensors(weights) for weights in initial.values()}
         for tensors in sources.values():
             if meta := [key for key, tensor in tensors.items() if tensor.is_meta]:
@@ -361,6 +363,7 @@ def _initial(param_shapes: Mapping[str, Sequence[int] | torch.Tensor]) -> dict[s
             initial[key] = torch.zeros(tuple(value), dtype=torch.float32, device="cpu")
         else:
             raise ConfigError(
-                f"initial weights: {key!r} is {value!r} (expected a shape or a tensor). Convert it."
+                f"initial weights: {key!r} is {value!r} (expected a shape or a tensor). Pass one "
+                "of these for it."
             )
     return initial

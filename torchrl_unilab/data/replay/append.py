@@ -218,7 +218,8 @@ class RowAppender:
         all_rows, masked_rows = (*mask.shape, *field.shape), (int(mask.sum()), *field.shape)
         if leaf.dtype is not field.dtype:
             raise LayoutDtypeError(
-                f"final observations {name!r}: {leaf.dtype} (expected {field.dtype}). Cast them."
+                f"final observations {name!r}: {leaf.dtype} (expected {field.dtype}). Cast them to "
+                "that dtype."
             )
         if leaf.shape == all_rows:
             return leaf[mask]
@@ -251,7 +252,8 @@ def as_rows(data: Any) -> TensorDictBase:
     elif isinstance(data, TensorDictBase):
         return data
     raise LayoutDtypeError(
-        f"cannot write rows: {type(stray).__name__} (expected a TensorDict). Convert them first."
+        f"cannot write rows: {type(stray).__name__} (expected a TensorDict). Convert them to a "
+        "TensorDict."
     )
 
 
@@ -272,7 +274,7 @@ def check_steps(
     if rows.ndim not in (1, 2) or not rows.batch_size.numel():
         raise LayoutShapeError(
             f"cannot add rows: batch size {list(rows.batch_size)} (expected [N] or [N, T], "
-            "not empty). Reshape them."
+            "not empty). Reshape the rows to one of these."
         )
     if mask is not None and (mask.shape != rows.batch_size or mask.dtype is not torch.bool):
         raise LayoutShapeError(

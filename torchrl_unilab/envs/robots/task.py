@@ -170,12 +170,14 @@ class RobotTask(MujocoTask):
             )
         for what in ("weights", "commands"):
             if not isinstance(each := getattr(self, what), Mapping):
-                raise ConfigError(f"{self.name}: {what} is {each!r} (expected names). Name each.")
+                raise ConfigError(
+                    f"{self.name}: {what} is {each!r} (expected names). Name each field."
+                )
         for name, weight in self.weights.items():
             if not (isinstance(weight, Real) and math.isfinite(weight)):
                 raise ConfigError(
                     f"{self.name}: the weight of {name!r} is {weight!r} (expected a finite "
-                    "number). Correct weights."
+                    "number). Use a finite number for it, 0 to turn it off."
                 )
         for name, bounds in self.commands.items():
             pair = isinstance(bounds, tuple | list) and len(bounds) == 2
@@ -183,7 +185,7 @@ class RobotTask(MujocoTask):
             if not (numbers and -math.inf < bounds[0] <= bounds[1] < math.inf):
                 raise ConfigError(
                     f"{self.name}: command {name!r} has the range {bounds!r} (expected two finite "
-                    "numbers, low first). Correct commands."
+                    "numbers, low first). Use for example (-1.0, 1.0)."
                 )
         object.__setattr__(self, "command_size", len(self.commands))
         always = ("qpos", "qvel", "command")
@@ -217,7 +219,7 @@ class RobotTask(MujocoTask):
             if self.home not in keys:
                 raise ConfigError(
                     f"{self.name}: the model has no keyframe {self.home!r} (expected one of "
-                    f"{list(keys)}). Correct home."
+                    f"{list(keys)}). Use one of these names."
                 )
             key = keys[self.home]
             if model.key_act[key].any():

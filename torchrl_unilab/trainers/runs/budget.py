@@ -147,7 +147,7 @@ def check_frames(frames: int, config: Config, ranks: int = 1, name: str = "frame
     least = config.min_frames * ranks
     if frames < least:
         raise ConfigError(
-            f"{name}: {frames} (expected at least {least}, which the first update needs). Ask for "
+            f"{name}: {frames} (expected at least {least}, which the first update needs). Collect "
             "more, or lower learning_starts or batch_size."
         )
 

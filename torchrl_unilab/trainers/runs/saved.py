@@ -56,7 +56,10 @@ def run_path(run_dir: StrPath) -> Path:
         reason = f"no text in the locale's {sys.getfilesystemencoding()}"
     except RuntimeError as error:
         reason = str(error)
-    raise ConfigError(f"run directory {str(run_dir)!r}: {reason} (expected a path). Name one.")
+    raise ConfigError(
+        f"run directory {str(run_dir)!r}: {reason} (expected a path). Pass the directory of the "
+        "run."
+    )
 
 
 def saved_config(settings: Mapping[str, Any]) -> Any:
@@ -83,7 +86,7 @@ def task_of(settings: Mapping[str, Any], path: Path, refusal: str) -> MujocoTask
     if settings.get(OWN_ENVIRONMENT):
         raise ConfigError(
             f"{refusal}: its environment was made by create_env (expected a task of "
-            "MujocoBatchEnv). Give create_env, in Python."
+            "MujocoBatchEnv). Pass create_env, in Python."
         )
     module, own, _ = settings["env"].partition(":")
     if own and _is_inside(module.split(".")[0], path):
