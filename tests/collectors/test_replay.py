@@ -315,7 +315,7 @@ def test_what_trainers_ask_of_the_replay_is_over_all_learners(inline):
     assert inline.getattr_rb("write_count") == 2 * 3 * ENVS
     assert inline.getattr_rb("batch_size") == 16
     assert inline.status() == {"replay_size": 3 * ENVS, "restarts": 0}
-    with pytest.raises(AttributeError, match=r"'sampler' of the replay .*Ask `storage`"):
+    with pytest.raises(AttributeError, match=r"'sampler' of the replay .*Read it from `storage`"):
         inline.getattr_rb("sampler")
 
 
