@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import PrioritizedSampler, SliceSampler, TensorDictReplayBuffer
 
+from tests.support.acting import make_policy
+from tests.support.collecting import GatedEnv, appo_collector
 from tests.support.processes import DEADLINE
-from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.collectors.arguments import find_device
 from torchrl_unilab.configs.algorithms import split_settings
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter, RolloutRingStorage
 from torchrl_unilab.envs import MujocoBatchEnv, make_task, rendering
-from torchrl_unilab.modules import make_actor
 from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.runtime import WorkerGroup
 from torchrl_unilab.runtime.link import Link
@@ -89,8 +90,10 @@ def _lose_a_worker() -> None:
 
 
 def _wait_for_a_rollout() -> None:
-    with APPOCollector(_make_env, make_actor(4, 1), frames_per_batch=8, timeout=0.0) as collector:
-        next(iter(collector))
+    with tempfile.TemporaryDirectory() as directory:
+        os.mkfifo(gate := Path(directory, "gate"))  # which nobody opens: no rollout ends
+        with appo_collector(make_policy(), partial(GatedEnv, gate, 2), timeout=0.0) as collector:
+            next(iter(collector))
 
 
 def _save_a_batch() -> None:

@@ -48,7 +48,9 @@ def use_each_verb(_: Any) -> dict[str, Any]:
             "agreed": [ranks.agree(wish) for wish in (False, True, ranks.rank == 1)],
         }
         for i in range(50):  # the faster one is a call ahead of the other's reading
-            ranks.check_same({"call": i})
+            ranks.check_same({"call": i, "bound": math.nan})
+        with pytest.raises(ConfigError, match=r"own: (None, nothing|nothing, None) on ranks"):
+            ranks.check_same({"own": None} if ranks.rank else {})
         with pytest.raises(ConfigError) as refused:
             ranks.check_same({"lr": 0.1, "seed": own})
         ranks.mean_([torch.tensor([math.inf if ranks.rank else 0.0])], [statistics])

@@ -238,6 +238,14 @@ def test_more_writers_than_a_process_has_descriptors_for_are_refused(descriptors
     assert descriptors() == before
 
 
+def test_a_ring_made_in_inference_mode_is_written_outside_it():
+    with torch.inference_mode():
+        ring = make_ring()
+    with ring:
+        assert write(ring)
+        assert read(ring) is not None
+
+
 def test_as_many_slots_as_are_allowed_fit_the_smallest_pipe():
     with make_ring(elements=2, slots=ring_writer.MAX_SLOTS) as ring:
         if sys.platform == "linux":

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from tests.support.interrupts import Bytecodes
 from tests.support.processes import DEADLINE, receive, spawned
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError, SegmentSpaceError
 from torchrl_unilab.shm import segment as segment_module
@@ -186,6 +187,17 @@ def test_the_room_of_an_anonymous_segment_is_what_the_control_group_leaves(monke
 def test_a_name_with_separators_is_refused(name):
     with pytest.raises(ConfigError, match="plain file name"):
         SharedSegment.attach(name)
+
+
+def test_a_name_is_gone_wherever_a_close_was_interrupted_once_it_is_repeated():
+    for nth in range(1, 1000):
+        segment = SharedSegment(100, name=f"unilab-test-{os.getpid()}")
+        interrupted = Bytecodes(nth, [segment_module]).interrupts(segment.close)
+        segment.close()
+        assert not (named_directory() / segment.name).exists()
+        if not interrupted:
+            assert nth > 5, "the call was not traced"
+            return
 
 
 @NAMES

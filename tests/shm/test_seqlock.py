@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.interrupts import Bytecodes
 from tests.support.processes import DEADLINE, receive, shared_mappings, spawned, wait_for
 from tests.support.striking import forked
 from tests.support.tearing import (
@@ -254,6 +255,26 @@ def test_a_closed_cell_refuses_every_use(use):
         use(cell)
 
     assert cell.closed
+
+
+def test_a_close_that_was_interrupted_is_completed_by_the_next_one():
+    for nth in range(1, 1000):
+        cell = SnapshotCell(_filled(0))
+        _publish(cell, 1)
+        interrupted = Bytecodes(nth, [seqlock]).interrupts(cell.close)
+        cell.close()
+        assert cell.closed
+        if not interrupted:
+            assert nth > 5, "the call was not traced"
+            return
+
+
+def test_a_cell_made_in_inference_mode_is_written_outside_it():
+    with torch.inference_mode():
+        cell = SnapshotCell(_filled(0))
+    with cell:
+        assert _publish(cell, 1) == 1
+        assert read(cell)[1]["n"].item() == 1
 
 
 def test_a_closed_cell_holds_no_shared_memory():

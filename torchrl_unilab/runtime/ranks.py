@@ -252,10 +252,10 @@ class Ranks:
         self.agree(False)  # all have written theirs, or one has failed
         found = [json.loads(self._store.get(key)) for key in keys]
         for name in dict.fromkeys(name for one in found for name in one):
-            values = [one.get(name) for one in found]
-            if any(value != values[0] for value in values):
+            values = [repr(one[name]) if name in one else "nothing" for one in found]
+            if len({*values}) > 1:
                 raise ConfigError(
-                    f"{name}: {', '.join(map(repr, values))} on ranks 0 to {self.size - 1} "
+                    f"{name}: {', '.join(values)} on ranks 0 to {self.size - 1} "
                     "(expected one value). Start all ranks by the same command, with one run "
                     "directory."
                 )

@@ -95,9 +95,10 @@ class RingWriter(Owner):
         words = shared_words(buffer, first_slot + slots)
         self._header, self._words = words[:HEADER_WORDS], words[HEADER_WORDS:first_slot]
         self._generations = words[first_slot:]
-        payload = torch.from_numpy(buffer)[words_nbytes(len(words)) :]
-        blocks = payload.view(-1, layout.nbytes)
-        self.views = [dict(zip(layout.keys, layout.views(block), strict=True)) for block in blocks]
+        with torch.inference_mode(False):  # or the views could be written in that mode only
+            payload = torch.from_numpy(buffer)[words_nbytes(len(words)) :]
+            views = map(layout.views, payload.view(-1, layout.nbytes))
+            self.views = [dict(zip(layout.keys, tensors, strict=True)) for tensors in views]
         self._registration = RangeLock(self._segment)
         self._start_process()
 

@@ -22,7 +22,8 @@ import tempfile
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections import deque
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -164,7 +165,8 @@ class SharedSegment(Owner):
         path = None if name is None or owner_pid is None else _path(name)
         # Also at the end of an interpreter, and of a forked worker, which runs no atexit.
         file = os.fstat(descriptor)
-        self._unlink = Finalize(self, _unlink, (path, owner_pid, file), exitpriority=0)
+        self._unlink = partial(_unlink, path, owner_pid, file)
+        self._at_exit = Finalize(self, self._unlink, exitpriority=0)
         self._buffer: npt.NDArray[np.uint8] | None = None
         try:
             if owner_pid is not None:
@@ -210,7 +212,8 @@ class SharedSegment(Owner):
     def close(self) -> None:
         """Give up the segment; its creator also unlinks its name. Idempotent."""
         self._buffer = None
-        self._unlink()
+        self._unlink()  # again, if an interrupt kept an earlier call from it
+        self._at_exit.cancel()
 
     def __reduce__(self) -> tuple[Any, ...]:
         _ = self.buffer  # refuse a closed segment
@@ -229,7 +232,7 @@ class _Mapping(mmap.mmap):
     apart; these share a second lock, one per process, as a forked child inherits the mapping.
     """
 
-    descriptors: list[int]
+    descriptors: list[int]  # closed by one call into C, which no interrupt cuts short
     thread_locks: dict[int, Any]
 
 
@@ -258,7 +261,7 @@ def _mapped(descriptor: int, nbytes: int) -> _Mapping:
                     raise
                 raise SegmentSpaceError(_over_limit("map", nbytes, "ulimit -v")) from error
             mapping.descriptors, mapping.thread_locks = [], {}
-            weakref.finalize(mapping, close_all, mapping.descriptors)
+            weakref.finalize(mapping, deque, map(os.close, mapping.descriptors), 0)
     if descriptor not in mapping.descriptors:
         mapping.descriptors.append(descriptor)
     return mapping
@@ -274,12 +277,6 @@ def _mapping_of(name: str) -> _Mapping | None:
         return None
     with _mappings_lock:
         return _mappings.get((found.st_dev, found.st_ino, found.st_size))
-
-
-def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors."""
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def _attach_pickled(descriptor: Any, nbytes: int) -> SharedSegment:

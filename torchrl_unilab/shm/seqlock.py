@@ -199,7 +199,9 @@ class SnapshotCell(Owner):
         self._reports: memoryview | _ClosedWords = words[_CELL_WORDS + slots :]
         payloads = segment.buffer[words_nbytes(count) :]
         self._payloads: Any = payloads.reshape(slots, layout.nbytes)
-        self._views: Any = [layout.views(torch.from_numpy(payload)) for payload in self._payloads]
+        with torch.inference_mode(False):  # or they could be written in that mode only
+            blocks = [torch.from_numpy(payload) for payload in self._payloads]
+            self._views: Any = [layout.views(block) for block in blocks]
         self._registration = RangeLock(segment)
         self._writer_pid = self._writer = 0  # this process, once it publishes
         self.publishes = 0
@@ -326,9 +328,10 @@ class SnapshotCell(Owner):
         with self._segment.thread_lock():  # another thread's publish ends before
             if self.closed:
                 return
-            own = self._writer_pid == os.getpid() and self._words[_WRITER] == self._writer
-            if own:  # another process may write from now on
-                self._words[_WRITER] = 0
+            if isinstance(self._words, memoryview):  # else an interrupt cut `close` short
+                own = self._writer_pid == os.getpid() and self._words[_WRITER] == self._writer
+                if own:  # another process may write from now on
+                    self._words[_WRITER] = 0
             # All that holds the mapping, which would outlive the cell's end.
             self._words = self._sequence = self._reports = _ClosedWords()
             self._payloads = self._views = _ClosedWords()

@@ -17,12 +17,12 @@ import struct
 import termios
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.scalars import deadline
-from torchrl_unilab.shm.segment import close_all
 
 LIFE_CHECK_SECONDS = 0.2
 """How often a wait looks whether the other side lives."""
@@ -51,7 +51,8 @@ class TokenPipe:
         self.ends = ends
         self._writes = ends[1:]
         self._reads = ((ends[0], _TOKEN.size),)
-        self.close = weakref.finalize(self, close_all, ends)
+        # One call into C, which no interrupt cuts short.
+        self.close = weakref.finalize(self, deque, map(os.close, ends), 0)
 
     @classmethod
     def create(cls) -> TokenPipe:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
 import threading
 import tracemalloc
@@ -22,6 +23,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 
 from tests.support.bounds import DEADLINE
+from tests.support.striking import forked
 from tests.support.tables import COUNT, Table, drawn, rows_of
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
@@ -457,6 +459,18 @@ def test_a_closed_pipeline_refuses_to_be_asked(pipeline, ask):
     pipeline.close()
     with pytest.raises(SegmentClosedError, match="cannot use replay pipeline: it is closed"):
         getattr(pipeline, ask)(*ASKS[ask])
+
+
+def test_a_forked_process_is_refused_a_pipeline_whose_thread_it_lacks(table):
+    with make(table, packer="thread") as pipeline:
+        pipeline.sample_large_batch(0, COUNT)
+
+        def prepare() -> None:
+            with pytest.raises(UsageError, match="in a forked process, without its thread"):
+                pipeline.start_prepare(1, COUNT)
+
+        with forked(prepare) as child:
+            assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_pipeline_is_closed_more_than_once_and_its_ticks_end(pipeline):

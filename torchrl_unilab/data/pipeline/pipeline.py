@@ -14,6 +14,7 @@ samples::
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -151,7 +152,7 @@ class DoubleBufferReplayPipeline(Owner):
         self._hosts = [source.empty_batch(sample_count, pin_memory=pinned) for _ in range(SLOTS)]
         self._transfer = make_transfer(self._hosts)
         self._thread = ThreadPoolExecutor(1, "replay-packer") if packer == "thread" else None
-        self._timeout = timeout
+        self._timeout, self._process = timeout, os.getpid()
         self._closing, self._dropping = threading.Event(), threading.Event()
         self._slot = 0  # the cold one: prepared next, or now
         self._tick: int | None = None  # being prepared, or prepared and not sampled
@@ -317,7 +318,10 @@ class DoubleBufferReplayPipeline(Owner):
             self._tick = None
 
     def close(self) -> None:
-        """End all waiting, in every thread, and free the memory. Idempotent."""
+        """End all waiting, in every thread, and free the memory. Idempotent.
+
+        Not for signal handlers: they may interrupt what holds the lock of the packing thread.
+        """
         self._closing.set()
         if self._thread is not None:
             self._thread.shutdown()
@@ -363,6 +367,11 @@ class DoubleBufferReplayPipeline(Owner):
         """Return the tick as an int."""
         if self._closing.is_set():
             raise closed_error("replay pipeline", "Make a new one.")
+        if self._thread is not None and self._process != os.getpid():
+            raise UsageError(
+                "replay pipeline: in a forked process, without its thread (expected the process "
+                "that made it). Make another one of the same storage here."
+            )
         if sample_count != self.sample_count:
             raise ConfigError(
                 f"replay batch of tick {tick_id}: {sample_count} rows (expected "
