@@ -203,11 +203,22 @@ def test_a_run_that_lost_a_worker_is_resumed_with_new_episodes(tmp_path, monkeyp
 
 @pytest.mark.parametrize("again", [{}, {"max_seconds": 1e6}])
 def test_what_ended_a_run_is_not_taken_over_and_said(again, tmp_path):
-    train(tmp_path / "run", "appo", max_seconds=1e6)
+    train(tmp_path / "run", "appo", max_seconds=1e-6)
     lines: list[str] = []
     resume_run(tmp_path / "run", frames=2 * FRAMES, announce=lines.append, **QUIET, **again)
     said = "not taken over, as they ended the run: max_seconds"
     assert (said in lines) is not bool(again)
+    assert read_config(tmp_path / "run" / "config.yaml")["max_seconds"] == again.get("max_seconds")
+
+
+def test_limits_that_a_run_has_not_reached_stay(tmp_path):
+    limits = {"max_seconds": 1e6, "stop_at": 1e6}
+    train(tmp_path / "run", "appo", **limits)
+    lines: list[str] = []
+    resume_run(tmp_path / "run", frames=2 * FRAMES, announce=lines.append, **QUIET)
+    assert not [line for line in lines if "not taken over" in line]
+    after = read_config(tmp_path / "run" / "config.yaml")
+    assert {name: after[name] for name in limits} == limits
 
 
 def test_a_run_that_was_to_go_on_for_longer_does_so_without_being_told_again(run_dir):

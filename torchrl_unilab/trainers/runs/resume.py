@@ -30,8 +30,11 @@ from torchrl_unilab.trainers.runs.train import Run
 _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
 """Settings that a resumed run may change."""
 
-_TAKEN_OVER = _CHANGEABLE - {"stop_at", "max_seconds", "progress_bar"}
-"""Those that it keeps by default: all but what ended the run and how it was shown."""
+_LIMITS = ("stop_at", "max_seconds")
+"""Those that it keeps by default unless the run has reached them."""
+
+_TAKEN_OVER = _CHANGEABLE - {*_LIMITS, "progress_bar"}
+"""Those that it keeps by default in any case."""
 
 
 def resume_run(
@@ -100,6 +103,9 @@ def resume_run(
         )
     before = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
     before |= {name: said[name] for name in _TAKEN_OVER if said.get(name) is not None}
+    limits = {name: said[name] for name in _LIMITS if said.get(name) is not None}
+    left = [n for n in limits if n not in options and _reached(saved, **{n: limits[n]})]
+    before |= {name: limit for name, limit in limits.items() if name not in left}
     planned = max(saved.total_frames, said.get("frames", 0))
     frames = planned if frames is None else frames
     run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(before | options))
@@ -110,7 +116,7 @@ def resume_run(
             f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). To go on, ask for more: frames, or --frames."
         )
-    if summed_up and (end := _reached(saved, run)):
+    if summed_up and (end := _reached(saved, run.stop_at, run.max_seconds)):
         raise RunCompleteError(
             f"{run_dir} is complete: {end} (expected less). To go on, ask for more, or leave "
             "stop_at and max_seconds out."
@@ -127,20 +133,21 @@ def resume_run(
     config = saved_config({**saved.run, **here})
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
-    ends = {name: said[name] for name in ("stop_at", "max_seconds") if said.get(name) is not None}
-    if left := ends.keys() - options.keys():
+    if left:
         resumed.announce(f"not taken over, as they ended the run: {', '.join(sorted(left))}")
     return resumed()
 
 
-def _reached(saved: SavedRun, run: RunConfig) -> str | None:
+def _reached(
+    saved: SavedRun, stop_at: float | None = None, max_seconds: float | None = None
+) -> str | None:
     """Return the reason why a run stops at its checkpoint, in words; None if it continues."""
-    if run.stop_at is None and run.max_seconds is None:
+    if stop_at is None and max_seconds is None:
         return None
     returns = LearningCurve()
     part = {"trainer_module.learning_curve": returns}
     run_checkpoint(**part).load(saved.path, components=part)
-    return reached(returns, run.stop_at, run.max_seconds)
+    return reached(returns, stop_at, max_seconds)
 
 
 def _summed_up(summary: Path) -> int:
