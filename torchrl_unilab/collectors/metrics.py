@@ -28,7 +28,7 @@ WINDOW = 64
 
 @dataclass(frozen=True)
 class CollectorMetrics:
-    """Totals of all workers, and means over their last 64 episodes, as many of each worker.
+    """Totals of all workers, and means over their last 64 episodes, the same number of each.
 
     Attributes:
         frames: Frames collected, the dropped ones among them.

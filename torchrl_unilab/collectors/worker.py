@@ -321,7 +321,7 @@ class RolloutWorker:
         self._skip_trajectories(int(snapshot["trajectories"]))
 
     def _skip_trajectories(self, first: int) -> None:
-        """Skip the ids below `first`, and as many more as one uncounted rollout can have used."""
+        """Skip the ids below `first`, and further ones that one uncounted rollout can have used."""
         # In the last rollout, which the metrics do not count, each frame may have started one.
         uncounted = self.num_envs * (self.num_steps + 1)
         behind = -(-max(0, first - self.next_trajectory) // self._stride)

@@ -45,9 +45,9 @@ def compute_train_start_threshold(batch_size: int, learning_starts: int, num_env
 class OffPolicyConfig(Settings):
     """Settings of one SAC or TD3 run.
 
-    A *tick* is ``env_steps_per_sync`` steps of all environments, followed by
-    ``updates_per_step`` updates on as many minibatches. ``torchrl-unilab train sac --help`` lists
-    all settings with meaning, range and default; so does the help text in the metadata of each of
+    A *tick* is ``env_steps_per_sync`` steps of all environments, followed by ``updates_per_step``
+    updates, each on one minibatch. ``torchrl-unilab train sac --help`` lists all settings with
+    meaning, range and default; so does the help text in the metadata of each of
     ``dataclasses.fields(OffPolicyConfig)``.
 
     Raises:
@@ -208,7 +208,7 @@ class OffPolicyConfig(Settings):
 
     @property
     def min_frames(self) -> int:
-        """Frames up to the first update, which is when the replay has as many rows."""
+        """Frames up to the first update, which needs that many rows in the replay."""
         return compute_train_start_threshold(self.batch_size, self.learning_starts, self.total_envs)
 
     @property

@@ -1,4 +1,4 @@
-"""Settings of a run beside those of its algorithm: what to train on, how long, what to keep."""
+"""Settings of a run besides those of its algorithm: what to train on, how long, what to keep."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class SharedStorageCheckpointer(StorageCheckpointerBase):
 class SharedStorage(Owner, TensorStorage):
     """A storage whose content and counts lie in memory that several processes share.
 
-    The counts lie beside the content, in place of TorchRL's own counters, whose named semaphores
+    The counts lie next to the content, in place of TorchRL's own counters, whose named semaphores
     stay behind when a process is killed. Pickle the storage to spawned processes; each starts as
     one that has neither written nor read.
 

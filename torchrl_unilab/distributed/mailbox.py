@@ -2,7 +2,7 @@
 
 The learner posts and does not wait; it posts the newest version again now and then, as a mailbox
 that was started again has none. Each node has one call under way, which returns when there is a
-newer version, or after a while; so the mailbox, an actor beside the learner, holds no list of
+newer version, or after a while; so the mailbox, an actor next to the learner, holds no list of
 nodes, and a node that is stopped, lost or new needs no care. Weights themselves are in Ray's object
 store: a machine fetches each version once, however many of its nodes take it.
 

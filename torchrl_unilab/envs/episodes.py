@@ -96,7 +96,7 @@ class Episodes:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned for as many simulations."""
+        """Continue from what `state_dict` returned for the same number of simulations."""
         self._begin(slice(None), self._now - state["elapsed"])
         self.terminated = state["terminated"].copy()
         self.truncated = state["truncated"] & (self.elapsed >= self.limit)  # which may be another

@@ -29,7 +29,7 @@ Model: TypeAlias = str | Path | mujoco.MjSpec
 _KEYS = frozenset(
     ("action", "done", "next", "pixels", "reward", "reward_terms", "terminated", "truncated")
 )
-"""What an environment has beside observations."""
+"""What an environment has in addition to observations."""
 
 
 def observation_shapes(
@@ -58,7 +58,7 @@ def observation_shapes(
 def join_observation(
     task: str, key: str, parts: Sequence[NDArray[Any]], shape: tuple[int, int], dtype: DTypeLike
 ) -> NDArray[Any]:
-    """Return the parts of an observation beside each other, ``(nsim, width)`` of `dtype`.
+    """Return the parts of an observation side by side, ``(nsim, width)`` of `dtype`.
 
     Raises:
         ConfigError: They are of another shape, or no numbers.
@@ -73,7 +73,7 @@ def join_observation(
     if array.shape != shape:
         raise ConfigError(
             f"MujocoBatchEnv: {key!r} of {task} has shape {array.shape} (expected {shape}, as when "
-            "the environment was made). Observe always as many numbers."
+            "the environment was made). Always observe the same number of values."
         )
     return array
 

@@ -30,7 +30,7 @@ from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, chi
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 _PASSED = frozenset(field.name for field in dataclasses.fields(TrainerNode))
-"""Arguments that our trainers take of TorchRL's, beside those of `_make_trainer`."""
+"""Arguments of TorchRL's trainers that ours take, in addition to those of `_make_trainer`."""
 
 
 def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:

@@ -278,7 +278,7 @@ _REFUSED = """
     enable_logging log_rewards log_actions log_observations
     done_key terminated_key reward_key episode_reward_key action_key observation_key
 """
-"""Further fields of the nodes of TorchRL's trainers, of which ours accept None alone."""
+"""Further fields of the nodes of TorchRL's trainers, for which ours accept only None."""
 
 
 def _trainer_node(target: str, refused: str) -> type:

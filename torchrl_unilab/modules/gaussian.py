@@ -32,7 +32,7 @@ class GaussianParameters(NormalizedNetwork):
     Args:
         in_key: Where the observation is.
         normalizer: Normalises observations.
-        net: Observation to as many values as an action has.
+        net: Maps an observation to one value per dimension of the action.
         size: Length of an action.
         log_std: Initial logarithm of the scale.
     """

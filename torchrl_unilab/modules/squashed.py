@@ -109,7 +109,7 @@ class SquashedGaussianParameters(SquashedNetwork):
         log scale = low + (high - low) * (tanh(r) + 1) / 2
 
     Args:
-        *head: As for `SquashedNetwork`; the network has twice as many outputs as an action.
+        *head: As for `SquashedNetwork`; the network has two outputs per dimension of the action.
         log_std_bounds: Bounds of the scale's logarithm.
     """
 

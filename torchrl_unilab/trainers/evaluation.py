@@ -1,4 +1,4 @@
-"""Evaluation without exploration: `evaluate`, and `BackgroundEvaluation` beside a training.
+"""Evaluation without exploration: `evaluate`, and `BackgroundEvaluation` during training.
 
 The process that evaluates is one more reader of the published weights. It takes a whole version,
 with which it plays all its episodes, and the learner never waits for it.

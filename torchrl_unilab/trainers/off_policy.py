@@ -1,4 +1,4 @@
-"""`OffPolicyTrainer`: SAC, TD3 and their like on TorchRL's trainer, beside their collectors."""
+"""`OffPolicyTrainer`: SAC, TD3 and similar, on TorchRL's trainer, while collectors collect."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ class OffPolicyTrainer(RankTrainer):
         return len(self._fused.statistics) - self._fused.statistics.index("td_error") - 1
 
     def _own_state(self) -> dict[str, Any]:
-        """Return what a resumed trainer needs beside the loss and TorchRL's counts."""
+        """Return what a resumed trainer needs besides the loss and TorchRL's counts."""
         state: dict[str, Any] = {name: part.state_dict() for name, part in self._parts.items()}
         state |= {"tick": self._tick, "counted": [*self._counted]}
         if self._fused is not None:

@@ -90,8 +90,8 @@ class DoubleBufferReplayPipeline(Owner):
         sample_count: Rows of a batch, of every tick.
         device: The learner's device.
         base_seed: Seed of tick 0.
-        packer: Where batches are packed: ``"thread"``, in a thread beside the learner's, or
-            ``"inline"``, in the learner's when it starts to prepare.
+        packer: Where batches are packed: ``"thread"``, in a thread in parallel with the learner's,
+            or ``"inline"``, in the learner's when it starts to prepare.
         timeout: Seconds to wait for `min_snapshot_ptr`.
         transfer: Makes the object that copies host batches to the device; chosen by `device` if not
             given.

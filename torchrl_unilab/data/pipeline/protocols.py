@@ -58,7 +58,7 @@ class ReplaySource(Protocol):
         """Make memory for batches of `count` rows."""
 
     def snapshot(self) -> ReplaySnapshot:
-        """Return what there is to sample from."""
+        """Return the rows to sample from."""
 
     def sample(self, count: int, **draw: Any) -> TensorDictBase:
         """Sample rows."""

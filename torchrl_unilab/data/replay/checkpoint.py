@@ -153,7 +153,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
         save_draft(draft, path / "rows.bin")
 
     def loads(self, storage: SharedReplay, path: str | Path) -> None:
-        """Load what `dumps` of this class or of a stock storage saved, in place of what there is.
+        """Load what `dumps` of this class or of a stock storage saved; replaces all rows.
 
         Raises:
             CheckpointError: The storage is not like the one that was saved, or the file is

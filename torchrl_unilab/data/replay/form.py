@@ -22,7 +22,7 @@ REWARD = "next.reward"
 DONE, TERMINATED, TRUNCATED = "next.done", "next.terminated", "next.truncated"
 ONE_STEP_REWARD = ("next", "original_reward")
 EXTRA = {"steps_to_next_obs": torch.int64, "gamma": torch.float32, "nonterminal": torch.bool}
-"""Further entries of n-step batches, beside `ONE_STEP_REWARD`, the first step's reward."""
+"""Further entries of n-step batches, besides `ONE_STEP_REWARD`, the first step's reward."""
 SIGNALS = ("done", "terminated", "truncated", "reward")
 
 

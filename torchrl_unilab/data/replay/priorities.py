@@ -139,7 +139,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         return state | {"_sum_tree": values, "_min_tree": values.masked_fill(values == 0, math.inf)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; rows that are loaded beside it are not new.
+        """Restore what `state_dict` returned; rows that are loaded with it are not new.
 
         State of a `PrioritizedSampler` is taken, too.
 
@@ -202,14 +202,14 @@ class PackedPrioritizedSampler(PrioritizedSampler):
 
         Args:
             index: Their positions, as an index of the storage; negative ones are left out.
-            priority: As many, or one for all.
+            priority: One for each of these rows, or one for all.
             storage: The storage of these rows; rows that it does not have are left out.
 
         Raises:
             ConfigError: A priority is below 0, or not finite, or its power is 0 or no number;
                 none was set.
             IndexError: A mask is of another length, or positions are no integers; none was set.
-            LayoutShapeError: There are not as many as rows, nor one; none was set.
+            LayoutShapeError: There is neither one priority per row nor a single one; none was set.
         """
         index = self._positions(index, storage)
         priority = torch.as_tensor(priority, device="cpu").detach().reshape(-1)

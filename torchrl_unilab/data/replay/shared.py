@@ -148,7 +148,7 @@ class SharedReplay(SharedStorage):
     # Counts
 
     def snapshot(self) -> ReplaySnapshot:
-        """Return what there is to sample from now."""
+        """Return the rows that can be sampled now."""
         if self._rows is None:
             self._check_open()
             return ReplaySnapshot(0, 0)
@@ -344,7 +344,7 @@ class SharedReplay(SharedStorage):
             seed: Seed of the draw.
             generator: Source of the draw if there is no seed; the storage's or the global one
                 if not given.
-            snapshot: What to sample from; what there is now if not given.
+            snapshot: The rows to sample from; by default the current ones.
             out: A batch of `empty_batch` to sample into.
 
         Returns:
@@ -354,7 +354,7 @@ class SharedReplay(SharedStorage):
             UsageError: There are no rows.
             ContentionError: None of the snapshot's rows is left.
             WaitTimeoutError: A writer did not finish in time; names it.
-            ConfigError: `count` is not positive, or `out` was not made for as many rows.
+            ConfigError: `count` is not positive, or `out` was made for another number of rows.
         """
         count = as_integer("rows to sample", count, "Sample 1 row or more.")
         rows, batches, gatherer = self.rows, self._batches, self._gatherer

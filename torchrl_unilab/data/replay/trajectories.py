@@ -85,10 +85,10 @@ class TrajectoryMarker:
     def _rows_per_step(self, views: list[torch.Tensor], shard: int, head: int) -> int:
         """Find whether rows are a step of several environments, or one trajectory after the other.
 
-        They are a step if they continue a step of as many rows. Otherwise they are trajectories if
-        most rows that are not done are followed by the next one (a few may be by chance if
-        observations are few, and a trajectory's last row is not), or if all but the last are done
-        and the first continues a trajectory.
+        They are a step if they continue a step with the same number of rows. Otherwise they are
+        trajectories if most rows that are not done are followed by the next one (a few may be by
+        chance if observations are few, and a trajectory's last row is not), or if all but the last
+        are done and the first continues a trajectory.
         """
         count = len(views[-1])
         if self._goes_on(views, count, shard, head):
@@ -101,14 +101,14 @@ class TrajectoryMarker:
         return 1 if self._goes_on(views, 1, shard, head) else count
 
     def _goes_on(self, views: list[torch.Tensor], envs: int, shard: int, head: int) -> bool:
-        """Whether the first `envs` rows continue a step of as many rows."""
+        """Whether the first `envs` rows continue a step with the same number of rows."""
         before = self._last_step(envs, shard, head)
         if before is None:
             return False
         return bool(self._follows(before, [view[:envs] for view in views]).any())
 
     def _last_step(self, envs: int, shard: int, head: int) -> list[torch.Tensor] | None:
-        """The tensors of the last rows of a shard, if those were a step of as many rows."""
+        """The tensors of the last rows of a shard, if those were a step with that many rows."""
         rows = self._rows
         if head - envs < rows.window().floors[shard]:
             return None

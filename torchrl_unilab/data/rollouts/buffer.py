@@ -112,8 +112,8 @@ class RolloutRingSampler(Stateless, RolloutSampler):
             Their positions, int64 of shape [batch_size], and an empty dict.
 
         Raises:
-            ConfigError: There are not as many slots, or `storage` is another one.
-            WaitTimeoutError: There are not as many unread rollouts; none was taken.
+            ConfigError: There are fewer slots than that, or `storage` is another one.
+            WaitTimeoutError: There are not enough unread rollouts; none was taken.
         """
         check_kind(self, "storage", storage, RolloutRingStorage, "Use TorchRL's own sampler.")
         index = storage.draw(batch_size, newest=self.take == "newest", timeout=self.timeout)

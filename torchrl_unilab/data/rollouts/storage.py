@@ -181,15 +181,15 @@ class RolloutRingStorage(SharedRollouts):
         Args:
             count: How many, at least 1.
             newest: The newest ones instead of the oldest; `get` then skips the older ones.
-            timeout: Seconds to wait for as many.
+            timeout: Seconds to wait for that many.
 
         Returns:
             Their positions, int64 of shape [count]. This tensor itself takes them out;
             another of the same content reads copies.
 
         Raises:
-            ConfigError: There are not as many slots.
-            WaitTimeoutError: There are not as many unread rollouts in time.
+            ConfigError: There are fewer slots than `count`.
+            WaitTimeoutError: There were not enough unread rollouts in time.
         """
         remedy = "Change batch_size, or use more slots."
         count = as_integer("rollouts to sample", count, remedy, most=self.max_size)

@@ -1,4 +1,4 @@
-"""Adam over one flat tensor, of which all parameters are views.
+"""Adam over one flat tensor; all parameters are views of it.
 
 The fused updates step with it: one operation for all parameters, one for the gradient's norm.
 """

@@ -56,7 +56,7 @@ LOCK_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class RunSizes:
-    """What determines the size of a run, beside its settings.
+    """What determines the size of a run, besides its settings.
 
     Attributes:
         frame: Dotted key to one frame of a rollout, shapes and dtypes.
@@ -65,7 +65,7 @@ class RunSizes:
         weights: Bytes of all networks' parameters and buffers.
         trained: Bytes of the parameters that have gradients.
         device: The learner's.
-        metrics: How many metrics collectors publish beside their own.
+        metrics: How many metrics collectors publish besides their own.
     """
 
     frame: Mapping[str, torch.Tensor]
@@ -104,7 +104,7 @@ class RunSizes:
 
 @dataclass(frozen=True)
 class RunBudget:
-    """Threads and memory of a run, beside what is free.
+    """Threads and memory of a run, and what is free.
 
     Attributes:
         threads: The threads of each process.
@@ -205,7 +205,7 @@ def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
 
 
 def ring_items(config: APPOConfig, sizes: RunSizes) -> list[MemoryItem]:
-    """Return what APPO allocates beside what every run does."""
+    """Return what APPO allocates besides what every run does."""
     workers, frames = config.num_collectors, config.frames_per_rollout
     rollout = frames * sizes.frame_bytes
     layout = BlockLayout.of_specs(
@@ -226,7 +226,7 @@ def ring_items(config: APPOConfig, sizes: RunSizes) -> list[MemoryItem]:
 
 
 def replay_items(config: OffPolicyConfig, sizes: RunSizes) -> list[MemoryItem]:
-    """Return what SAC and TD3 allocate beside what every run does."""
+    """Return what SAC and TD3 allocate besides what every run does."""
     form = RowForm.of(TensorSchema.of(sizes.transition), config.n_step)
     shards = config.num_collectors
     replay = SharedRows.nbytes(form.layout.widths, shards, config.capacity // shards)

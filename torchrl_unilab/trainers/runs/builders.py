@@ -206,7 +206,7 @@ def with_exploration_noise(
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The parts of an algorithm's runs, beside its settings. To add one: an entry of `ALGORITHMS`.
+    """The parts of an algorithm's runs, besides its settings. To add one: an entry of `ALGORITHMS`.
 
     Attributes:
         learner: Builds networks and loss from an environment and the settings.

@@ -149,7 +149,7 @@ class RunCheckpoints(CheckpointRotation):
         resumed: Collection[int] = (),
         version: int = 0,
     ) -> dict[str, Any]:
-        """Return what to save of a run beside its components; see `SavedRun`."""
+        """Return what to save of a run besides its components; see `SavedRun`."""
         return {
             "unilab_format": FORMAT,
             "run": dict(run),
@@ -179,7 +179,7 @@ class RunCheckpoints(CheckpointRotation):
     ) -> Path:
         """Save a checkpoint after `step` frames, whole or not at all; remove the oldest.
 
-        If there is one of as many frames it stays, and nothing is saved.
+        If there is one with the same number of frames, it stays, and nothing is saved.
 
         Raises:
             OSError: It cannot be written. What was there is as it was.

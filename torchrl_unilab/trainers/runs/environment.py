@@ -61,7 +61,7 @@ def action_space(env: EnvBase) -> ContinuousBox:
 
 
 def fit_environments(env: EnvBase, config: Config) -> str | None:
-    """Say how many steps a batch of another size than ``num_envs`` takes for as many frames.
+    """Say how many steps a batch size other than ``num_envs`` takes for the same frames.
 
     The environment is what a caller's ``create_env`` made.
 

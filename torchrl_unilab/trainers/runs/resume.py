@@ -61,8 +61,8 @@ def resume_run(
             other values is refused. ``device``, ``collector_device``, ``physics_threads`` and
             ``learner_threads`` may differ: the run continues with them, and its generators begin
             anew on another device.
-        frames: Frames to collect, including those already collected; by default as many as
-            the run was to collect.
+        frames: Frames to collect, including those already collected; by default the number that the
+            run was started with.
         create_env: The function that the run was given, if any.
         announce: Called with lines of text for the user; nothing is said if None.
         **options: As for `train_appo`. Loggers, evaluations, videos, trace, ``rank_timeout``, and

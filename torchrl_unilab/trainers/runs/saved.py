@@ -166,7 +166,7 @@ class TrainedPolicy:
     """A run's policy, with an environment of its task.
 
     Attributes:
-        settings: What its checkpoint has, and ``config.yaml`` beside that.
+        settings: Those of its checkpoint, and those that only ``config.yaml`` has.
         env: New; the caller closes it.
         actor: The policy of the run's checkpoint.
     """

@@ -390,7 +390,7 @@ class Run:
             return float(evaluate(env, actor, **limits, seed=options.seed).mean())
 
     def _evaluation_factory(self, threads: int) -> CreateEnv:
-        """What makes the environment trained on; of ours, as many simulations as episodes."""
+        """The function that makes the environment; if it is ours, one simulation per episode."""
         if self.settings.get(OWN_ENVIRONMENT):
             return self._create_env
         envs = min(self.options.eval_episodes, MOST_AT_ONCE)
