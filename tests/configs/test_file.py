@@ -26,7 +26,7 @@ def test_what_is_written_is_read_as_the_same_settings(config, tmp_path):
     assert SETTINGS[config.algorithm].for_task("Hopper-v5", **settings) == config
 
 
-TEXTS = ["", "[1]", "a: [", "nothing"]
+TEXTS = ["", "[1]", "a: [", "nothing", "a: !!int abc", "a: !!timestamp abc", "a: " + 5000 * "["]
 VALUES = ["env: 5", "env:", "frames: 1e-6", "frames:", "seed: x"]
 
 

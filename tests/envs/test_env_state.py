@@ -214,6 +214,14 @@ class Judged(InvertedPendulum):
             lambda outcome: replace(outcome, terms={"part": outcome.reward[:, None]}),
             r"part of Mine have shape \(3, 1\) \(expected \(3,\)\)",
         ),
+        (
+            lambda outcome: replace(outcome, info={"speed": 1.0}),
+            r"info 'speed' of Mine is float of shape \(\) \(expected an array, 3 sim",
+        ),
+        (
+            lambda outcome: replace(outcome, info={"speed": [1.0, 2.0, 3.0]}),
+            r"info 'speed' of Mine is list of shape \(3,\) \(expected an array, 3 sim",
+        ),
     ],
 )
 def test_outcomes_and_parts_of_rewards_that_are_none_are_refused(judge, message, terms):

@@ -361,6 +361,6 @@ def test_a_fork_of_a_process_that_has_drawn_refuses_to_draw(monkeypatch) -> None
 
 def test_pictures_that_opengl_has_no_memory_for_are_refused():
     env = MujocoBatchEnv("InvertedPendulum-v5", 1, render_width=40_000, render_height=32)
-    with pytest.raises(ConfigError, match=r"40000 x 32 pixels, .*Lower it"):
+    with pytest.raises(ConfigError, match=r"40000 x 32 pixels, .*Use a smaller size"):
         env.render()
     env.close()

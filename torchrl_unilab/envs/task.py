@@ -315,6 +315,13 @@ def judge(
                 f"MujocoBatchEnv.step: {name} of {task.name} have shape {np.shape(value)} "
                 f"(expected {(n,)}). Correct the task's `outcome`, or `failed`."
             )
+    for name, value in outcome.info.items():
+        if not isinstance(value, np.ndarray) or value.shape[:1] != (n,):
+            raise ConfigError(
+                f"MujocoBatchEnv.step: info {name!r} of {task.name} is {type(value).__name__} of "
+                f"shape {np.shape(value)} (expected an array, {n} simulations first). Correct the "
+                "task's `outcome`."
+            )
     if (kind := np.asarray(outcome.terminated).dtype) != np.bool_:
         raise ConfigError(
             f"MujocoBatchEnv.step: terminations of {task.name} are of {kind} (expected "
