@@ -86,7 +86,8 @@ class Outcome:
         reward: ``(nsim,)`` float64.
         terminated: ``(nsim,)`` bool.
         terms: The named parts of the reward, ``(nsim,)`` each.
-        info: Further quantities, ``(nsim, ...)`` each, such as a speed.
+        info: Further quantities, ``(nsim, ...)`` each, such as a speed. Copies, like the parts of
+            the reward: a reset changes the fields.
 
     Examples:
         >>> import numpy as np
