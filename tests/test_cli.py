@@ -215,6 +215,12 @@ def test_an_interrupt_that_became_another_error_is_one_still(monkeypatch, capsys
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_an_interrupt_before_the_arguments_are_read_is_one_too(monkeypatch, capsys):
+    monkeypatch.setattr("torchrl_unilab.cli._parser", Mock(side_effect=KeyboardInterrupt))
+    assert main(["tasks"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_an_error_after_an_interrupt_is_not_hidden_by_it(monkeypatch):
     error = RuntimeError("cannot save")
     error.__context__ = KeyboardInterrupt()

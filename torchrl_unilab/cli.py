@@ -54,17 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     if os.getcwd() not in sys.path:  # where a task of one's own may be, and nothing hides
         sys.path.append(os.getcwd())
-    parser = _parser(_task_of(arguments))
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        flags = [flag for action in options.parser._actions for flag in action.option_strings]
-        options.parser.error(f"unknown argument {unknown[0]}.{nearest(unknown[0], flags)}")
     # TorchRL's collectors import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which nohup ignores
         signal.signal(signal.SIGHUP, _hang_up)
     try:
+        parser = _parser(_task_of(arguments))
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            flags = [flag for action in options.parser._actions for flag in action.option_strings]
+            options.parser.error(f"unknown argument {unknown[0]}.{nearest(unknown[0], flags)}")
         import numpy  # noqa: F401  # first: torch's C code would import it, and drop a Ctrl-C
 
         code = int(options.run(options))

@@ -9,6 +9,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torchrl import logger as torchrl_logger
 from torchrl.collectors import Collector
 
 from tests.support.collecting import flat_state_env
@@ -478,3 +479,20 @@ def test_half_of_the_learners_threads_are_the_policys_while_it_trains(
     trained(trainer)
     assert set(seen) == {(torch_threads, others)}
     assert torch.get_num_threads() == found
+
+
+def test_a_collector_of_other_ticks_than_the_settings_is_warned_of(monkeypatch):
+    monkeypatch.setattr(torchrl_logger, "warning", warned := Mock())
+    trainer = off_policy_trainer()
+    assert not warned.called
+    other = OffPolicyTrainer(
+        collector=trainer.collector,
+        loss_module=trainer.loss_module,
+        total_frames=80,
+        config=OffPolicyConfig(**QUICK, env_steps_per_sync=2),
+        progress_bar=False,
+    )
+    assert "ticks of 4 frames (expected 8, those of config" in warned.call_args.args[0]
+    other.close()
+    trainer.close()
+    trainer.collector.shutdown()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torchrl import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
 
@@ -178,6 +179,12 @@ class OffPolicyTrainer(RankTrainer):
         self.update = update = make_update(loss_module, config, ranks)
         self._fused = None if isinstance(update, LossUpdate) else update
         if isinstance(collector, ReplayCollector):
+            if collector.frames_per_batch != config.frames_per_tick:
+                torchrl_logger.warning(
+                    f"OffPolicyTrainer: ticks of {collector.frames_per_batch} frames (expected "
+                    f"{config.frames_per_tick}, those of config: updates_per_step is per tick, and "
+                    "num_envs decides when learning starts). Give collector and config the same."
+                )
             collector.learners, collector.batch_size = ranks.size, config.batch_size
         super().__init__(
             collector=collector,
