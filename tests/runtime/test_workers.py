@@ -489,6 +489,13 @@ def test_a_stopped_group_refuses_to_be_asked(lone):
             ask(0)
 
 
+def test_stop_kills_no_worker_that_listens(lone, monkeypatch):
+    [worker] = lone._workers
+    monkeypatch.setattr(worker.process, "kill", killed := Mock())
+    lone.stop(DEADLINE)
+    assert not killed.called
+
+
 def test_stop_kills_in_time_those_that_do_not_listen():
     group = _group(2)
     pids = group.pids

@@ -211,6 +211,16 @@ def test_what_ended_a_run_is_not_taken_over_and_said(again, tmp_path):
     assert read_config(tmp_path / "run" / "config.yaml")["max_seconds"] == again.get("max_seconds")
 
 
+def test_a_trace_stays_unless_another_one_is_asked_for(tmp_path):
+    train(tmp_path / "run", "appo", trace=True)
+    trace = tmp_path / "run" / "trace.json"
+    before = trace.read_bytes()
+    resume_run(tmp_path / "run", frames=2 * FRAMES, **QUIET)
+    assert trace.read_bytes() == before
+    resume_run(tmp_path / "run", frames=3 * FRAMES, trace=True, **QUIET)
+    assert trace.read_bytes() != before
+
+
 def test_limits_that_a_run_has_not_reached_stay(tmp_path):
     limits = {"max_seconds": 1e6, "stop_at": 1e6}
     train(tmp_path / "run", "appo", **limits)

@@ -33,8 +33,8 @@ _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
 _LIMITS = ("stop_at", "max_seconds")
 """Those that it keeps by default unless the run has reached them."""
 
-_TAKEN_OVER = _CHANGEABLE - {*_LIMITS, "progress_bar"}
-"""Those that it keeps by default in any case."""
+_TAKEN_OVER = _CHANGEABLE - {*_LIMITS, "progress_bar", "trace"}
+"""Those that it keeps by default in any case; another trace would replace the one that is there."""
 
 
 def resume_run(
@@ -65,9 +65,9 @@ def resume_run(
             run was started with.
         create_env: The function that the run was given, if any.
         announce: Called with lines of text for the user; nothing is said if None.
-        **options: As for `train_appo`. Loggers, evaluations, videos, trace, ``rank_timeout``, and
-            how checkpoints are kept default to those of the run; ``stop_at`` and ``max_seconds`` do
-            not.
+        **options: As for `train_appo`. Loggers, evaluations, videos, ``rank_timeout``, and how
+            checkpoints are kept default to those of the run, as do ``stop_at`` and ``max_seconds``
+            unless it has reached them; ``trace`` does not.
 
     Returns:
         The summary; ``resumed`` has the frames at which the run was resumed.
