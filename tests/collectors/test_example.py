@@ -1,4 +1,4 @@
-"""What a worker's module does beside rollouts: examples, copies for the CPU, closing."""
+"""Examples of rollouts, copies of policies for the CPU, and closing environments."""
 
 from __future__ import annotations
 

@@ -246,9 +246,9 @@ def refuse_hook(collector: Any, hook: Callable[..., Any] | None) -> None:
         )
 
 
-def closed_error(*, open_still: bool = False) -> SegmentClosedError:
+def closed_error(*, workers_ended: bool = False) -> SegmentClosedError:
     """Return the error of a collector that is used after its end, or that of its workers."""
-    if open_still:
+    if workers_ended:
         return SegmentClosedError(
             "cannot use the collector's workers: all ended when one was lost (expected running "
             "ones). Save the counts by state_dict(workers=False), and build a new collector."

@@ -213,7 +213,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
     def _open_team(self) -> WorkerTeam:
         if self._sink is None or self._team is None or self._team.stopped:
-            raise closed_error(open_still=self._sink is not None)
+            raise closed_error(workers_ended=self._sink is not None)
         return self._team
 
     @property

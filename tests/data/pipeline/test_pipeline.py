@@ -461,6 +461,7 @@ def test_a_closed_pipeline_refuses_to_be_asked(pipeline, ask):
         getattr(pipeline, ask)(*ASKS[ask])
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_process_is_refused_a_pipeline_whose_thread_it_lacks(table):
     with make(table, packer="thread") as pipeline:
         pipeline.sample_large_batch(0, COUNT)

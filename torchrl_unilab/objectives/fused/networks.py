@@ -21,7 +21,7 @@ from torch import nn
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.fused.products import BatchedProducts, OneDNNProducts, products_for
-from torchrl_unilab.objectives.fused.threads import Beside, at_once
+from torchrl_unilab.objectives.fused.threads import SideExecutor, at_once
 
 ALL = slice(None)
 _SIZES = 16
@@ -194,7 +194,7 @@ class ReluNetwork:
         output = self._layers[-1][0]
         return self._products[-1].affine(x, output.weight, output.bias), [Pass(inputs, normed)]
 
-    def backward(self, gradient: torch.Tensor, passes: Passes, thread: Beside = None) -> None:
+    def backward(self, gradient: torch.Tensor, passes: Passes, thread: SideExecutor = None) -> None:
         """Write the parameters' gradients, given the outputs', [k, n, out].
 
         Args:
@@ -278,7 +278,7 @@ class ReluNetworks:
         outputs = [network.forward(x) for network in self._networks]
         return torch.cat([y for y, _ in outputs]), [taken for _, (taken,) in outputs]
 
-    def backward(self, gradient: torch.Tensor, passes: Passes, thread: Beside = None) -> None:
+    def backward(self, gradient: torch.Tensor, passes: Passes, thread: SideExecutor = None) -> None:
         """See `ReluNetwork.backward`; a thread takes the first network meanwhile."""
         first, *others = [
             partial(network.backward, own, [taken])

@@ -31,7 +31,7 @@ from torchrl_unilab.objectives.fused.networks import (
     is_relu_mlp,
     relu_networks,
 )
-from torchrl_unilab.objectives.fused.threads import Beside, at_once
+from torchrl_unilab.objectives.fused.threads import SideExecutor, at_once
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import ALONE, Ranks
@@ -149,7 +149,7 @@ class FusedOffPolicyUpdate(abc.ABC):
             )
         actor_parameters = loss.actor_network_params.get((*self.head_path, "net"))
         self.loss, self.ranks, self.tau = loss, ranks, tau
-        self._thread: Beside = None
+        self._thread: SideExecutor = None
         self._critics_are_whole = False  # taken by one thread
         critic = loss.qvalue_network
         online, target = loss.qvalue_network_params, targets_of(loss, "qvalue_network")
@@ -314,7 +314,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         return at_once(self._thread, partial(critics, None), policy)[0]
 
     def _differentiate_critics(
-        self, data: Transitions, noise: torch.Tensor, thread: Beside
+        self, data: Transitions, noise: torch.Tensor, thread: SideExecutor
     ) -> torch.Tensor:
         """Write the critics' gradients and statistics; a thread takes the targets, and then one."""
         judge = partial(self._critics.forward, data.state_action)

@@ -15,13 +15,13 @@ import torch
 
 from torchrl_unilab.objectives.fused.graphs import SideStream
 
-Beside = ThreadPoolExecutor | SideStream | None
-"""Where work is done at once with this thread's; None: nowhere."""
+SideExecutor = ThreadPoolExecutor | SideStream | None
+"""Runs work concurrently with the calling thread's; None: there is no such thread or stream."""
 _T = TypeVar("_T")
 _U = TypeVar("_U")
 
 
-def at_once(thread: Beside, here: Callable[[], _T], there: Callable[[], _U]) -> tuple[_T, _U]:
+def at_once(thread: SideExecutor, here: Callable[[], _T], there: Callable[[], _U]) -> tuple[_T, _U]:
     """Return what both functions return; raise once both have ended.
 
     Args:

@@ -62,10 +62,10 @@ class Learner:
     loss: LossModule
 
 
-def _readers(
+def _network_arguments(
     env: EnvBase, config: Config, *, normalized: bool = True
 ) -> tuple[dict[str, ObservationNormalizer], dict[str, Any], dict[str, Any]]:
-    """Return the normalisers, and what actor and critic that read observations are made with."""
+    """Return the normalisers, and the arguments that actor and critic have in common."""
     sizes = observation_sizes(env, config)
     normalizers = {key: ObservationNormalizer(size) for key, size in sizes.items() if normalized}
     actor, critic = (
@@ -82,7 +82,7 @@ def _readers(
 
 def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
     """Return APPO's networks and loss."""
-    normalizers, of_actor, of_critic = _readers(env, config)
+    normalizers, of_actor, of_critic = _network_arguments(env, config)
     action_space(env)
     of_actor |= {"log_std": config.log_std, "noise_correlation": config.noise_correlation}
     actor = make_actor(action_size=env.action_spec.shape[-1], **of_actor)
@@ -106,7 +106,9 @@ def build_appo(env: EnvBase, config: APPOConfig) -> Learner:
 
 def build_off_policy(env: EnvBase, config: OffPolicyConfig) -> Learner:
     """Return SAC's or TD3's networks and TorchRL's loss over them."""
-    normalizers, of_actor, of_critic = _readers(env, config, normalized=config.obs_normalization)
+    normalizers, of_actor, of_critic = _network_arguments(
+        env, config, normalized=config.obs_normalization
+    )
     space = action_space(env)
     low, high = (bound.reshape(-1, bound.shape[-1])[0] for bound in (space.low, space.high))
     make = make_sac_actor if config.algorithm == "sac" else make_td3_actor
