@@ -47,7 +47,9 @@ def _within(seconds: float, call) -> bool:
     return not thread.is_alive()
 
 
-@pytest.mark.parametrize(("fault", "state"), [("SIGKILL", "dead"), ("SIGSTOP", "alive")])
+@pytest.mark.parametrize(
+    ("fault", "state"), [("SIGKILL", "dead"), ("SIGSTOP", "stopped by a signal")]
+)
 def test_publishing_goes_on_without_a_lost_worker_which_is_named(fault, state):
     policy = make_policy(0.25)
     scheme = UniLabShmScheme()

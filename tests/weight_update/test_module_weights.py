@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
-from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, is_expanded, named_tensors
 
 
@@ -65,6 +65,89 @@ def test_a_module_is_to_be_looked_up_anew_once_a_tensor_came_or_went():
     assert len(weights.tensors(net)) == 3
     net.mean = None
     assert weights.tensors(net) is None
+
+
+@pytest.mark.parametrize("add", [nn.Module.register_buffer, nn.Module.register_parameter])
+def test_a_module_is_to_be_looked_up_anew_once_it_has_another_name(add):
+    net = nn.Linear(2, 1)
+    weights = ModuleWeights(net)
+
+    add(net, "scale", nn.Parameter(torch.ones(1)))
+
+    assert weights.tensors(net) is None
+
+
+def test_a_layer_in_two_places_has_weights_under_both_names_detached():
+    layer = nn.Linear(2, 1, bias=False)
+
+    named = ModuleWeights(nn.Sequential(layer, layer)).named()
+
+    assert [*named] == ["0.weight", "1.weight"]
+    assert not any(tensor.requires_grad for tensor in named.values())
+
+
+def test_parameters_that_leave_the_meta_device_keep_kind_flag_and_ties():
+    net = _tied().to("meta")
+    net[0].bias.requires_grad_(False)
+    net[2].weight = net[0].weight
+
+    ModuleWeights(net).make_private()
+
+    assert net[2].weight is net[0].weight
+    assert not any(tensor.is_meta for tensor in net.state_dict().values())
+    assert [n for n, p in net.named_parameters() if not p.requires_grad] == ["0.bias"]
+
+
+class _Stateful(nn.Module):
+    """Its extra state is whatever it is told."""
+
+    def __init__(self, state: object) -> None:
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [None, True, 3, 0.1, {"a": {"b": False}, "c": 2}])
+def test_extra_state_arrives_with_its_own_types_and_values(state):
+    sent, received = nn.Sequential(_Stateful(state)), nn.Sequential(_Stateful(None))
+
+    ModuleWeights(received).set_extra_state(ModuleWeights(sent).extra_state())
+
+    assert repr(received[0].state) == repr(state)
+
+
+def test_extra_state_is_copied_from_the_tensors_that_are_given():
+    net, values = _Stateful({"mean": torch.zeros(1)}), {"_extra_state.mean": torch.ones(1)}
+    ModuleWeights(net).set_extra_state(values)
+
+    values["_extra_state.mean"].fill_(9.0)
+
+    assert net.state["mean"].item() == 1.0
+
+
+def test_extra_state_that_is_one_tensor_arrives():
+    net = _Stateful(torch.zeros(1))
+
+    ModuleWeights(net).set_extra_state({"_extra_state": torch.ones(1)})
+
+    assert net.state.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ({"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)}, LayoutKeyError, "'a.b' comes twice"),
+        ({"a": {"b": "high"}}, ConfigError, r"'a.b' is a str \(expected a tensor\)"),
+    ],
+)
+def test_weights_that_are_ambiguous_or_no_tensors_are_refused_by_their_key(weights, error, message):
+    with pytest.raises(error, match=message):
+        named_tensors(weights)
 
 
 @pytest.mark.parametrize(

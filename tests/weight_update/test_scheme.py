@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import time
 from unittest.mock import Mock
 
@@ -16,9 +18,9 @@ from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
 from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.errors import ConfigError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
 from torchrl_unilab.shm import seqlock
-from torchrl_unilab.weight_update import UniLabShmScheme
+from torchrl_unilab.weight_update import UniLabShmScheme, UniLabShmTransport
 
 CPU = torch.device("cpu")
 
@@ -311,6 +313,82 @@ def test_a_scheme_that_was_shut_down_says_so(make_sender):
     scheme.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         scheme.send()
+
+
+def test_a_sender_that_is_shut_down_closes_its_memory(make_sender):
+    sender = make_sender({"slots": 5}, model=make_policy(), devices=[CPU])
+    transport = sender.create_transport()
+    assert transport.cell(0).slots == 5
+    sender.shutdown()
+    with pytest.raises(SegmentClosedError):
+        transport.newest(0)
+
+
+class _Shared(pickle.Pickler):
+    """Pickles as for a worker; refuses the learner's tensors."""
+
+    def persistent_id(self, obj):
+        assert not isinstance(obj, torch.Tensor)
+        return "transport" if isinstance(obj, UniLabShmTransport) else None
+
+
+def test_what_a_worker_is_sent_holds_no_model_of_this_process(pair):
+    sender, receiver = pair(make_policy(), make_policy())
+    sender.send()
+    for scheme in (sender, receiver):
+        _Shared(io.BytesIO()).dump(scheme)
+
+
+def test_weights_to_connect_with_are_published():
+    sender = UniLabShmScheme()
+    sender.init_on_sender(weights=TensorDict(w=torch.zeros(1)), devices=[CPU])
+    sender.connect(weights=TensorDict(w=torch.ones(1)))
+    assert (sender.version, sender.weights["w"].item()) == (1, 1.0)
+    sender.shutdown()
+
+
+def test_weights_for_one_worker_leave_the_other_no_lag(apart):
+    sender, receivers = apart
+    sender.send(TensorDict.from_module(make_policy()), worker_ids=0)
+    assert sender.lag == {0: 1, 1: 0}
+    assert not receivers[1].pull()
+
+
+def test_retries_of_readers_are_counted(pair):
+    sender, receiver = pair(make_policy(), make_policy())
+    receiver.create_transport().cell(0).overtaken = 3
+    sender.send()
+    receiver.pull()
+    assert sender.statistics["retries"] == 3
+
+
+def test_no_weights_are_those_of_a_model_without_any(make_sender):
+    sender = make_sender(model=nn.Tanh(), devices=[CPU])
+    sender.send({})
+    assert sender.version == 1
+
+
+class _Named:
+    """What a sender needs of a collector that has two policies."""
+
+    def __init__(self) -> None:
+        self.policy, self.other, self.policy_device = make_policy(0.25), make_policy(0.75), CPU
+
+
+def test_a_model_of_the_context_is_published_by_its_name(make_sender):
+    context = _Named()
+    sender = make_sender(model_id="policy", context=context)
+    sender.send("other")
+    assert sender.weights["module", "2", "bias"].item() == 0.75
+
+
+def test_a_policy_beside_a_factory_is_published(make_sender):
+    collector = _Factories()
+    collector._fallback_policy = make_policy(0.5)
+    sender = make_sender(model_id="policy", context=collector)
+    set_action(collector._fallback_policy, 0.75)
+    sender.send()
+    assert sender.weights["module", "2", "bias"].item() == 0.75
 
 
 def test_an_unknown_worker_is_named(make_sender):

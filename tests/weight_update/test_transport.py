@@ -216,6 +216,18 @@ def test_statistics_are_put_as_arrays_too():
     stats.put((np.array([1.0, 2.0]), np.array([3, 4], dtype=np.float32)))
 
     assert [t.tolist() for t in stats.get()] == [[1.0, 2.0], [3.0, 4.0]]
+    assert copy.copy(stats).get() is not None  # what one process has got is new to another
+    stats.close()
+    with pytest.raises(SegmentClosedError):
+        stats.get()
+
+
+def test_statistics_have_the_shape_that_they_are_given():
+    stats = SharedObsNormStats((2, 3))
+
+    stats.put((torch.zeros(2, 3), torch.ones(2, 3)))
+
+    assert [t.shape for t in stats.get()] == [(2, 3), (2, 3)]
     stats.close()
 
 

@@ -42,6 +42,15 @@ def process_is_alive(word: int) -> bool:
     return word != 0 and _living(process_id(word)) == word
 
 
+def process_is_stopped(word: int) -> bool:
+    """Return whether a signal has stopped the process of a word, so that it does not work now."""
+    try:
+        status = psutil.Process(process_id(word)).status()
+    except psutil.NoSuchProcess:
+        return False
+    return process_is_alive(word) and bool(status == psutil.STATUS_STOPPED)
+
+
 def check_spawning(what: object) -> None:
     """Refuse to copy or pickle anonymous shared memory, except for a process being spawned.
 

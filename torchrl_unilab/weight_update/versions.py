@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torchrl_unilab.errors import UsageError, WaitTimeoutError
 from torchrl_unilab.scalars import as_indices, deadline
-from torchrl_unilab.shm.liveness import process_id, process_is_alive
+from torchrl_unilab.shm.liveness import process_id, process_is_alive, process_is_stopped
 from torchrl_unilab.weight_update.transport import UniLabShmTransport
 
 POLL_SECONDS = 0.0005
@@ -102,7 +102,7 @@ class WorkerVersions:
             timeout: Seconds to wait.
 
         Raises:
-            WaitTimeoutError: Some are still behind; names them and says which are dead.
+            WaitTimeoutError: Some are still behind; names them and says which are dead or stopped.
         """
         transport = self._require_transport()
         workers = as_indices("worker_ids", transport.cells if worker_ids is None else worker_ids)
@@ -131,5 +131,7 @@ def _describe(transport: UniLabShmTransport, worker: int) -> str:
     if not process:
         return f"worker {worker} never connected"
     state = "alive" if process_is_alive(process) else "dead"
+    if process_is_stopped(process):
+        state = "stopped by a signal"
     where = "with weights that it loaded itself" if applied is None else f"at version {applied}"
     return f"worker {worker} (pid {process_id(process)}, {state}) {where}"
