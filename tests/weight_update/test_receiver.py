@@ -1,0 +1,185 @@
+"""When a collector that pulls looks for published weights, and what it reports."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.collectors import Collector
+
+from tests.support.acting import StillEnv, actions, make_policy, set_action
+from tests.support.bounds import DEADLINE
+from torchrl_unilab.errors import UsageError
+from torchrl_unilab.weight_update import UniLabShmScheme
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore:The env passed to Collector is missing")
+
+
+class Stepped(StillEnv):
+    """Calls `on_step` before each step."""
+
+    on_step: Callable[[], object] = staticmethod(lambda: None)
+
+    def _step(self, tensordict):
+        self.on_step()
+        return super()._step(tensordict)
+
+
+@pytest.fixture
+def pulling(make_sender) -> Iterator[Callable]:
+    """Makes a sender, a collector of this process that pulls from it as a worker's, and its env."""
+    with ExitStack() as stack:
+
+        def make(policy: nn.Module, **settings):
+            sender = make_sender(settings, model_id="policy", model=policy, devices=[CPU])
+            receiver, env = UniLabShmScheme(), Stepped()
+            receiver.__setstate__(sender.__getstate__())
+            collector = Collector(env, make_policy(), frames_per_batch=4, total_frames=-1)
+            stack.callback(collector.shutdown)
+            collector.worker_idx = 0
+            collector.register_scheme_receiver({"policy": receiver})
+            return sender, collector, env
+
+        yield make
+
+
+def _publish(sender: UniLabShmScheme, policy: nn.Module, value: float) -> None:
+    set_action(policy, value)
+    sender.send()
+
+
+def _fail() -> None:
+    raise ValueError("the physics has failed")
+
+
+def test_a_policy_that_is_read_in_mid_rollout_keeps_its_weights(pulling):
+    policy = make_policy(0.25)
+    sender, collector, env = pulling(policy)
+    env.on_step = lambda: (_publish(sender, policy, 0.75), collector.policy)
+
+    assert actions(collector.rollout()) == {0.25}
+
+
+def test_after_a_rollout_that_failed_the_policy_is_what_was_published(pulling):
+    policy = make_policy(0.25)
+    sender, collector, env = pulling(policy)
+    env.on_step = _fail
+    with pytest.raises(ValueError, match="physics"):
+        collector.rollout()
+
+    _publish(sender, policy, 0.75)
+
+    assert collector.policy.module[2].bias.item() == 0.75
+
+
+@pytest.mark.parametrize(("pull", "applied"), [("rollout", 1), ("step", 1), ("manual", 0)])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda collector: collector.policy,
+        lambda collector: collector.state_dict(),
+        lambda collector: collector.get_distant_attr("total_frames"),
+    ],
+    ids=["policy", "state", "attribute"],
+)
+def test_a_collector_that_is_asked_pulls_unless_by_hand(pulling, pull, applied, ask):
+    sender, collector, _ = pulling(make_policy(), pull=pull)
+    sender.send()
+
+    ask(collector)
+
+    assert sender.applied_versions == {0: applied}
+
+
+def test_a_collector_without_a_policy_has_no_such_attribute(pulling):
+    _, collector, _ = pulling(make_policy())
+    del collector.__dict__["policy"]
+
+    assert not hasattr(collector, "policy")
+
+
+def test_a_state_that_was_refused_is_not_called_published(pulling):
+    sender, collector, _ = pulling(make_policy())
+    state = collector.state_dict()
+    del state["policy_state_dict"]["module.2.bias"]
+
+    with pytest.raises(RuntimeError, match=r"module\.2\.bias"):
+        collector.load_state_dict(state)
+
+    assert sender.applied_versions == {0: None}
+    collector.load_state_dict(state, strict=False)
+
+
+@pytest.fixture
+def apart(make_sender) -> UniLabShmScheme:
+    """A sender whose two workers have weights apart, that make actions 0 and 1."""
+    weights = {i: TensorDict.from_module(make_policy(i)).data.clone() for i in range(2)}
+    return make_sender({"per_worker_weights": True}, params_map=weights)
+
+
+class Numbered:
+    """A receiver's context that says which worker it is."""
+
+    def __init__(self) -> None:
+        self.policy, self.worker_idx = make_policy(-1.0), 0
+
+
+@pytest.mark.parametrize("at", ["init_on_receiver", "connect"])
+def test_the_worker_that_is_named_beats_the_one_known_before(at, apart):
+    receiver, context = UniLabShmScheme(), Numbered()
+    receiver.__setstate__(apart.__getstate__())
+    named = {"init_on_receiver": {}, "connect": {}} | {at: {"worker_idx": 1}}
+
+    receiver.init_on_receiver(model_id="policy", context=context, **named["init_on_receiver"])
+    receiver.connect(**named["connect"])
+
+    assert (receiver.worker_idx, apart.applied_versions) == (1, {0: None, 1: 0})
+    assert receiver.weights["module", "2", "bias"].item() == 1.0
+
+
+def test_a_receiver_without_a_number_is_refused(apart):
+    receiver = UniLabShmScheme()
+    receiver.__setstate__(apart.__getstate__())
+    receiver.init_on_receiver(model_id="policy", model=make_policy())
+
+    with pytest.raises(UsageError, match="no worker_idx"):
+        receiver.connect()
+
+
+def test_a_receiver_receives_once_it_is_initialised_and_connected(apart):
+    receiver = UniLabShmScheme()
+    receiver.__setstate__(apart.__getstate__())
+    with pytest.raises(UsageError, match="initialized on receiver"):
+        receiver.receive()
+    receiver.init_on_receiver(model_id="policy", model=make_policy(), worker_idx=0)
+    with pytest.raises(UsageError, match="synchronized on receiver"):
+        receiver.receive()
+
+
+def test_to_receive_waits_for_a_version_that_is_to_come(pair, monkeypatch):
+    sender, receiver = pair(make_policy(), make_policy())
+    monkeypatch.setattr(time, "sleep", lambda _: sender.send())
+
+    assert receiver.receive(timeout=DEADLINE) is not None
+
+
+def test_the_applied_version_is_that_of_the_initial_weights_once_connected(pair):
+    _, receiver = pair(make_policy(), make_policy())
+
+    assert (receiver.applied_version, copy.copy(receiver).applied_version) == (0, -1)
+
+
+def test_a_receiver_that_was_shut_down_pulls_nothing_more(pair):
+    sender, receiver = pair(make_policy(), make_policy())
+    receiver.shutdown()
+    sender.send()
+
+    assert not receiver.pull()
