@@ -12,7 +12,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 def _tensors(device: str) -> dict[str, torch.Tensor]:
     return {
-        "w": torch.randn(5, 3, device=device, requires_grad=True),
+        "w": torch.randn(5, 3, device=device),
         "half": torch.randn(4, device=device).bfloat16(),
         "count": torch.tensor(2**53 + 1, device=device),
         "strided": torch.randn(4, 6, device=device).t()[::2],
@@ -35,8 +35,7 @@ def test_tensors_of_a_device_come_to_the_host_in_one_transfer(device):
 def test_a_snapshot_comes_to_the_device_by_key(device):
     tensors = _tensors("cpu")
     snapshot = Snapshot(BlockLayout.of(tensors))
-    with torch.no_grad():
-        torch._foreach_copy_(list(snapshot.tensors.values()), list(tensors.values()))
+    torch._foreach_copy_(list(snapshot.tensors.values()), list(tensors.values()))
     packer = DevicePacker(BlockLayout.of(tensors), torch.device(device))
 
     on_device = packer.to_device(snapshot)
