@@ -15,8 +15,8 @@ import yaml
 
 import torchrl_unilab
 from torchrl_unilab.cli import _resuming, _show, main
-from torchrl_unilab.configs import known
-from torchrl_unilab.configs.known import Known
+from torchrl_unilab.configs import benchmark_results
+from torchrl_unilab.configs.benchmark_results import BenchmarkResult as Result
 from torchrl_unilab.envs.registry import EXAMPLES, TASKS
 from torchrl_unilab.errors import DivergedError, WorkerError
 from torchrl_unilab.trainers import APPOTrainer
@@ -38,8 +38,11 @@ def test_a_task_is_listed_with_the_algorithms_that_have_settings_for_it(capsys):
 
 
 def test_a_task_is_listed_with_what_is_known_and_the_algorithm_to_choose(capsys, monkeypatch):
-    entries = (Known("Ant-v5", "sac", 10, 9, 80, 3), Known("Ant-v5", "appo", 4304, 60, 900_000, 5))
-    monkeypatch.setattr(known, "KNOWN", entries)
+    entries = (
+        Result("Ant-v5", "sac", 10, 9, 80, 3),
+        Result("Ant-v5", "appo", 4304, 60, 900_000, 5),
+    )
+    monkeypatch.setattr(benchmark_results, "RESULTS", entries)
     assert _listed(capsys)["Ant-v5"].endswith(
         " appo    appo 4,304 after 60 s, 900,000 frames (5 seeds); sac 10 after 9 s, 80 frames "
         "(3 seeds)"
@@ -47,7 +50,7 @@ def test_a_task_is_listed_with_what_is_known_and_the_algorithm_to_choose(capsys,
 
 
 def test_what_is_not_measured_is_said(capsys, monkeypatch):
-    monkeypatch.setattr(known, "KNOWN", ())
+    monkeypatch.setattr(benchmark_results, "RESULTS", ())
     assert _listed(capsys)["Ant-v5"].endswith(" -       not measured")
 
 

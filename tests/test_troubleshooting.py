@@ -28,7 +28,7 @@ from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.runtime import WorkerGroup
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.trainers import train_appo
-from torchrl_unilab.trainers.runs.summary import check_loggers
+from torchrl_unilab.trainers.runs.loggers import check_loggers
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 PAGE = Path(__file__).parents[1] / "tutorials" / "how-to" / "troubleshooting.md"

@@ -37,10 +37,10 @@ from torchrl_unilab.errors import (
     RunCompleteError,
     UniLabError,
     WorkerError,
-    came_of,
+    has_cause,
 )
 from torchrl_unilab.fork_server import start_fork_server
-from torchrl_unilab.limits import local_ranks, of_launcher
+from torchrl_unilab.limits import launcher_env, local_ranks
 
 _REMEDIES = {
     errno.ENOSPC: " (expected room for a run's files). Make room, or choose another directory.",
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(" ".join(str(error).split()) + remedy)
     except (AttributeError, ImportError, RuntimeError, KeyboardInterrupt) as error:
         # The import of mujoco's C code makes an ImportError of an interrupt.
-        while_importing = isinstance(error, ImportError) and came_of(error, KeyboardInterrupt)
+        while_importing = isinstance(error, ImportError) and has_cause(error, KeyboardInterrupt)
         if while_importing or isinstance(error, KeyboardInterrupt):
             # Before or after the training itself, which ends with a checkpoint by its own means.
             for child in multiprocessing.active_children():
@@ -234,7 +234,7 @@ def _train(options: argparse.Namespace) -> int:
         again = options.resume and Path(options.run_dir, CONFIG_FILE).is_file()
         with _telling_what_is_saved(options):
             summary = Run(plan, config, options.run_dir, announce=print, again=again)()
-    if of_launcher("RANK", 0):
+    if launcher_env("RANK", 0):
         return 130 if summary["interrupted"] else 0
     _show(summary)
     files = ("summary.json", "returns.png", "checkpoint", "logs", "trace.json")
@@ -249,7 +249,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _resuming(options: argparse.Namespace) -> str:
     """Return the command that continues a run."""
-    start, ranks = "torchrl-unilab", of_launcher("WORLD_SIZE", 1)
+    start, ranks = "torchrl-unilab", launcher_env("WORLD_SIZE", 1)
     if ranks > 1:
         machines = "" if ranks == local_ranks() else f"--nnodes {ranks // local_ranks()} "
         start = f"torchrun {machines}--nproc-per-node {local_ranks()} -m torchrl_unilab"
@@ -266,7 +266,7 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
     except BaseException:
         saved = sorted(Path(options.run_dir).glob(_CHECKPOINTS))
         frames = int(saved[-1].name.partition("-")[2]) if saved else 0
-        if frames and not of_launcher("RANK", 0):
+        if frames and not launcher_env("RANK", 0):
             print(f"{frames:,} frames are saved; to go on: {_resuming(options)}", file=sys.stderr)
         raise
 
@@ -328,14 +328,14 @@ def _number(value: float | None) -> str:
 
 
 def _tasks(_: argparse.Namespace) -> int:
-    from torchrl_unilab.configs.known import known_of
+    from torchrl_unilab.configs.benchmark_results import results_for_task
     from torchrl_unilab.envs.registry import EXAMPLES, TASKS
 
     line = "{:26}{:15}{:8}{}".format
     print(line("task", "own settings", "choose", "known"))
     for task in (*TASKS, *EXAMPLES):
         own = [name for name, algorithm in SETTINGS.items() if task in algorithm.tasks]
-        known = known_of(task)
+        known = results_for_task(task)
         words = "; ".join(map(str, known)) or "not measured"
         print(line(task, " ".join(own) or "-", known[0].algorithm if known else "-", words))
     print(

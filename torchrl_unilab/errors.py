@@ -132,16 +132,16 @@ class RunCompleteError(ConfigError):
     """A run to be resumed has already reached all that was asked for."""
 
 
-def came_of(error: BaseException, kind: type[BaseException]) -> bool:
+def has_cause(error: BaseException, kind: type[BaseException]) -> bool:
     """Return whether an error was caused, directly or not, by an error of a kind.
 
     Examples:
-        >>> from torchrl_unilab.errors import came_of
+        >>> from torchrl_unilab.errors import has_cause
         >>> try:
         ...     raise OSError("no file") from KeyError("a")
         ... except OSError as error:
-        ...     came_of(error, KeyError), came_of(error, OSError)
+        ...     has_cause(error, KeyError), has_cause(error, OSError)
         (True, False)
     """
     cause = error.__cause__ or error.__context__
-    return cause is not None and (isinstance(cause, kind) or came_of(cause, kind))
+    return cause is not None and (isinstance(cause, kind) or has_cause(cause, kind))

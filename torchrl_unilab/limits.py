@@ -16,7 +16,7 @@ import psutil
 from torchrl_unilab.errors import ConfigError
 
 
-def of_launcher(name: str, default: int) -> int:
+def launcher_env(name: str, default: int) -> int:
     """Return what torchrun, or another launcher, has set an environment variable to.
 
     Raises:
@@ -32,7 +32,7 @@ def of_launcher(name: str, default: int) -> int:
 
 def local_ranks() -> int:
     """Return how many ranks torchrun started on this machine, which they share; 1 without it."""
-    return max(1, of_launcher("LOCAL_WORLD_SIZE", 1))
+    return max(1, launcher_env("LOCAL_WORLD_SIZE", 1))
 
 
 def available_memory() -> int:

@@ -3,7 +3,7 @@
 ``python -m tests.benchmarks.learning_page [--results DIRECTORY]``, or ``make learning-page``. It
 reads what `tests.benchmarks.learn` recorded, prints the page, writes it as ``README.md`` with
 ``learning.png`` beside the records, and prints the entries for
-`torchrl_unilab.configs.known`.
+`torchrl_unilab.configs.benchmark_results`.
 """
 
 from __future__ import annotations
@@ -296,8 +296,8 @@ def worst(group: Group, level: float) -> float:
     return max(seconds for seconds, _ in group.reached(level))
 
 
-def known_entries(groups: Sequence[Group]) -> str:
-    """Return entries of `KNOWN`: the highest stated return that all seeds of a group reached.
+def result_entries(groups: Sequence[Group]) -> str:
+    """Return entries of `RESULTS`: the highest stated return that all seeds of a group reached.
 
     Where there is none, it is the return that the worst seed ended with.
     """
@@ -313,7 +313,7 @@ def known_entries(groups: Sequence[Group]) -> str:
             level = math.floor(group.training.min())
             seconds, frames = np.median([(r["seconds"], r["frames"]) for r in group.runs], axis=0)
         entries.append(
-            f'    Known("{group.task}", "{group.algorithm}", {level:g}, {seconds:.0f}, '
+            f'    BenchmarkResult("{group.task}", "{group.algorithm}", {level:g}, {seconds:.0f}, '
             f"{frames:.0f}, {len(group.runs)}),"
         )
     return "\n".join(entries)
@@ -411,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = page(groups, read_records(directory / "peers"))
     (directory / "README.md").write_text(text)
     print(text)
-    print(f"Entries for torchrl_unilab/configs/known.py:\n{known_entries(groups)}")
+    print(f"Entries for torchrl_unilab/configs/benchmark_results.py:\n{result_entries(groups)}")
     return 0
 
 

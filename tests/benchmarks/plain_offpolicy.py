@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchrl_unilab.modules.critics import relu_mlp
 from torchrl_unilab.modules.gaussian import HALF_LOG_2PI
+from torchrl_unilab.modules.mlp import relu_mlp
 
 LOG_STD_CENTER, LOG_STD_REACH = -1.5, 3.5  # log std within [-5, 2]
 

@@ -206,9 +206,14 @@ def test_the_command_evaluates_as_often_as_the_runs_did():
 
 def test_an_entry_has_the_highest_stated_return_that_every_seed_reached():
     group = page.Group([_run(0, [2700.0, 3600.0]), _run(1, [0.0, 2700.0])])
-    assert page.known_entries([group]) == '    Known("Hopper-v5", "appo", 2609, 15, 1500, 2),'
+    assert (
+        page.result_entries([group])
+        == '    BenchmarkResult("Hopper-v5", "appo", 2609, 15, 1500, 2),'
+    )
 
 
 def test_without_a_stated_return_an_entry_has_the_worst_seeds_last_one():
     group = page.Group([_run(0, [9.0, 7.5]), _run(1, [9.0, 6.5])])
-    assert page.known_entries([group]) == '    Known("Hopper-v5", "appo", 6, 20, 2000, 2),'
+    assert (
+        page.result_entries([group]) == '    BenchmarkResult("Hopper-v5", "appo", 6, 20, 2000, 2),'
+    )

@@ -19,7 +19,7 @@ from torchrl_unilab.modules import (
     make_sac_actor,
     make_td3_actor,
 )
-from torchrl_unilab.modules.critics import relu_mlp, tanh_mlp
+from torchrl_unilab.modules.mlp import relu_mlp, tanh_mlp
 
 
 def test_tanh_networks_have_orthogonal_weights_and_a_scaled_last_layer():

@@ -24,7 +24,7 @@ from torchrl_unilab.errors import (
     WaitTimeoutError,
 )
 from torchrl_unilab.runtime import Ranks
-from torchrl_unilab.runtime.ranks import ALONE
+from torchrl_unilab.runtime.ranks import SINGLE_RANK
 
 
 def use_each_verb(_: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_ranks_that_never_come_are_not_waited_for_without_end():
 def starts(store: HashStore, ranks: Sequence[int]) -> list[str]:
     """What two ranks, which come in this order, call the start at which they meet."""
     with ThreadPoolExecutor(2) as threads:
-        found = {rank: threads.submit(Ranks(rank, 2)._meet, store) for rank in ranks}
+        found = {rank: threads.submit(Ranks(rank, 2)._agree_on_prefix, store) for rank in ranks}
         return [found[rank].result(DEADLINE) for rank in range(2)]
 
 
@@ -222,7 +222,7 @@ def test_a_rank_does_not_meet_what_died_before_it():
     store = HashStore()
     dead = Ranks(1, 2, timeout=0.01)
     with pytest.raises(TimeoutError, match="not all have come"):
-        dead._meet(store)
+        dead._agree_on_prefix(store)
     first, second = starts(store, (0, 1))
     assert first == second
 
@@ -307,7 +307,7 @@ def test_alone_each_verb_leaves_all_as_it_is(monkeypatch):
         assert [ranks.agree(wish) for wish in (True, False)] == [True, False]
     assert gradient.tolist() == [1.0, 1.0]
     assert not torch.distributed.is_initialized()
-    assert (ALONE.rank, ALONE.size) == (0, 1)
+    assert (SINGLE_RANK.rank, SINGLE_RANK.size) == (0, 1)
 
 
 def test_a_rank_that_ended_with_its_store_is_not_said_to_have_crashed():
@@ -316,6 +316,6 @@ def test_a_rank_that_ended_with_its_store_is_not_said_to_have_crashed():
     ranks = Ranks(1, 2)
     ranks._store = Mock(check=Mock(side_effect=RuntimeError("Connection reset by peer")))
     ranks._processes = [(socket.gethostname(), pid) for pid in (ended.pid, os.getpid())]
-    said = str(ranks._lost(RuntimeError("recv failed")))
+    said = str(ranks._peer_error(RuntimeError("recv failed")))
     assert "rank 0 has ended, and what it said is gone with its store" in said
     assert "crashed" not in said

@@ -55,7 +55,7 @@ from torchrl_unilab.trainers import (
     train_off_policy,
 )
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.summary import RunLogger
+from torchrl_unilab.trainers.runs.loggers import RunLogger
 
 Algorithm = Literal["appo", "sac"]
 Victim = Literal["collector", "learner"]

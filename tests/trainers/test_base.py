@@ -12,7 +12,7 @@ from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra import factories
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer
-from torchrl_unilab.trainers.base import INSTEAD, check_arguments
+from torchrl_unilab.trainers.base import REPLACEMENTS, check_arguments
 
 BOTH = pytest.mark.parametrize(
     ("trainer", "config"), [(APPOTrainer, APPOConfig()), (OffPolicyTrainer, OffPolicyConfig())]
@@ -69,12 +69,14 @@ def test_defaults_of_stock_trainers_are_accepted(trainer, config):
 @BOTH
 def test_each_argument_of_the_stock_trainer_is_of_ours_or_passed_on_or_refused(trainer, config):
     own = inspect.signature(trainer.__init__).parameters
-    assert {*STOCK} - {*own} - {"seed"} - factories._PASSED == {*STOCK} & {*INSTEAD[type(config)]}
+    assert {*STOCK} - {*own} - {"seed"} - factories._PASSED == {*STOCK} & {
+        *REPLACEMENTS[type(config)]
+    }
 
 
-@pytest.mark.parametrize("kind", INSTEAD)
+@pytest.mark.parametrize("kind", REPLACEMENTS)
 def test_each_setting_that_stands_for_an_argument_exists(kind):
-    told = re.findall(r"set (.*?) in config", " | ".join(INSTEAD[kind].values()))
+    told = re.findall(r"set (.*?) in config", " | ".join(REPLACEMENTS[kind].values()))
     settings = {name for names in told for name in re.split(r", | or ", names)}
     assert {"tau", "gamma"} <= settings <= {field.name for field in dataclasses.fields(kind)}
 

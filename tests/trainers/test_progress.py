@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_unilab.trainers.progress import can_draw, stop_when, tell_progress
+from torchrl_unilab.trainers.progress import can_draw, log_progress, stop_when
 
 
 def _trainer() -> SimpleNamespace:
@@ -30,7 +30,7 @@ def test_what_a_script_puts_in_place_of_standard_error_is_no_terminal(stream, mo
 
 def test_a_line_is_told_every_so_many_seconds():
     trainer, told = _trainer(), []
-    tell_progress(trainer, told.append, every=10.0)
+    log_progress(trainer, told.append, every=10.0)
     for seconds, frames, mean in [
         (5, 500, math.nan),
         (11, 1000, math.nan),

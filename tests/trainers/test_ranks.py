@@ -23,7 +23,7 @@ from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives import FusedAPPOUpdate
 from torchrl_unilab.runtime import Ranks
-from torchrl_unilab.runtime.ranks import ALONE
+from torchrl_unilab.runtime.ranks import SINGLE_RANK
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig
 from torchrl_unilab.trainers.loss_updates import APPOStepper, LossUpdate, make_update
 from torchrl_unilab.trainers.runs.builders import Learner, build_learner
@@ -228,7 +228,7 @@ def test_two_ranks_equal_one_process_that_averages_halves_bit_for_bit(learnt, up
 
 @each
 def test_two_ranks_with_the_same_data_equal_one_alone_bit_for_bit(learnt, update):
-    _assert_equal(learnt[0]["same"][update], learn(update, ALONE, [0], [0]))
+    _assert_equal(learnt[0]["same"][update], learn(update, SINGLE_RANK, [0], [0]))
 
 
 @each
@@ -236,7 +236,7 @@ def test_two_ranks_equal_one_with_the_doubled_batch(learnt, update):
     torch.set_default_dtype(torch.float64)
     try:
         with NoNoise():
-            doubled = learn(update, ALONE, [None], [0])
+            doubled = learn(update, SINGLE_RANK, [None], [0])
     finally:
         torch.set_default_dtype(torch.float32)
     for name, array in learnt[0]["quiet"][update].items():
@@ -245,7 +245,7 @@ def test_two_ranks_equal_one_with_the_doubled_batch(learnt, update):
 
 @each
 def test_what_ranks_learn_is_not_what_one_learns_from_its_half(learnt, update):
-    alone = learn(update, ALONE, [0], [0])
+    alone = learn(update, SINGLE_RANK, [0], [0])
     assert any(
         alone[name].tobytes() != array.tobytes() for name, array in learnt[0]["own"][update].items()
     )

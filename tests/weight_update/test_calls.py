@@ -66,7 +66,7 @@ def test_from_send_to_the_policy_there_are_thirteen_calls():
 
     assert calls == [
         *("send", "_find", "tensors", "publish", "publish", "check"),
-        *("rollout", "pull", "pull", "read", "tensors", "report_applied", "_hand_on"),
+        *("rollout", "pull", "pull", "read", "tensors", "report_applied", "_forward_weights"),
     ]
     collector.shutdown()
     sender.shutdown()

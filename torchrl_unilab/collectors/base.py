@@ -41,7 +41,7 @@ from torchrl_unilab.collectors.arguments import (
     without_creators,
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
-from torchrl_unilab.collectors.places import first_seed, first_trajectory, random_seed
+from torchrl_unilab.collectors.seeding import first_seed, first_trajectory, random_seed
 from torchrl_unilab.collectors.service import Sink, WorkerService, WorkerSetup, run_worker
 from torchrl_unilab.collectors.team import WorkerTeam
 from torchrl_unilab.collectors.worker import Measure, check_env, close_env, on_host, reward_terms

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from torchrl_unilab.envs.episodes import Episodes
 from torchrl_unilab.envs.randomization import Ids, Randomize
 from torchrl_unilab.envs.simulations import Simulations, all_finite
-from torchrl_unilab.envs.task import Array, MujocoTask, judge
+from torchrl_unilab.envs.task import Array, MujocoTask, checked_outcome
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
@@ -152,7 +152,7 @@ class EnvState:
         physics, task = self.physics, self.task
         action: NDArray[Any] = np.zeros((len(self), physics.num_controls), dtype=dtype)
         before = task.before(physics.fields)
-        terms = judge(task, physics.fields, before, action, self.dt).terms
+        terms = checked_outcome(task, physics.fields, before, action, self.dt).terms
         self.reward_terms = dict.fromkeys(terms, np.zeros(len(self)))
         self._clears_terms = True
         return list(terms)
@@ -177,7 +177,7 @@ class EnvState:
         before = task.before(physics.seen)
         diverged = physics.step(action, ids)
         start = self.count("physics", start)
-        outcome = judge(task, physics.seen, before, action, self.dt)
+        outcome = checked_outcome(task, physics.seen, before, action, self.dt)
         reward, terminated = outcome.reward, outcome.terminated
         terms, info = outcome.terms, outcome.info
         if diverged is not None:

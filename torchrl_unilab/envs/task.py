@@ -295,7 +295,7 @@ class MujocoTask(ABC):
         """
 
 
-def judge(
+def checked_outcome(
     task: MujocoTask, fields: Fields, before: Any, action: NDArray[Any], dt: float
 ) -> Outcome:
     """Return a task's `MujocoTask.outcome`, checked.

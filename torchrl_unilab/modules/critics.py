@@ -1,13 +1,7 @@
-"""Critics of states and of actions, and the multi-layer perceptrons of all networks.
-
-Tanh layers with orthogonal weights for APPO, relu layers as PyTorch initialises them for SAC
-and TD3: the two structures that the fused updates know.
-"""
+"""Critics of states, and of states and actions."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -15,63 +9,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase, set_skip_existing
 from torch import nn
 
+from torchrl_unilab.modules.mlp import checked_widths, relu_mlp, tanh_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
-from torchrl_unilab.scalars import as_integer
-
-
-def _widths(sizes: Sequence[int]) -> list[int]:
-    remedy = "Use 64, for example, or leave `hidden` empty for a linear network."
-    return [as_integer("width of a network", size, remedy) for size in sizes]
-
-
-def tanh_mlp(sizes: Sequence[int], *, last_gain: float) -> nn.Sequential:
-    """Return linear layers with tanh between them, with orthogonal weights and zero biases.
-
-    Args:
-        sizes: Widths from input to output, at least two.
-        last_gain: Scale of the output layer's weights.
-
-    Raises:
-        ConfigError: A width is not positive.
-
-    Examples:
-        >>> from torchrl_unilab.modules.critics import tanh_mlp
-        >>> [type(layer).__name__ for layer in tanh_mlp([3, 8, 1], last_gain=1.0)]
-        ['Linear', 'Tanh', 'Linear']
-    """
-    layers: list[nn.Module] = []
-    for n_in, n_out in itertools.pairwise(_widths(sizes)):
-        linear = nn.Linear(n_in, n_out)
-        nn.init.orthogonal_(linear.weight, math.sqrt(2))
-        nn.init.zeros_(linear.bias)
-        layers += [linear, nn.Tanh()]
-    nn.init.orthogonal_(linear.weight, last_gain)
-    return nn.Sequential(*layers[:-1])
-
-
-def relu_mlp(sizes: Sequence[int], *, layer_norm: bool = False) -> nn.Sequential:
-    """Return linear layers with relu between them, as PyTorch initialises them.
-
-    Args:
-        sizes: Widths from input to output, at least two.
-        layer_norm: Whether to normalise what goes into each relu.
-
-    Raises:
-        ConfigError: A width is not positive.
-
-    Examples:
-        >>> from torchrl_unilab.modules.critics import relu_mlp
-        >>> [type(layer).__name__ for layer in relu_mlp([3, 8, 1])]
-        ['Linear', 'ReLU', 'Linear']
-    """
-    sizes = _widths(sizes)
-    layers: list[nn.Module] = []
-    for n_in, n_out in itertools.pairwise(sizes[:-1]):
-        layers.append(nn.Linear(n_in, n_out))
-        if layer_norm:
-            layers.append(nn.LayerNorm(n_out))
-        layers.append(nn.ReLU())
-    return nn.Sequential(*layers, nn.Linear(sizes[-2], sizes[-1]))
 
 
 class StateValue(NormalizedNetwork):
@@ -177,6 +116,6 @@ def make_q_value(
         >>> critic(batch)["state_action_value"].shape
         torch.Size([5, 1])
     """
-    inputs = sum(_widths([observation_size, action_size]))
+    inputs = sum(checked_widths([observation_size, action_size]))
     net = relu_mlp([inputs, *hidden, 1], layer_norm=layer_norm)
     return QValue(in_key, normalizer, net)

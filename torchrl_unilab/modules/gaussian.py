@@ -19,7 +19,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import ProbabilisticActor
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules.critics import tanh_mlp
+from torchrl_unilab.modules.mlp import tanh_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)

@@ -18,8 +18,8 @@ from torchrl.data import Bounded
 from torchrl.modules import TanhNormal
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.modules.critics import relu_mlp
 from torchrl_unilab.modules.gaussian import DirectActor
+from torchrl_unilab.modules.mlp import relu_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
 

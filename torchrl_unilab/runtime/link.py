@@ -211,7 +211,7 @@ class Link:
         self._channel.close()
 
 
-class Shipment:
+class PickledArguments:
     """A worker's arguments, of any size, in a file without a name.
 
     A new process reads its pickle from a pipe. If it dies before that, for instance because a

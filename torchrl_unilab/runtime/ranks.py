@@ -37,12 +37,12 @@ from torchrl_unilab.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from torchrl_unilab.limits import local_ranks, of_launcher
+from torchrl_unilab.limits import launcher_env, local_ranks
 from torchrl_unilab.scalars import as_integer, as_seconds
 
-LAST_WORDS_SECONDS = 5.0  # within which the others say why they leave
+EXIT_REASON_SECONDS = 5.0  # within which the others say why they leave
 _POLL_SECONDS = 0.05
-_NOT_TO_BLAME = ""
+_FOLLOWED = ""
 _LONGEST_SECONDS = 1e8  # c10d counts nanoseconds in 64 bits
 _LONGEST_PAUSE_SECONDS = 0.01  # between two polls whether the others have come
 
@@ -85,7 +85,7 @@ class Ranks:
         self._store: Any = None
         self._checks = 0
         self._handler: Any = None  # of SIGTERM, before
-        self._waits = False  # for the others, and if it was interrupted in that
+        self._waiting = False  # for the others, and if it was interrupted in that
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
 
     @classmethod
@@ -95,14 +95,14 @@ class Ranks:
         Raises:
             ConfigError: The environment variables of the launcher are not possible.
         """
-        rank, size = of_launcher("RANK", 0), of_launcher("WORLD_SIZE", 1)
+        rank, size = launcher_env("RANK", 0), launcher_env("WORLD_SIZE", 1)
         return cls(rank, size, device=device, timeout=timeout)
 
     def __enter__(self) -> Self:
         if self.size == 1:
             return self
         # NaN for ranks whose gradients were not finite, in the first step where one was not.
-        self._spoilt = torch.zeros(self.size)
+        self._non_finite = torch.zeros(self.size)
         if dist.is_initialized():
             raise ConfigError(
                 f"ranks: this process has a process group already (expected none: {self.size} "
@@ -111,7 +111,7 @@ class Ranks:
         limit = timedelta(seconds=min(self.timeout, _LONGEST_SECONDS))
         try:
             launcher, _, _ = next(rendezvous("env://", timeout=limit))
-            self._store = PrefixStore(self._meet(launcher), launcher)
+            self._store = PrefixStore(self._agree_on_prefix(launcher), launcher)
             self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
             backend = self._choose_backend()
             dist.init_process_group(
@@ -130,7 +130,7 @@ class Ranks:
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
-    def _meet(self, store: Any) -> str:
+    def _agree_on_prefix(self, store: Any) -> str:
         """Return a name for this start, one on all ranks, that no other start has.
 
         A launcher's store outlives restarts, and each machine's launcher counts its own: so no
@@ -156,7 +156,7 @@ class Ranks:
     def _choose_backend(self) -> str:
         if self.device != "cuda":  # "cuda:1" is one that all ranks share
             return "gloo"
-        local, gpus = of_launcher("LOCAL_RANK", 0), torch.cuda.device_count()
+        local, gpus = launcher_env("LOCAL_RANK", 0), torch.cuda.device_count()
         if gpus:  # `build_learner` refuses the device otherwise
             torch.cuda.set_device(local % gpus)
         # NCCL wants a GPU for each rank; decisions are exchanged by processors.
@@ -179,9 +179,11 @@ class Ranks:
         """
         if self._store is None:
             return
-        self._tell("is done" if why is None else f"failed with {type(why).__name__}: {why}")
+        self._post_exit_reason(
+            "is done" if why is None else f"failed with {type(why).__name__}: {why}"
+        )
         self._store = None
-        if dist.is_initialized() and not self._waits:  # else it would wait for the others
+        if dist.is_initialized() and not self._waiting:  # else it would wait for the others
             dist.destroy_process_group()
 
     def mean_(self, gradients: Sequence[torch.Tensor], statistics: Sequence[torch.Tensor]) -> None:
@@ -193,19 +195,19 @@ class Ranks:
         """
         if self.size == 1:
             return
-        spoilt = (*gradients, *statistics)[0].new_zeros(self.size)
-        tensors = [*gradients, *statistics, spoilt]
+        non_finite = (*gradients, *statistics)[0].new_zeros(self.size)
+        tensors = [*gradients, *statistics, non_finite]
         sizes = [tensor.numel() for tensor in tensors]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         # `agree` checks it later: here nothing waits for the device.
         finite = flat[: sum(sizes[: len(gradients)])].isfinite().all()
         flat[self.rank - self.size] = torch.where(finite, 0.0, torch.nan)
         flat.div_(self.size)  # first: a sum of finite numbers may not be
-        self._together(flat, dist.all_reduce, flat)
+        self._collective(flat, dist.all_reduce, flat)
         for tensor, part in zip(tensors, flat.split(sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
-        found = self._spoilt.to(spoilt)
-        self._spoilt = torch.where(found.isnan().any(), found, spoilt)
+        found = self._non_finite.to(non_finite)
+        self._non_finite = torch.where(found.isnan().any(), found, non_finite)
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return each rank's tensor, in their order; all have one shape, dtype and device.
@@ -216,14 +218,14 @@ class Ranks:
         if self.size == 1:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._together(tensor, dist.all_gather, gathered, tensor)
+        self._collective(tensor, dist.all_gather, gathered, tensor)
         _check_finite(gathered, "observations")
         return gathered
 
     def broadcast_(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give tensors rank 0's values, in place."""
         for tensor in tensors if self.size > 1 else ():
-            self._together(tensor, dist.broadcast, tensor.detach(), 0)
+            self._collective(tensor, dist.broadcast, tensor.detach(), 0)
 
     def agree(self, wish: bool) -> bool:
         """Return whether `wish` is true on any rank; all ranks get the same answer.
@@ -234,7 +236,7 @@ class Ranks:
         if self.size == 1:
             return wish
         wishes = self.gather(torch.tensor([wish]))  # by processors: before a wait for the device
-        _check_finite(self._spoilt, "gradients")
+        _check_finite(self._non_finite, "gradients")
         return any(map(bool, wishes))
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
@@ -267,35 +269,35 @@ class Ranks:
                 "and not left). Use it in a with statement."
             )
 
-    def _together(self, tensor: torch.Tensor, verb: Callable[..., Any], *arguments: Any) -> None:
+    def _collective(self, tensor: torch.Tensor, verb: Callable[..., Any], *arguments: Any) -> None:
         """Call a verb of ``torch.distributed`` on a tensor, and wait for the others."""
         self._check_joined()
         try:
-            self._waits = True
+            self._waiting = True
             work, pause = verb(*arguments, async_op=True), 0.0
             # Waiting in C++ would hold up signals for as long as the others do not come.
             while tensor.is_cpu and not work.is_completed():
                 time.sleep(pause)
                 pause = min(pause + 1e-5, _LONGEST_PAUSE_SECONDS)
             work.wait()
-            self._waits = False
+            self._waiting = False
         except RuntimeError as error:
-            self._waits = False
-            raise self._lost(error) from error
+            self._waiting = False
+            raise self._peer_error(error) from error
 
-    def _tell(self, words: str) -> None:
+    def _post_exit_reason(self, reason: str) -> None:
         """Say why this rank leaves, unless it has said so."""
         try:
             if not self._store.check([f"end/{self.rank}"]):
-                self._store.set(f"end/{self.rank}", words)
+                self._store.set(f"end/{self.rank}", reason)
         except RuntimeError:  # the launcher has ended, and its store with it
             pass
 
-    def _lost(self, error: RuntimeError) -> PeerGoneError:
+    def _peer_error(self, error: RuntimeError) -> PeerGoneError:
         """Find out who broke a step off, and why."""
-        self._tell(_NOT_TO_BLAME)
+        self._post_exit_reason(_FOLLOWED)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        deadline = time.monotonic() + EXIT_REASON_SECONDS
         while True:
             reasons = {rank: self._reason(rank) for rank in others}
             if any(reasons.values()) or None not in reasons.values():
@@ -345,5 +347,5 @@ def _state(pid: int) -> str | None:
     return "was stopped by a signal" if status == psutil.STATUS_STOPPED else None
 
 
-ALONE = Ranks()
+SINGLE_RANK = Ranks()
 """A world of one."""

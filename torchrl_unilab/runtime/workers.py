@@ -26,7 +26,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NoReturn
 
 from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
-from torchrl_unilab.runtime.link import Channel, Shipment, serve
+from torchrl_unilab.runtime.link import Channel, PickledArguments, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
 from torchrl_unilab.scalars import deadline
 
@@ -99,17 +99,17 @@ class WorkerGroup:
 
     def _start(self, index: int) -> WorkerProcess:
         here, there = self._context.Pipe()
-        shipment = Shipment(self._arguments[index])
+        pickled = PickledArguments(self._arguments[index])
         process = self._context.Process(
             target=serve,
-            args=(there, self._target, shipment, self._num_threads),
+            args=(there, self._target, pickled, self._num_threads),
             name=f"{self._name}-{index}",
             daemon=False,  # a worker may have processes, as ParallelEnv has
         )
         try:
             process.start()
         finally:
-            shipment.close()
+            pickled.close()
             there.close()
         return WorkerProcess(index, f"{self._name} {index}", process, Channel(here))
 

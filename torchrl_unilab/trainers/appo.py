@@ -20,7 +20,7 @@ from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.modules.gaussian import GaussianActor
 from torchrl_unilab.objectives import APPOLoss, FusedAPPOUpdate
 from torchrl_unilab.objectives.fused.appo import STATISTICS
-from torchrl_unilab.runtime.ranks import ALONE, Ranks
+from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
@@ -96,7 +96,7 @@ class APPOTrainer(RankTrainer):
         config: APPOConfig,
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
         scheme: PolicyVersions | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         **kwargs: Any,
     ) -> None:
         check_arguments(kwargs, config, APPOConfig)

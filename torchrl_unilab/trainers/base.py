@@ -50,7 +50,7 @@ _OF_BOTH: Mapping[str, str] = {
     "learner_poll_interval": "",
 }
 
-INSTEAD: Mapping[type, Mapping[str, str]] = {
+REPLACEMENTS: Mapping[type, Mapping[str, str]] = {
     APPOConfig: {
         **_OF_BOTH,
         "optimizer": "set lr in config",
@@ -93,7 +93,7 @@ def norm_of(optimizers: Iterable[torch.optim.Optimizer]) -> torch.Tensor:
 
 def leave_out(names: Iterable[str], kind: type) -> str:
     """Return what to do instead of giving these arguments to the trainer of these settings."""
-    remedies = {name: INSTEAD[kind].get(name) for name in names}
+    remedies = {name: REPLACEMENTS[kind].get(name) for name in names}
     return f"Leave out {', '.join(f'{n} ({how})' if how else n for n, how in remedies.items())}."
 
 
@@ -108,7 +108,7 @@ def check_arguments(given: Mapping[str, object], config: object, kind: type) -> 
             f"config: {type(config).__name__} (expected {kind.__name__}). Pass the settings of "
             "this algorithm."
         )
-    own = [n for n, v in given.items() if n in INSTEAD[kind] and v not in _NEUTRAL.get(n, ())]
+    own = [n for n, v in given.items() if n in REPLACEMENTS[kind] and v not in _NEUTRAL.get(n, ())]
     if own:
         raise ConfigError(
             f"{', '.join(own)}: given (expected to follow from config). {leave_out(own, kind)}"

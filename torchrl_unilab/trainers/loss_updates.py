@@ -26,7 +26,7 @@ from torchrl_unilab.objectives.appo import kl_adapted_lr
 from torchrl_unilab.objectives.compiler import compiled
 from torchrl_unilab.objectives.fused.adam import rate_of
 from torchrl_unilab.objectives.targets import sync_normalizers
-from torchrl_unilab.runtime.ranks import ALONE, Ranks
+from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 
 
 class APPOStepper(OptimizationStepper):
@@ -50,7 +50,7 @@ class APPOStepper(OptimizationStepper):
         loss: APPOLoss,
         config: APPOConfig,
         fused: FusedAPPOUpdate | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         self.loss, self.ranks = loss, ranks
         self._losses = compiled(loss.forward) if config.compile else loss
@@ -114,7 +114,9 @@ class LossUpdate:
         ranks: Processes over whose minibatches gradients and statistics are averaged.
     """
 
-    def __init__(self, loss: LossModule, config: OffPolicyConfig, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, loss: LossModule, config: OffPolicyConfig, ranks: Ranks = SINGLE_RANK
+    ) -> None:
         self.loss, self.ranks = loss, ranks
         self._losses = compiled(loss.forward) if config.compile else loss
         self._groups: dict[str, list[nn.Parameter]] = {"actor": [], "critic": [], "alpha": []}
@@ -198,7 +200,7 @@ def _gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> list[torch.T
 
 
 def make_update(
-    loss: LossModule, config: OffPolicyConfig, ranks: Ranks = ALONE
+    loss: LossModule, config: OffPolicyConfig, ranks: Ranks = SINGLE_RANK
 ) -> FusedSACUpdate | FusedTD3Update | LossUpdate:
     """Return what takes the updates: a fused one where the loss allows.
 

@@ -18,7 +18,7 @@ from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_sta
 from torchrl_unilab.data import DoubleBufferReplayPipeline, PackedReplayStorage
 from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.runtime.ranks import ALONE, Ranks
+from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.trainers.base import NORM, RankTrainer, check_arguments, norm_of
 from torchrl_unilab.trainers.hooks import PublishWeights
@@ -143,7 +143,7 @@ class OffPolicyTrainer(RankTrainer):
         normalizers: Mapping[str, ObservationNormalizer] | None = None,
         scheme: PolicyVersions | None = None,
         storage: PackedReplayStorage | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
         **kwargs: Any,
     ) -> None:
         check_arguments(kwargs, config, OffPolicyConfig)

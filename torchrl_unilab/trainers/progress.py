@@ -16,7 +16,9 @@ from torchrl.trainers import Trainer
 from torchrl_unilab.trainers.reports import LearningCurve
 
 
-def reached(returns: LearningCurve, stop_at: float | None, max_seconds: float | None) -> str | None:
+def stop_reason(
+    returns: LearningCurve, stop_at: float | None, max_seconds: float | None
+) -> str | None:
     """Return the reason why training stops, in words; None if it continues.
 
     Args:
@@ -32,10 +34,10 @@ def reached(returns: LearningCurve, stop_at: float | None, max_seconds: float | 
 
 
 def stop_when(trainer: Trainer, stop_at: float | None, max_seconds: float | None) -> None:
-    """End training once a return is reached or the time is up, as `reached` says."""
+    """End training once a return is reached or the time is up, as `stop_reason` says."""
 
     def check(batch: TensorDictBase | None) -> None:
-        if reason := reached(trainer.returns, stop_at, max_seconds):
+        if reason := stop_reason(trainer.returns, stop_at, max_seconds):
             trainer.request_stop(reason)
 
     trainer.register_op("pre_steps_log", check)
@@ -52,7 +54,7 @@ def can_draw() -> bool:
     return on_terminal() or (shell is not None and shell.get_ipython() is not None)
 
 
-def tell_progress(trainer: Trainer, tell: Callable[[str], None], every: float = 10.0) -> None:
+def log_progress(trainer: Trainer, log: Callable[[str], None], every: float = 10.0) -> None:
     """Say how far training is, line by line, where no progress bar can be drawn.
 
     Rate and time left are those of the frames since the line before: a run that learns is slower
@@ -70,6 +72,6 @@ def tell_progress(trainer: Trainer, tell: Callable[[str], None], every: float = 
         last_seconds, last_frames = seconds, frames
         left = max(0, total - frames) / rate if rate else math.inf
         result = "no episode has ended" if math.isnan(mean) else f"return {mean:.1f}"
-        tell(f"{frames:,} of {total:,} frames, {rate:,.0f} frames/s, {result}, {left:.0f} s left")
+        log(f"{frames:,} of {total:,} frames, {rate:,.0f} frames/s, {result}, {left:.0f} s left")
 
     trainer.register_op("pre_steps_log", report)

@@ -112,7 +112,7 @@ class WeightReceiver:
 
 
 @runtime_checkable
-class TakesWeights(Protocol):
+class AcceptsWeights(Protocol):
     """A context that applies weights to what it holds: sub-collectors, an inference server."""
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ class TakesWeights(Protocol):
 
 
 @runtime_checkable
-class GivesModels(Protocol):
+class ProvidesModels(Protocol):
     """A context that finds its models itself."""
 
     def get_model(self, model_id: str) -> nn.Module:

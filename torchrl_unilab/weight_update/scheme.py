@@ -30,8 +30,8 @@ from torchrl_unilab.weight_update.initial_weights import (
 )
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, nested
 from torchrl_unilab.weight_update.receiver import (
-    GivesModels,
-    TakesWeights,
+    AcceptsWeights,
+    ProvidesModels,
     WeightReceiver,
     pull_in_rollouts,
 )
@@ -109,7 +109,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
     def _clear_local(self) -> None:
         """Forget what holds for one process only."""
-        self._given: nn.Module | None = None  # sender: the model, if there is no context
+        self._initial_model: nn.Module | None = None  # sender: the model, if there is no context
         # Sender: of the scheme's model (True), and of the last other module that was sent (False).
         self._known: dict[bool, ModuleWeights] = {}
         self._receiver: WeightReceiver | None = None
@@ -122,7 +122,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         """Create the cells, with what `initial_weights` finds as the first version."""
         initial = self._initial_weights(model_id=model_id, context=context, **source)
         self.per_worker_weights = initial.per_worker
-        self._given = initial.model
+        self._initial_model = initial.model
         self._shared_transport = UniLabShmTransport(
             initial.of_workers,
             slots=self.slots,
@@ -212,7 +212,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         context = None if self._context_ref is None else self._context_ref()
         if type(self).prepare_weights is not WeightSyncScheme.prepare_weights:
             return self.prepare_weights(weights, self._model_id, self._strategy, context)
-        model: Any = self._given
+        model: Any = self._initial_model
         if isinstance(weights, str):
             model = _resolve_model(context, weights)
         elif weights is not None:
@@ -257,7 +257,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if context is not None:
             if model_id is None:
                 raise ConfigError("model_id is required when context is provided")
-            if isinstance(context, GivesModels):
+            if isinstance(context, ProvidesModels):
                 model = context.get_model(model_id)
             elif model is None:
                 model = _resolve_model(context, model_id)
@@ -283,10 +283,10 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         self.worker_idx = worker_idx
         self._receiver = WeightReceiver(self._require_transport().cell(worker_idx), worker_idx)
         self._receiver.pull(checked_module(self.model, self._model_id or "policy"))
-        # An inference server has the initial weights in its model, and counts what it is handed
-        # as updates; sub-collectors need the initial ones handed on.
+        # An inference server has the initial weights in its model, and counts what it is given
+        # as updates; sub-collectors need the initial ones forwarded.
         if isinstance(self.context, BaseCollector):
-            self._hand_on(self._receiver)
+            self._forward_weights(self._receiver)
 
     @WeightSyncScheme.context.setter
     def context(self, context: Any) -> None:
@@ -295,7 +295,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if self._initialized_on_receiver and isinstance(context, Collector):
             pull_in_rollouts(context, self)
             if self._receiver is not None:  # connected before there was one
-                self._hand_on(self._receiver)
+                self._forward_weights(self._receiver)
 
     def pull(self) -> bool:
         """Apply the newest version if it is not applied yet; return whether it did.
@@ -308,7 +308,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         receiver = self._receiver
         if receiver is None or not receiver.pull(self.model):
             return False
-        self._hand_on(receiver)
+        self._forward_weights(receiver)
         return True
 
     @property
@@ -322,13 +322,13 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         if self._receiver is not None:
             self._receiver.invalidate()
 
-    def _hand_on(self, receiver: WeightReceiver) -> None:
-        """Tell the context which version was applied, or hand it the weights themselves."""
+    def _forward_weights(self, receiver: WeightReceiver) -> None:
+        """Tell the context the applied version, or forward the weights themselves."""
         context = None if self._context_ref is None else self._context_ref()
         if isinstance(context, Collector) and not context._weight_sync_schemes:
             if self._model_id in (None, "policy"):
                 context._set_received_policy_version(receiver.applied)
-        elif isinstance(context, TakesWeights):
+        elif isinstance(context, AcceptsWeights):
             context.update_policy_weights_(
                 model_id=self._model_id or "policy", policy_or_weights=receiver.weights()
             )
@@ -372,7 +372,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_given": None, "_known": {}, "_receiver": None, "_worker_idx": None}
+        own = {"_initial_model": None, "_known": {}, "_receiver": None, "_worker_idx": None}
+        return state | own
 
     def disconnect(self) -> None:
         """Do nothing: only `send` publishes here. `NodeScheme` ends its thread."""

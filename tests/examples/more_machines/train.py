@@ -29,7 +29,7 @@ from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.distributed import UniLabRayScheme
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.trainers import APPOTrainer, OffPolicyTrainer, build_learner
-from torchrl_unilab.trainers.progress import stop_when, tell_progress
+from torchrl_unilab.trainers.progress import log_progress, stop_when
 from torchrl_unilab.trainers.runs.builders import with_exploration_noise
 
 OFF_POLICY_STEPS = 8  # of each environment in a batch that crosses the network
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
             options.algorithm, options.task, options.nodes, options.frames, options.seed
         )
         stop_when(trainer, options.stop_at, None)
-        tell_progress(trainer, partial(print, flush=True))
+        log_progress(trainer, partial(print, flush=True))
         try:
             trainer.train()
         finally:

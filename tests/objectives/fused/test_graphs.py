@@ -13,7 +13,7 @@ from tests.support.off_policy import fused, make_loss, transitions_of
 from torchrl_unilab.objectives.fused import graphs
 from torchrl_unilab.objectives.fused.graphs import StepGraphs, graphs_of
 from torchrl_unilab.objectives.fused.threads import at_once
-from torchrl_unilab.runtime.ranks import ALONE, Ranks
+from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 
 CPU = torch.device("cpu")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -113,10 +113,10 @@ def test_what_runs_on_a_side_stream_is_forked_and_joined(twin):
 
 
 def test_steps_are_eager_on_a_processor_and_where_ranks_average(twin, monkeypatch):
-    assert graphs_of(CPU, ALONE) is None
+    assert graphs_of(CPU, SINGLE_RANK) is None
     capture_by(twin, monkeypatch)
     assert graphs_of(CPU, Ranks(0, 2)) is None
-    assert isinstance(graphs_of(CPU, ALONE), StepGraphs)
+    assert isinstance(graphs_of(CPU, SINGLE_RANK), StepGraphs)
 
 
 def eager_and_replayed(

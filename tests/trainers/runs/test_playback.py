@@ -10,7 +10,7 @@ from torchrl_unilab.cli import main
 from torchrl_unilab.envs.rendering import BatchRenderer
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import evaluate, evaluate_run
-from torchrl_unilab.trainers.runs import saved
+from torchrl_unilab.trainers.runs import policy
 from torchrl_unilab.trainers.runs.playback import play_run
 
 SIZE = ["--width", "64", "--height", "48"]
@@ -45,8 +45,8 @@ def test_more_episodes_than_are_played_side_by_side_take_turns(run_dir, monkeypa
         played.append((env.batch_size, evaluate(env, policy, **options)))
         return played[0][1]
 
-    monkeypatch.setattr(saved, "MOST_AT_ONCE", 2)
-    monkeypatch.setattr(saved, "evaluate", recorded)
+    monkeypatch.setattr(policy, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(policy, "evaluate", recorded)
     result = evaluate_run(run_dir, episodes=5)
     ((batch_size, returns),) = played
     assert (batch_size, returns.shape) == ((2,), (5,))

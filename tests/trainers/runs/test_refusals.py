@@ -28,7 +28,7 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.runs.summary import run_dir_held
+from torchrl_unilab.trainers.runs.directory import run_dir_held
 from torchrl_unilab.trainers.runs.train import Run
 
 

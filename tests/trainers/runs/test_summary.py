@@ -1,54 +1,7 @@
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import os
-from unittest.mock import Mock, call
-
-import pytest
-
-from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.evaluation import Evaluation
-from torchrl_unilab.trainers.runs import summary
-from torchrl_unilab.trainers.runs.summary import (
-    RunLogger,
-    check_loggers,
-    check_run_dir,
-    cut_logs,
-    plot_returns,
-    run_logger,
-    write_whole,
-)
-
-
-def test_logs_are_cut_after_the_frames_of_a_checkpoint_and_where_a_line_is_torn(tmp_path):
-    scalars = tmp_path / "scalars"
-    scalars.mkdir()
-    (scalars / "return.csv").write_text("10,1.0\n20,2.0\n30,3.0\n40")
-    (scalars / "lr.csv").write_text("10,0.1\n")
-
-    cut_logs(tmp_path, 20)
-
-    assert sorted(os.listdir(scalars)) == ["lr.csv", "return.csv"]
-    assert (scalars / "return.csv").read_text() == "10,1.0\n20,2.0\n"
-    assert (scalars / "lr.csv").read_text() == "10,0.1\n"
-
-
-def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    file = tmp_path / "config.yaml"
-    write_whole(file, "a: 1\n")
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(file, "a: 2\n")
-    assert file.read_text() == "a: 1\n"
-
-
-def test_without_logs_there_is_nothing_to_cut(tmp_path):
-    cut_logs(tmp_path / "none", 20)
-    assert not list(tmp_path.iterdir())
+from torchrl_unilab.trainers.runs.summary import plot_returns
 
 
 def test_evaluations_are_drawn_beside_the_curve(tmp_path):
@@ -60,45 +13,3 @@ def test_evaluations_are_drawn_beside_the_curve(tmp_path):
     assert pictures[0] == pictures[1] != pictures[2]
     plot_returns(tmp_path / "returns.png", "nothing learnt", [])
     assert (tmp_path / "returns.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_each_logger_of_a_run_gets_all_that_is_logged(tmp_path):
-    both = [Mock(), Mock()]
-    logger = RunLogger(tmp_path, both)
-    logger.log_scalar("return", 1.5, step=7)
-    logger.log_hparams({"lr": 0.1, "hidden": (8, 4), "env": "Hopper-v5", "slots": None})
-    logger.close()
-    settings = {"lr": 0.1, "hidden": "(8, 4)", "env": "Hopper-v5", "slots": "None"}
-    expected = [call.log_scalar("return", 1.5, step=7), call.log_hparams(settings), call.close()]
-    assert [one.mock_calls for one in both] == [expected, expected]
-
-
-def test_other_loggers_are_made_by_torchrl_of_the_run_s_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(summary, "get_logger", get := Mock())
-    with contextlib.ExitStack() as closing:
-        logger = run_logger(tmp_path, ["wandb", "mlflow"], closing, None)
-    asked = [call(name, str(tmp_path), tmp_path.name) for name in ("wandb", "mlflow")]
-    assert get.call_args_list == asked
-    assert logger.loggers == [get.return_value] * 2
-    assert get.return_value.mock_calls == [call.close()] * 2
-
-
-def test_a_logger_whose_package_is_not_installed_is_refused_with_the_pip_line(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "wandb" else Mock())
-    with pytest.raises(ConfigError, match=r"logger: no package wandb .* pip install wandb\."):
-        check_loggers(["csv", "tensorboard", "wandb"])
-
-
-def test_a_directory_of_a_logger_s_name_is_no_package(tmp_path, monkeypatch):
-    (tmp_path / "no_logger").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="logger: no package no_logger"):
-        check_loggers(["no_logger"])
-
-
-def test_a_run_starts_in_a_directory_with_a_draft_of_its_first_file(tmp_path):
-    (tmp_path / ".config.yaml").touch()
-    check_run_dir(tmp_path)
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match="it is not empty"):
-        check_run_dir(tmp_path)

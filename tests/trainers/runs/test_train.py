@@ -35,10 +35,10 @@ from torchrl_unilab.trainers import (
     train_appo,
     train_off_policy,
 )
-from torchrl_unilab.trainers.progress import tell_progress
+from torchrl_unilab.trainers.progress import log_progress
 from torchrl_unilab.trainers.runs.builders import child_seeds
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
-from torchrl_unilab.trainers.runs.saved import load_run
+from torchrl_unilab.trainers.runs.policy import load_run
 from torchrl_unilab.trainers.runs.train import Run
 
 SUMMARY_KEYS = {
@@ -213,7 +213,7 @@ def test_the_progress_bar_ends_its_line_before_the_summary_is_printed(appo_run):
 
 
 def test_elsewhere_than_in_a_terminal_there_are_lines_and_no_bar(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tell_progress, "__defaults__", (0.0,))
+    monkeypatch.setattr(log_progress, "__defaults__", (0.0,))
     told: list[str] = []
     quick_run(tmp_path, frames=128, progress_bar=True, announce=told.append)
     assert any(re.match(r"\d+ of 128 frames, [\d,]+ frames/s, ", line) for line in told)

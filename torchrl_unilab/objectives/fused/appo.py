@@ -25,7 +25,7 @@ from torchrl_unilab.objectives.fused.networks import (
     is_tanh_mlp,
     one_input,
 )
-from torchrl_unilab.runtime.ranks import ALONE, Ranks
+from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 
 STATISTICS = (
     "loss_objective",
@@ -124,7 +124,7 @@ class FusedAPPOUpdate:
         lr: float,
         desired_kl: float,
         max_grad_norm: float,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         if not self.supports(loss):
             raise ConfigError(

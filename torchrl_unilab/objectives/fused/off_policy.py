@@ -34,7 +34,7 @@ from torchrl_unilab.objectives.fused.networks import (
 from torchrl_unilab.objectives.fused.threads import SideExecutor, at_once
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
-from torchrl_unilab.runtime.ranks import ALONE, Ranks
+from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.scalars import as_integer
 
 OF_CRITICS = ("loss_qvalue", "q_value", "td_error")
@@ -128,7 +128,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         tau: float,
         matmul_dtype: torch.dtype | None = None,
         policy_thread: bool = False,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_RANK,
     ) -> None:
         actor = self._known_head(loss)
         if actor is None or not self.supports(loss):
@@ -317,9 +317,9 @@ class FusedOffPolicyUpdate(abc.ABC):
         self, data: Transitions, noise: torch.Tensor, thread: SideExecutor
     ) -> torch.Tensor:
         """Write the critics' gradients and statistics; a thread takes the targets, and then one."""
-        judge = partial(self._critics.forward, data.state_action)
-        look_ahead = partial(self._next_value, data, noise)
-        (values, passes), next_value = at_once(thread, judge, look_ahead)
+        evaluate_critics = partial(self._critics.forward, data.critic_input)
+        next_values = partial(self._next_value, data, noise)
+        (values, passes), next_value = at_once(thread, evaluate_critics, next_values)
         values = values.squeeze(2)
         error = values - torch.addcmul(data.reward, data.discount, next_value)
         distance = error.abs()
@@ -351,5 +351,5 @@ class FusedOffPolicyUpdate(abc.ABC):
 
     def _target_values(self, data: Transitions, action: torch.Tensor) -> torch.Tensor:
         """Return what the more cautious target critic says of the next actions, [n]."""
-        judged = torch.cat([data.next_state, action], dim=1)
-        return self._target_critics.forward(judged)[0].squeeze(2).amin(0)
+        critic_input = torch.cat([data.next_state, action], dim=1)
+        return self._target_critics.forward(critic_input)[0].squeeze(2).amin(0)

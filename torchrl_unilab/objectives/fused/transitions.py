@@ -18,7 +18,7 @@ from torchrl_unilab.objectives.targets import sync_normalizers
 class Transitions(NamedTuple):
     """Columns of packed transitions by name: views, [n, ...]."""
 
-    state_action: torch.Tensor  # what the critics judge, side by side
+    critic_input: torch.Tensor  # state and action, side by side
     next_state: torch.Tensor
     observation: torch.Tensor
     next_observation: torch.Tensor
@@ -29,7 +29,7 @@ class Transitions(NamedTuple):
     @property
     def state(self) -> torch.Tensor:
         """What the critics see of the state, [n, state size]."""
-        return self.state_action[:, : self.next_state.shape[1]]
+        return self.critic_input[:, : self.next_state.shape[1]]
 
 
 class TransitionRows:

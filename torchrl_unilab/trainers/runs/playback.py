@@ -10,7 +10,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_unilab.collectors.worker import closing_env
 from torchrl_unilab.configs.file import StrPath
-from torchrl_unilab.trainers.runs.saved import check_episodes, load_run
+from torchrl_unilab.trainers.runs.policy import check_episodes, load_run
 from torchrl_unilab.trainers.video import check_video, film_episodes
 
 

@@ -13,18 +13,11 @@ from torchrl_unilab.configs.algorithms import OWN_ENVIRONMENT
 from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, read_config
 from torchrl_unilab.errors import ConfigError, RunCompleteError
 from torchrl_unilab.runtime.ranks import Ranks
-from torchrl_unilab.trainers.progress import reached
+from torchrl_unilab.trainers.progress import stop_reason
 from torchrl_unilab.trainers.reports import LearningCurve
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun, run_checkpoint
-from torchrl_unilab.trainers.runs.saved import (
-    CHECKPOINT,
-    OF_THE_MACHINE,
-    SUMMARY,
-    check_run,
-    run_path,
-    saved_config,
-    task_of,
-)
+from torchrl_unilab.trainers.runs.directory import CHECKPOINT, SUMMARY, run_path
+from torchrl_unilab.trainers.runs.policy import OF_THE_MACHINE, check_run, saved_config, task_of
 from torchrl_unilab.trainers.runs.train import Run
 
 _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
@@ -92,8 +85,9 @@ def resume_run(
     path = run_path(run_dir)
     saved = RunCheckpoints(path / CHECKPOINT).newest()
     file = path / CONFIG_FILE
-    said = read_config(file) if file.is_file() else {}  # the checkpoint has all that is needed
-    check_run(saved, said, f"cannot resume {run_dir}", settings)
+    # Where there is no file, the checkpoint has all that is needed.
+    file_settings = read_config(file) if file.is_file() else {}
+    check_run(saved, file_settings, f"cannot resume {run_dir}", settings)
     ranks, found = saved.run.get("ranks", 1), Ranks.of_torchrun().size
     if ranks != found:
         way = "without torchrun" if ranks == 1 else f"by torchrun, in {ranks} processes in all"
@@ -102,11 +96,11 @@ def resume_run(
             f"Start it {way}."
         )
     before = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
-    before |= {name: said[name] for name in _TAKEN_OVER if said.get(name) is not None}
-    limits = {name: said[name] for name in _LIMITS if said.get(name) is not None}
-    left = [n for n in limits if n not in options and _reached(saved, **{n: limits[n]})]
+    before |= {n: file_settings[n] for n in _TAKEN_OVER if file_settings.get(n) is not None}
+    limits = {n: file_settings[n] for n in _LIMITS if file_settings.get(n) is not None}
+    left = [n for n in limits if n not in options and _stop_reason(saved, **{n: limits[n]})]
     before |= {name: limit for name, limit in limits.items() if name not in left}
-    planned = max(saved.total_frames, said.get("frames", 0))
+    planned = max(saved.total_frames, file_settings.get("frames", 0))
     frames = planned if frames is None else frames
     run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(before | options))
     # Where it is not summed up, it was killed between its last checkpoint and its summary.
@@ -116,7 +110,7 @@ def resume_run(
             f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). To go on, ask for more: frames, or --frames."
         )
-    if summed_up and (end := _reached(saved, run.stop_at, run.max_seconds)):
+    if summed_up and (end := _stop_reason(saved, run.stop_at, run.max_seconds)):
         raise RunCompleteError(
             f"{run_dir} is complete: {end} (expected less). To go on, ask for more, or leave "
             "stop_at and max_seconds out."
@@ -128,7 +122,7 @@ def resume_run(
             f"cannot resume {run_dir}: create_env for a run without one (expected None: its "
             f"environment is MujocoBatchEnv of {saved.run['env']}). Leave it out, or train anew."
         )
-    asked = {**said, **(settings or {})}
+    asked = {**file_settings, **(settings or {})}
     here = {name: asked[name] for name in OF_THE_MACHINE if name in asked}
     config = saved_config({**saved.run, **here})
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
@@ -138,7 +132,7 @@ def resume_run(
     return resumed()
 
 
-def _reached(
+def _stop_reason(
     saved: SavedRun, stop_at: float | None = None, max_seconds: float | None = None
 ) -> str | None:
     """Return the reason why a run stops at its checkpoint, in words; None if it continues."""
@@ -147,7 +141,7 @@ def _reached(
     returns = LearningCurve()
     part = {"trainer_module.learning_curve": returns}
     run_checkpoint(**part).load(saved.path, components=part)
-    return reached(returns, stop_at, max_seconds)
+    return stop_reason(returns, stop_at, max_seconds)
 
 
 def _summed_up(summary: Path) -> int:

@@ -27,7 +27,7 @@ from torchrl_unilab.runtime import trace as tracing
 from torchrl_unilab.runtime.ranks import Ranks
 from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
-from torchrl_unilab.trainers.progress import can_draw, reached, stop_when, tell_progress
+from torchrl_unilab.trainers.progress import can_draw, log_progress, stop_reason, stop_when
 from torchrl_unilab.trainers.runs.budget import Config, check_frames, run_threads
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, child_seeds, run_budget
 from torchrl_unilab.trainers.runs.checkpoint import (
@@ -37,19 +37,19 @@ from torchrl_unilab.trainers.runs.checkpoint import (
     run_checkpoint,
     save_learner,
 )
-from torchrl_unilab.trainers.runs.environment import fit_environments
-from torchrl_unilab.trainers.runs.saved import CHECKPOINT, SUMMARY, check_newest, run_path
-from torchrl_unilab.trainers.runs.summary import (
-    RunLogger,
-    check_loggers,
+from torchrl_unilab.trainers.runs.directory import (
+    CHECKPOINT,
+    SUMMARY,
     check_run_dir,
     check_same_run,
-    package_versions,
-    plot_returns,
     run_dir_held,
-    run_logger,
+    run_path,
     write_whole,
 )
+from torchrl_unilab.trainers.runs.environment import fit_environments
+from torchrl_unilab.trainers.runs.loggers import RunLogger, check_loggers, run_logger
+from torchrl_unilab.trainers.runs.policy import check_newest
+from torchrl_unilab.trainers.runs.summary import package_versions, plot_returns
 from torchrl_unilab.trainers.video import check_filming
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -159,7 +159,7 @@ class Run:
         again: bool = False,
     ) -> None:
         self.ranks = ranks = Ranks.of_torchrun(device=config.device, timeout=options.rank_timeout)
-        self.leads = ranks.rank == 0
+        self.is_rank_zero = ranks.rank == 0
         check_frames(options.frames, config, ranks.size)
         self.options, self.config, self.saved = options, config, saved
         own = {OWN_ENVIRONMENT: True} if create_env else {}
@@ -169,7 +169,7 @@ class Run:
         if options.video_interval is not None:
             check_filming(own_environment=create_env is not None)
         self.threads = run_threads(config)
-        self.announce = announce if announce and self.leads else lambda line: None
+        self.announce = announce if announce and self.is_rank_zero else lambda line: None
         if create_env is not None:
             check_factory(create_env)
             self._create_env = self._create_proxy = create_env
@@ -201,7 +201,7 @@ class Run:
 
     def prepare(self) -> None:
         """Build the networks and refuse a run that does not fit the memory that is free."""
-        if self.leads and not self.saved:
+        if self.is_rank_zero and not self.saved:
             if self._again:
                 check_same_run(self.path, self.settings)
             else:
@@ -234,7 +234,7 @@ class Run:
         first = max(0, saved.version - 1) if saved else 0
         scheme = UniLabShmScheme(pull=self.config.pull, first_version=first)
         closing.callback(scheme.shutdown)
-        if options.trace and self.leads:
+        if options.trace and self.is_rank_zero:
             tracing.start(self.path / TRACE)  # the workers, started below, trace too
             closing.callback(lambda: tracing.stop(keep=self._writing))
         collector = self.algorithm.collector(
@@ -244,15 +244,15 @@ class Run:
         self.trainer = trainer = self._make_trainer(collector, scheme)
         if self.algorithm.replay:
             closing.callback(trainer.close)
-        if options.eval_interval is not None and self.leads:
+        if options.eval_interval is not None and self.is_rank_zero:
             self.evaluation = self._start_evaluation(options.eval_interval, scheme)
             closing.callback(self.evaluation.close)
             self.evaluation.register(trainer)
         if trainer.progress_bar:  # TorchRL makes the bar when training starts, and leaves it open
             trainer.register_op("setup", lambda: closing.callback(trainer._pbar.close))
         elif options.progress_bar:
-            tell_progress(trainer, self.announce)
-        if self.leads:
+            log_progress(trainer, self.announce)
+        if self.is_rank_zero:
             stop_when(trainer, options.stop_at, options.max_seconds)
         self.cpu = CollectorTime(collector)
         self.cpu.register(trainer)
@@ -276,7 +276,7 @@ class Run:
             normalizers=self.learner.normalizers,
             scheme=scheme,
             ranks=self.ranks,
-            progress_bar=options.progress_bar and self.leads and can_draw(),
+            progress_bar=options.progress_bar and self.is_rank_zero and can_draw(),
             seed=self._acting_seed,
             checkpoint=run_checkpoint(**replay),
             checkpoint_rotation=checkpoints,
@@ -303,17 +303,17 @@ class Run:
     def train(self) -> bool:
         """Train to the end, or until Ctrl-C; leave a checkpoint; return if it was Ctrl-C."""
         trainer = self.trainer
-        if self.leads:
+        if self.is_rank_zero:
             trainer.logger = self._start_writing()
         try:
-            stop = reached(trainer.returns, self.options.stop_at, self.options.max_seconds)
+            stop = stop_reason(trainer.returns, self.options.stop_at, self.options.max_seconds)
             if trainer.collected_frames < self.options.frames and not stop:  # else it was killed
                 trainer.train()
             if self.evaluation is not None:
                 self.evaluation.finish()  # one that runs although another rank has stopped
         except KeyboardInterrupt as interrupt:
             self.ranks.leave(interrupt)  # first: the others wait
-            if self.leads:
+            if self.is_rank_zero:
                 with contextlib.suppress(OSError):  # the reader may be gone
                     self.announce("interrupted: saving what was learnt; again to stop without")
                 save_learner(trainer)
@@ -322,7 +322,7 @@ class Run:
             self.ranks.leave(error)
             with contextlib.suppress(OSError, UniLabError):  # the first error says more
                 # The training is not lost; what has diverged would be resumed in vain.
-                if self.leads and not isinstance(error, DivergedError):
+                if self.is_rank_zero and not isinstance(error, DivergedError):
                     save_learner(trainer, insist=self.ranks.size > 1)
             raise
         return False
@@ -347,7 +347,7 @@ class Run:
         eval_return, learner_busy = None, trainer.busy_time.busy  # before it evaluates
         # A second Ctrl-C ends the evaluation, a first one the run: a resumed one evaluates.
         with contextlib.suppress(*([KeyboardInterrupt] if interrupted else [])):
-            eval_return = self._evaluate() if self.leads else None
+            eval_return = self._evaluate() if self.is_rank_zero else None
         summary = {
             "env": options.env,
             "algo": self.config.algorithm,
@@ -369,7 +369,7 @@ class Run:
         }
         if evaluations := self.evaluation.evaluations if self.evaluation else []:
             summary["evaluations"] = evaluations
-        if not self.leads:
+        if not self.is_rank_zero:
             return summary
         title = f"{options.env}, {summary['algo'].upper()}, seed {options.seed}"
         # JSON knows no endless rate, of a phase that took no time, and no return of NaN.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-_PLACE, _VERSION = 1 << 40, 1 << 20
+_STARTS, _IDS_OF_START = 1 << 20, 1 << 20
+_IDS_OF_COLLECTOR = _STARTS * _IDS_OF_START
 
 
 def first_trajectory(worker_idx: int | None, first_version: int) -> int:
@@ -19,11 +20,13 @@ def first_trajectory(worker_idx: int | None, first_version: int) -> int:
         first_version: The version of the weights that it started with.
 
     Examples:
-        >>> from torchrl_unilab.collectors.places import first_trajectory
+        >>> from torchrl_unilab.collectors.seeding import first_trajectory
         >>> first_trajectory(None, 0), first_trajectory(1, 0) >> 40
         (0, 1)
     """
-    return 0 if worker_idx is None else worker_idx * _PLACE + first_version % _VERSION * _VERSION
+    if worker_idx is None:
+        return 0
+    return worker_idx * _IDS_OF_COLLECTOR + first_version % _STARTS * _IDS_OF_START
 
 
 def first_seed(seed: int, worker_idx: int | None, first_version: int, environments: int) -> int:

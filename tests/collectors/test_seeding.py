@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchrl_unilab.collectors.places import first_seed, first_trajectory, random_seed
+from torchrl_unilab.collectors.seeding import first_seed, first_trajectory, random_seed
 
 
 def test_seeds_that_were_drawn_leave_room_to_count_on_from():

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Known:
+class BenchmarkResult:
     """A return that every measured seed reached in training, with the task's own settings.
 
     Attributes:
@@ -32,7 +32,7 @@ class Known:
         """Return it in words.
 
         Examples:
-            >>> print(Known("Hopper-v5", "appo", 2609, 53, 901000, 5))
+            >>> print(BenchmarkResult("Hopper-v5", "appo", 2609, 53, 901000, 5))
             appo 2,609 after 53 s, 901,000 frames (5 seeds)
         """
         return (
@@ -41,31 +41,31 @@ class Known:
         )
 
 
-KNOWN: tuple[Known, ...] = (
-    Known("Ant-v5", "appo", 3258, 129, 1_169_408, 5),
-    Known("Ant-v5", "sac", 2069, 2644, 300_000, 3),
-    Known("Ant-v5", "td3", 1120, 1967, 300_000, 3),
-    Known("HalfCheetah-v5", "appo", 5819, 27, 1_232_896, 5),
-    Known("HalfCheetah-v5", "sac", 5819, 955, 160_400, 3),
-    Known("HalfCheetah-v5", "td3", 5810, 1281, 300_000, 3),
-    Known("Hopper-v5", "appo", 3542, 112, 849_920, 5),
-    Known("Hopper-v5", "sac", 1607, 1726, 300_000, 3),
-    Known("Hopper-v5", "td3", 1873, 1193, 300_000, 3),
-    Known("Humanoid-v5", "appo", 5489, 448, 1_246_208, 5),
-    Known("Humanoid-v5", "sac", 3000, 2001, 183_168, 3),
-    Known("Humanoid-v5", "td3", 787, 479, 162_832, 3),
-    Known("HumanoidStandup-v5", "appo", 64317, 384, 1_000_448, 5),
-    Known("InvertedDoublePendulum-v5", "appo", 9212, 59, 300_032, 5),
-    Known("InvertedPendulum-v5", "appo", 1000, 7, 72_704, 10),
-    Known("Pusher-v5", "appo", -36, 213, 1_000_448, 5),
-    Known("QuadrupedWalk", "appo", 500, 19, 272_384, 5),
-    Known("Reacher-v5", "appo", -6, 183, 1_000_448, 5),
-    Known("Swimmer-v5", "appo", 282, 102, 262_144, 5),
-    Known("Swimmer-v5", "sac", 282, 612, 179_664, 3),
-    Known("Swimmer-v5", "td3", 282, 442, 131_520, 3),
-    Known("Walker2d-v5", "appo", 3863, 161, 849_920, 5),
-    Known("Walker2d-v5", "sac", 3863, 1100, 178_032, 3),
-    Known("Walker2d-v5", "td3", 2517, 378, 300_000, 3),
+RESULTS: tuple[BenchmarkResult, ...] = (
+    BenchmarkResult("Ant-v5", "appo", 3258, 129, 1_169_408, 5),
+    BenchmarkResult("Ant-v5", "sac", 2069, 2644, 300_000, 3),
+    BenchmarkResult("Ant-v5", "td3", 1120, 1967, 300_000, 3),
+    BenchmarkResult("HalfCheetah-v5", "appo", 5819, 27, 1_232_896, 5),
+    BenchmarkResult("HalfCheetah-v5", "sac", 5819, 955, 160_400, 3),
+    BenchmarkResult("HalfCheetah-v5", "td3", 5810, 1281, 300_000, 3),
+    BenchmarkResult("Hopper-v5", "appo", 3542, 112, 849_920, 5),
+    BenchmarkResult("Hopper-v5", "sac", 1607, 1726, 300_000, 3),
+    BenchmarkResult("Hopper-v5", "td3", 1873, 1193, 300_000, 3),
+    BenchmarkResult("Humanoid-v5", "appo", 5489, 448, 1_246_208, 5),
+    BenchmarkResult("Humanoid-v5", "sac", 3000, 2001, 183_168, 3),
+    BenchmarkResult("Humanoid-v5", "td3", 787, 479, 162_832, 3),
+    BenchmarkResult("HumanoidStandup-v5", "appo", 64317, 384, 1_000_448, 5),
+    BenchmarkResult("InvertedDoublePendulum-v5", "appo", 9212, 59, 300_032, 5),
+    BenchmarkResult("InvertedPendulum-v5", "appo", 1000, 7, 72_704, 10),
+    BenchmarkResult("Pusher-v5", "appo", -36, 213, 1_000_448, 5),
+    BenchmarkResult("QuadrupedWalk", "appo", 500, 19, 272_384, 5),
+    BenchmarkResult("Reacher-v5", "appo", -6, 183, 1_000_448, 5),
+    BenchmarkResult("Swimmer-v5", "appo", 282, 102, 262_144, 5),
+    BenchmarkResult("Swimmer-v5", "sac", 282, 612, 179_664, 3),
+    BenchmarkResult("Swimmer-v5", "td3", 282, 442, 131_520, 3),
+    BenchmarkResult("Walker2d-v5", "appo", 3863, 161, 849_920, 5),
+    BenchmarkResult("Walker2d-v5", "sac", 3863, 1100, 178_032, 3),
+    BenchmarkResult("Walker2d-v5", "td3", 2517, 378, 300_000, 3),
 )
 """Measured figures only. APPO's on Ant and HalfCheetah are of 1,500,000 frames, alone on
 two cores of an AMD EPYC, Hopper's of 2,000,000 on an Intel that was busy. Two runs at a time shared
@@ -75,12 +75,12 @@ suites or three other runs: alone they take far less. QuadrupedWalk, and TD3 on 
 each."""
 
 
-def known_of(task: str) -> list[Known]:
+def results_for_task(task: str) -> list[BenchmarkResult]:
     """Return the measurements of a task, the recommended one first.
 
     That is the fastest within a tenth of the highest return; the others follow by return.
     """
-    entries = [entry for entry in KNOWN if entry.task == task]
+    entries = [entry for entry in RESULTS if entry.task == task]
     entries.sort(key=lambda entry: (-entry.mean_return, entry.seconds))
     highest = entries[0].mean_return if entries else 0.0
     close = [entry for entry in entries if entry.mean_return >= highest - 0.1 * abs(highest)]

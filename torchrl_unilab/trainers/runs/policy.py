@@ -7,8 +7,6 @@ commands `eval` and `play` start here; `resume_run` shares `saved_config`.
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,34 +30,10 @@ from torchrl_unilab.limits import available_cores
 from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, evaluate
 from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
+from torchrl_unilab.trainers.runs.directory import CHECKPOINT, run_path
 
-CHECKPOINT = "checkpoint"
-SUMMARY = "summary.json"
 OF_THE_MACHINE = ("device", "collector_device", "physics_threads", "learner_threads")
 """Settings of the machine, not of the result: a resumed run may change them."""
-
-
-def run_path(run_dir: StrPath) -> Path:
-    """Return a run's directory, absolute, as environments may change the working directory.
-
-    Raises:
-        ConfigError: It is empty, in the home of an unknown user, or no text in this locale.
-    """
-    reason = "empty"
-    try:
-        if not isinstance(run_dir, (str, os.PathLike)):
-            reason = f"a {type(run_dir).__name__}"
-        elif name := os.fspath(run_dir):
-            name.encode()  # as TensorBoard does
-            return Path(name).expanduser().absolute()
-    except UnicodeEncodeError:
-        reason = f"no text in the locale's {sys.getfilesystemencoding()}"
-    except RuntimeError as error:
-        reason = str(error)
-    raise ConfigError(
-        f"run directory {str(run_dir)!r}: {reason} (expected a path). Pass the directory of the "
-        "run."
-    )
 
 
 def saved_config(settings: Mapping[str, Any]) -> Any:
@@ -112,7 +86,7 @@ def _is_inside(module: str, directory: Path) -> bool:
 
 def check_run(
     saved: SavedRun,
-    said: Mapping[str, Any],
+    file_settings: Mapping[str, Any],
     refusal: str,
     settings: Mapping[str, Any] | None = None,
 ) -> None:
@@ -122,11 +96,11 @@ def check_run(
 
     Args:
         saved: The checkpoint.
-        said: What ``config.yaml`` says.
+        file_settings: What ``config.yaml`` says.
         refusal: How the error begins.
         settings: Further settings that the run is expected to have, if any.
     """
-    known = {key: value for key, value in said.items() if key in saved.run}
+    known = {key: value for key, value in file_settings.items() if key in saved.run}
     try:
         known = json.loads(json.dumps(known | dict(settings or {})))  # lists for tuples
     except (TypeError, ValueError) as error:
@@ -200,11 +174,11 @@ def load_run(
         )
     refusal = f"cannot {purpose} {run_dir}"
     try:
-        said = read_config(path / CONFIG_FILE)
+        file_settings = read_config(path / CONFIG_FILE)
         saved = RunCheckpoints(path / CHECKPOINT).newest(("policy",))
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"{refusal}: {error}") from error
-    check_run(saved, said, refusal)
+    check_run(saved, file_settings, refusal)
     if create_env is None:
         create_env = partial(MujocoBatchEnv, task_of(saved.run, path, refusal), **env_options)
     check_factory(create_env)
@@ -221,7 +195,7 @@ def load_run(
                 f"{refusal}: {saved.path.name} does not load, {error} (expected one that fits the "
                 "environment). Restore the task, or give the create_env that it was trained with."
             ) from error
-    return TrainedPolicy({**said, **saved.run}, env, actor)
+    return TrainedPolicy({**file_settings, **saved.run}, env, actor)
 
 
 def check_episodes(episodes: int, seed: int) -> tuple[int, int]:
