@@ -99,8 +99,8 @@ def find_device(setting: str, device: torch.device | str) -> torch.device:
     known = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     with contextlib.suppress(RuntimeError):  # of a kind that PyTorch does not know
         found = torch.device(device)
-        places = {"cpu": "cpu", "cuda": f"cuda:{found.index or 0}"}
-        if places.get(found.type) in known:
+        named = {"cpu": "cpu", "cuda": f"cuda:{found.index or 0}"}
+        if named.get(found.type) in known:
             return found
     raise ConfigError(
         f"{setting}: {str(device)!r} (expected one that torch {torch.__version__} finds here: "

@@ -241,6 +241,16 @@ class SharedRows(Shards):
 
     # Reading
 
+    def _checked(self, copy: Callable[[], object]) -> tuple[tuple[int, ...], bool]:
+        """Copy rows; return the floors after it, and whether rows were rewritten meanwhile.
+
+        Whole are copies of rows from the floors on, unless any were rewritten. Raises as `alone`.
+        """
+        versions = self.settled()
+        copy()
+        fence()  # before floors and versions are read again
+        return self.load(FLOOR), self.load(VERSION) != versions
+
     def read(
         self,
         window: Window,
@@ -262,10 +272,7 @@ class SharedRows(Shards):
         deadline = time.monotonic() + self.timeout
         heads, todo = window.heads, None
         while True:
-            versions = self.settled()
-            gather(todo, self.positions(ids), heads)
-            fence()  # before the floors are read again
-            floors, changed = self.load(FLOOR), self.load(VERSION) != versions
+            floors, changed = self._checked(partial(gather, todo, self.positions(ids), heads))
             if not changed and floors == window.floors:
                 return
             gone = ids < self.bounds(floors, ids)
@@ -305,10 +312,7 @@ class SharedRows(Shards):
                 self._check_written(window, at, length)
             if hidden:
                 window, at = self._uncover(window, at)
-            versions = self.settled()
-            gather(todo, at, window.heads)
-            fence()  # before the floors are read again
-            floors, changed = self.load(FLOOR), self.load(VERSION) != versions
+            floors, changed = self._checked(partial(gather, todo, at, window.heads))
             if not changed and floors == window.floors:
                 return
             if not changed:
@@ -376,14 +380,13 @@ class SharedRows(Shards):
         while end > floor:
             lap = (end - 1) // self.shard_rows * self.shard_rows
             first = max(floor, lap, end - self.chunk_rows)
-            versions = self.settled()
-            for words, buffer in zip(own, buffers, strict=True):
-                buffer[: end - first].copy_(words[first - lap : end - lap])
-            fence()  # before the floor is read again
-            floor = max(floor, self.words[shard][FLOOR])
-            if self.load(VERSION) != versions:
+            parts = [buffer[: end - first] for buffer in buffers]
+            rows = [words[first - lap : end - lap] for words in own]
+            floors, changed = self._checked(partial(torch._foreach_copy_, parts, rows))
+            floor = max(floor, floors[shard])
+            if changed:
                 self._check_time(deadline, end - first)
                 continue
             if (whole := max(first, floor)) < end:
-                yield whole, [buffer[whole - first : end - first] for buffer in buffers]
+                yield whole, [part[whole - first :] for part in parts]
             end, deadline = first, time.monotonic() + self.timeout

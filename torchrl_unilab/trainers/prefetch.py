@@ -84,7 +84,7 @@ class PrefetchReplay(TrainerHookBase):
                 transforms: a pipeline supports neither.
         """
         hooks = trainer._process_optim_batch_ops
-        place = len(hooks)
+        index = len(hooks)
         for entry in list(hooks):
             # TorchRL times its hooks; this one is a method.
             owner = getattr(inspect.unwrap(entry[0]), "__self__", None)
@@ -98,10 +98,10 @@ class PrefetchReplay(TrainerHookBase):
                     f"and {len(buffer._transform)} transforms (expected a RandomSampler and none: "
                     "the pipeline reads the storage itself). Sample by the buffer."
                 )
-            place = hooks.index(entry)
+            index = hooks.index(entry)
             hooks.remove(entry)
         trainer.register_op("process_optim_batch", self)
-        hooks.insert(place, hooks.pop())  # what came after the sampling still does
+        hooks.insert(index, hooks.pop())  # what came after the sampling still does
         trainer.register_module(name, self)
 
     def state_dict(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class ModuleWeights:
         self._absent = [registry[name] is None for registry, name in self._slots]
         self._some_absent = any(self._absent)
         present = [slot for slot, absent in zip(slots, self._absent, strict=True) if not absent]
-        self._places = [(registry, name) for _, registry, name in present]
+        self._entries = [(registry, name) for _, registry, name in present]
         self.names = [_checked_name(dot + name, registry[name]) for dot, registry, name in present]
         extra = self.extra_state()
         self.keys = (*self.names, *extra)
@@ -125,7 +125,7 @@ class ModuleWeights:
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return everything as it is now, by dotted key, detached."""
-        registered = (registry[name].detach() for registry, name in self._places)
+        registered = (registry[name].detach() for registry, name in self._entries)
         return dict(zip(self.names, registered, strict=True)) | self.extra_state()
 
     def set_extra_state(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -144,7 +144,7 @@ class ModuleWeights:
         tied tensors stay tied. Views of a common memory no longer share it.
         """
         replaced: dict[int, torch.Tensor] = {}
-        for registry, name in self._places:
+        for registry, name in self._entries:
             old = registry[name]
             if not old.is_meta:
                 if old.is_shared() or is_expanded(old):

@@ -23,7 +23,7 @@ from torchrl_unilab.shm.seqlock import Snapshot, SnapshotCell
 from torchrl_unilab.weight_update.module_weights import EXTRA_STATE, ModuleWeights, nested
 from torchrl_unilab.weight_update.packing import DevicePacker
 
-_place = torch.Tensor.data_ptr
+_address = torch.Tensor.data_ptr
 
 
 class WeightReceiver:
@@ -66,7 +66,7 @@ class WeightReceiver:
             version = self._cell.read(self._snapshot)
             targets = weights.tensors(model)
             # A layer was replaced, or a tensor's memory, which may be of another shape or dtype.
-            if targets is None or [*map(_place, targets)] != self._places:
+            if targets is None or [*map(_address, targets)] != self._addresses:
                 weights = self._bind(model)
                 targets = weights.tensors(model) or []
             values: Mapping[str, torch.Tensor] = self._snapshot.tensors
@@ -95,7 +95,7 @@ class WeightReceiver:
         if self._private:
             weights.make_private()
         targets = weights.tensors(model) or []
-        self._places = [*map(_place, targets)]
+        self._addresses = [*map(_address, targets)]
         device = next((tensor.device for tensor in targets), torch.device("cpu"))
         self._packer = None if device.type == "cpu" else DevicePacker(self._cell.layout, device)
         self._weights = weights

@@ -150,7 +150,7 @@ class BatchLayout:
                     flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
                     memory = self.batch(count, flat)
                 made = self.tensordict(memory, index=True)
-                if _places(made).items() <= _places(batch).items():
+                if _addresses(made).items() <= _addresses(batch).items():
                     forget = functools.partial(_forget, self._known, id(batch))
                     leaves_and_nodes = batch.values(include_nested=True)
                     nested = tuple(v for v in leaves_and_nodes if isinstance(v, TensorDictBase))
@@ -164,7 +164,7 @@ class BatchLayout:
         )
 
 
-def _places(batch: TensorDictBase) -> dict[Any, tuple[int, torch.dtype, torch.Size]]:
+def _addresses(batch: TensorDictBase) -> dict[Any, tuple[int, torch.dtype, torch.Size]]:
     """Return where each tensor of a batch lies, and as what, by key."""
     return {
         key: (leaf.data_ptr(), leaf.dtype, leaf.shape)

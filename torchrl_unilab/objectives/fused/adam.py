@@ -117,8 +117,8 @@ class FlatAdam:
                 f"optimizer: {other} of a fused update (expected none: it takes Adam's own step). "
                 "Leave it out, or take fused=False."
             )
-        for parameter, gradient, place in self._views:
-            if parameter.data_ptr() != place:
+        for parameter, gradient, address in self._views:
+            if parameter.data_ptr() != address:
                 raise ConfigError(
                     f"parameter of shape {tuple(parameter.shape)}: its memory has moved since the "
                     "update that steps it was made (expected it to stay). Make the update, or the "
@@ -144,8 +144,10 @@ class FlatAdam:
         """
         group, state, lr = *self._settings(), self._lr()
         memory = [state["step"], state["exp_avg"], state["exp_avg_sq"]]
-        places = (tensor.data_ptr() for tensor in (*memory, lr) if isinstance(tensor, torch.Tensor))
-        return *group["betas"], group["weight_decay"], group["eps"], *places
+        addresses = (
+            tensor.data_ptr() for tensor in (*memory, lr) if isinstance(tensor, torch.Tensor)
+        )
+        return *group["betas"], group["weight_decay"], group["eps"], *addresses
 
     def _settings(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         return self.optimizer.param_groups[0], self.optimizer.state[self._parameter]
