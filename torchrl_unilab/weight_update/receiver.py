@@ -183,10 +183,9 @@ class _PullsWeights(Collector):
 
     @property
     def _wrapped_policy(self) -> Any:
-        if self._in_rollout:
-            for puller in self._pullers:
-                if puller.pull_at == "step":
-                    puller.pull()
+        for puller in self._pullers:
+            if puller.pull_at == "step":
+                puller.pull()
         return Collector._wrapped_policy.fget(self)
 
     @_wrapped_policy.setter
