@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import Self
@@ -325,6 +326,11 @@ class Ranks:
         except RuntimeError:  # of a rank that kept the store itself, without a launcher
             return state and "has ended, and what it said is gone with its store"
         return state and f"{state}, process {pid}"
+
+
+def shapes_of(module: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of a module's parameters, for `Ranks.check_same`: Gloo aborts on others."""
+    return {f"shape of {name}": [*tensor.shape] for name, tensor in module.named_parameters()}
 
 
 def _check_finite(gathered: Iterable[torch.Tensor], what: str) -> None:

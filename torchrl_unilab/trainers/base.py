@@ -18,7 +18,7 @@ from torchrl_unilab.collectors.base import WorkerCollector
 from torchrl_unilab.configs import APPOConfig, OffPolicyConfig
 from torchrl_unilab.errors import ConfigError, DivergedError, LayoutKeyError
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.runtime.ranks import Ranks
+from torchrl_unilab.runtime.ranks import Ranks, shapes_of
 
 NORM = "norm of the weights"
 """Key, in an update's means, of the norm of all learnt parameters: checked, not logged."""
@@ -227,7 +227,8 @@ class RankTrainer(Trainer):
         if not self._compared:  # with as many frames from each, all see the same numbers
             self._compared = True
             counts = {"frames until now": self.collected_frames, "total_frames": self.total_frames}
-            self.ranks.check_same(counts | vars(self.config))
+            shapes = shapes_of(self.loss_module)
+            self.ranks.check_same(counts | vars(self.config) | shapes)
         super()._pre_steps_log_hook(batch)
 
     def _post_steps_log_hook(self, batch: TensorDictBase | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,9 @@ def take_part(_: Any, directory: Path) -> dict[str, Any]:
     attempt("stopped", _run, "appo", directory / f"stopped-{rank}", max_seconds=1e-6)
     other = APPOConfig(**APPO, gamma=(0.9, 0.8)[rank])
     attempt("other settings", _run, "appo", directory / "other", config=other)
+    task = ("InvertedPendulum-v5", "Hopper-v5")[rank]
+    sized = partial(MujocoBatchEnv, task, 8, num_threads=1)
+    attempt("other sizes", _run, "appo", directory / "other", sized)
     resume = partial(resume_run, progress_bar=False, frames=2 * FRAMES)
     attempt("resumed", resume, directory / "sac-0")
     sound = partial(CountingEnv, (8,))
@@ -179,12 +183,14 @@ def test_all_ranks_stop_in_the_step_in_which_one_wants_to(results):
     assert first["learnt"] == second["learnt"]
 
 
-def test_settings_that_differ_are_refused_on_all_ranks_before_anything_is_written(
+def test_settings_or_networks_that_differ_are_refused_on_all_ranks_before_anything_is_written(
     results, directory
 ):
     for one in results:
         assert isinstance(one["other settings"], ConfigError)
         assert "gamma: 0.9, 0.8" in str(one["other settings"])
+        assert isinstance(one["other sizes"], ConfigError)
+        assert re.search(r"^shape of actor.*: \[1\], \[3\] on", str(one["other sizes"]))
     assert not (directory / "other").exists()
 
 

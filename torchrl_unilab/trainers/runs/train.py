@@ -24,7 +24,7 @@ from torchrl_unilab.configs.file import CONFIG_FILE, StrPath, as_yaml
 from torchrl_unilab.envs import MujocoBatchEnv, make_task
 from torchrl_unilab.errors import DivergedError, UniLabError
 from torchrl_unilab.runtime import trace as tracing
-from torchrl_unilab.runtime.ranks import Ranks
+from torchrl_unilab.runtime.ranks import Ranks, shapes_of
 from torchrl_unilab.trainers.evaluation import MOST_AT_ONCE, BackgroundEvaluation, Videos, evaluate
 from torchrl_unilab.trainers.hooks import CollectorTime
 from torchrl_unilab.trainers.progress import can_draw, log_progress, stop_reason, stop_when
@@ -219,7 +219,8 @@ class Run:
             run_budget(proxy, self.learner, self.config, evaluates=evaluates).check()
         # The newest checkpoint first: it differs if the run directory is not shared.
         seen = {"checkpoint in the run's directory, at frames": self.resumed[-1:]}
-        self.ranks.check_same(seen | self.settings | package_versions())
+        shapes = shapes_of(self.learner.loss)
+        self.ranks.check_same(seen | self.settings | package_versions() | shapes)
         for module in (self.learner.loss, *self.learner.normalizers.values()):
             self.ranks.broadcast_([*module.parameters(), *module.buffers()])
 
