@@ -372,8 +372,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        own = {"_initial_model": None, "_known": {}, "_receiver": None, "_worker_idx": None}
-        return state | own
+        own = dict.fromkeys(("_initial_model", "_receiver", "_worker_idx"))
+        return state | own | {"_known": {}}
 
     def disconnect(self) -> None:
         """Do nothing: only `send` publishes here. `NodeScheme` ends its thread."""
