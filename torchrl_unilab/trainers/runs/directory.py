@@ -1,4 +1,12 @@
-"""A run's directory: what is in it, and who may write to it."""
+"""A run's directory: what is in it, and who may write to it::
+
+config.yaml     settings, which repeat the run (`torchrl_unilab.configs.file`)
+checkpoint/     checkpoints (`torchrl_unilab.trainers.runs.checkpoint`)
+logs/           CSV; tensorboard/ beside it (`torchrl_unilab.trainers.runs.loggers`)
+summary.json    what came of the run; returns.png, its curve: both at its end
+trace.json      the timeline, if asked for (`torchrl_unilab.runtime.trace`)
+videos/         filmed episodes, if asked for (`torchrl_unilab.trainers.video`)
+"""
 
 from __future__ import annotations
 
@@ -15,6 +23,8 @@ from torchrl_unilab.errors import ConfigError
 
 CHECKPOINT = "checkpoint"
 SUMMARY = "summary.json"
+TRACE = "trace.json"
+VIDEOS = "videos"
 
 
 def run_path(run_dir: StrPath) -> Path:

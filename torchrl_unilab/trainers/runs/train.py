@@ -40,6 +40,8 @@ from torchrl_unilab.trainers.runs.checkpoint import (
 from torchrl_unilab.trainers.runs.directory import (
     CHECKPOINT,
     SUMMARY,
+    TRACE,
+    VIDEOS,
     check_run_dir,
     check_same_run,
     run_dir_held,
@@ -52,9 +54,6 @@ from torchrl_unilab.trainers.runs.policy import check_newest
 from torchrl_unilab.trainers.runs.summary import package_versions, plot_returns
 from torchrl_unilab.trainers.video import check_filming
 from torchrl_unilab.weight_update import UniLabShmScheme
-
-TRACE = "trace.json"
-VIDEOS = "videos"
 
 
 def train_appo(
