@@ -1,4 +1,6 @@
-"""A run's directory: what is in it, and who may write to it::
+"""A run's directory: what is in it, and who may write to it.
+
+Its entries::
 
 config.yaml     settings, which repeat the run (`torchrl_unilab.configs.file`)
 checkpoint/     checkpoints (`torchrl_unilab.trainers.runs.checkpoint`)
