@@ -2,12 +2,12 @@
 
 Its entries::
 
-config.yaml     settings, which repeat the run (`torchrl_unilab.configs.file`)
-checkpoint/     checkpoints (`torchrl_unilab.trainers.runs.checkpoint`)
-logs/           CSV; tensorboard/ beside it (`torchrl_unilab.trainers.runs.loggers`)
-summary.json    what came of the run; returns.png, its curve: both at its end
-trace.json      the timeline, if asked for (`torchrl_unilab.runtime.trace`)
-videos/         filmed episodes, if asked for (`torchrl_unilab.trainers.video`)
+    config.yaml     settings, which repeat the run (`torchrl_unilab.configs.file`)
+    checkpoint/     checkpoints (`torchrl_unilab.trainers.runs.checkpoint`)
+    logs/           CSV; tensorboard/ beside it (`torchrl_unilab.trainers.runs.loggers`)
+    summary.json    what came of the run; returns.png, its curve: both at its end
+    trace.json      the timeline, if asked for (`torchrl_unilab.runtime.trace`)
+    videos/         filmed episodes, if asked for (`torchrl_unilab.trainers.video`)
 """
 
 from __future__ import annotations
