@@ -79,6 +79,13 @@ def test_hooks_that_would_publish_again_or_scale_rewards_too_late_are_refused():
             RewardNormalizer().register(trainer)
 
 
+def test_what_a_hook_makes_of_a_batch_is_learnt_from():
+    trainer = appo_trainer(1)
+    trainer.register_op("batch_process", lambda batch: batch.apply(torch.zeros_like))
+    trainer.train()
+    assert not trainer.pool.data["next", "reward"].any()
+
+
 def test_padding_is_not_learnt_from():
     trainer = appo_trainer()
     [batch] = pendulum_rollouts(1)

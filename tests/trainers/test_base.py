@@ -3,20 +3,30 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
-from torchrl.trainers import Trainer
+from torch import nn
+from torchrl.checkpoint import Checkpoint
+from torchrl.trainers import Trainer, UpdateWeights
 
-from torchrl_unilab.collectors import ReplayCollector
+from tests.support.off_policy_training import off_policy_trainer
+from tests.support.training import QUICK, appo_loss, appo_trainer
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra import factories
-from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer
-from torchrl_unilab.trainers.base import REPLACEMENTS, check_arguments
+from torchrl_unilab.modules import ObservationNormalizer
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer, base
+from torchrl_unilab.trainers.base import NORM, REPLACEMENTS, check_arguments
 
 BOTH = pytest.mark.parametrize(
     ("trainer", "config"), [(APPOTrainer, APPOConfig()), (OffPolicyTrainer, OffPolicyConfig())]
 )
+OF_ONE_UPDATE = pytest.mark.parametrize(
+    ("make", "batches"), [(partial(appo_trainer, 1), 1), (partial(off_policy_trainer, 8), 8)]
+)
+"""Trainers that learn from the last of their batches alone."""
 STOCK = inspect.signature(Trainer.__init__).parameters
 
 
@@ -91,3 +101,57 @@ def test_each_setting_that_stands_for_an_argument_exists(kind):
 def test_who_would_clip_gradients_is_told_what_the_algorithm_does(config, remedy):
     with pytest.raises(ConfigError, match=rf"Leave out clip_norm \({remedy}\)\.$"):
         check_arguments({"clip_norm": 0.5}, config, type(config))
+
+
+@OF_ONE_UPDATE
+def test_what_a_hook_after_an_update_returns_is_logged_if_it_is_anything(make, batches):
+    trainer = make()
+    hooks = (lambda steps, losses, name: {name: steps}), (lambda steps, losses: None)
+    trainer.register_op("post_optim_complete_log", hooks[0], name="steps of a hook")
+    trainer.register_op("post_optim_complete_log", hooks[1])
+    trainer.train()
+    assert [*trainer._log_dict["steps of a hook"]] == [trainer._optim_count]
+
+
+@OF_ONE_UPDATE
+@pytest.mark.parametrize("auto", [True, False])
+def test_losses_and_steps_are_logged_without_hooks_unless_that_is_off(make, batches, auto):
+    trainer = make()
+    trainer.auto_log_optim_steps = auto
+    trainer.train()
+    logged = {*trainer._log_dict}
+    assert ("optim_steps" in logged) is any(key.startswith("loss_") for key in logged) is auto
+    assert NORM not in logged
+
+
+@OF_ONE_UPDATE
+def test_hooks_may_publish_to_another_collector_and_within_an_update(make, batches):
+    trainer, other = make(), Mock()
+    before = trainer.collector.scheme.version
+    UpdateWeights(other).register(trainer, "update_other")
+    UpdateWeights(trainer.collector, interval_unit="optim_steps", trainer=trainer).register(trainer)
+    trainer.train()
+    assert other.update_policy_weights_.call_count == batches
+    assert trainer.collector.scheme.version == before + batches + trainer._optim_count
+
+
+@OF_ONE_UPDATE
+def test_the_end_is_saved_though_no_checkpoint_is_due(make, batches, tmp_path):
+    trainer = make()
+    trainer.checkpoint, trainer.save_trainer_file = Checkpoint(), tmp_path / "end"
+    trainer.train()
+    assert trainer.collected_frames < trainer.save_trainer_interval
+    assert Checkpoint.manifest(tmp_path / "end")
+
+
+def test_a_policy_without_parameters_is_not_taken_for_another_than_the_losses(monkeypatch):
+    monkeypatch.setattr(base.torchrl_logger, "warning", warned := Mock())
+    config = APPOConfig(**QUICK)
+    APPOTrainer(
+        collector=Mock(APPOCollector, policy=nn.Identity()),
+        loss_module=appo_loss(config, ObservationNormalizer(4)),
+        total_frames=1,
+        config=config,
+        progress_bar=False,
+    )
+    assert not warned.called

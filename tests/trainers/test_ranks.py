@@ -159,9 +159,8 @@ def learn_heads(ranks: Ranks) -> list[list[float]]:
     return [head.tolist() for head in loss.heads]
 
 
-def train_unevenly(ranks: Ranks) -> str:
-    """What is said where rank 1 collects half as much."""
-    steps = 8 // (1 + ranks.rank)
+def train_unevenly(ranks: Ranks, steps: int = 8, total_frames: int = 640) -> str:
+    """What is said where ranks collect rollouts of other lengths, or to another end."""
     config = APPOConfig(num_envs=4, num_steps=8, minibatches=2, hidden=(8,))
     with closing_env(four_pendulums()) as env:
         learner = build_learner(env, config)
@@ -171,7 +170,7 @@ def train_unevenly(ranks: Ranks) -> str:
         trainer = APPOTrainer(
             collector=collector,
             loss_module=learner.loss,
-            total_frames=640,
+            total_frames=total_frames,
             config=config,
             ranks=ranks,
             progress_bar=False,
@@ -187,7 +186,8 @@ def learn_in_each_way(_: Any) -> dict[str, dict[tuple[str, str], State]]:
         half = [ranks.rank]
         own = {update: learn(update, ranks, half, half) for update in UPDATES}
         same = {update: learn(update, ranks, [0], [0]) for update in UPDATES}
-        heads, uneven = learn_heads(ranks), train_unevenly(ranks)
+        heads, more = learn_heads(ranks), 1 + ranks.rank
+        uneven = [train_unevenly(ranks, 8 // more), train_unevenly(ranks, total_frames=640 * more)]
         torch.set_default_dtype(torch.float64)
         with NoNoise():
             quiet = {update: learn(update, ranks, half, half) for update in UPDATES}
@@ -211,9 +211,11 @@ def test_a_parameter_that_a_rank_has_no_gradient_of_follows_the_others(learnt):
     assert heads[0] == [pytest.approx([-0.5, -0.5])] * 2
 
 
-def test_ranks_that_collect_another_number_of_frames_are_refused(learnt):
+def test_ranks_that_collect_another_number_of_frames_in_a_batch_or_in_all_are_refused(learnt):
     for one in learnt:
-        assert one["uneven"].startswith("frames until now: 64, 32 on ranks 0 to 1")
+        of_a_batch, in_all = one["uneven"]
+        assert of_a_batch.startswith("frames until now: 64, 32 on ranks 0 to 1")
+        assert in_all.startswith("total_frames: 640, 1280 on ranks 0 to 1")
 
 
 @each
