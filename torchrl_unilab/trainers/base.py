@@ -171,7 +171,7 @@ class RankTrainer(Trainer):
         Raises:
             ConfigError: The batch is padded.
         """
-        if batch is not None and batch.get(("collector", "mask"), None) is not None:
+        if batch.get(("collector", "mask"), None) is not None:
             raise ConfigError(
                 "batch: padded, by ('collector', 'mask') (expected steps alone). Leave split_trajs "
                 "out of the collector."
