@@ -16,7 +16,14 @@ from torchrl_unilab.runtime.budget import MemoryBudget, MemoryLimit
 from torchrl_unilab.shm.segment import named_directory
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig, plan_run, train_off_policy
 from torchrl_unilab.trainers.runs import budget as budget_module
-from torchrl_unilab.trainers.runs.budget import RunBudget, RunSizes, memory_limits, replay_items
+from torchrl_unilab.trainers.runs.budget import (
+    RunBudget,
+    RunSizes,
+    check_frames,
+    memory_limits,
+    replay_items,
+    run_threads,
+)
 from torchrl_unilab.trainers.runs.builders import ALGORITHMS, build_learner, run_budget
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -30,7 +37,7 @@ RUNS = {
     "appo": ("Hopper-v5", APPOConfig(num_envs=3, num_steps=7, hidden=(8,))),
     "appo-wide": (
         "HalfCheetah-v5",
-        APPOConfig(num_envs=5, num_steps=3, num_collectors=2, slots=4, pool=2, hidden=(16, 16)),
+        APPOConfig(num_envs=5, num_steps=3, num_collectors=2, slots=3, pool=2, hidden=(16, 16)),
     ),
     "sac": ("HalfCheetah-v5", OffPolicyConfig(**OFF_POLICY, obs_normalization=True)),
     "td3-two": ("Hopper-v5", OffPolicyConfig("td3", num_collectors=2, **OFF_POLICY)),
@@ -149,7 +156,65 @@ def test_a_process_that_evaluates_counts():
     ]
 
 
+def test_networks_count_with_their_gradients_and_what_adam_holds(run):
+    task, config = run
+    env = MujocoBatchEnv(task, num_envs=1, num_threads=1)
+    loss = build_learner(env, config).loss
+    env.close()
+    trained = [p for p in loss.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    adam = torch.optim.Adam(trained)
+    adam.step()
+    moments = [t for state in adam.state.values() for n, t in state.items() if n != "step"]
+    held = [*loss.parameters(), *loss.buffers(), *(p.grad for p in trained), *moments]
+    nbytes = sum({t.data_ptr(): t.nbytes for t in held}.values())
+    items = {item.name: item.nbytes for item in plan_run(task, config).memory.items}
+    assert items["networks, gradients, Adam"] == nbytes
+
+
+def test_what_each_collector_takes_counts_as_often_as_there_are_collectors():
+    one, two = (
+        {item.name: item.nbytes for item in plan_run("Hopper-v5", config).memory.items}
+        for config in (APPOConfig(), APPOConfig(num_collectors=2))
+    )
+    for name in ("policies", "environments", "processes", "steps"):
+        name = name if name == "environments" else f"collectors' {name}"
+        assert two[name] == 2 * one[name] > 0, name
+
+
+def test_a_pool_of_rollouts_takes_as_many_times_one():
+    items = plan_run("Hopper-v5", APPOConfig(pool=3)).memory.items
+    taken = {item.name: item.nbytes for item in items}
+    assert taken["rollout pool"] == 3 * taken["rollout copy"] > 0
+
+
+def test_planning_a_run_leaves_the_callers_generator_as_it_was():
+    state = torch.get_rng_state()
+    plan_run("Hopper-v5", APPOConfig())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_learner_has_the_threads_that_were_asked_for():
+    assert run_threads(OffPolicyConfig(learner_threads=3)).learner_threads == 3
+
+
 # Limits
+
+
+def test_ranks_of_a_machine_share_its_memory_and_its_mount(monkeypatch):
+    monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", "named")
+    monkeypatch.setattr(budget_module, "available_memory", lambda: 900)
+    monkeypatch.setattr(budget_module, "free_bytes", lambda named: 600)
+    monkeypatch.setattr(budget_module, "local_ranks", lambda: 3)
+    assert [limit.nbytes for limit in memory_limits(torch.device("cpu"))] == [200, 300]
+
+
+def test_each_rank_needs_the_frames_of_a_first_update():
+    config = APPOConfig()
+    check_frames(2 * config.min_frames, config, ranks=2)
+    with pytest.raises(ConfigError, match=rf"expected at least {2 * config.min_frames}, which"):
+        check_frames(2 * config.min_frames - 1, config, ranks=2)
 
 
 def _limited(budget, *limits):

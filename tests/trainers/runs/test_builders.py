@@ -129,6 +129,16 @@ def test_observations_of_another_dtype_are_refused_and_the_remedy_is_one(config,
     build_learner(env, config)
 
 
+@pytest.mark.parametrize("key", ["pixels", "depth"])
+def test_what_is_no_vector_cannot_be_observed_and_is_not_offered(key):
+    env = _acting(Bounded(-1.0, 1.0, shape=(3,)))
+    env.observation_spec["pixels"] = Unbounded((4, 8, 8))
+    env.observation_spec["depth"] = Unbounded(())
+    env.observation_spec["nested", "vector"] = Unbounded(2)
+    with pytest.raises(ConfigError, match=rf"'{key}' \(expected .* one of \['observation'\]\)"):
+        build_learner(env, APPOConfig(observation=key))
+
+
 @pytest.mark.parametrize(
     "spec",
     [Bounded(-1.0, 1.0, (2, 3)), Bounded(-1.0, 1.0, ()), Bounded(-1, 1, (3,), dtype=torch.int)],

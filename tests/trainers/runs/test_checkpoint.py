@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +19,12 @@ from tests.support.checkpoints import tree
 from torchrl_unilab.data import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError
 from torchrl_unilab.trainers.runs import checkpoint as module
-from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, run_checkpoint
+from torchrl_unilab.trainers.runs.checkpoint import (
+    RunCheckpoints,
+    load_trainer,
+    run_checkpoint,
+    save_learner,
+)
 
 RUN = {"env": "Hopper-v5", "algo": "appo", "seed": 3, "hidden": [16]}
 
@@ -120,6 +128,13 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path):
     assert names(tmp_path) == ["frames-000000000100"]
 
 
+def test_a_disk_that_is_full_at_the_last_leaves_no_draft(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.os, "fsync", Mock(side_effect=OSError(28, os.strerror(28))))
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 100)
+    assert names(tmp_path) == []
+
+
 def test_all_files_are_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
     synced: dict[str, bool] = {}
     real = os.fsync
@@ -215,3 +230,49 @@ def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         RunCheckpoints(tmp_path / "nowhere").newest()
     assert not (tmp_path / "nowhere").exists()
+
+
+# A trainer's
+
+
+@pytest.fixture
+def trainer() -> SimpleNamespace:
+    """What is saved of a trainer, without one."""
+    return SimpleNamespace(
+        loss_module=torch.nn.Linear(2, 1),
+        checkpoint=None,
+        checkpoint_rotation=Mock(),
+        collected_frames=100,
+        _checkpoint_manifest_metadata=dict,
+    )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.0])
+def test_networks_are_saved_after_an_error_if_all_of_their_numbers_are_finite(trainer, value):
+    trainer.loss_module.weight.data[0, 1] = value
+    save_learner(trainer)
+    assert trainer.checkpoint_rotation.save.called is (value == 1.0)
+
+
+@pytest.mark.parametrize(("insist", "interrupts"), [(False, 1), (True, 1), (True, 2)])
+def test_a_save_that_was_interrupted_begins_again_once_where_that_is_asked_for(
+    trainer, insist, interrupts
+):
+    save = trainer.checkpoint_rotation.save
+    save.side_effect = [*[KeyboardInterrupt] * interrupts, None]
+    saved = insist and interrupts == 1
+    with contextlib.nullcontext() if saved else pytest.raises(KeyboardInterrupt):
+        save_learner(trainer, insist=insist)
+    assert save.call_count == 1 + insist
+
+
+def test_a_replay_is_loaded_before_those_who_write_to_it(tmp_path):
+    loaded = []
+    parts = {name: Part(1.0) for name in ("collector", "replay", "writers")}
+    save(tmp_path, 100, **parts)
+    for name, part in parts.items():
+        part.load_state_dict = lambda state, name=name: loaded.append(name)
+    trainer = Mock(checkpoint=run_checkpoint(**parts), ranks=Mock(rank=0), progress_bar=False)
+    load_trainer(trainer, RunCheckpoints(tmp_path).newest())
+    assert loaded[0] == "replay"
+    assert sorted(loaded) == sorted(parts)

@@ -4,8 +4,9 @@ import os
 
 import pytest
 
+from torchrl_unilab.configs.file import as_yaml
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.trainers.runs.directory import check_run_dir, write_whole
+from torchrl_unilab.trainers.runs.directory import check_run_dir, check_same_run, write_whole
 
 
 def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path, monkeypatch):
@@ -26,3 +27,26 @@ def test_a_run_starts_in_a_directory_with_a_draft_of_its_first_file(tmp_path):
     (tmp_path / "config.yaml").touch()
     with pytest.raises(ConfigError, match="it is not empty"):
         check_run_dir(tmp_path)
+
+
+@pytest.mark.parametrize("other", [{"env": "Ant-v5"}, {"algo": "sac"}, {"seed": 4}])
+def test_a_run_starts_again_only_as_the_one_that_a_directory_is_of(tmp_path, other):
+    run = {"env": "Hopper-v5", "algo": "appo", "seed": 3}
+    (tmp_path / "config.yaml").write_text(as_yaml({**run, "gamma": 0.9}))
+    check_same_run(tmp_path, {**run, "gamma": 0.5})
+    with pytest.raises(ConfigError, match=r"it is of a run with .*'seed': 3\} \(expected"):
+        check_same_run(tmp_path, {**run, **other})
+
+
+@pytest.mark.parametrize("below_a_file", [True, False])
+def test_a_directory_that_cannot_be_made_is_refused_before_a_run_starts(
+    tmp_path, monkeypatch, below_a_file
+):
+    parent = tmp_path / "parent"
+    if below_a_file:
+        parent.touch()
+    else:
+        parent.mkdir()
+        monkeypatch.setattr(os, "access", lambda path, mode: False)  # as root may write it
+    with pytest.raises(ConfigError, match=rf"cannot be made in {parent} \(expected"):
+        check_run_dir(parent / "new" / "run")

@@ -6,6 +6,7 @@ import os
 from unittest.mock import Mock, call
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.runs import loggers
@@ -62,3 +63,27 @@ def test_a_directory_of_a_logger_s_name_is_no_package(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="logger: no package no_logger"):
         check_loggers(["no_logger"])
+
+
+@pytest.mark.parametrize(("error", "raised"), [(None, OSError), (ValueError, ValueError)])
+def test_a_full_disk_at_the_end_is_an_error_unless_there_was_another_one(
+    tmp_path, monkeypatch, error, raised
+):
+    logger = Mock(**{"close.side_effect": OSError(28, "No space left on device")})
+    monkeypatch.setattr(loggers, "get_logger", lambda *_: logger)
+    closing = contextlib.ExitStack()
+    run_logger(tmp_path, ["wandb"], closing, None)
+    closing.callback(Mock(side_effect=error))  # before it closes
+    with pytest.raises(raised):
+        closing.close()
+    assert logger.close.called
+
+
+def test_tensorboard_shows_what_was_logged_up_to_the_checkpoint_and_what_came_after(tmp_path):
+    for resumed_at, steps in ((None, (5, 7, 9)), (7, (8, 10))):
+        with contextlib.ExitStack() as closing:
+            logger = run_logger(tmp_path, ["tensorboard"], closing, resumed_at)
+            for step in steps:
+                logger.log_scalar("return", 1.0, step=step)
+    shown = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in shown.Scalars("return")] == [5, 7, 8, 10]

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.support.videos import read_video
 from torchrl_unilab.cli import main
 from torchrl_unilab.envs.rendering import BatchRenderer
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import evaluate, evaluate_run
-from torchrl_unilab.trainers.runs import policy
+from torchrl_unilab.trainers.runs import playback, policy
 from torchrl_unilab.trainers.runs.playback import play_run
 
 SIZE = ["--width", "64", "--height", "48"]
@@ -35,6 +37,8 @@ def test_play_films_the_episodes_that_eval_would_have(run_dir, tmp_path, capsys)
     # a reward of 1 for each step but the last, in which the pole falls
     assert result["returns"] == [length - 1 for length in result["lengths"]]
     assert result["mean"] == sum(result["returns"]) / 2
+    assert [result["min"], result["max"]] == sorted(result["returns"])
+    assert result["min"] < result["max"]
     assert result["returns"][0] == evaluate_run(run_dir, episodes=1, seed=3)["mean"]
 
 
@@ -76,8 +80,21 @@ def test_actions_that_are_drawn_follow_the_seed(run_dir, tmp_path):
         )
         return result["lengths"]
 
-    assert returns(0, False) == returns(0, False)
+    first, state = returns(0, False), torch.get_rng_state()
+    torch.rand(1)  # as a caller draws meanwhile
+    assert returns(0, False) == first
     assert returns(0, False) != returns(0, True)
+    torch.set_rng_state(state)
+    returns(0, False)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_environment_that_was_filmed_is_closed(run_dir, tmp_path, monkeypatch):
+    filmed = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(playback, "film_episodes", filmed)
+    with pytest.raises(OSError, match="No space"):
+        play_run(run_dir, tmp_path / "out.mp4")
+    assert filmed.call_args.args[0].is_closed
 
 
 def test_max_steps_ends_an_episode(run_dir, tmp_path):

@@ -1,0 +1,42 @@
+"""Policies of runs that have ended, loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.quick import four_pendulums, pendulum
+from torchrl_unilab.errors import CheckpointError, ConfigError
+from torchrl_unilab.trainers import load_policy
+from torchrl_unilab.trainers.runs.policy import task_of
+
+
+@pytest.mark.parametrize(("make", "fits"), [(four_pendulums, True), (pendulum, False)])
+def test_an_environment_is_closed_whether_a_policy_fits_it_or_not(appo_run, make, fits):
+    made = []
+
+    def create_env():
+        made.append(make())
+        return made[0]
+
+    if fits:
+        load_policy(appo_run.run_dir, create_env=create_env)
+    else:
+        with pytest.raises(CheckpointError, match=r"does not load, (?s:.*) Restore the task"):
+            load_policy(appo_run.run_dir, create_env=create_env)
+    assert made[0].is_closed
+
+
+@pytest.mark.parametrize("regular", [True, False], ids=["package", "namespace"])
+@pytest.mark.parametrize("linked", [True, False])
+def test_no_package_in_a_run_directory_is_imported_for_its_task(
+    tmp_path, monkeypatch, regular, linked
+):
+    run_dir, link = tmp_path / "run", tmp_path / "link"
+    package = run_dir / "evil_of_a_test"
+    package.mkdir(parents=True)
+    link.symlink_to(run_dir)
+    for name in ("task", "__init__") if regular else ("task",):
+        (package / f"{name}.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.syspath_prepend(link if linked else run_dir)
+    with pytest.raises(ConfigError, match=r"cannot play: its task '.*' is code in the run dir"):
+        task_of({"env": "evil_of_a_test.task:Task"}, run_dir, "cannot play")
