@@ -246,6 +246,8 @@ def test_a_script_without_its_main_guard_is_told_so_however_much_its_workers_get
     [
         (signal.SIGKILL, "SIGKILL", "out of memory"),
         (signal.SIGSEGV, "SIGSEGV", "Native code crashed"),
+        (signal.SIGBUS, "SIGBUS", "shared memory was full"),
+        (signal.SIGABRT, "SIGABRT", "Native code gave up"),
         (40, "signal 40", ""),
     ],
 )
@@ -350,7 +352,7 @@ def test_a_worker_that_does_not_answer_is_an_error(lone):
 
 def test_a_worker_that_leaves_unasked_is_an_error(lone):
     lone.send(0, "leave")
-    with pytest.raises(WorkerError, match="ended by itself with exit code 0"):
+    with pytest.raises(WorkerError, match=r"ended by itself with exit code 0 \(expected"):
         lone.wait([], DEADLINE)
 
 
@@ -541,6 +543,8 @@ def test_a_stop_that_is_interrupted_leaves_no_worker(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         group.stop()
     monkeypatch.undo()
+    for worker in group._workers:  # before they are asked again
+        assert wait_readable([worker.process.sentinel], DEADLINE)
     group.stop()
     assert group.pids == []
     assert not any(map(psutil.pid_exists, pids))

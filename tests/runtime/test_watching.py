@@ -1,0 +1,102 @@
+"""Which workers of a group a call watches, and what is said of one that ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from multiprocessing.connection import wait as wait_readable
+
+import psutil
+import pytest
+
+from tests.support.bounds import DEADLINE
+from tests.support.processes import wait_for
+from torchrl_unilab.errors import WorkerError
+from torchrl_unilab.runtime import worker_process
+from torchrl_unilab.runtime import workers as workers_module
+from torchrl_unilab.runtime.link import Link
+from torchrl_unilab.runtime.workers import WorkerGroup
+
+LARGE = 20_000_000
+"""Bytes of a message that no pipe holds as a whole."""
+
+
+@pytest.fixture(autouse=True)
+def _looks_always(monkeypatch):
+    """Look for stopped workers each time that one may, and believe it at once."""
+    monkeypatch.setattr(workers_module, "CHECK_SECONDS", 0.0)
+    for module in (workers_module, worker_process):
+        monkeypatch.setattr(module, "CONTINUE_SECONDS", 0.0)
+
+
+def _serve(link: Link) -> None:
+    """Answer the length of what comes; say nothing to None; fail after `str` with it."""
+    link.ready()
+    while True:
+        (given,) = link.request(block=True)
+        if isinstance(given, str):
+            raise LookupError(given)
+        if isinstance(given, int):
+            link.answer(bytes(given))
+        elif given is not None:
+            link.answer(len(given))
+
+
+@pytest.fixture
+def pair() -> Iterator[WorkerGroup]:
+    with WorkerGroup(_serve, [(), ()], name="server") as group:
+        yield group
+
+
+def _end(group: WorkerGroup, index: int, number: int = signal.SIGKILL) -> None:
+    """Signal a worker, and return when it is dead."""
+    os.kill(group.pids[index], number)
+    assert wait_readable([group._workers[index].process.sentinel], DEADLINE)
+
+
+def test_a_worker_that_is_killed_ends_the_wait_for_another_ones_answer(pair):
+    pair.send(0, None)
+    _end(pair, 1)
+    with pytest.raises(WorkerError, match=r"server 1, .* was ended by SIGKILL"):
+        pair.receive(0, DEADLINE)
+
+
+def test_of_two_that_are_lost_one_is_replaced_before_the_other_is_named(pair):
+    _end(pair, 0)
+    _end(pair, 1)
+    pair.restart(0)
+    assert pair.ask(0, b"four") == 4
+    with pytest.raises(WorkerError, match="server 1,"):
+        pair.check()
+
+
+def test_a_wait_of_no_time_names_a_stopped_worker(pair):
+    os.kill(pair.pids[1], signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(pair.pids[1]).status() == psutil.STATUS_STOPPED)
+    with pytest.raises(WorkerError, match=r"server 1, .* was stopped by a signal"):
+        pair.wait([], 0.0)
+
+
+def test_a_request_without_a_deadline_waits_for_room_in_the_pipe(pair, monkeypatch):
+    monkeypatch.setattr(workers_module, "START_SECONDS", 0.0)
+    assert pair.ask(0, bytes(LARGE), timeout=None) == LARGE
+
+
+def test_the_last_words_of_a_worker_are_found_behind_answers_that_nobody_read(pair):
+    pair.send(0, 100_000)  # less than the pipe holds, and more than one reading takes
+    pair.send(0, "no such thing")
+    assert wait_readable([pair._workers[0].process.sentinel], DEADLINE)
+    with pytest.raises(WorkerError, match=r"server 0, .*failed:\n(.|\n)*no such thing"):
+        pair.check()
+
+
+def _leave(link: Link) -> None:
+    os._exit(3)
+
+
+def test_a_script_that_is_no_file_is_told_that_workers_import_it(monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/gone/script.py", raising=False)
+    with pytest.raises(WorkerError, match=r"no file /gone/script\.py: write it to a file"):
+        WorkerGroup(_leave, [()], name="server")
