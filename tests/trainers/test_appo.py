@@ -24,14 +24,7 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, LayoutShapeError
 from torchrl_unilab.modules import ObservationNormalizer, make_actor, make_critic
 from torchrl_unilab.objectives import APPOLoss
-from torchrl_unilab.trainers import (
-    APPOConfig,
-    APPOTrainer,
-    OffPolicyConfig,
-    OffPolicyTrainer,
-    appo,
-    base,
-)
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer, base
 from torchrl_unilab.trainers.loss_updates import APPOStepper
 from torchrl_unilab.trainers.reports import CollectorReport, EpisodeReturns
 
@@ -45,10 +38,12 @@ def _trained(**settings: object) -> dict[str, torch.Tensor]:
     return after
 
 
+@pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_target_begins_where_a_network_is_that_was_loaded(fused):
+def test_a_target_that_no_step_has_moved_begins_where_a_network_is_that_was_loaded(fused, steps):
     before = appo_trainer(fused=fused)
     loss = before.loss_module
+    loss.steps = steps
     with torch.no_grad():
         for parameter in loss.actor_network.parameters():
             parameter.add_(0.3)
@@ -62,8 +57,9 @@ def test_the_target_begins_where_a_network_is_that_was_loaded(fused):
     )
 
     before.collector.shutdown()
-    target = loss.target_actor_network.state_dict()
-    assert_equal(loss.actor_network.state_dict(), target)
+    networks = loss.actor_network, loss.target_actor_network
+    for own, target in zip(*(network.parameters() for network in networks), strict=True):
+        assert torch.equal(own, target) is (steps == 0)
 
 
 @pytest.mark.parametrize(
@@ -253,22 +249,6 @@ def test_the_collectors_word_and_the_policy_lag_are_logged():
     for name in ("lr", "kl", "rho_p99", "explained_variance", "fps", "return", "policy_lag_0"):
         assert name in trainer._log_dict, name
     assert 0.0 < trainer.busy_time.busy < 1.0
-
-
-def test_of_more_samples_than_torch_takes_a_quantile_of_some_are_taken(monkeypatch):
-    monkeypatch.setattr(appo, "_MOST_SORTED", FRAMES // 3)
-    quantile, counts = torch.Tensor.quantile, []
-
-    def recorded(samples: torch.Tensor, *arguments: float) -> torch.Tensor:
-        counts.append(len(samples))
-        return quantile(samples, *arguments)
-
-    monkeypatch.setattr(torch.Tensor, "quantile", recorded)
-    trainer = appo_trainer(2)
-
-    trainer.train()
-
-    assert counts == [FRAMES // 4] * 2
 
 
 @pytest.mark.parametrize(("behind", "stale"), [(0, 0), (2, 0), (3, 4)])
