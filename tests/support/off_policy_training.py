@@ -33,6 +33,7 @@ def off_policy_trainer(
     create_env: CreateEnv = create_pendulum,
     *,
     inline: bool = True,
+    seed: int = 0,
     **settings: object,
 ) -> OffPolicyTrainer:
     """A trainer of a pendulum, everything seeded."""
@@ -63,7 +64,7 @@ def off_policy_trainer(
         normalizers=learner.normalizers,
         scheme=scheme,
         progress_bar=False,
-        seed=0,
+        seed=seed,
     )
 
 

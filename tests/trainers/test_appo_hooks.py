@@ -56,6 +56,8 @@ def test_hooks_are_called_at_their_places_by_both_kinds_of_steps():
     expected = {"pre_optim_steps": 1, "post_optim": 4} | dict.fromkeys(WHOLE[1:2] + WHOLE[3:], 2)
     assert {name: len(fused_calls[name]) for name in WHOLE} == expected
     assert {name: len(calls[name]) for name in WHOLE} == expected
+    logged_of = calls["pre_epoch_log"] + calls["post_epoch_log"]
+    assert all(td is batch for td in logged_of)
     assert calls[ONCE] == [4]  # steps so far
     assert [td.numel() for td in calls["pre_epoch"]] == [64, 64]
     assert [td.numel() for td in calls["process_optim_batch"]] == [32] * 4

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
-from tests.support.training import FRAMES, QUICK, appo_loss, appo_trainer
+from tests.support.training import FRAMES, QUICK, appo_loss, appo_trainer, pendulum_rollouts
 from torchrl_unilab.modules import ObservationNormalizer
 from torchrl_unilab.trainers import APPOConfig, appo
 
@@ -48,3 +48,19 @@ def test_it_says_how_well_values_are_known_and_how_far_the_policy_is(targets, va
     said = appo._pool_statistics(loss, pool)
     assert said["explained_variance"].item() == pytest.approx(explained)
     assert said["rho_p99"].item() == pytest.approx(math.exp(0.99))
+
+
+def test_a_statistic_is_logged_as_its_mean_over_an_updates_steps():
+    trainer, (batch,) = appo_trainer(fused=False), pendulum_rollouts(1)
+    said, step = [], trainer.optimization_stepper.step
+
+    def recorded(*arguments: object) -> TensorDictBase:
+        said.append(step(*arguments))
+        return said[-1]
+
+    trainer.optimization_stepper.step = recorded
+    trainer.optim_steps(batch)
+    trainer.collector.shutdown()
+    for name in ("loss_critic", "kl"):
+        mean = sum(losses[name].item() for losses in said) / len(said)
+        assert [*trainer._log_dict[name]] == [pytest.approx(mean)]

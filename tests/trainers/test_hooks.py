@@ -95,6 +95,7 @@ def test_a_learner_that_waits_three_of_four_seconds_is_busy_for_a_quarter(monkey
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(hooks, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     busy = BusyTime()
+    assert busy.busy == 0.0  # as nothing has come yet
     busy.arrived(None)
     clock.now = 1.0
     busy.finished(None)

@@ -293,6 +293,25 @@ def test_targets_begin_where_networks_are_that_were_loaded(algorithm, fused):
         assert torch.equal(target, state[name.removeprefix("target_")]), name
 
 
+@FUSED
+@pytest.mark.parametrize("algorithm", ["sac", "td3"])
+def test_settings_say_how_far_networks_and_targets_move(algorithm, fused):
+    rates = {"lr_actor": 1e-3, "lr_critic": 2e-3, "lr_alpha": 3e-3}
+    learner, update, batch = _off_policy(algorithm, fused, False, tau=0.25, **rates)
+    before = {name: p.detach().clone() for name, p in learner.loss.state_dict().items()}
+    rate = dict(zip(("actor", "qvalue", "log"), rates.values(), strict=True))
+
+    _step(update, batch, seed=1)
+
+    after = learner.loss.state_dict()
+    for name, parameter in learner.loss.named_parameters():
+        moved = (parameter - before[name]).abs().max().item()  # Adam's first step is the rate
+        assert moved == pytest.approx(rate[name.split("_")[0]], rel=1e-2), name
+    for name in [name for name in after if name.startswith("target_") and "net." in name]:
+        expected = before[name].lerp(after[name.removeprefix("target_")], 0.25)
+        torch.testing.assert_close(after[name], expected, msg=name)
+
+
 def test_truncated_rows_that_would_pass_for_terminated_are_refused():
     config = OffPolicyConfig("sac", hidden=(), fused=False)
     rows = make_transitions(ROWS, OBS, ACT)

@@ -478,6 +478,7 @@ def test_half_of_the_learners_threads_are_the_policys_while_it_trains(
     trainer.register_op("post_optim", look)
     trained(trainer)
     assert set(seen) == {(torch_threads, others)}
+    assert not any(thread.name.startswith("policy") for thread in {*threading.enumerate()} - before)
     assert torch.get_num_threads() == found
 
 

@@ -175,6 +175,32 @@ def test_what_is_not_finite_in_one_update_of_a_tick_ends_the_training_before_it_
     trainer.collector.shutdown()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("network", ["actor", "qvalue"])
+def test_weights_that_the_last_update_of_a_tick_spoilt_are_not_published(network, fused):
+    trainer = off_policy_trainer(8, fused=fused)  # in the last of which there are two updates
+    updates, version = itertools.count(1), trainer.collector.scheme.version
+
+    def spoil() -> None:
+        named = trainer.loss_module.named_parameters()
+        if next(updates) == 2:
+            next(p for name, p in named if name.startswith(network)).data.fill_(float("nan"))
+
+    trainer.register_op("post_optim", spoil)
+    with trainer.collector, pytest.raises(DivergedError, match="norm of the weights is nan"):
+        trainer.train()
+    assert trainer.collector.scheme.version == version + 7
+
+
+def test_the_trainers_seed_decides_which_rows_are_drawn():
+    trainers = [off_policy_trainer(seed=seed) for seed in (0, 0, 1)]
+    first, again, other = (trainer.pipeline.base_seed for trainer in trainers)
+    assert first == again != other
+    for trainer in trainers:
+        trainer.close()
+        trainer.collector.shutdown()
+
+
 def _interrupt(at: int) -> Callable[[], None]:
     """Return what Ctrl-C comes in once, in its call number `at`."""
     calls = itertools.count()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -90,7 +91,8 @@ class _Reporting:
 
     def metrics(self) -> CollectorMetrics:
         seconds = {"physics": 2.0, "policy": 4.0, "write": 0.5, "wait": 0.0}
-        return CollectorMetrics(8, self.episodes, 5.0, 7.0, 0.25, 0.75, seconds)
+        values = {"forward": 0.5, "new": math.nan}  # of which no worker has told yet
+        return CollectorMetrics(8, self.episodes, 5.0, 7.0, 0.25, 0.75, seconds, values)
 
 
 def test_a_report_says_what_the_workers_tell_and_returns_once_there_are_some():
@@ -100,7 +102,8 @@ def test_a_report_says_what_the_workers_tell_and_returns_once_there_are_some():
     assert logged["ring_occupancy"] == 0.25
     assert (logged["dropped"], logged["stale"]) == (3, 2)
     assert (logged["fps_physics"], logged["fps_write"]) == (4.0, 16.0)
-    assert "return" not in logged
+    assert logged["forward"] == 0.5
+    assert not {"return", "new"} & {*logged}
     assert report.curve == []
     collector.episodes = 1
     logged = report(TensorDict())
@@ -130,6 +133,12 @@ def _lags(lags: list[int]) -> list[float]:
 
 def test_the_lag_is_that_of_the_worker_furthest_behind():
     assert _lags([0, 2, 1]) == [0.0, 2.0, 1.0]
+
+
+def test_there_is_no_lag_before_a_worker_has_weights():
+    scheme = _Versions()
+    scheme.version, scheme.applied_versions = 7, {0: None}
+    assert LogPolicyLag(scheme).of(None) == 0.0
 
 
 def test_the_lag_is_that_of_the_samples_where_they_carry_their_version():
