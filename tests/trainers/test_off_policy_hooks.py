@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -173,6 +174,15 @@ def test_what_is_not_finite_in_one_update_of_a_tick_ends_the_training_before_it_
     worker = trainer.collector._team.service.rollouts.policy
     assert all(p.isfinite().all() for p in worker.parameters())
     trainer.collector.shutdown()
+
+
+@BOTH
+def test_the_policys_losses_are_logged_from_the_tick_of_its_first_step_on(algorithm):
+    trainer = off_policy_trainer(8, algorithm=algorithm, policy_frequency=2)
+    trained(trainer)
+    assert trainer.updates == 2  # the policy moves in the second
+    (loss,) = trainer._log_dict["loss_actor"]
+    assert math.isfinite(loss)
 
 
 @pytest.mark.parametrize("fused", [True, False])
