@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -45,8 +46,10 @@ class Part:
 class Broken(Part):
     """Cannot be saved."""
 
+    error: Exception = OSError(28, "No space left on device")
+
     def state_dict(self) -> dict[str, Any]:
-        raise OSError(28, "No space left on device")
+        raise self.error
 
 
 def save(directory: Path, frames: int, keep: int = 2, **parts: Any) -> Path:
@@ -126,6 +129,24 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(tmp_path):
         save(tmp_path, 200, broken=Broken(0.0))
     assert tree(tmp_path) == before
     assert names(tmp_path) == ["frames-000000000100"]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_the_disk_s"),
+    [
+        *((OSError(code, os.strerror(code)), True) for code in (errno.EDQUOT, errno.EFBIG)),
+        (OSError(errno.EIO, os.strerror(errno.EIO)), True),
+        (RuntimeError(f"write failed: {os.strerror(errno.ENOSPC)}"), True),  # as torch says it
+        (OSError(errno.EACCES, os.strerror(errno.EACCES)), False),
+        (RuntimeError("another one"), False),
+    ],
+)
+def test_what_a_disk_refuses_is_told_from_other_errors(tmp_path, monkeypatch, error, is_the_disk_s):
+    monkeypatch.setattr(Broken, "error", error)
+    with pytest.raises(OSError if is_the_disk_s else type(error)) as caught:
+        save(tmp_path, 100, broken=Broken(0.0))
+    assert ("Make room and train again" in str(caught.value)) is is_the_disk_s
+    assert names(tmp_path) == []
 
 
 def test_a_disk_that_is_full_at_the_last_leaves_no_draft(tmp_path, monkeypatch):
@@ -276,3 +297,17 @@ def test_a_replay_is_loaded_before_those_who_write_to_it(tmp_path):
     load_trainer(trainer, RunCheckpoints(tmp_path).newest())
     assert loaded[0] == "replay"
     assert sorted(loaded) == sorted(parts)
+
+
+@pytest.mark.parametrize(("rank", "moved"), [(0, False), (1, False), (0, True)])
+def test_generators_begin_anew_on_other_ranks_and_other_devices(tmp_path, rank, moved):
+    saved_state = torch.get_rng_state()
+    save(tmp_path, 100)
+    torch.rand(1)
+    before = torch.get_rng_state()
+    checkpoint = run_checkpoint(part=Part(0.0))
+    trainer = Mock(checkpoint=checkpoint, ranks=Mock(rank=rank), progress_bar=False)
+    load_trainer(trainer, RunCheckpoints(tmp_path).newest(), moved=moved)
+    anew = bool(rank or moved)
+    assert trainer.set_seed.called is anew
+    assert torch.equal(torch.get_rng_state(), before if anew else saved_state)
