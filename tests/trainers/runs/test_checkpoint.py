@@ -311,3 +311,12 @@ def test_generators_begin_anew_on_other_ranks_and_other_devices(tmp_path, rank, 
     anew = bool(rank or moved)
     assert trainer.set_seed.called is anew
     assert torch.equal(torch.get_rng_state(), before if anew else saved_state)
+
+
+def test_the_progress_bar_of_a_resumed_run_begins_at_its_frames(tmp_path):
+    save(tmp_path, 100)
+    trainer = Mock(checkpoint=run_checkpoint(part=Part(0.0)), ranks=Mock(rank=0))
+    load_trainer(trainer, RunCheckpoints(tmp_path).newest())
+    (when, begin), _ = trainer.register_op.call_args
+    begin()
+    assert (when, trainer._pbar.update.call_args.args) == ("setup", (100,))

@@ -197,3 +197,10 @@ def test_a_checkpoint_of_other_sizes_is_refused(run_dir):
     metadata |= {"collected_frames": FRAMES + 1}
     checkpoints.save(parts, step=FRAMES + 1, metadata=metadata)
     refused(run_dir, re.escape("cannot resume from"), frames=2 * FRAMES)
+
+
+def test_but_a_run_without_its_settings_is_resumed_by_those_of_its_checkpoint(run_dir):
+    (run_dir / "config.yaml").unlink()
+    shutil.rmtree(max((run_dir / "checkpoint").iterdir()))
+    assert resume_run(run_dir, **QUIET)["frames"] == FRAMES
+    assert read_config(run_dir / "config.yaml")["hidden"] == (8,)

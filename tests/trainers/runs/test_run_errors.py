@@ -1,0 +1,71 @@
+"""What a run does after an error, an interrupt, or the end of a process before its checkpoint."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+
+from tests.support.quick import APPO, quick_run
+from torchrl_unilab.configs import RunConfig
+from torchrl_unilab.configs.file import CONFIG_FILE, as_yaml
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer
+from torchrl_unilab.trainers.runs import train as module
+from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints
+from torchrl_unilab.trainers.runs.train import Run
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised"),
+    [
+        (OSError(28, "No space left on device"), "the first"),
+        (KeyboardInterrupt("enough"), "enough"),
+    ],
+)
+def test_the_first_error_is_raised_though_its_checkpoint_fails_unless_ctrl_c_ends_that(
+    tmp_path, monkeypatch, failure, raised
+):
+    monkeypatch.setattr(APPOTrainer, "_learn", Mock(side_effect=RuntimeError("the first")))
+    monkeypatch.setattr(RunCheckpoints, "save", save := Mock(side_effect=failure))
+    with pytest.raises((RuntimeError, KeyboardInterrupt), match=raised):
+        quick_run(tmp_path)
+    assert save.call_count == 1
+
+
+def test_an_interrupted_run_is_saved_though_nobody_reads_what_it_says(tmp_path, monkeypatch):
+    def gone(line: str) -> None:
+        if "interrupted" in line:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(APPOTrainer, "_learn", Mock(side_effect=KeyboardInterrupt))
+    assert quick_run(tmp_path, announce=gone)["interrupted"]
+    assert RunCheckpoints(tmp_path / "checkpoint").newest().frames == 128
+
+
+def test_a_run_that_starts_again_without_a_checkpoint_has_no_logs_of_before(tmp_path):
+    plan = RunConfig("InvertedPendulum-v5", 128, progress_bar=False, eval_episodes=1)
+    run = Run(plan, APPOConfig(**APPO), tmp_path, again=True)
+    (tmp_path / CONFIG_FILE).write_text(as_yaml(run.settings))
+    log = tmp_path / "logs" / "scalars" / "return.csv"
+    log.parent.mkdir(parents=True)
+    log.write_text("64,123.0\n")
+    run()
+    assert "123.0" not in log.read_text()
+
+
+def test_evaluations_beside_the_training_are_as_long_and_seeded_as_was_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BackgroundEvaluation", made := Mock())
+    asked = {"eval_interval": 9, "eval_episodes": 3, "eval_max_steps": 7}
+    run = Run(RunConfig("Hopper-v5", 1 << 20, seed=5, **asked), APPOConfig(), tmp_path / "run")
+    run.learner = Mock()
+    run._start_evaluation(9, Mock())
+    expected = {"interval": 9, "episodes": 3, "max_steps": 7, "seed": 5}
+    assert expected.items() <= made.call_args.kwargs.items()
+
+
+def test_a_run_of_several_ranks_needs_the_frames_of_a_first_update_for_each(tmp_path, monkeypatch):
+    config = APPOConfig()
+    monkeypatch.setattr(module.Ranks, "of_torchrun", lambda **_: Mock(rank=0, size=2))
+    plan = RunConfig("Hopper-v5", 2 * config.min_frames - 1)
+    with pytest.raises(ValueError, match=f"expected at least {2 * config.min_frames}, which"):
+        Run(plan, config, tmp_path / "run")
