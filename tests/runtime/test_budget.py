@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import mmap
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,8 +100,9 @@ def test_a_refusal_names_the_largest_item_and_its_factor_beside_the_others():
     )
 
 
-def test_a_refusal_says_where_lowering_the_largest_item_is_not_enough():
-    items = [MemoryItem(name, "shared", 3 * MIB, ("rows",)) for name in ("replay", "ring")]
+@pytest.mark.parametrize("nbytes", [2 * MIB, 3 * MIB])
+def test_a_refusal_says_where_lowering_the_largest_item_is_not_enough(nbytes):
+    items = [MemoryItem(name, "shared", nbytes, ("rows",)) for name in ("replay", "ring")]
     assert "and the others alone do not fit either: lower rows." in str(
         MemoryBudget(tuple(items), (MOUNT,)).refusal()
     )

@@ -75,21 +75,28 @@ def test_a_message_that_cannot_be_unpickled_raises_once_and_the_next_ones_are_ta
 
 
 class Elsewhere:
-    """Is unpickled where there is a file that is not here."""
+    """Is unpickled where something is that is not here."""
+
+    def __init__(self, *call: object) -> None:
+        self._call = call
 
     def __reduce__(self):
-        return open, ("/nonexistent/model.xml",)
+        return self._call
 
 
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [((open, ("/nonexistent",)), FileNotFoundError), ((pickle.loads, (b"",)), EOFError)],
+)
 def test_a_message_that_needs_a_file_is_not_taken_for_the_end_of_the_pipe(
-    ends: tuple[Connection, Connection],
+    ends: tuple[Connection, Connection], call: tuple[object, ...], error: type[Exception]
 ):
     here, there = ends
     channel = Channel(here)
-    os.write(there.fileno(), _raw(Elsewhere()) + _raw("next"))
-    with pytest.raises(UsageError, match=r"FileNotFoundError\(2.* as it was unpickled") as raised:
+    os.write(there.fileno(), _raw(Elsewhere(*call)) + _raw("next"))
+    with pytest.raises(UsageError, match=rf"{error.__name__}\(.* as it was unpickled") as raised:
         channel.take()
-    assert isinstance(raised.value.__cause__, FileNotFoundError)
+    assert isinstance(raised.value.__cause__, error)
     assert channel.take() == "next"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import wait as wait_readable
 
@@ -13,7 +15,7 @@ import pytest
 
 from tests.support.bounds import DEADLINE
 from tests.support.processes import wait_for
-from torchrl_unilab.errors import WorkerError
+from torchrl_unilab.errors import PeerGoneError, WorkerError
 from torchrl_unilab.runtime import worker_process
 from torchrl_unilab.runtime import workers as workers_module
 from torchrl_unilab.runtime.link import Link
@@ -32,12 +34,15 @@ def _looks_always(monkeypatch):
 
 
 def _serve(link: Link) -> None:
-    """Answer the length of what comes; say nothing to None; fail after `str` with it."""
+    """Answer the length of bytes; fail with words; hang up at a tuple; say nothing to None."""
     link.ready()
     while True:
         (given,) = link.request(block=True)
         if isinstance(given, str):
             raise LookupError(given)
+        if isinstance(given, tuple):
+            link.close()
+            threading.Event().wait()
         if isinstance(given, int):
             link.answer(bytes(given))
         elif given is not None:
@@ -100,3 +105,29 @@ def test_a_script_that_is_no_file_is_told_that_workers_import_it(monkeypatch):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/gone/script.py", raising=False)
     with pytest.raises(WorkerError, match=r"no file /gone/script\.py: write it to a file"):
         WorkerGroup(_leave, [()], name="server")
+
+
+def test_a_worker_that_hangs_up_and_lives_on_is_not_said_to_have_ended(pair, monkeypatch):
+    monkeypatch.setattr(workers_module, "STOP_SECONDS", 0.0)
+    with pytest.raises(WorkerError, match=r"server 0, .* closed its connection \(expected"):
+        pair.ask(0, ())
+    pair.stop(0.0)  # as it does not see that it should end
+
+
+def _leave_with(link: Link, words: str) -> None:
+    """Wait for the end of the group, and fail with words, if there are any."""
+    link.ready()
+    try:
+        link.request(block=True)
+    except PeerGoneError:
+        if words:
+            raise LookupError(words) from None
+        raise
+
+
+def test_of_workers_that_are_told_to_end_those_speak_that_fail_in_that(monkeypatch, capfd):
+    monkeypatch.setattr(mp, "get_start_method", lambda: "spawn")  # for the stderr of this test
+    WorkerGroup(_leave_with, [("",), ("no such thing",)]).stop(DEADLINE)
+    said = capfd.readouterr().err
+    assert said.count("Traceback") == 1
+    assert said.endswith("LookupError: no such thing\n")

@@ -172,7 +172,7 @@ def refusals() -> dict[str, object]:
     """One group whose worker 1 raises a long error while worker 0 goes on."""
     with _group(2) as group:
         pids = group.pids
-        group.send(1, "raise", "no such thing " + "x" * 1_000_000)
+        group.send(1, "raise", "no such thing " + "x" * 1_000_000 + " at last")
         errors = [
             _within(PROMPT, call)
             for call in (
@@ -191,6 +191,7 @@ def test_what_a_worker_raises_surfaces_promptly_with_its_traceback(refusals):
     assert message.startswith(f"server 1, process {refusals['pids'][1]}, failed:\nTraceback")
     assert "in _raise" in message
     assert "LookupError: no such thing" in message
+    assert "x at last\n" in message
     assert len(message) < 30_000  # or the worker would wait for a reader of its pipe
 
 
