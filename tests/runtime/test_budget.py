@@ -44,6 +44,8 @@ def test_each_limit_counts_the_items_of_its_places():
     needed = [budget.needed(limit) for limit in budget.limits]
     assert needed == [MIB, 4 * MIB, 50 * MIB]
     assert budget.exceeded == (device,)
+    told = budget.as_dict()
+    assert ([limit["needed"] for limit in told["limits"]], told["fits"]) == (needed, False)
     assert [item.name for item in budget.under(MEMORY)] == ["pool", "ring"]
 
 

@@ -29,6 +29,7 @@ from torchrl_unilab.runtime.ranks import SINGLE_RANK
 
 def use_each_verb(_: Any) -> dict[str, Any]:
     """What each verb makes of what differs between ranks."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with Ranks.of_torchrun(timeout=math.inf) as ranks:
         own = float(ranks.rank + 1)
         gradients, statistics = [torch.full((2, 3), own), torch.full((1,), -own)], torch.zeros(2)
@@ -53,10 +54,15 @@ def use_each_verb(_: Any) -> dict[str, Any]:
             ranks.check_same({"own": None} if ranks.rank else {})
         with pytest.raises(ConfigError) as refused:
             ranks.check_same({"lr": 0.1, "seed": own})
-        ranks.mean_([torch.tensor([math.inf if ranks.rank else 0.0])], [statistics])
+        huge = torch.tensor([math.inf if ranks.rank else 0.0])
+        with pytest.raises(DivergedError) as unseen:
+            ranks.gather(huge)
+        ranks.mean_([huge], [statistics])
+        ranks.mean_([torch.tensor([0.0 if ranks.rank else math.nan])], [])  # which follows from it
         with pytest.raises(DivergedError) as diverged:
             ranks.agree(False)
         results |= {"settings": str(refused.value), "overflow": str(diverged.value)}
+        results |= {"observations": str(unseen.value), "SIGTERM": signal.getsignal(signal.SIGTERM)}
     with ranks:
         results["again"] = ranks.agree(False)
     return results
@@ -107,6 +113,14 @@ def test_a_wish_of_any_rank_is_agreed_upon(verbs):
 
 def test_a_gradient_that_is_not_finite_ends_all_ranks_and_names_its_own(verbs):
     assert "of rank 1 are not finite" in verbs[0]["overflow"]
+
+
+def test_observations_that_are_not_finite_end_all_ranks_and_name_their_own(verbs):
+    assert "observations of rank 1 are not finite" in verbs[0]["observations"]
+
+
+def test_what_a_program_does_at_sigterm_stays_as_it_is(verbs):
+    assert verbs[0]["SIGTERM"] == signal.SIG_IGN
 
 
 def test_settings_that_differ_are_refused_on_all_ranks_by_name(verbs):
@@ -186,6 +200,19 @@ def test_a_rank_that_is_late_ends_the_others_which_name_it_and_then_itself():
     assert "rank 1 did not come to a step within 1 s" in str(error)
     assert isinstance(late, PeerGoneError)
     assert "rank 1 of 2: came late, or for another step than the others" in str(late)
+
+
+def leave_first(_: Any) -> None:
+    """Rank 1 is done, and rank 0 is not."""
+    with Ranks.of_torchrun() as ranks:
+        for _ in range(2 - ranks.rank):
+            ranks.agree(False)
+
+
+def test_a_rank_that_is_done_before_the_others_is_named_as_such():
+    with world(leave_first) as ranks:
+        error, _ = ranks.results()
+    assert "rank 1 is done" in str(error)
 
 
 def join_of_two(_: Any) -> None:
@@ -296,6 +323,12 @@ def test_ranks_that_have_not_joined_are_told_how_to(verb):
         verb(Ranks(1, 2))
 
 
+def test_a_process_that_has_a_process_group_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="has a process group already"), Ranks(0, 2):
+        pass
+
+
 def test_alone_each_verb_leaves_all_as_it_is(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     gradient, statistics = torch.ones(2), torch.full((1,), math.nan)
@@ -319,3 +352,30 @@ def test_a_rank_that_ended_with_its_store_is_not_said_to_have_crashed():
     said = str(ranks._peer_error(RuntimeError("recv failed")))
     assert "rank 0 has ended, and what it said is gone with its store" in said
     assert "crashed" not in said
+
+
+def test_a_rank_that_leaves_because_of_another_is_not_to_blame():
+    one, other = Ranks(0, 2), Ranks(1, 2)
+    one._store = other._store = HashStore()
+    other._post_exit_reason("failed with ArithmeticError: the physics exploded")
+    error = one._peer_error(RuntimeError("recv failed"))
+    assert "rank 1 failed with ArithmeticError" in str(error)
+    one.leave(error)
+    assert other._reason(0) == ""
+
+
+def test_a_rank_of_another_machine_is_not_looked_for_on_this_one():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    ranks = Ranks(1, 2)
+    ranks._store = HashStore()
+    for host, found in [(socket.gethostname(), f"process {ended.pid}"), ("elsewhere", "None")]:
+        ranks._processes = [(host, ended.pid)]
+        assert found in str(ranks._reason(0))
+
+
+def test_a_rank_leaves_though_its_launcher_has_ended_with_the_store():
+    ranks = Ranks(1, 2)
+    ranks._store = Mock(check=Mock(side_effect=RuntimeError("Connection reset by peer")))
+    ranks.leave()
+    ranks.leave()

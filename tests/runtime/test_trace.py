@@ -146,8 +146,26 @@ def test_what_cannot_work_is_refused_before_anything_is_made(tmp_path, parts):
     tracer.start(tmp_path / "trace.json")
     with pytest.raises(RuntimeError, match="Stop it first"):
         tracer.start(tmp_path / "other.json")
+    with pytest.raises(RuntimeError, match="Stop it first"):
+        tracer.join(tracer.settings(), "collector 0")
     assert len(list(parts.iterdir())) == 1
     tracer.stop(keep=False)
+
+
+def test_a_trace_goes_where_its_path_led_when_it_began(tmp_path, parts, monkeypatch):
+    tracer = Tracer()
+    monkeypatch.chdir(tmp_path)
+    tracer.start("trace.json")
+    monkeypatch.chdir(parts)
+    assert tracer.stop() == tmp_path / "trace.json"
+
+
+def test_who_joined_a_trace_ends_its_own_part_and_no_other(tracer):
+    _record(tracer, "before")
+    joined = Tracer()
+    joined.join(tracer.settings(), "collector 0")
+    assert joined.stop() is None
+    assert _span_names(tracer) == ["before"]
 
 
 @contextlib.contextmanager
