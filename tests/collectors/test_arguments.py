@@ -2,14 +2,16 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torchrl.data import Unbounded
 from torchrl.envs import TensorDictPrimer, TransformedEnv
+from torchrl.envs.utils import ExplorationType
 
 from tests.support.acting import StillEnv, make_policy
-from tests.support.collecting import CountingEnv
+from tests.support.collecting import CountingEnv, actor
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import find_device, the_policy
@@ -43,6 +45,28 @@ def collected(**settings: Any) -> Any:
 
 def test_what_ray_collectors_hand_on_changes_nothing():
     assert (collected(**FROM_RAY) == collected()).all()
+
+
+@pytest.mark.parametrize("cpu", ["cpu", torch.device("cpu")])
+def test_the_processor_may_be_named_as_the_place_of_all_that_is_collected(cpu):
+    places = dict.fromkeys(("device", "storing_device", "env_device", "policy_device"), cpu)
+    assert (collected(**places) == collected()).all()
+
+
+def test_workers_explore_as_the_collector_is_told():
+    settings = {"frames_per_batch": FRAMES, "inline": True}
+    for kind in (ExplorationType.DETERMINISTIC, ExplorationType.RANDOM):
+        with APPOCollector(CountingEnv, actor(), exploration_type=kind, **settings) as collector:
+            rollout = next(iter(collector))
+        found = torch.equal(rollout["action"], rollout["loc"])
+        assert found is (kind == ExplorationType.DETERMINISTIC)
+
+
+def test_a_scheme_is_disconnected_when_its_collector_is_shut_down(monkeypatch):
+    monkeypatch.setattr(UniLabShmScheme, "disconnect", disconnect := Mock())
+    with _inline():
+        assert not disconnect.called
+    assert disconnect.called
 
 
 @pytest.mark.parametrize(

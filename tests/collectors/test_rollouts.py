@@ -132,7 +132,7 @@ def test_a_collector_without_a_seed_takes_another_one_each_time():
 
 
 BAD = {
-    "frames": ({"frames_per_batch": 7}, r"a multiple of 2, 1 worker\(s\) with 2 env"),
+    "frames": ({"frames_per_batch": 7}, r"of 2, 1 worker\(s\) with 2 env.*Use 8\."),
     "no frames": ({"frames_per_batch": 0}, "frames_per_batch: 0"),
     "no workers": ({"num_collectors": 0}, r"num_collectors: 0 \(expected an integer of at least 1"),
     "half a worker": ({"num_collectors": 0.5}, r"num_collectors: 0.5 \(expected an integer"),
