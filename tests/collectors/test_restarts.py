@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -18,7 +20,7 @@ from torchrl.data import TensorDictReplayBuffer
 from tests.support.acting import make_policy
 from tests.support.collecting import CountingEnv, GatedEnv, HitEnv
 from tests.support.processes import DEADLINE, live_children, wait_for
-from torchrl_unilab.collectors import APPOCollector, ReplayCollector
+from torchrl_unilab.collectors import APPOCollector, ReplayCollector, team
 from torchrl_unilab.data import PackedReplayWriter
 from torchrl_unilab.errors import WorkerError
 from torchrl_unilab.runtime import trace
@@ -178,7 +180,8 @@ def test_a_tick_that_was_done_and_not_heard_of_is_not_taken_again(opened, tmp_pa
     assert collector.storage.ptr == collector.metrics().frames == 3 * 2 * FRAMES
 
 
-def test_two_workers_lost_at_once_are_two_losses(opened):
+def test_two_workers_lost_at_once_are_two_losses_and_each_is_told_of(opened, monkeypatch):
+    monkeypatch.setattr(team.torchrl_logger, "warning", warned := Mock())
     collector = _appo(opened, [CountingEnv] * 2, restart_workers=2)
     batches = iter(collector)
     next(batches)
@@ -186,6 +189,9 @@ def test_two_workers_lost_at_once_are_two_losses(opened):
     for _ in range(10):
         next(batches)
     assert collector.restarts == 2
+    told = "\n".join(str(one.args[0]) for one in warned.call_args_list)
+    for count in (1, 2):
+        assert re.search(rf"Collector [01] is replaced \({count} of 2 times\)\. .*SIGKILL", told)
 
 
 def test_each_replacement_starts_from_further_seeds_of_its_run(opened, monkeypatch):

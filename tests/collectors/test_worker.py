@@ -242,6 +242,28 @@ def test_a_worker_that_takes_a_place_counts_on_from_the_metrics_of_the_lost_one(
     assert other.clock.seconds == lost.clock.seconds
 
 
+def test_ids_of_a_rollout_that_was_lost_uncounted_are_not_given_again():
+    workers = (
+        RolloutWorker(CountingEnv(limit=1), actor(), 8, worker=1, workers=2) for _ in range(2)
+    )
+    lost, other = workers
+    with contextlib.closing(SharedMetrics(1)) as metrics:
+        metrics.publish(0, lost.frames, lost.next_trajectory, lost.log, lost.clock)
+        other.resume_from(metrics.snapshot(0))
+    [uncounted], [after] = _collect(lost), _collect(other)
+    assert not torch.isin(after[TRAJECTORIES], uncounted[TRAJECTORIES]).any()
+    assert (after[TRAJECTORIES] % 2 == 1).all()
+
+
+def test_a_worker_that_counts_on_from_less_gives_no_id_again():
+    worker = RolloutWorker(CountingEnv(limit=1), actor(), 8)
+    before = torch.cat(_collect(worker, 3))
+    worker.count_on({"frames": 0})
+    worker.reset()
+    [after] = _collect(worker)
+    assert after[TRAJECTORIES].min() > before[TRAJECTORIES].max()
+
+
 class Halved(TensorDictModuleBase):
     """Halves actions by a parameter, of which its snapshot is a view."""
 
