@@ -92,6 +92,16 @@ def test_environments_of_another_size_than_the_first_workers_are_refused(sizes):
         APPOCollector(factories, make_policy(), frames_per_batch=FRAMES)
 
 
+def test_an_environment_of_another_size_than_the_example_is_closed_in_this_process_too():
+    made = [CountingEnv((size,)) for size in (2, 4)]
+    for env in made:
+        env.is_closed = False  # TorchRL says so of what has been stepped
+    unused = iter(made)
+    with pytest.raises(ConfigError, match=r"environment of worker 0: batch size \(4,\)"):
+        APPOCollector(lambda: next(unused), make_policy(), frames_per_batch=FRAMES, inline=True)
+    assert [env.is_closed for env in made] == [True, True]
+
+
 def primed(primer: TensorDictPrimer) -> TransformedEnv:
     return TransformedEnv(CountingEnv(), primer)
 

@@ -252,6 +252,7 @@ def test_states_and_seeds_are_served_between_ticks():
         ({"frames_per_batch": 2, "num_collectors": 2}, "multiple of 4"),
         ({"init_random_frames": -1}, "init_random_frames"),
         ({"init_random_frames": 40.5}, "init_random_frames"),
+        ({"replay": {"max_size": 9}}, r"replay: \['max_size'\] among the settings"),
         ({"replay": {"writers": 1, "n_step": 2}}, r"replay: \['writers'\] among the settings"),
     ],
 )

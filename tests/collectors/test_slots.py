@@ -7,7 +7,8 @@ import pytest
 from tests.support.acting import make_policy
 from tests.support.collecting import FRAMES, IDS, appo_collector, data_of
 from tests.support.processes import wait_for
-from torchrl_unilab.errors import SegmentClosedError
+from torchrl_unilab.collectors.rollouts import RingSink
+from torchrl_unilab.errors import SegmentClosedError, WaitTimeoutError
 
 
 def test_the_metrics_count_a_rollout_before_the_learner_has_it(inline, monkeypatch):
@@ -25,6 +26,34 @@ def test_the_last_rollout_that_was_lent_is_given_back_in_the_end(inline, monkeyp
     assert len(list(inline)) == 2
     assert inline.storage.leases == []
     assert inline.storage.read_count == 2
+
+
+def test_a_rollout_that_is_lent_is_not_said_to_wait_and_does_not_come_again(inline, monkeypatch):
+    monkeypatch.setattr(inline, "use_buffers", True)
+    batches = iter(inline)
+    lent = next(batches).clone()
+    assert inline.state_dict()["waiting"] == []
+    assert (next(batches)["observation"] != lent["observation"]).any()
+
+
+def test_a_tick_without_room_is_an_error_and_is_taken_when_there_is_some(inline, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(RingSink, "collect", lambda *_: False)
+        with pytest.raises(WaitTimeoutError, match="tick 1: no slot was freed in time"):
+            next(iter(inline))
+    assert next(iter(inline)).numel() == FRAMES
+
+
+def test_workers_pause_once_all_frames_have_come_and_go_on_for_more():
+    settings = {"overflow": "overwrite", "total_frames": 2 * FRAMES}
+    with appo_collector(make_policy(0.0), **settings) as collector:
+        assert len(list(collector)) == 2
+        counts = [
+            worker["frames"] for _ in range(20) for worker in collector.state_dict()["workers"]
+        ]
+        assert len({*counts}) == 1
+        collector.total_frames = 6 * FRAMES
+        assert len(list(collector)) == 4
 
 
 def test_slots_are_shared_out_evenly_and_rounded_up():
