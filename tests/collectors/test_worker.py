@@ -394,3 +394,12 @@ def test_steps_without_what_the_memory_has_are_refused_by_the_key():
     with pytest.raises(LayoutKeyError, match="steps have no 'gone'"):
         worker.rollout(slot)
     worker.close()
+
+
+def test_reward_terms_where_an_episode_has_ended_are_those_of_its_last_step():
+    env = MujocoBatchEnv(
+        "InvertedPendulum-v5", 2, num_threads=1, max_episode_steps=1, with_reward_terms=True
+    )
+    _, root = env.step_and_maybe_reset(env.rand_action(env.reset()))
+    assert root["reward_terms", "reward_survive"].flatten().tolist() == [0.0, 0.0]
+    assert reward_terms(env) == {"reward_survive": 1.0}

@@ -377,7 +377,7 @@ class MujocoBatchEnv(EnvBase):
         for key, flags in zip(_FLAGS, state.episodes.flags(), strict=True):
             entries[key] = self._tensor(flags)
         if self._with_reward_terms:
-            terms = state.reward_terms.items()
+            terms = state.shown_terms.items()
             entries["reward_terms"] = self._unchecked(
                 {name: self._tensor(term[:, None].astype(self.dtype)) for name, term in terms}
             )

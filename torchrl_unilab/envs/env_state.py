@@ -44,6 +44,7 @@ class EnvState:
         randomizer: Holds what differs between the models.
         dt: Seconds of simulated time that a step takes.
         reward_terms: The parts of the last step's reward, ``(n,)`` each.
+        shown_terms: These as they are returned with observations: 0 where an episode starts.
         info: Further quantities of the last step, ``(n, ...)`` each; none after a restore.
         num_diverged: Simulations that have diverged so far.
         phase_seconds: Seconds so far by phase.
@@ -79,7 +80,8 @@ class EnvState:
         self.episodes = Episodes(num_envs, limit)
         self._stagger = stagger
         self.reward_terms: dict[str, NDArray[Any]] = {}
-        self._clears_terms = False  # of episodes that start
+        self.shown_terms: dict[str, NDArray[Any]] = {}
+        self._shows_terms = False
         self.info: dict[str, NDArray[Any]] = {}
         self.num_diverged = 0
         self.phase_seconds = dict.fromkeys(("physics", "reward", "observation", "reset"), 0.0)
@@ -148,13 +150,13 @@ class EnvState:
         return limits
 
     def expect_terms(self, dtype: type) -> Sequence[str]:
-        """Make `reward_terms` zero before the first step; return their names."""
+        """Make terms zero before the first step; return their names."""
         physics, task = self.physics, self.task
         action: NDArray[Any] = np.zeros((len(self), physics.num_controls), dtype=dtype)
         before = task.before(physics.fields)
         terms = checked_outcome(task, physics.fields, before, action, self.dt).terms
-        self.reward_terms = dict.fromkeys(terms, np.zeros(len(self)))
-        self._clears_terms = True
+        self.reward_terms = self.shown_terms = dict.fromkeys(terms, np.zeros(len(self)))
+        self._shows_terms = True
         return list(terms)
 
     def step(self, action: NDArray[Any], ids: Ids | None) -> NDArray[Any]:
@@ -192,7 +194,8 @@ class EnvState:
             stepped = np.isin(np.arange(len(reward)), ids)
             reward = np.where(stepped, reward, 0.0)
             terms = {name: np.where(stepped, term, 0.0) for name, term in terms.items()}
-        self.reward_terms, self.info = terms, info
+        self.reward_terms = self.shown_terms = terms
+        self.info = info
         self.episodes.advance(terminated, ids)
         if task.command_steps is not None:
             due = self.episodes.elapsed % task.command_steps == 0
@@ -265,7 +268,7 @@ class EnvState:
             **self.physics.state_dict(),
             "episodes": self.episodes.state_dict(),
             "to_stagger": self._to_stagger.copy(),
-            "reward_terms": {name: term.copy() for name, term in self.reward_terms.items()},
+            "reward_terms": {name: term.copy() for name, term in self.shown_terms.items()},
             "num_diverged": self.num_diverged,
             "generators": [rng.bit_generator.state for rng in self._rngs],
         }
@@ -284,9 +287,9 @@ class EnvState:
         self.physics.load_state_dict(state)
         self.episodes.load_state_dict(state["episodes"])
         self._to_stagger[...] = state["to_stagger"]
-        known = dict.fromkeys(self.reward_terms, np.zeros(len(self))) if self._clears_terms else {}
+        known = dict.fromkeys(self.shown_terms, np.zeros(len(self))) if self._shows_terms else {}
         saved = {name: term.copy() for name, term in state["reward_terms"].items()}
-        self.reward_terms = known | saved
+        self.reward_terms = self.shown_terms = known | saved
         self.info, self.num_diverged = {}, state["num_diverged"]
         for rng, generator in zip(self._rngs, state["generators"], strict=True):
             rng.bit_generator.state = generator
@@ -326,10 +329,10 @@ class EnvState:
     def _place(self, ids: Ids, qpos: Array, qvel: Array) -> None:
         """Start episodes of simulations `ids`, sorted, from these states."""
         self.physics.place(ids, qpos, qvel)
-        if self._clears_terms:
+        if self._shows_terms:
             started = np.isin(np.arange(len(self)), ids)
-            self.reward_terms = {
-                name: np.where(started, 0.0, term) for name, term in self.reward_terms.items()
+            self.shown_terms = {
+                name: np.where(started, 0.0, term) for name, term in self.shown_terms.items()
             }
         self.episodes.start(ids)
 
