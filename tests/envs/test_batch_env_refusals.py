@@ -38,6 +38,7 @@ def test_numbers_below_one_are_refused(name: str, value: int) -> None:
         ({"task": QuadrupedWalk(command_steps=0)}, r"command_steps: 0 \(expected an integer"),
         ({"task": QuadrupedWalk}, r"task is <class .*\(expected a MujocoTask.* Make one"),
         ({"seed": -1}, r"seed: -1 \(expected an integer of at least 0\)"),
+        ({"stagger": "no"}, r"stagger: 'no' \(expected False or True\)"),
     ],
 )
 def test_what_is_no_number_or_no_task_is_refused(options: dict[str, Any], message: str) -> None:

@@ -22,7 +22,7 @@ from torchrl_unilab.envs.task import Array, MujocoTask, checked_outcome
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.limits import available_cores
 from torchrl_unilab.runtime.budget import plan_threads
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_choice, as_integer
 
 _logger = logging.getLogger("torchrl")  # TorchRL's own, without an import of it
 
@@ -69,6 +69,7 @@ class EnvState:
         as_integer("MujocoBatchEnv num_threads", num_threads, "Leave it out for the default.")
         as_integer("MujocoBatchEnv frame_skip", task.frame_skip, "Use 1 to skip none.")
         as_integer("MujocoBatchEnv max_episode_steps", limit, "Use 1000, for example.")
+        as_choice("MujocoBatchEnv stagger", stagger, (False, True), "Leave it out for False.")
         if task.command_steps is not None:
             remedy = "Use None for one command per episode."
             as_integer("MujocoBatchEnv command_steps", task.command_steps, remedy)
@@ -78,7 +79,7 @@ class EnvState:
         self._process = os.getpid() if num_threads > 1 else None  # one thread is the caller's
         self.dt = float(self._physics.batch.model.opt.timestep * task.frame_skip)
         self.episodes = Episodes(num_envs, limit)
-        self._stagger = stagger
+        self._stagger = bool(stagger)
         self.reward_terms: dict[str, NDArray[Any]] = {}
         self.shown_terms: dict[str, NDArray[Any]] = {}
         self._shows_terms = False

@@ -346,11 +346,15 @@ def test_missing_model_file_is_refused() -> None:
         ("Hopper-v5", "healthy_z_range", (float("nan"), 1.0)),
         ("Ant-v5", "reset_noise_scale", -1.0),
         ("Ant-v5", "reset_noise_scale", float("inf")),
+        ("Ant-v5", "forward_reward_weight", "2"),
+        ("Reacher-v5", "reward_dist_weight", float("nan")),
+        ("Hopper-v5", "healthy_reward", True),
+        ("Hopper-v5", "terminate_when_unhealthy", "no"),
     ],
 )
 def test_options_that_cannot_be_are_refused_by_name(name: str, option: str, value: Any) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^{name}: {option} is .* \(expected (two|a finite) number"
+        ConfigError, match=rf"^{name}: {option} is .* \(expected (two|a finite|True or) [nF]"
     ):
         make_task(name, **{option: value})
 

@@ -6,7 +6,7 @@ over many rows may add in another order, and so give other last bits; these do n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.util import find_spec
 from numbers import Real
@@ -40,19 +40,24 @@ class GymnasiumTask(MujocoTask):
     """
 
     def __post_init__(self) -> None:
-        """Refuse ranges that are none, and noise below 0."""
+        """Refuse values of another kind than the defaults, ranges that are none, noise below 0."""
         super().__post_init__()
+        defaults = {field.name: field.default for field in fields(self)}
         for name, value in vars(self).items():
+            number = isinstance(value, Real) and not isinstance(value, bool)
             if name.endswith("_range"):
                 expected = "two numbers, low first"
                 pair = isinstance(value, tuple | list) and len(value) == 2
                 numbers = pair and all(isinstance(v, Real) for v in value)
                 right = numbers and value[0] <= value[1]
-            else:
+            elif name == "reset_noise_scale":
                 expected = "a finite number of at least 0"
-                right = name != "reset_noise_scale" or (
-                    isinstance(value, Real) and 0 <= float(value) < np.inf
-                )
+                right = number and 0 <= float(value) < np.inf
+            elif isinstance(defaults.get(name), bool):
+                expected, right = "True or False", isinstance(value, bool | np.bool_)
+            else:
+                expected = "a finite number"
+                right = not isinstance(defaults.get(name), float) or (number and np.isfinite(value))
             if not right:
                 raise ConfigError(
                     f"{self.name}: {name} is {value!r} (expected {expected}). Correct this option."
