@@ -350,16 +350,15 @@ def test_the_normaliser_counts_each_row_once_though_rows_are_drawn_often():
 
 
 def test_a_trainer_that_goes_on_with_an_empty_replay_counts_its_first_rows_too():
-    before = off_policy_trainer(obs_normalization=True, ticks=20)
-    states = []
+    seen = {"critic_observation": "state", "obs_normalization": True}  # by a normaliser for each
+    before, states = off_policy_trainer(20, flat_state_env, **seen), []
     before.register_op("post_steps", lambda: states.append(before.state_dict()))
     trained(before)
-    trainer = off_policy_trainer(obs_normalization=True, ticks=21)
+    trainer = off_policy_trainer(21, flat_state_env, **seen)
     trainer.load_state_dict(states[-1])
-    (normalizer,) = trainer.normalizers.values()
-    counted = normalizer.count.item()
     trained(trainer)
-    assert normalizer.count == counted + 4  # of the one tick that was left
+    counted = {key: one.count.item() for key, one in trainer.normalizers.items()}
+    assert counted == {"observation": 84, "state": 84}  # 4 are of the one tick that was left
 
 
 def _last(storage) -> torch.Tensor:
