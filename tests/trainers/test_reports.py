@@ -81,6 +81,15 @@ def test_a_curve_begins_with_the_first_return_and_goes_with_the_trainers_frames(
     assert curve.curve[-1][0] == curve.seconds > curve.curve[0][0]
 
 
+def test_return_and_rate_are_for_the_progress_bar_and_the_rest_is_logged_alone():
+    curve, trainer = EpisodeReturns(), Mock(collected_frames=1)
+    curve.register(trainer)
+    shown = curve.log(_batch([[0]], [[3.0]], [[True]]))
+    assert (shown["return"], shown["log_pbar"]) == (3.0, True)
+    assert shown.keys() == {"return", "fps", "log_pbar"}
+    trainer._log.assert_called_once_with(episode_length=1.0)
+
+
 class _Reporting:
     """What the report reads of a collector."""
 
