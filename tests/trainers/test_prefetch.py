@@ -74,9 +74,18 @@ def test_who_loads_a_state_draws_what_came_after_it(full):
 
 def test_large_batches_that_cannot_be_cut_evenly_are_refused(full):
     with _pipeline(full) as pipeline:
-        for minibatches in (0, -1, 3, STEPS * ROWS + 1):
+        for minibatches in (3, STEPS * ROWS + 1):
             with pytest.raises(ConfigError, match="minibatches of equal size"):
                 PrefetchReplay(pipeline, minibatches)
+
+
+def test_what_is_no_pipeline_or_no_number_of_minibatches_is_refused(full):
+    with _pipeline(full) as pipeline:
+        for minibatches in (0, -1, 2.0, "8"):
+            with pytest.raises(ConfigError, match=r"minibatches: .* \(expected an integer of at"):
+                PrefetchReplay(pipeline, minibatches)
+    with pytest.raises(ConfigError, match=r"PackedReplayStorage \(expected a DoubleBufferReplay"):
+        PrefetchReplay(full, 1)
 
 
 # On TorchRL's trainers

@@ -17,6 +17,7 @@ from torchrl.trainers.trainers import TrainerHookBase
 
 from torchrl_unilab.data import DoubleBufferReplayPipeline
 from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.scalars import as_integer
 
 
 class PrefetchReplay(TrainerHookBase):
@@ -33,7 +34,7 @@ class PrefetchReplay(TrainerHookBase):
             ``optim_steps_per_batch`` for one large batch per batch of frames.
 
     Raises:
-        ConfigError: The pipeline's ``sample_count`` is no multiple of `minibatches`.
+        ConfigError: `pipeline` is none, or its ``sample_count`` no multiple of `minibatches`.
 
     Attributes:
         ticks: Large batches drawn.
@@ -51,7 +52,13 @@ class PrefetchReplay(TrainerHookBase):
     """
 
     def __init__(self, pipeline: DoubleBufferReplayPipeline, minibatches: int) -> None:
-        if minibatches < 1 or pipeline.sample_count % minibatches:
+        if not isinstance(pipeline, DoubleBufferReplayPipeline):
+            raise ConfigError(
+                f"PrefetchReplay: {type(pipeline).__name__} (expected a "
+                "DoubleBufferReplayPipeline). Make one of the buffer's storage."
+            )
+        as_integer("PrefetchReplay minibatches", minibatches, "Use the trainer's optimiser steps.")
+        if pipeline.sample_count % minibatches:
             raise ConfigError(
                 f"PrefetchReplay: {minibatches} minibatches of {pipeline.sample_count} rows "
                 f"(expected minibatches of equal size). Use a multiple of {minibatches} as "
