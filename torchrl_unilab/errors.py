@@ -107,7 +107,7 @@ class UsageError(UniLabError, RuntimeError):
 
 
 class PositionError(UsageError, IndexError):
-    """There is no item at a position: not yet, or not any more."""
+    """There is no item at a position: not yet, or not any more; or an index has no positions."""
 
 
 class PeerGoneError(UniLabError, RuntimeError):

@@ -18,6 +18,7 @@ from torchrl_unilab.data.positions import (
     is_single,
     last_of_each,
 )
+from torchrl_unilab.errors import PositionError
 
 bounds = st.none() | st.integers(-12, 12)
 slices = st.builds(slice, bounds, bounds, st.none() | st.integers(-4, 4).filter(bool))
@@ -85,13 +86,15 @@ def test_one_position_is_single(index):
 
 @pytest.mark.parametrize("index", [0.0, 1.5, [0.0], np.array([1.0])], ids=repr)
 def test_positions_that_are_no_integers_are_refused(index):
-    with pytest.raises(IndexError, match=r"positions of (torch\.)?float\d* \(expected integers or"):
+    with pytest.raises(
+        PositionError, match=r"positions of (torch\.)?float\d* \(expected integers or"
+    ):
         flat_positions(index, 3)
 
 
 @pytest.mark.parametrize("index", [["x"], [None], [[0], [1, 2]], [[0], "x"]], ids=repr)
 def test_a_list_of_what_is_no_position_is_refused(index):
-    with pytest.raises(IndexError, match=r"positions of list: .* \(expected integers or"):
+    with pytest.raises(PositionError, match=r"positions of list: .* \(expected integers or"):
         flat_positions(index, 3)
 
 
@@ -101,14 +104,14 @@ def test_a_mask_of_another_shape_than_the_items_is_refused(length, dtype):
     for shape in ((), (length, 1), (1, length), (length + 1,)):
         mask = np.ones(shape, dtype)
         for index in (mask, torch.as_tensor(mask)):
-            with pytest.raises(IndexError, match=rf"expected \[{length}\], one flag per item"):
+            with pytest.raises(PositionError, match=rf"expected \[{length}\], one flag per item"):
                 flat_positions(index, length)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "float32"])
 def test_a_mask_or_a_fraction_of_no_dimension_is_no_position(dtype):
     for index in (np.array(1, dtype), torch.as_tensor(np.array(1, dtype))):
-        with pytest.raises(IndexError, match=rf"positions of (torch\.)?{dtype} \(expected"):
+        with pytest.raises(PositionError, match=rf"positions of (torch\.)?{dtype} \(expected"):
             is_single(index)
 
 

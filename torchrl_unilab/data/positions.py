@@ -18,7 +18,7 @@ def is_single(index: Any) -> bool:
     """Whether an index asks for one item, without a batch dimension.
 
     Raises:
-        IndexError: It is a mask of no dimension, or one number that is no integer.
+        PositionError: It is a mask of no dimension, or one number that is no integer.
     """
     if isinstance(index, (torch.Tensor, np.ndarray)):
         # Of a mask without a dimension torch takes all, with one dimension more.
@@ -47,7 +47,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
             too, stay as they are.
 
     Raises:
-        IndexError: A mask is of another shape, or positions are no integers.
+        PositionError: A mask is of another shape, or positions are no integers.
 
     Examples:
         >>> flat_positions(slice(-2, None), 5), flat_positions([0, -1], 5)
@@ -67,7 +67,7 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
         index = _as_tensor(index)
     if index.dtype in MASKS:
         if index.shape != (length,):
-            raise IndexError(
+            raise PositionError(
                 f"mask of shape {list(index.shape)} (expected [{length}], one flag per item). Make "
                 "it as long as the storage."
             )
@@ -91,8 +91,8 @@ def _as_tensor(index: Any) -> torch.Tensor:
     return found if found.numel() else found.long()  # of none, torch knows no type
 
 
-def _no_positions(what: str) -> IndexError:
-    return IndexError(
+def _no_positions(what: str) -> PositionError:
+    return PositionError(
         f"positions of {what} (expected integers or a mask of all items). Pass int64 positions, or "
         "a bool mask."
     )

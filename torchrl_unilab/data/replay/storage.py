@@ -29,7 +29,7 @@ from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
 from torchrl_unilab.data.replay.shared import SharedReplay
 from torchrl_unilab.data.stock import rows_of_state_dict, set_back_writers, writers_ahead
-from torchrl_unilab.errors import ConfigError, LayoutShapeError, UsageError
+from torchrl_unilab.errors import ConfigError, LayoutShapeError, PositionError, UsageError
 
 
 class PackedReplayStorage(SharedReplay):
@@ -239,7 +239,7 @@ class PackedReplayStorage(SharedReplay):
             )
         ordered, order = positions.sort()
         if int(ordered[-1]) >= self.max_size:
-            raise IndexError(
+            raise PositionError(
                 f"no row {int(ordered[-1])}: the storage takes {self.max_size} (expected a "
                 f"position of 0 to {self.max_size - 1}). Check the index."
             )
