@@ -28,7 +28,7 @@ def test_ctrl_c_during_start_up_ends_with_one_line_and_no_child(tmp_path, monkey
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(UniLabShmScheme, "connect", interrupted)
-    command = ["train", "appo", "--env", "Hopper-v5", "--frames", "9"]
+    command = ["train", "appo", "--env", "Hopper-v5", "--frames", "9", "--trace"]
     assert main([*command, "--run-dir", str(tmp_path / "run")]) == 130
     assert capsys.readouterr().err == "interrupted\n"
     assert not (tmp_path / "run").exists()
