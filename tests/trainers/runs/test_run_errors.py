@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -69,3 +70,19 @@ def test_a_run_of_several_ranks_needs_the_frames_of_a_first_update_for_each(tmp_
     plan = RunConfig("Hopper-v5", 2 * config.min_frames - 1)
     with pytest.raises(ValueError, match=f"expected at least {2 * config.min_frames}, which"):
         Run(plan, config, tmp_path / "run")
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_what_ranks_compare_has_settings_and_versions_and_the_first_run_alone_tells_of_defaults(
+    tmp_path, resumed
+):
+    told: list[str] = []
+    task = "torchrl_unilab.envs.gymnasium.arms:Pusher"  # as a user names a task
+    saved = SimpleNamespace(resumed=[], frames=5) if resumed else None
+    plan = RunConfig(task, 100_000)
+    run = Run(plan, APPOConfig(), tmp_path / "run", announce=told.append, saved=saved)
+    run.ranks = Mock()
+    run.prepare()
+    compared = run.ranks.check_same.call_args.args[0]
+    assert {"env", "gamma", "torch", "torchrl"} <= compared.keys()
+    assert any("no settings of its own" in line for line in told) is not resumed
