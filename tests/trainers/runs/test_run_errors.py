@@ -1,4 +1,4 @@
-"""What a run does after an error, an interrupt, or the end of a process before its checkpoint."""
+"""What a run does after an error or an interrupt, and what it asks, compares and says before."""
 
 from __future__ import annotations
 
@@ -86,3 +86,12 @@ def test_what_ranks_compare_has_settings_and_versions_and_the_first_run_alone_te
     compared = run.ranks.check_same.call_args.args[0]
     assert {"env", "gamma", "torch", "torchrl"} <= compared.keys()
     assert any("no settings of its own" in line for line in told) is not resumed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_says_something(tmp_path, monkeypatch, rank):
+    monkeypatch.setattr(module.Ranks, "of_torchrun", lambda **_: Mock(rank=rank, size=2))
+    told: list[str] = []
+    plan = RunConfig("Hopper-v5", 100_000)
+    Run(plan, APPOConfig(), tmp_path / "run", announce=told.append).announce("a line")
+    assert told == ([] if rank else ["a line"])
