@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from tensordict import TensorDictBase
 
@@ -89,3 +90,16 @@ def pendulum_rollouts(count: int) -> list[TensorDictBase]:
     batches = list(collector)
     collector.shutdown()
     return batches
+
+
+def trained_discounts(trainer: APPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Train; return the discount by which each batch of rollouts was estimated."""
+    discounts, estimate = [], APPOLoss.estimate
+
+    def recorded(loss: APPOLoss, rollouts: TensorDictBase) -> TensorDictBase:
+        discounts.append(loss.gamma)
+        return estimate(loss, rollouts)
+
+    monkeypatch.setattr(APPOLoss, "estimate", recorded)
+    trainer.train()
+    return discounts

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tensordict import TensorDictBase
 
-from tests.support.training import appo_trainer
-from torchrl_unilab.objectives import APPOLoss
+from tests.support.training import appo_trainer, trained_discounts
 from torchrl_unilab.runtime import Ranks
 from torchrl_unilab.trainers import APPOTrainer
 
@@ -39,15 +37,9 @@ def _with_a_twin(trainer: APPOTrainer, **options: bool) -> APPOTrainer:
 
 def test_schedules_go_by_the_frames_of_all_ranks(monkeypatch):
     trainer = _with_a_twin(appo_trainer(8, gamma=0.9, final_gamma=0.99))
-    discounts, estimate = [], APPOLoss.estimate
-
-    def recorded(loss: APPOLoss, rollouts: TensorDictBase) -> TensorDictBase:
-        discounts.append(loss.gamma)
-        return estimate(loss, rollouts)
-
-    monkeypatch.setattr(APPOLoss, "estimate", recorded)
-    trainer.train()
-    assert discounts == pytest.approx([1 - 0.1 ** (1 + i / 4) for i in range(4)])
+    assert trained_discounts(trainer, monkeypatch) == pytest.approx(
+        [1 - 0.1 ** (1 + i / 4) for i in range(4)]
+    )
 
 
 def test_a_rollout_that_is_too_old_on_another_rank_is_left_out_here_too():

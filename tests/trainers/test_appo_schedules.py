@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tensordict import TensorDictBase
 
-from tests.support.training import FRAMES, QUICK, appo_trainer
+from tests.support.training import FRAMES, QUICK, appo_trainer, trained_discounts
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_critic, make_sac_actor
 from torchrl_unilab.objectives import APPOLoss
@@ -88,17 +87,9 @@ def test_the_fall_of_the_bound_is_no_divergence_that_slows_the_learning(settings
 @pytest.mark.parametrize("fused", [True, False])
 def test_values_are_estimated_with_a_discount_that_rises(fused, monkeypatch):
     trainer = appo_trainer(4, gamma=0.9, final_gamma=0.99, fused=fused)
-    discounts, estimate = [], APPOLoss.estimate
-
-    def recorded(loss: APPOLoss, rollouts: TensorDictBase) -> TensorDictBase:
-        discounts.append(loss.gamma)
-        return estimate(loss, rollouts)
-
-    monkeypatch.setattr(APPOLoss, "estimate", recorded)
-
-    trainer.train()
-
-    assert discounts == pytest.approx([1 - 0.1 ** (1 + i / 4) for i in range(4)])
+    assert trained_discounts(trainer, monkeypatch) == pytest.approx(
+        [1 - 0.1 ** (1 + i / 4) for i in range(4)]
+    )
 
 
 def test_without_a_last_discount_that_of_the_loss_stays():

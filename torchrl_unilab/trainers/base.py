@@ -192,7 +192,7 @@ class RankTrainer(Trainer):
             raise DivergedError(
                 f"update after {self.collected_frames} frames: {bad[0]} is {looked[bad[0]]} "
                 "(expected a finite one). Lower the learning rates, or look at rewards and "
-                "observations; the checkpoints are from before."
+                "observations; a checkpoint, if there is one, is from before."
             )
         logged = {name: mean for name, mean in means.items() if name != NORM}
         if self._post_optim_complete_log_ops:

@@ -361,7 +361,7 @@ def test_what_is_no_longer_finite_ends_a_run_and_leaves_the_checkpoints_of_befor
         return learn(trainer, batch)
 
     monkeypatch.setattr(APPOTrainer, "_learn", spoil)
-    with pytest.raises(DivergedError, match=r"loss_\w+ is nan .* checkpoints are from before"):
+    with pytest.raises(DivergedError, match=r"loss_\w+ is nan .* is from before"):
         quick_run(tmp_path, checkpoint_interval=64)
     saved = RunCheckpoints(tmp_path / "checkpoint").newest()
     assert saved.frames == 6 * APPOConfig(**APPO).frames_per_rollout
