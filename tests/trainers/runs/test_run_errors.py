@@ -95,3 +95,24 @@ def test_rank_0_alone_says_something(tmp_path, monkeypatch, rank):
     plan = RunConfig("Hopper-v5", 100_000)
     Run(plan, APPOConfig(), tmp_path / "run", announce=told.append).announce("a line")
     assert told == ([] if rank else ["a line"])
+
+
+def test_an_evaluation_that_runs_when_another_rank_stops_the_training_is_waited_for(
+    tmp_path, monkeypatch
+):
+    run = Run(RunConfig("Hopper-v5", 1 << 20), APPOConfig(), tmp_path / "run")
+    monkeypatch.setattr(run, "_start_writing", Mock())
+    run.trainer, run.evaluation = Mock(collected_frames=1 << 20), Mock()
+    assert run.train() is False
+    run.evaluation.finish.assert_called_once_with()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_first_run_alone_logs_its_settings(tmp_path, monkeypatch, resumed):
+    monkeypatch.setattr(module, "run_logger", Mock())
+    monkeypatch.setattr(module, "check_newest", Mock())
+    saved = SimpleNamespace(resumed=[], frames=5) if resumed else None
+    run = Run(RunConfig("Hopper-v5", 1 << 20), APPOConfig(), tmp_path / "run", saved=saved)
+    with run._holding:
+        logger = run._start_writing()
+    assert logger.log_hparams.called is not resumed

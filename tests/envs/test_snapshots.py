@@ -1,0 +1,100 @@
+"""What a snapshot holds, and what is left of the environment that takes it over."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.playing import play, step
+from tests.support.processes import wait_for
+from tests.support.striking import forked
+from torchrl_unilab.envs import MujocoBatchEnv, make_task
+from torchrl_unilab.envs.randomization import Randomize
+from torchrl_unilab.errors import ConfigError
+
+N = 3
+SLIPPERY = Randomize("geom_friction[0]", 0.5, 1.5, when="reset")
+
+
+def make(task: object, **settings: object) -> MujocoBatchEnv:
+    return MujocoBatchEnv(task, N, **{"seed": 0, "num_threads": 1, **settings})
+
+
+@pytest.mark.parametrize("played", [0, 3])
+def test_a_snapshot_stays_as_it_was_whatever_is_done_afterwards(played: int) -> None:
+    task = replace(make_task("QuadrupedWalk"), command_steps=2)
+    options = {"stagger": True, "randomization": [SLIPPERY], "with_reward_terms": True}
+    env = make(task, max_episode_steps=4, **options)
+    if played:
+        play(env, played)
+    snapshot = env.snapshot()
+    kept = pickle.dumps(snapshot)
+    for _ in range(2):
+        _, root = play(env, 5)
+        assert pickle.dumps(snapshot) == kept
+        env.restore(snapshot)
+        step(env, root.set("_step", torch.tensor([[True], [False], [True]])))
+        assert pickle.dumps(snapshot) == kept
+
+
+def test_a_restored_environment_counts_divergences_from_then_and_has_no_other_steps_info() -> None:
+    env = make("Hopper-v5")
+    root = env.reset()
+    snapshot = env.snapshot()
+    env._state.physics.fields["qvel"][1] = 1e11
+    step(env, root)
+    assert (env.num_diverged, bool(env.info)) == (1, True)
+    env.restore(snapshot)
+    assert (env.num_diverged, env.info) == (0, {})
+
+
+def test_rows_that_go_on_after_a_restore_show_the_reward_terms_of_their_last_step() -> None:
+    one, other = (make("Ant-v5", with_reward_terms=True) for _ in range(2))
+    root = play(one, 3)[1]
+    mask = torch.tensor([[True], [False], [False]])
+    other.restore(one.snapshot())
+    ours, theirs = (env.reset(root.clone().set("_reset", mask)) for env in (one, other))
+    for name, term in theirs["reward_terms"].items():
+        assert torch.equal(term, ours["reward_terms", name])
+    assert theirs["reward_terms", "reward_survive"].flatten().tolist() == [0.0, 1.0, 1.0]
+    assert {name: term[1] for name, term in other.reward_terms.items()}["reward_survive"] == 1.0
+
+
+def test_numbers_that_are_added_are_not_taken_for_those_that_scale() -> None:
+    one, other = (
+        make("Hopper-v5", randomization=[Randomize("dof_damping", 1.0, 2.0, how)])
+        for how in ("add", "scale")
+    )
+    with pytest.raises(ConfigError, match="ModelRandomizer: what is drawn, shapes and generators"):
+        other.restore(one.snapshot())
+
+
+def test_a_forked_process_may_step_an_environment_of_one_thread() -> None:
+    env = make("InvertedPendulum-v5")
+
+    def use() -> None:
+        assert env.rollout(2).shape == (N, 2)
+
+    with forked(use) as child:
+        wait_for(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
+
+
+def test_rows_are_staggered_when_each_of_them_starts_for_the_first_time() -> None:
+    env = make("HalfCheetah-v5", stagger=True)
+    mask = torch.tensor([[False], [True], [False]])
+    env.reset(env.fake_tensordict().select("done", "terminated").set("_reset", mask))
+    assert env.snapshot()["to_stagger"].tolist() == [True, False, True]
+
+
+def test_commands_are_drawn_anew_only_where_a_partial_step_makes_them_due() -> None:
+    env = make(replace(make_task("QuadrupedWalk"), command_steps=2))
+    root = step(env, env.reset())
+    command = env._state.physics.fields["command"]
+    for row in range(N):  # those before it stay due until they step
+        before = command.copy()
+        root = step(env, root.set("_step", torch.arange(N)[:, None] == row))
+        assert (command != before).flatten().tolist() == [i == row for i in range(N)]
