@@ -1,0 +1,110 @@
+"""What the command line takes, does where streams or ranks differ, and passes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import yaml
+
+import torchrl_unilab
+from torchrl_unilab import cli
+from torchrl_unilab.cli import main
+from torchrl_unilab.errors import ConfigError
+from torchrl_unilab.trainers.runs.train import Run
+
+RUN = ["train", "appo", "--env", "Hopper-v5", "--frames", "4096"]
+
+
+def test_flags_take_precedence_over_settings_of_a_file_in_the_home_directory(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("algo: appo\nenv: Hopper-v5\nframes: 9\ngamma: 0.5\n")
+    assert main(["train", "appo", "--config=~/mine.yaml", "--print-config", "--gamma", "0.7"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["gamma"] == 0.7
+
+
+def test_a_run_without_a_directory_gets_one_that_every_file_system_takes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = Mock(return_value=Mock(side_effect=ConfigError("enough")))
+    monkeypatch.setattr("torchrl_unilab.trainers.runs.train.Run", made)
+    task = "torchrl_unilab.envs.gymnasium.arms:Pusher"
+    assert main(["train", "appo", "--env", task, "--frames", "4096"]) == 2
+    assert Path(made.call_args.args[2]).name.startswith(f"{task.replace(':', '-')}-appo-0-20")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_says_what_is_saved(rank, tmp_path, monkeypatch, capsys):
+    def fail(run: Run) -> None:
+        (tmp_path / "checkpoint" / "frames-000000002048").mkdir(parents=True)
+        raise OSError("no space")
+
+    monkeypatch.setattr(Run, "__call__", fail)
+    monkeypatch.setattr(cli, "launcher_env", lambda name, default: rank if name == "RANK" else 1)
+    assert main([*RUN, "--run-dir", str(tmp_path)]) == 2
+    assert ("are saved; to go on" in capsys.readouterr().err) is not bool(rank)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_each_rank_ends_with_the_exit_code_of_the_run(interrupted, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Run, "__call__", lambda _: {"interrupted": interrupted})
+    monkeypatch.setattr(cli, "launcher_env", lambda name, default: 1)
+    assert main([*RUN, "--run-dir", str(tmp_path)]) == (130 if interrupted else 0)
+    assert capsys.readouterr().out == ""
+
+
+def test_flags_are_written_out(capsys):
+    with pytest.raises(SystemExit):
+        main([*RUN, "--epoch", "3"])
+    assert "unknown argument --epoch. Did you mean --epochs?" in capsys.readouterr().err
+
+
+def test_a_task_that_is_left_out_after_its_flag_is_asked_for(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "appo", "--env"])
+    assert ended.value.code == 2
+    assert "argument --env: expected one argument" in capsys.readouterr().err
+
+
+def test_without_standard_output_a_command_succeeds():
+    command = f"exec {sys.executable} -m torchrl_unilab tasks >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        ("", "deterministic", True),
+        ("--no-deterministic", "deterministic", False),
+        ("", "camera", None),
+        ("--camera -1", "camera", -1),
+        ("--camera 2", "camera", 2),
+        ("--camera track", "camera", "track"),
+    ],
+)
+def test_a_film_is_made_as_was_asked(flags, name, value, monkeypatch):
+    monkeypatch.setattr(torchrl_unilab, "play_run", play := Mock(return_value={}))
+    assert main(["play", "--run-dir", "run", "--video", "a.mp4", *flags.split()]) == 0
+    assert play.call_args.kwargs[name] == value
+
+
+def test_a_run_is_evaluated_on_as_many_episodes_as_the_help_says(monkeypatch):
+    monkeypatch.setattr(torchrl_unilab, "evaluate_run", evaluate := Mock(return_value={}))
+    assert main(["eval", "--run-dir", "run"]) == 0
+    assert evaluate.call_args.kwargs == {"run_dir": "run", "episodes": 16, "seed": 0}
+
+
+def test_the_end_of_a_job_interrupts_as_ctrl_c_does_and_ends_what_was_started(monkeypatch, capsys):
+    child = Mock()
+    monkeypatch.setattr(cli.multiprocessing, "active_children", lambda: [child])
+    monkeypatch.setattr(cli, "_tasks", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["tasks"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    child.terminate.assert_called_once_with()
