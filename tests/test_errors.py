@@ -41,3 +41,10 @@ def test_the_package_raises_no_bare_value_or_runtime_error():
         if re.search(r"raise (Value|Runtime)Error\(", path.read_text())
     ]
     assert bare == ["configs/settings.py"]  # a validator, whose errors pydantic collects
+
+
+def test_what_was_being_handled_when_an_error_came_is_a_cause_and_the_error_itself_is_none():
+    late = OSError("late")
+    late.__context__ = KeyError("early")
+    assert errors.has_cause(late, KeyError)
+    assert not errors.has_cause(late, OSError)

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.limits import available_cores, available_memory, cgroup_cores, cgroup_headroom
+from torchrl_unilab.limits import (
+    available_cores,
+    available_memory,
+    cgroup_cores,
+    cgroup_headroom,
+    local_ranks,
+)
 
 
 def _write(root, files):
@@ -79,6 +87,18 @@ def test_without_control_groups_there_is_no_such_limit(tmp_path):
     assert cgroup_headroom(tmp_path) is None
 
 
+def test_a_group_has_no_more_than_its_limit_whatever_can_be_had_back(tmp_path):
+    _write(tmp_path, {"proc/self/cgroup": "0::/", **_v2("", 1000, 100, inactive=400)})
+    assert cgroup_headroom(tmp_path) == 1000
+
+
+@pytest.mark.parametrize(("headroom", "left"), [(None, 100), (30, 30), (300, 100)])
+def test_memory_is_what_both_machine_and_control_groups_leave(headroom, left, monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: Mock(available=100))
+    monkeypatch.setattr("torchrl_unilab.limits.cgroup_headroom", lambda: headroom)
+    assert available_memory() == left
+
+
 def test_this_machine_has_memory_left():
     assert available_memory() > 0
 
@@ -127,6 +147,12 @@ def test_ranks_share_the_cores_of_the_affinity_that_control_groups_leave(
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr("torchrl_unilab.limits.cgroup_cores", lambda: share)
     assert available_cores() == max(1, cores // ranks)
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2"])
+def test_there_is_at_least_the_rank_that_asks(ranks, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert local_ranks() == 1
 
 
 def test_a_number_of_ranks_that_is_none_is_refused_by_its_name(monkeypatch):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torchrl_unilab.configs.off_policy import ALGORITHM_TASKS, OFF_POLICY_TASKS, OffPolicyConfig
+from torchrl_unilab.errors import ConfigError
 
 
 def test_a_task_may_have_other_settings_for_one_algorithm():
@@ -30,3 +31,18 @@ def test_rates_stay_where_they_are_not_annealed():
 def test_actions_are_random_until_learning_starts_in_each_environment(settings, frames):
     config = OffPolicyConfig(num_envs=2, num_collectors=2, **settings)
     assert config.init_random_frames == frames
+
+
+def test_rates_do_not_fall_below_0_where_a_run_ends_with_more_frames_than_asked_for():
+    assert OffPolicyConfig(anneal=0.5).lr_share(1.25) == 0.0
+
+
+def test_sizes_count_the_environments_of_all_collectors():
+    sizes = {"num_envs": 2, "num_collectors": 3, "env_steps_per_sync": 5, "replay_buffer_n": 70}
+    config = OffPolicyConfig(learning_starts=50, batch_size=1, **sizes)
+    assert (config.capacity, config.min_frames, config.frames_per_tick) == (420, 300, 30)
+
+
+def test_a_thread_looks_for_samples_only_in_runs_that_need_not_be_repeatable():
+    with pytest.raises(ConfigError, match="prefetch: True with sync_collection"):
+        OffPolicyConfig(prefetch=True, sync_collection=True)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_unilab.cli import _parser, main
+from torchrl_unilab.configs.flags import given as given_of
 from torchrl_unilab.configs.run import RunConfig
 from torchrl_unilab.configs.settings import (
     REQUIRED,
@@ -126,6 +127,17 @@ def test_each_number_has_the_bounds_of_what_it_stands_for(config, field):
     for value in outside:
         with pytest.raises(ConfigError):
             kind.check(name, value)
+
+
+def test_a_setting_without_a_default_says_what_to_set():
+    with pytest.raises(ConfigError, match=r"env: '' .* Set the task, for example .*\.$"):
+        RunConfig("", 1000)
+
+
+def test_a_run_without_settings_of_its_algorithm_has_those_of_the_task():
+    run, config = RunConfig.given(APPOConfig, None, "Hopper-v5", 1000, 3, stop_at=5.0)
+    assert run == RunConfig("Hopper-v5", 1000, seed=3, stop_at=5.0)
+    assert config == APPOConfig.for_task("Hopper-v5") != APPOConfig()
 
 
 def test_the_pool_and_the_seed_have_an_end():
@@ -264,6 +276,14 @@ def test_counts_may_be_written_as_powers_of_ten(parsers):
 def test_a_flag_takes_back_what_the_configuration_of_a_run_says_of_its_progress(parsers):
     for flags, shown in (("--progress", True), ("--no-progress", False), ("", None)):
         assert parsers["train", "td3"].parse_args(flags.split()).progress_bar is shown
+
+
+def test_none_is_a_value_in_any_case_where_a_setting_takes_it_and_else_a_text(parsers):
+    options = parsers["train", "appo"].parse_args(
+        ["--final-gamma", "none", "--observation", "none"]
+    )
+    values = given_of(options, APPOConfig)
+    assert values == {"final_gamma": None, "observation": "none"}
 
 
 def test_flags_that_are_not_given_leave_the_defaults_to_the_task(parsers):
