@@ -1,4 +1,4 @@
-"""What a snapshot holds, and what is left of the environment that takes it over."""
+"""Which rows are seeded, stepped, started and staggered; what snapshots keep and bring back."""
 
 from __future__ import annotations
 
@@ -81,6 +81,12 @@ def test_a_forked_process_may_step_an_environment_of_one_thread() -> None:
 
     with forked(use) as child:
         wait_for(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
+
+
+def test_each_row_starts_by_a_seed_of_its_own_the_next_one_of_the_row_before() -> None:
+    one, other = (make("Hopper-v5", seed=seed).reset()["observation"] for seed in (3, 4))
+    assert torch.equal(one[1:], other[:-1])
+    assert len(one.unique(dim=0)) == N
 
 
 def test_rows_are_staggered_when_each_of_them_starts_for_the_first_time() -> None:
