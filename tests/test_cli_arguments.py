@@ -102,9 +102,13 @@ def test_a_run_is_evaluated_on_as_many_episodes_as_the_help_says(monkeypatch):
 
 
 def test_the_end_of_a_job_interrupts_as_ctrl_c_does_and_ends_what_was_started(monkeypatch, capsys):
+    before = signal.signal(signal.SIGTERM, lambda *_: None)  # which would end the tests
     child = Mock()
     monkeypatch.setattr(cli.multiprocessing, "active_children", lambda: [child])
-    monkeypatch.setattr(cli, "_tasks", lambda _: os.kill(os.getpid(), signal.SIGTERM))
-    assert main(["tasks"]) == 130
+    monkeypatch.setattr(cli, "_tasks", lambda _: os.kill(os.getpid(), signal.SIGTERM) or 0)
+    try:
+        assert main(["tasks"]) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
     assert capsys.readouterr().err == "interrupted\n"
     child.terminate.assert_called_once_with()

@@ -87,6 +87,14 @@ def test_a_placed_simulation_forgets_what_it_was() -> None:
     np.testing.assert_array_equal(physics.batch.state[[0, 2]], others)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_task_may_not_write_to_the_pose_and_velocity_in_which_all_episodes_start(
+    which: int,
+) -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        simulations().start[which][0] = 1.0
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"), [("command", "Give the task `commands`"), ("xpos", "Add it to `reads`")]
 )

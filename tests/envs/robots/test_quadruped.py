@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchrl_unilab.envs.robots.quadruped import QuadrupedWalk
-from torchrl_unilab.envs.robots.task import Stride
+from torchrl_unilab.envs.robots.task import RobotTask, Stride
 
 TASK = QuadrupedWalk()
 HALF = 0.5**0.5
@@ -61,3 +61,10 @@ def test_episodes_start_with_joints_that_are_a_little_off_the_pose_that_is_given
     assert (moved[7:] > 0.0).all()
     assert (moved[7:] <= TASK.reset_noise).all()
     assert velocity is still
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_robot_may_not_write_to_the_pose_and_velocity_of_home(which):
+    home = RobotTask.initial_state(TASK, np.random.default_rng(0), np.zeros(15), np.zeros(14))
+    with pytest.raises(ValueError, match="read-only"):
+        home[which][0] = 1.0
