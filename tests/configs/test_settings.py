@@ -25,6 +25,7 @@ from torchrl_unilab.configs.settings import (
     Positive,
     Text,
     Widths,
+    nearest,
 )
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers import APPOConfig, OffPolicyConfig
@@ -129,6 +130,10 @@ def test_each_number_has_the_bounds_of_what_it_stands_for(config, field):
             kind.check(name, value)
 
 
+def test_of_many_names_that_begin_alike_three_are_suggested():
+    assert nearest("a", ["ab", "b", "ac", "ad", "ae"]) == " Did you mean ab or ac or ad?"
+
+
 def test_a_setting_without_a_default_says_what_to_set():
     with pytest.raises(ConfigError, match=r"env: '' .* Set the task, for example .*\.$"):
         RunConfig("", 1000)
@@ -186,6 +191,7 @@ def test_collectors_are_not_replaced_in_lockstep():
 
 def test_lockstep_needs_a_slot_for_each_collector():
     APPOConfig(lockstep=True, num_collectors=2, slots=2)
+    APPOConfig(num_collectors=2, slots=1)
     with pytest.raises(ConfigError, match=r"slots: 1 in lock-step"):
         APPOConfig(lockstep=True, num_collectors=2, slots=1)
 
