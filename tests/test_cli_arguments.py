@@ -72,6 +72,12 @@ def test_a_task_that_is_left_out_after_its_flag_is_asked_for(capsys):
     assert "argument --env: expected one argument" in capsys.readouterr().err
 
 
+def test_a_task_is_listed_without_the_algorithms_that_have_no_settings_for_it(capsys):
+    assert main(["tasks"]) == 0
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("Pusher-v5 "))
+    assert line.split()[1:4] == ["appo", "appo", "appo"]  # its own, to choose, and known
+
+
 def test_without_standard_output_a_command_succeeds():
     command = f"exec {sys.executable} -m torchrl_unilab tasks >&-"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)

@@ -244,13 +244,12 @@ def test_what_is_tilted_moves_as_that_of_a_model_compiled_so(field, name, of, at
     randomizer.close()
 
 
-def test_centres_of_bodies_that_are_compiled_as_simple_are_refused():
+@pytest.mark.parametrize("field", ["body_ipos", "body_iquat"])
+def test_centres_of_bodies_that_are_compiled_as_simple_are_refused(field):
     body = '<body name="one"><freejoint/><geom size=".1"/></body>'
     one = f"<mujoco><worldbody>{body}</worldbody></mujoco>"
-    moved = [Randomize("body_ipos[0]", 0.01, 0.02, "add", ("one",))]
-    with pytest.raises(
-        ConfigError, match=r"body_ipos of \['one'\], .* as simple \(expected bodies"
-    ):
+    moved = [Randomize(f"{field}[0]", 0.01, 0.02, "add", ("one",))]
+    with pytest.raises(ConfigError, match=rf"{field} of \['one'\], .* as simple \(expected bodies"):
         ModelRandomizer(Batch(mujoco.MjModel.from_xml_string(one), 1, 1), moved, "test")
     other = mujoco.MjModel.from_xml_string(one.replace('"one"', '"one" simple="false"'))
     ModelRandomizer(Batch(other, 1, 1), moved, "test").seed([np.random.default_rng(0)])
