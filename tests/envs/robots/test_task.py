@@ -563,12 +563,13 @@ def test_joints_without_names_count() -> None:
     assert (found.qpos.tolist(), found.qvel.tolist()) == ([0, 1], [0, 1])
 
 
-def test_a_keyframe_that_moves_a_mocap_body_is_refused() -> None:
+@pytest.mark.parametrize("place", ['mpos="2 0 1"', 'mpos="1 0 1" mquat="0 1 0 0"'])
+def test_a_keyframe_that_moves_or_turns_a_mocap_body_is_refused(place: str) -> None:
     body = '<worldbody><body name="goal" mocap="true" pos="1 0 1"/>'
-    moved = UNNAMED.replace("<worldbody>", body).replace('act="0.7"', 'mpos="{} 0 1"')
-    make(Cart(model=moved.format(1), home="held")).reset()
+    moved = UNNAMED.replace("<worldbody>", body).replace('act="0.7"', "{}")
+    make(Cart(model=moved.format('mpos="1 0 1"'), home="held")).reset()
     with pytest.raises(ConfigError, match=r"keyframe 'held' moves mocap bodies"):
-        make(Cart(model=moved.format(2), home="held")).reset()
+        make(Cart(model=moved.format(place), home="held")).reset()
 
 
 def test_a_keyframe_with_activations_is_refused() -> None:

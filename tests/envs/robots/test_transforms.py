@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torchrl.data import Bounded, Composite, Unbounded
 from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.transforms import ActionScaling, Compose, FrameSkipTransform, Transform
 from torchrl.envs.utils import check_env_specs
@@ -122,6 +123,12 @@ def test_the_first_observation_of_an_episode_is_noisy_too() -> None:
     noise = noisy.reset()["observation"] - clean.reset()["observation"]
     assert (noise != 0).all()
     assert noise.abs().max() < 0.6
+
+
+def test_noise_may_exceed_the_bounds_of_an_observation() -> None:
+    spec = Composite(observation=Bounded(-1.0, 1.0, (3,)))
+    noisy = ObservationNoise(0.1).transform_observation_spec(spec)["observation"]
+    assert noisy == Unbounded((3,), dtype=torch.float32)
 
 
 def test_noise_leaves_the_critics_group_alone() -> None:
