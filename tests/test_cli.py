@@ -139,7 +139,8 @@ def test_a_run_without_a_directory_gets_one_of_its_own(tmp_path, monkeypatch, ca
     (run_dir,) = (tmp_path / "runs").iterdir()
     assert run_dir.name.startswith("InvertedPendulum-v5-appo-5-20")
     assert (run_dir / "summary.json").is_file()
-    assert f"wrote runs/{run_dir.name}" in capsys.readouterr().out
+    left = f"wrote runs/{run_dir.name}: summary.json, returns.png, checkpoint, logs\n"
+    assert left in capsys.readouterr().out  # and no trace, which was not asked for
 
 
 @pytest.mark.parametrize(
