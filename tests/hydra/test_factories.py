@@ -193,9 +193,10 @@ def test_a_configuration_that_is_not_there_is_refused_without_a_traceback(monkey
         main()
 
 
-def test_without_a_recipe_their_names_are_said(monkeypatch, tmp_path):
+@pytest.mark.parametrize("arguments", [[], ["--config-name", "unilab_trainer"]], ids=str)
+def test_without_a_recipe_their_names_are_said(arguments, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["hydra"])
+    monkeypatch.setattr("sys.argv", ["hydra", *arguments])
     with pytest.raises(SystemExit, match="--config-name of appo, sac, stock_ppo, stock_sac, td3"):
         main()
 
@@ -206,6 +207,7 @@ def test_without_a_recipe_their_names_are_said(monkeypatch, tmp_path):
         ("settings.epoch=3", r"error: settings\.epoch: unknown .* Did you mean epochs\?"),
         ("+settings.epoch=3", r"error: unexpected setting 'epoch' .* Did you mean epochs\?"),
         ("nothing=3", r"error: nothing: unknown .*configuration\)\. Correct the name"),
+        ("setting.epochs=3", r"error: setting: unknown .* Did you mean settings\? Correct"),
         ("settings.epochs=0", r"error: epochs: 0 \(expected an integer of at least 1\)"),
         ("settings.hidden=16", r"error: hidden: 16 \(expected a tuple of integers"),
         ("seed=-1", r"error: trainer=appo seed: -1 \(expected an integer of at least 0\)"),

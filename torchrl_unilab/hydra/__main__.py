@@ -13,7 +13,7 @@ import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's g
 from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ValidationError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
 
 from torchrl_unilab import preload  # noqa: F401  (spares the end of the process a second)
 from torchrl_unilab.configs.settings import nearest
@@ -24,7 +24,7 @@ from torchrl_unilab.trainers.base import RankTrainer
 @hydra.main(version_base="1.3", config_path="pkg://torchrl_unilab.hydra.recipes")
 def _train(config: DictConfig) -> None:
     """Instantiate the trainer of a configuration, train, and end the collector."""
-    if "trainer" not in config:
+    if "_target_" not in (config.get("trainer") or {}):
         raise ConfigError(f"configuration without a trainer ({_expected()}). Name one of them.")
     trainer = instantiate(config.trainer)
     try:
@@ -68,7 +68,7 @@ def main() -> None:
         sys.exit(f"error: {str(error).splitlines()[0]} ({expected}). Correct the name.")
     except CompactHydraException as error:  # which Hydra, too, shows without a traceback
         unknown = error.__cause__
-        if not isinstance(unknown, ConfigAttributeError):
+        if not isinstance(unknown, (ConfigAttributeError, ConfigKeyError)):
             reason = "" if unknown is None else f": {' '.join(str(unknown).split())}"
             sys.exit(f"error: {error}{reason}")
         name, known = unknown.full_key, map(str, unknown.parent_node)
