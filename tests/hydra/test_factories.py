@@ -25,6 +25,7 @@ from torchrl_unilab.hydra.factories import (
     make_appo_collector,
     make_appo_trainer,
     make_off_policy_trainer,
+    make_replay_collector,
     make_settings,
 )
 from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer
@@ -271,9 +272,18 @@ def test_settings_of_another_algorithm_are_refused():
         make_appo_trainer(config=OffPolicyConfig(), total_frames=1)
 
 
-@pytest.mark.parametrize("collector", ["appo", partial(int), partial(dict, policy=1)])
-def test_a_collector_that_is_none_of_ours_is_refused(collector):
+NONE_OF_OURS = ["appo", partial(int), partial(dict, policy=1)]
+
+
+@pytest.mark.parametrize("collector", [*NONE_OF_OURS, partial(make_replay_collector)], ids=str)
+def test_a_collector_other_than_appos_is_refused_with_appo(collector):
     with pytest.raises(ConfigError, match=r"collector: .*expected collector=appo"):
+        make_appo_trainer(config=APPOConfig(), total_frames=1, collector=collector)
+
+
+@pytest.mark.parametrize("collector", [*NONE_OF_OURS, partial(make_appo_collector)], ids=str)
+def test_a_collector_other_than_a_replays_is_refused_with_sac_and_td3(collector):
+    with pytest.raises(ConfigError, match=r"collector: .*expected collector=replay"):
         make_off_policy_trainer(config=OffPolicyConfig(), total_frames=1, collector=collector)
 
 

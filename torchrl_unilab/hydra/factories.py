@@ -157,12 +157,13 @@ def _overrides(name: str, collector: Any, kind: type) -> dict[str, Any]:
     """Return what a collector's node has, by the names of the collector's arguments."""
     if collector is None:
         return {}
-    made = (make_appo_collector, make_replay_collector)
-    if not (isinstance(collector, partial) and collector.func in made):
+    makes = make_appo_collector if kind is APPOConfig else make_replay_collector
+    if not (isinstance(collector, partial) and collector.func is makes):
         what = type(collector).__name__ if isinstance(collector, BaseCollector) else collector
+        choice = "appo" if kind is APPOConfig else "replay"
         raise ConfigError(
-            f"{name} collector: {what} (expected collector=appo or collector=replay, with "
-            "_partial_). Choose one, or leave it out."
+            f"{name} collector: {what} (expected collector={choice}, with _partial_). Choose that, "
+            "or leave it out."
         )
     if collector.keywords.get("policy") is not None:
         _refuse(name, ["policy"], kind)
