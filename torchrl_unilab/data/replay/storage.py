@@ -46,7 +46,7 @@ class PackedReplayStorage(SharedReplay):
     a ``HERReplayBuffer``, which are copies). Batches are copies of whole rows, also while other
     processes write; views are not protected from writers. Tensors of batches and views are strided,
     one row apart, and share one block of memory: use `reshape` where ``Tensor.view`` fails, and
-    call ``batch.clone()`` before ``torch.save`` or ``consolidate``.
+    call ``batch.clone()`` before ``torch.save``.
 
     Positions alternate between `writers` shards: position ``i`` is in shard ``i % writers``. Each
     writing process claims one shard; if there are more processes than shards, they share, one
