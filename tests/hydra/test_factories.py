@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's groups)
@@ -16,7 +18,7 @@ from torchrl.envs import GymEnv, SerialEnv
 from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import PPOTrainer, SACTrainer
 
-from tests.support.processes import live_children
+from tests.support.processes import live_children, wait_for
 from torchrl_unilab.data import PackedPrioritizedSampler, PackedReplayStorage, PackedSliceSampler
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError
@@ -235,9 +237,15 @@ def test_a_setting_may_be_none_in_place_of_the_tasks():
 
 
 @pytest.mark.filterwarnings("ignore:.*checkpoint:FutureWarning", "ignore:.*:DeprecationWarning")
-def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(monkeypatch, tmp_path, capsys):
-    def train(_: Trainer) -> None:
+@pytest.mark.parametrize("whole_job", [False, True])
+def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(
+    whole_job, monkeypatch, tmp_path, capsys
+):
+    def train(trainer: Trainer) -> None:
         assert live_children()
+        for pid in trainer.collector.pids if whole_job else ():
+            os.kill(pid, signal.SIGTERM)
+            wait_for(lambda pid=pid: not psutil.pid_exists(pid))
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(APPOTrainer, "train", train)

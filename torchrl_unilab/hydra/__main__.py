@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -17,7 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationErr
 
 from torchrl_unilab import preload  # noqa: F401  (spares the end of the process a second)
 from torchrl_unilab.configs.settings import nearest
-from torchrl_unilab.errors import ConfigError, UniLabError
+from torchrl_unilab.errors import ConfigError, UniLabError, WorkerError
 from torchrl_unilab.trainers.base import RankTrainer
 
 
@@ -31,7 +32,12 @@ def _train(config: DictConfig) -> None:
         trainer.train()
     except KeyboardInterrupt:
         if isinstance(trainer, RankTrainer):  # TorchRL's workers have been interrupted, too
-            trainer.save_trainer(force_save=True)  # where `save_trainer_file` says
+            try:
+                trainer.save_trainer(force_save=True)  # where `save_trainer_file` says
+            except WorkerError:  # the end of a job ends its workers, too: all but their state
+                collector = trainer.collector
+                collector.state_dict = partial(collector.state_dict, workers=False)
+                trainer.save_trainer(force_save=True)
         raise
     finally:
         trainer.collector.shutdown()
