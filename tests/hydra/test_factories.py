@@ -283,13 +283,13 @@ def test_settings_of_another_algorithm_are_refused():
 NONE_OF_OURS = ["appo", partial(int), partial(dict, policy=1)]
 
 
-@pytest.mark.parametrize("collector", [*NONE_OF_OURS, partial(make_replay_collector)], ids=str)
+@pytest.mark.parametrize("collector", [*NONE_OF_OURS, partial(make_replay_collector)])
 def test_a_collector_other_than_appos_is_refused_with_appo(collector):
     with pytest.raises(ConfigError, match=r"collector: .*expected collector=appo"):
         make_appo_trainer(config=APPOConfig(), total_frames=1, collector=collector)
 
 
-@pytest.mark.parametrize("collector", [*NONE_OF_OURS, partial(make_appo_collector)], ids=str)
+@pytest.mark.parametrize("collector", [*NONE_OF_OURS, partial(make_appo_collector)])
 def test_a_collector_other_than_a_replays_is_refused_with_sac_and_td3(collector):
     with pytest.raises(ConfigError, match=r"collector: .*expected collector=replay"):
         make_off_policy_trainer(config=OffPolicyConfig(), total_frames=1, collector=collector)
