@@ -241,13 +241,13 @@ class SharedRows(Shards):
 
     # Reading
 
-    def _checked(self, copy: Callable[[], object]) -> tuple[tuple[int, ...], bool]:
-        """Copy rows; return the floors after it, and whether rows were rewritten meanwhile.
+    def _checked(self, copy: Callable[..., object], *rows: object) -> tuple[tuple[int, ...], bool]:
+        """Call ``copy(*rows)``; return the floors after it, and whether rows were rewritten.
 
-        Whole are copies of rows from the floors on, unless any were rewritten. Raises as `alone`.
+        If none were, all copies of rows from the floors on are whole. Raises as `alone`.
         """
         versions = self.settled()
-        copy()
+        copy(*rows)
         fence()  # before floors and versions are read again
         return self.load(FLOOR), self.load(VERSION) != versions
 
@@ -272,7 +272,7 @@ class SharedRows(Shards):
         deadline = time.monotonic() + self.timeout
         heads, todo = window.heads, None
         while True:
-            floors, changed = self._checked(partial(gather, todo, self.positions(ids), heads))
+            floors, changed = self._checked(gather, todo, self.positions(ids), heads)
             if not changed and floors == window.floors:
                 return
             gone = ids < self.bounds(floors, ids)
@@ -312,7 +312,7 @@ class SharedRows(Shards):
                 self._check_written(window, at, length)
             if hidden:
                 window, at = self._uncover(window, at)
-            floors, changed = self._checked(partial(gather, todo, at, window.heads))
+            floors, changed = self._checked(gather, todo, at, window.heads)
             if not changed and floors == window.floors:
                 return
             if not changed:
@@ -382,7 +382,7 @@ class SharedRows(Shards):
             first = max(floor, lap, end - self.chunk_rows)
             parts = [buffer[: end - first] for buffer in buffers]
             rows = [words[first - lap : end - lap] for words in own]
-            floors, changed = self._checked(partial(torch._foreach_copy_, parts, rows))
+            floors, changed = self._checked(torch._foreach_copy_, parts, rows)
             floor = max(floor, floors[shard])
             if changed:
                 self._check_time(deadline, end - first)
