@@ -215,6 +215,7 @@ def test_without_a_recipe_their_names_are_said(arguments, monkeypatch, tmp_path)
         ("settings.hidden=16", r"error: hidden: 16 \(expected a tuple of integers"),
         ("seed=-1", r"error: trainer=appo seed: -1 \(expected an integer of at least 0\)"),
         ("settings.epochs=five", r"error: .*settings\.epochs=five: .*'five'.* Integer"),
+        ("settings.epochs=${nope}", r"error: Interpolation key 'nope' not found .* Correct the"),
         ("settings=apo", r"error: .*'settings/apo' \(expected one of appo, sac, td3\)"),
         ("total_frames=1e4", r"error: .*'10000\.0'.* Integer.* Correct the value\.$"),
         (
@@ -250,7 +251,7 @@ def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(
 
     monkeypatch.setattr(APPOTrainer, "train", train)
     monkeypatch.chdir(tmp_path)
-    saved = f"trainer.save_trainer_file={tmp_path}/trained.pt"
+    saved = f"trainer.save_trainer_file={tmp_path}/new/trained.pt"
     monkeypatch.setattr("sys.argv", ["hydra", "--config-name", "appo", *APPO, saved])
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:
@@ -258,7 +259,7 @@ def test_an_interrupt_saves_what_was_learnt_and_ends_the_collector(
     signal.signal(signal.SIGTERM, before)
     assert ended.value.code == 130
     assert "interrupted" in capsys.readouterr().err
-    assert (tmp_path / "trained.pt").exists()
+    assert (tmp_path / "new" / "trained.pt").exists()
     assert not live_children()
 
 

@@ -14,7 +14,7 @@ import torchrl.trainers.algorithms.configs  # noqa: F401  (registers TorchRL's g
 from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from torchrl_unilab import preload  # noqa: F401  (spares the end of the process a second)
 from torchrl_unilab.configs.settings import nearest
@@ -65,9 +65,9 @@ def main() -> None:
         if not isinstance(error.__cause__, UniLabError):
             raise
         sys.exit(f"error: {error.__cause__}")
-    except ValidationError as error:  # of a value that stands for another one
+    except OmegaConfBaseException as error:  # of a value, or key, that another one stands for
         reason = " ".join(str(error).split())
-        sys.exit(f"error: {reason} (expected a value of that type). Correct the value.")
+        sys.exit(f"error: {reason} (expected a value of its type). Correct the value.")
     except MissingConfigException as error:
         options = error.options  # of a group; None for a whole configuration
         expected = f"expected one of {', '.join(options)}" if options else _expected()

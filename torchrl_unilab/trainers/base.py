@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -237,6 +238,8 @@ class RankTrainer(Trainer):
             self.request_stop("another rank stops")
 
     def save_trainer(self, force_save: bool = False) -> None:
-        """Save a checkpoint if one is due, on rank 0."""
+        """Save a checkpoint if one is due, on rank 0; make its directory if there is none."""
         if self.ranks.rank == 0:
+            if self.save_trainer_file is not None:
+                Path(self.save_trainer_file).parent.mkdir(parents=True, exist_ok=True)
             super().save_trainer(force_save)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from torchrl_unilab.errors import LayoutError
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
 
@@ -64,9 +65,15 @@ class SharedObsNormStats:
         """Publish (mean, standard deviation), tensors or arrays, as float32. Never blocks.
 
         Raises:
-            LayoutError: A shape differs; the last statistics stay.
+            LayoutError: A shape differs, or they are no two tensors; the last statistics stay.
         """
-        mean, std = (torch.as_tensor(value, dtype=torch.float32, device="cpu") for value in stats)
+        try:
+            mean, std = (torch.as_tensor(v, dtype=torch.float32, device="cpu") for v in stats)
+        except (TypeError, ValueError) as error:
+            raise LayoutError(
+                f"statistics: {type(stats).__name__} (expected a mean and a standard deviation). "
+                "Put both, as tensors or arrays."
+            ) from error
         self._cell.publish([mean, std])
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor] | None:
