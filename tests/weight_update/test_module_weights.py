@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
+from torchrl.weight_update import WeightStrategy
 
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, is_expanded, named_tensors
@@ -119,6 +122,31 @@ def test_extra_state_arrives_with_its_own_types_and_values(state):
     ModuleWeights(received).set_extra_state(ModuleWeights(sent).extra_state())
 
     assert repr(received[0].state) == repr(state)
+
+
+def test_extra_state_as_torchrls_strategy_extracts_it_is_that_of_the_module():
+    net = _Stateful({"mean": torch.ones(1)})
+
+    named = named_tensors(WeightStrategy().extract_weights(net))
+
+    assert named == ModuleWeights(net).extra_state() == {"_extra_state.mean": torch.ones(1)}
+
+
+class _Warning(_Stateful):
+    """Warns when it is asked for its extra state."""
+
+    def get_extra_state(self) -> object:
+        warnings.warn("no statistics yet", self.category, stacklevel=2)
+        return self.state
+
+
+def test_extra_state_is_taken_without_the_warning_that_there_are_no_statistics_yet():
+    net = _Warning(3)
+    net.category = UserWarning
+    assert [*ModuleWeights(net).extra_state()] == ["_extra_state#int"]
+    net.category = DeprecationWarning  # of which the user is to hear
+    with pytest.warns(DeprecationWarning, match="no statistics"):
+        ModuleWeights(net)
 
 
 def test_extra_state_is_copied_from_the_tensors_that_are_given():

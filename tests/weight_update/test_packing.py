@@ -58,3 +58,13 @@ def test_a_transfer_does_not_synchronise_the_device():
     packer.to_host(list(tensors.values()))
 
     assert not busy.query()
+
+
+@DEVICES
+def test_what_comes_to_the_host_is_without_the_gradients_of_parameters(device):
+    parameter = torch.ones(3, device=device, requires_grad=True)
+    packer = DevicePacker(BlockLayout.of({"w": parameter.detach()}), torch.device(device))
+
+    (on_host,) = packer.to_host([parameter])
+
+    assert not on_host.requires_grad

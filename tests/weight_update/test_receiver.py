@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector
 
-from tests.support.acting import StillEnv, actions, make_policy, set_action
+from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.errors import UsageError
 from torchrl_unilab.weight_update import UniLabShmScheme
@@ -118,6 +118,36 @@ def test_a_state_that_was_refused_is_not_called_published(pulling):
     collector.load_state_dict(state, strict=False)
 
 
+@pytest.mark.parametrize(("model_id", "version"), [("policy", 40), (None, 40), ("env.value", 0)])
+def test_a_collector_takes_the_version_of_its_policy_alone(make_sender, model_id, version):
+    model, receiver = make_policy(), UniLabShmScheme()
+    sender = make_sender({"first_version": 40}, model_id=model_id, model=model, devices=[CPU])
+    receiver.__setstate__(sender.__getstate__())
+    receiver.init_on_receiver(model_id=model_id, model=model, worker_idx=0)
+    receiver.connect()
+    settings = {"frames_per_batch": 4, "total_frames": -1, "track_policy_version": True}
+    with collecting(Collector, StillEnv, make_policy(), **settings) as collector:
+        receiver.context = collector
+
+        assert collector.policy_version_tracker.version == version
+
+
+def test_a_collector_with_a_scheme_of_its_own_publishes_on_what_it_receives(make_sender):
+    policy, own, receiver = make_policy(0.5), UniLabShmScheme(), UniLabShmScheme()
+    sender = make_sender(model_id="policy", model=policy, devices=[CPU])
+    receiver.__setstate__(sender.__getstate__())
+    schemes = {"policy": own}
+    with collecting(Collector, StillEnv, make_policy(), weight_sync_schemes=schemes) as collector:
+        collector.worker_idx = 0
+        collector.register_scheme_receiver({"policy": receiver})
+        _publish(sender, policy, 0.75)
+
+        assert actions(collector.rollout()) == {0.75}
+
+        assert own.weights["module", "2", "bias"].item() == 0.75
+    own.shutdown()
+
+
 @pytest.fixture
 def apart(make_sender) -> UniLabShmScheme:
     """A sender whose two workers have weights apart, that make actions 0 and 1."""
@@ -171,10 +201,13 @@ def test_to_receive_waits_for_a_version_that_is_to_come(pair, monkeypatch):
     assert receiver.receive(timeout=DEADLINE) is not None
 
 
-def test_the_applied_version_is_that_of_the_initial_weights_once_connected(pair):
+def test_a_connected_receiver_has_version_and_number_of_its_own_which_a_copy_has_not(pair):
     _, receiver = pair(make_policy(), make_policy())
+    assert (receiver.applied_version, receiver.worker_idx) == (0, 0)
 
-    assert (receiver.applied_version, copy.copy(receiver).applied_version) == (0, -1)
+    copied = copy.copy(receiver)
+
+    assert (copied.applied_version, copied.worker_idx) == (-1, None)
 
 
 def test_a_receiver_that_was_shut_down_pulls_nothing_more(pair):
