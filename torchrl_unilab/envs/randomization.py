@@ -167,7 +167,7 @@ class ModelRandomizer:
         self._numbers = [np.zeros((batch.nsim, plan.size)) for plan in self._plans]
         self._units = [(t.field, t.rows) for t in targets if _UNIT.search(t.field)]
         self._at_reset = any(spec.when == "reset" for spec in specs)
-        self._derives = any(field in _INPUTS or field.startswith("opt.") for field in fields)
+        self._derives = not _INPUTS.isdisjoint(fields)
         if self._derives:
             for field in MODEL_FIELDS.intersection(reads):
                 batch.expand(field)  # or else it becomes the simulations' own only as it changes
