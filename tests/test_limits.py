@@ -10,6 +10,7 @@ from torchrl_unilab.limits import (
     available_memory,
     cgroup_cores,
     cgroup_headroom,
+    launcher_env,
     local_ranks,
 )
 
@@ -159,3 +160,10 @@ def test_a_number_of_ranks_that_is_none_is_refused_by_its_name(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "two")
     with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE is 'two' \(expected an integer"):
         available_cores()
+
+
+@pytest.mark.parametrize("value", ["", "x", "1.5"])
+def test_a_launchers_variable_that_is_no_integer_is_refused_by_its_name(value, monkeypatch):
+    monkeypatch.setenv("RANK", value)
+    with pytest.raises(ConfigError, match=rf"RANK is {value!r} \(expected an integer, from torch"):
+        launcher_env("RANK", 0)
