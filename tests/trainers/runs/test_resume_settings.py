@@ -1,0 +1,33 @@
+"""Which settings a resumed run takes over from its `config.yaml`."""
+
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import pytest
+
+from tests.support.quick import FRAMES
+from torchrl_unilab.configs import RunConfig
+from torchrl_unilab.configs.file import as_yaml, read_config
+from torchrl_unilab.trainers import resume_run
+from torchrl_unilab.trainers.runs import resume
+
+
+@pytest.fixture
+def plan(run_dir, monkeypatch) -> RunConfig:
+    """The plan of a resumed run whose file has each setting other than by default."""
+    file = run_dir / "config.yaml"
+    said = {"progress_bar": False, "trace": True, "eval_episodes": 3, "keep_checkpoints": 5}
+    file.write_text(as_yaml(read_config(file) | said))
+    made = Mock()
+    monkeypatch.setattr(resume, "Run", made)
+    resume_run(run_dir, frames=2 * FRAMES, eval_max_steps=7)
+    return made.call_args.args[0]
+
+
+def test_a_resumed_run_shows_its_progress_and_is_not_traced_unless_it_is_told(plan):
+    assert (plan.progress_bar, plan.trace) == (True, False)
+
+
+def test_a_resumed_run_evaluates_and_keeps_as_its_file_says_unless_it_is_told(plan):
+    assert (plan.eval_episodes, plan.keep_checkpoints, plan.eval_max_steps) == (3, 5, 7)
