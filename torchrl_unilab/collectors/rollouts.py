@@ -219,9 +219,8 @@ class APPOCollector(WorkerCollector):
     def _take(self) -> RolloutLease:
         storage, team = self.storage, self._open_team()
         team.check()  # a lost worker shows also while the others collect
-        for held in storage.leases:
-            if held is not self._lease:
-                return held  # an interrupt kept it from this collector
+        if held := storage.leases:  # none is lent now: an interrupt kept it from this collector
+            return held[0]
         while (lease := storage.acquire()) is None:
             with span("wait"):
                 arrived = team.wait(storage.filenos(), self.timeout)
