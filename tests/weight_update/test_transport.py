@@ -117,11 +117,14 @@ def test_what_is_created_from_a_state_dict_holds_it_as_version_1():
         assert transport.name is None
 
 
-def test_reading_goes_into_a_modules_own_tensors():
+@pytest.mark.parametrize(
+    "into", [lambda net: net, TensorDict.from_module, lambda net: dict(net.named_parameters())]
+)
+def test_reading_goes_into_a_modules_own_tensors(into):
     source, target = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     weight = target.weight
     with UniLabShmTransport.from_state_dict(source.state_dict()) as transport:
-        transport.read_weights_into(target)
+        transport.read_weights_into(into(target))
     assert target.weight is weight
     assert torch.equal(target.weight, source.weight)
 
