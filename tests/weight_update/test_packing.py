@@ -61,10 +61,12 @@ def test_a_transfer_does_not_synchronise_the_device():
 
 
 @DEVICES
-def test_what_comes_to_the_host_is_without_the_gradients_of_parameters(device):
+def test_a_packer_keeps_no_graph_of_the_parameters_that_it_has_packed(device):
     parameter = torch.ones(3, device=device, requires_grad=True)
-    packer = DevicePacker(BlockLayout.of({"w": parameter.detach()}), torch.device(device))
+    layout = BlockLayout.of({"w": parameter.detach()})
+    packer = DevicePacker(layout, torch.device(device))
 
     (on_host,) = packer.to_host([parameter])
 
-    assert not on_host.requires_grad
+    on_device = packer.to_device(Snapshot(layout))["w"]
+    assert [tensor.requires_grad for tensor in (on_host, on_device)] == [False, False]
