@@ -109,6 +109,20 @@ def test_what_two_threads_publish_from_a_device_is_each_whole(whole):
         assert transport.version == 400
 
 
+@pytest.mark.parametrize(
+    ("tensors", "error"),
+    [
+        ([torch.ones(1).as_subclass(OfADevice), torch.ones(2)], LayoutShapeError),
+        ([torch.ones(2), torch.ones(2, device="meta")], ConfigError),
+    ],
+)
+def test_weights_of_a_device_are_refused_where_one_does_not_fit_or_has_no_values(tensors, error):
+    with UniLabShmTransport.create({"w": (2,), "b": (2,)}) as transport:
+        with pytest.raises(error):
+            transport.publish(("w", "b"), tensors)
+        assert transport.version == 0
+
+
 def test_what_is_created_from_a_state_dict_holds_it_as_version_1():
     with UniLabShmTransport.from_state_dict(_state(5.0)) as transport:
         state = _state(0.0)
@@ -372,3 +386,14 @@ def test_the_first_workers_weights_are_received_and_applied_by_the_strategy(apar
     received = apart.receive_weights(model=model, strategy=strategy)
     assert received["w"].tolist() == [1.0, 1.0]
     strategy.apply_weights.assert_called_once_with(model, received)
+
+
+def test_each_worker_gets_weights_by_their_keys_and_the_first_is_the_lowest():
+    w, b = torch.zeros(2), torch.ones(2)
+    with UniLabShmTransport({1: {"b": b, "w": w}, 0: {"w": w, "b": b}}) as transport:
+        transport.publish(("b", "w"), [b * 3, b * 2])
+        for worker in (0, 1):
+            _, newest = transport.newest(worker)
+            assert (newest["w"].tolist(), newest["b"].tolist()) == ([2.0, 2.0], [3.0, 3.0])
+        transport.publish(("b", "w"), [b * 5, b * 4], 1)
+        assert transport.receive_weights()["w"].tolist() == [2.0, 2.0]
