@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import signal
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict, TensorDictParams
@@ -158,12 +160,18 @@ def test_extra_state_is_copied_from_the_tensors_that_are_given():
     assert net.state["mean"].item() == 1.0
 
 
-def test_extra_state_that_is_one_tensor_arrives():
-    net = _Stateful(torch.zeros(1))
+def test_extra_state_that_is_one_tensor_arrives_detached():
+    net, sent = _Stateful(torch.zeros(1)), _Stateful(torch.ones(1, requires_grad=True))
 
-    ModuleWeights(net).set_extra_state({"_extra_state": torch.ones(1)})
+    ModuleWeights(net).set_extra_state(ModuleWeights(sent).extra_state())
 
-    assert net.state.item() == 1.0
+    assert (net.state.item(), net.state.requires_grad) == (1.0, False)
+
+
+@pytest.mark.parametrize("state", ["high", [1], np.float64(0.5), signal.SIGINT])
+def test_extra_state_that_would_not_arrive_as_what_it_is_is_refused_by_its_type(state):
+    with pytest.raises(ConfigError, match=f"'_extra_state': {type(state).__name__} .expected"):
+        ModuleWeights(_Stateful(state))
 
 
 @pytest.mark.parametrize(
