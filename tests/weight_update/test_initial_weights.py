@@ -45,6 +45,15 @@ def test_workers_with_separate_weights_have_an_object_each():
     assert initial.per_worker
 
 
+def test_workers_have_weights_apart_where_one_of_their_factories_is_another():
+    one, other = (lambda: nn.Linear(2, 1)), (lambda: nn.Linear(2, 1))
+
+    initial = initial_weights(False, model_id="policy", context=_collector(one, other, one))
+
+    assert initial.per_worker
+    assert len({id(weights) for weights in initial.of_workers.values()}) == 3
+
+
 @pytest.mark.parametrize(
     ("source", "beside"),
     [

@@ -354,12 +354,13 @@ def test_weights_for_one_worker_leave_the_other_no_lag(apart):
     assert not receivers[1].pull()
 
 
-def test_retries_of_readers_are_counted(pair):
-    sender, receiver = pair(make_policy(), make_policy())
-    receiver.create_transport().cell(0).overtaken = 3
-    sender.send()
-    receiver.pull()
-    assert sender.statistics["retries"] == 3
+def test_retries_of_all_readers_are_counted(apart):
+    sender, receivers = apart
+    sender.send(make_policy())
+    for worker, receiver in enumerate(receivers):
+        receiver.create_transport().cell(worker).overtaken = 3 + worker
+        receiver.pull()
+    assert sender.statistics["retries"] == 3 + 4
 
 
 def test_no_weights_are_those_of_a_model_without_any(make_sender):
