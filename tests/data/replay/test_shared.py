@@ -313,3 +313,12 @@ def test_rewards_of_several_steps_end_where_done_says_and_the_one_stored_flag_do
             storage.add(TensorDict({"observation": observation, "next": after}, [1]))
         rewards = storage.sample(64)["next", "reward"]
     assert set(rewards.flatten().tolist()) <= {11.0, 10.0, 1100.0, 1000.0}
+
+
+def test_a_row_is_counted_once_however_many_of_its_numbers_are_not_finite():
+    rows = transitions(4)
+    rows["action"][:2, 0] = math.nan
+    rows["next", "reward"][1:3] = math.inf
+    with PackedReplayStorage(8, non_finite="count") as storage:
+        storage.append(rows)
+        assert storage.non_finite == 3
