@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 from tensordict import TensorDict
+from torchrl.data import ReplayBuffer
 
 from tests.support.processes import shared_mappings
 from tests.support.transitions import flags, same, stamped, transitions
@@ -322,3 +323,32 @@ def test_a_row_is_counted_once_however_many_of_its_numbers_are_not_finite():
     with PackedReplayStorage(8, non_finite="count") as storage:
         storage.append(rows)
         assert storage.non_finite == 3
+
+
+def test_a_writers_rows_lie_at_every_nth_position_in_a_circle():
+    rows = transitions(3)
+    with PackedReplayStorage(8, example=rows[0], writers=2) as storage:
+        storage.use_writer(1)
+        assert storage.append(rows[:2]).tolist() == [1, 3]
+        assert storage.append(rows).tolist() == [5, 7, 1]
+        assert storage.add(rows[:1]) == 3
+
+
+def test_rows_are_drawn_by_the_generator_of_their_buffer():
+    with PackedReplayStorage(64) as storage:
+        storage.append(transitions(64))
+        buffer, drawn = ReplayBuffer(storage=storage), []
+        for seed in (3, 3, 4):
+            buffer.set_rng(torch.Generator().manual_seed(seed))
+            drawn.append(storage.sample(32)["index"].tolist())
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_rows_are_replaced_by_those_that_are_loaded_unless_these_are_of_another_form():
+    with PackedReplayStorage(8) as storage:
+        storage.append(transitions(3))
+        with pytest.raises(LayoutKeyError):
+            storage.load_rows(transitions(2).exclude("action"))
+        assert storage.size == 3
+        storage.load_rows(transitions(2))
+        assert storage.size == 2
