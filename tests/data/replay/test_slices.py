@@ -367,3 +367,12 @@ def test_slices_of_several_environments_and_writers_are_each_of_one(writers, key
                 for row, after, end in zip(rows[:-1], rows[1:], ends[:-1], strict=True):
                     assert end or after == (row[0], row[1] + 1)
                     assert end or row[1] % 7 != 6  # no slice goes on past an episode
+
+
+@pytest.mark.parametrize("key", [{"end_key": ("next", "done")}, {"traj_key": "episode"}], ids=str)
+def test_trajectories_of_several_environments_are_as_long_as_these_were_stepped(key):
+    sampler, environments = PackedSliceSampler(slice_len=2, **key), _Environments(0)
+    with PackedReplayStorage(100) as storage:
+        for steps, lengths in [(1, [1]), (3, [4]), (6, [7, 3])]:  # an episode has 7
+            storage.add(environments.step(2, steps))
+            assert sampler._get_stop_and_length(storage)[2].tolist() == 2 * lengths
