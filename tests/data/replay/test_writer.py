@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from unittest.mock import Mock
+
+import torch
+
+from tests.support.transitions import transitions
+from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
+
+
+def test_what_is_attached_to_the_storage_hears_where_rows_were_written():
+    with PackedReplayStorage(8) as storage:
+        attached, writer = Mock(), PackedReplayWriter()
+        storage.attach(attached)
+        writer.register_storage(storage)
+
+        writer.extend(transitions(3))
+
+        (index,) = attached.mark_update.call_args.args
+        assert index.tolist() == [0, 1, 2]
+
+
+def test_a_stock_writers_cursor_counts_once_all_positions_are_written():
+    with PackedReplayStorage(4) as storage:
+        writer = PackedReplayWriter()
+        writer.register_storage(storage)
+        writer.extend(transitions(3))
+        writer.load_state_dict({"_cursor": 1})
+        assert writer.extend(transitions(1)).tolist() == [3]
+        writer.load_state_dict({"_cursor": 2})
+        assert writer.extend(transitions(1)).tolist() == [2]
+
+
+def test_rows_since_a_count_of_another_replay_are_all_of_them():
+    with PackedReplayStorage(8) as storage:
+        storage.append(transitions(3))
+        rows, counted = storage.read_since((7,))
+        assert (len(rows), counted) == (3, (3,))
+        assert torch.equal(rows["action"], transitions(3)["action"])
+        assert len(storage.read_since(counted)[0]) == 0
