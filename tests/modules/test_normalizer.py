@@ -49,6 +49,19 @@ def test_an_observation_of_another_size_is_refused(shape):
         ObservationNormalizer(3)(torch.zeros(shape))
 
 
+@pytest.mark.parametrize("take", ["update", "moments"])
+def test_statistics_of_observations_of_another_size_are_refused(take):
+    with pytest.raises(LayoutShapeError, match=r"\(2, 6\) \(expected"):
+        getattr(ObservationNormalizer(3), take)(torch.zeros(2, 6))
+
+
+def test_statistics_take_no_gradient_of_what_they_are_of():
+    normalizer = ObservationNormalizer(2)
+    assert not normalizer.moments(torch.ones(4, 2, requires_grad=True)).requires_grad
+    normalizer.merge(torch.ones(5, dtype=torch.float64, requires_grad=True))
+    assert not any(buffer.requires_grad for buffer in normalizer.buffers())
+
+
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_a_size_that_is_no_positive_integer_is_refused(size):
     with pytest.raises(ConfigError, match=r"size of observations: .* an integer of at least 1"):
