@@ -2,19 +2,17 @@
 
 from torchrl_unilab.data.pipeline.pipeline import DoubleBufferReplayPipeline, ReplayTickMetadata
 from torchrl_unilab.data.pipeline.protocols import ReplayPipeline
-from torchrl_unilab.data.replay import (
-    PackedPrioritizedSampler,
-    PackedReplayStorage,
-    PackedReplayWriter,
-    PackedSliceSampler,
-)
-from torchrl_unilab.data.rollouts import (
+from torchrl_unilab.data.replay.priorities import PackedPrioritizedSampler
+from torchrl_unilab.data.replay.slices import PackedSliceSampler
+from torchrl_unilab.data.replay.storage import PackedReplayStorage
+from torchrl_unilab.data.replay.writer import PackedReplayWriter
+from torchrl_unilab.data.rollouts.buffer import (
     RolloutReplayBuffer,
     RolloutRingSampler,
-    RolloutRingStorage,
     RolloutRingWriter,
 )
 from torchrl_unilab.data.rollouts.pool import RolloutPool
+from torchrl_unilab.data.rollouts.storage import RolloutRingStorage
 
 __all__ = [
     "DoubleBufferReplayPipeline",
