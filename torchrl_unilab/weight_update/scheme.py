@@ -20,7 +20,7 @@ from torchrl.weight_update.weight_sync_schemes import register_weight_sync_backe
 
 from torchrl_unilab.errors import ConfigError, UsageError
 from torchrl_unilab.runtime.trace import span
-from torchrl_unilab.scalars import as_choice, as_integer, deadline
+from torchrl_unilab.scalars import as_choice, as_indices, as_integer, deadline
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
     InitialWeights,
@@ -35,7 +35,7 @@ from torchrl_unilab.weight_update.receiver import (
     WeightReceiver,
     pull_in_rollouts,
 )
-from torchrl_unilab.weight_update.transport import UniLabShmTransport, weights_of
+from torchrl_unilab.weight_update.transport import UniLabShmTransport
 from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 
 PullAt = Literal["rollout", "step", "manual"]
@@ -240,8 +240,13 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                 f"cannot publish weights per worker: given for workers {sorted(weights)} "
                 "(expected one set, as the workers share it). Use per_worker_weights=True."
             )
-        weights = weights_of(weights, worker_ids)
-        transport.send_each({transport.cell(i): value for i, value in weights.items()})
+        ids = [*weights] if worker_ids is None else as_indices("worker_ids", worker_ids)
+        if missing := [i for i in ids if i not in weights]:
+            raise ConfigError(
+                f"cannot publish weights per worker: none for workers {missing} (expected some for "
+                f"all of {ids}). Pass theirs, too, or leave these workers out."
+            )
+        transport.send_each({transport.cell(i): weights[i] for i in ids})
 
     # Receiver
 

@@ -33,21 +33,6 @@ from torchrl_unilab.weight_update.packing import DevicePacker
 MutableWeights: TypeAlias = TensorDictBase | nn.Module | dict[str, Any]
 
 
-def weights_of(
-    weights: Mapping[int, Weights], worker_ids: int | Sequence[int] | None
-) -> Mapping[int, Weights]:
-    """Return the weights of `worker_ids`, all for None; a ConfigError if some are missing."""
-    if worker_ids is None:
-        return weights
-    ids = as_indices("worker_ids", worker_ids)
-    if missing := [i for i in ids if i not in weights]:
-        raise ConfigError(
-            f"cannot publish weights per worker: none for workers {missing} (expected some for all "
-            f"of {ids}). Pass theirs, too, or leave these workers out."
-        )
-    return {i: weights[i] for i in ids}
-
-
 class UniLabShmTransport(Owner):
     """Moves weights from one sender to the receivers through shared snapshot cells.
 
