@@ -144,12 +144,7 @@ class SharedSegment(Owner):
         known = _mapping_of(name)
         if known is not None:
             return cls._attach_descriptor(known.descriptors[0], len(known), name)
-        descriptor = _open_named(name)
-        try:
-            nbytes = _checked_size(descriptor, name)
-        except SegmentError:
-            os.close(descriptor)
-            raise
+        descriptor, nbytes = _open_named(name)
         return cls._attach_descriptor(descriptor, nbytes, name)
 
     @classmethod
@@ -302,10 +297,15 @@ def _create_named(name: str) -> int:
         ) from None
 
 
-def _open_named(name: str) -> int:
+def _open_named(name: str) -> tuple[int, int]:
+    """Open a named segment that may be attached; return its descriptor and size.
+
+    Raises:
+        SegmentError: There is none, or it is not a file, not this user's, or empty.
+    """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(_path(name), flags)
+        descriptor = os.open(_path(name), flags)
     except FileNotFoundError:
         raise SegmentError(
             f"cannot attach segment: no segment {name!r} in {named_directory()} "
@@ -318,14 +318,6 @@ def _open_named(name: str) -> int:
             f"cannot attach segment: {name!r} is a symbolic link (expected a file that its "
             "creator made). Remove it."
         ) from None
-
-
-def _checked_size(descriptor: int, name: str) -> int:
-    """Return the size of a named segment that may be attached.
-
-    Raises:
-        SegmentError: It is not a file, not this user's, or empty.
-    """
     found, user = os.fstat(descriptor), os.geteuid()
     if not stat.S_ISREG(found.st_mode):
         unfit = "not a regular file (expected one that its creator made). Remove it."
@@ -337,7 +329,8 @@ def _checked_size(descriptor: int, name: str) -> int:
     elif found.st_size == 0:
         unfit = "empty (expected one its creator has sized). Wait for the creator."
     else:
-        return found.st_size
+        return descriptor, found.st_size
+    os.close(descriptor)
     raise SegmentError(f"cannot attach segment: {name!r} is {unfit}")
 
 
