@@ -151,7 +151,8 @@ class BatchLayout:
                     memory = self.batch(count, flat)
                 made = self.tensordict(memory, index=True)
                 if _addresses(made).items() <= _addresses(batch).items():
-                    forget = functools.partial(_forget, self._known, id(batch))
+                    # Called with the dead reference, which `pop` takes for its default.
+                    forget = functools.partial(self._known.pop, id(batch))
                     leaves_and_nodes = batch.values(include_nested=True)
                     nested = tuple(v for v in leaves_and_nodes if isinstance(v, TensorDictBase))
                     held = _held(batch, nested)
@@ -175,10 +176,6 @@ def _addresses(batch: TensorDictBase) -> dict[Any, tuple[int, torch.dtype, torch
 def _held(batch: TensorDictBase, nested: Iterable[TensorDictBase]) -> list[Any]:
     """Return what a batch holds, and then what the TensorDicts in it do."""
     return [*batch.values(), *itertools.chain.from_iterable(node.values() for node in nested)]
-
-
-def _forget(known: dict[int, _Known], key: int, _: object) -> None:
-    known.pop(key, None)
 
 
 @functools.lru_cache(maxsize=64)
