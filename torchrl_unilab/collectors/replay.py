@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
+from typing_extensions import Unpack
 
 from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
 from torchrl_unilab.collectors.base import Explore, WorkerCollector
@@ -27,9 +28,6 @@ from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_integer
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass

@@ -10,11 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torchrl.envs import EnvBase
+from typing_extensions import Unpack
 
 from torchrl_unilab.collectors.arguments import CreateEnv, WorkerSettings
 from torchrl_unilab.collectors.base import WorkerCollector
@@ -26,9 +27,6 @@ from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.shm.ring_writer import Overflow
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass
