@@ -27,6 +27,10 @@ class _Node:
     _partial_: bool = False
 
 
+def _float32() -> dict[str, str]:
+    return {"_target_": "hydra.utils.get_object", "path": "torch.float32"}
+
+
 @dataclass
 class MujocoBatchEnvNode(_Node):
     """`MujocoBatchEnv`."""
@@ -37,9 +41,7 @@ class MujocoBatchEnvNode(_Node):
     seed: int | None = None
     max_episode_steps: int | None = None
     device: Any = None
-    dtype: Any = field(
-        default_factory=lambda: {"_target_": "hydra.utils.get_object", "path": "torch.float32"}
-    )
+    dtype: Any = field(default_factory=_float32)
     with_reward_terms: bool = False
     randomization: Any = None
     stagger: bool = False
@@ -106,9 +108,7 @@ class PackedPrioritizedSamplerNode(_Node):
     alpha: float = MISSING
     beta: float = MISSING
     eps: float = 1e-8
-    dtype: Any = field(
-        default_factory=lambda: {"_target_": "hydra.utils.get_object", "path": "torch.float32"}
-    )
+    dtype: Any = field(default_factory=_float32)
     reduction: str = "max"
     max_priority_within_buffer: bool = False
     device: Any = None
