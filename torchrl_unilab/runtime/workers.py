@@ -12,7 +12,6 @@ milliseconds if it preloads `torchrl_unilab.trainers`; never as a fork of the pa
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing as mp
 import os
 import signal
@@ -134,7 +133,7 @@ class WorkerGroup:
             )
         return self._workers[index]
 
-    def send(self, index: int, *request: Any, timeout: float = START_SECONDS) -> None:
+    def send(self, index: int, *request: Any, timeout: float | None = START_SECONDS) -> None:
         """Send a request; `receive` returns its answer, if it has one.
 
         A request that fits the pipe is sent at once, a larger one when the worker listens.
@@ -151,7 +150,7 @@ class WorkerGroup:
             while not worker.channel.flush():
                 left = end - time.monotonic()
                 if left < 0.0:
-                    raise self._late(worker, "request not taken", timeout)
+                    raise self._late(worker, "request not taken", timeout or 0.0)
                 worker.channel.wait(to_send=True, timeout=min(left, CHECK_SECONDS))
                 self._check([worker])
         except (EOFError, OSError):
@@ -164,7 +163,7 @@ class WorkerGroup:
             WorkerError: The worker has failed, or has not taken the request, or answered it, in
                 `timeout` seconds; None waits as long as it lives.
         """
-        self.send(index, *request, timeout=math.inf if timeout is None else timeout)
+        self.send(index, *request, timeout=timeout)
         worker = self._worker(index)
         return self._receive(worker, timeout, [worker])
 
