@@ -70,7 +70,6 @@ class ObservationNormalizer(nn.Module):
         super()._apply(moved, recurse)
         return self
 
-    @torch.no_grad()
     def update(self, observation: torch.Tensor) -> None:
         """Take a batch, [..., size], of any device and dtype, into the statistics.
 
