@@ -51,5 +51,4 @@ def sync_normalizers(loss: LossModule) -> None:
 
 def targets_of(loss: LossModule, name: str) -> TensorDictBase:
     """Return a network's target parameters, without the warning that nothing moves them."""
-    children = dict(loss.named_children())
-    return children[f"target_{name}_params"]
+    return dict(loss.named_children())[f"target_{name}_params"]
