@@ -23,13 +23,7 @@ from torchrl_unilab.envs.env_state import EnvState, simulations_of
 from torchrl_unilab.envs.randomization import Ids, Randomize
 from torchrl_unilab.envs.registry import make_task
 from torchrl_unilab.envs.rendering import BatchRenderer, Camera, Pictures, Pixels
-from torchrl_unilab.envs.task import (
-    Array,
-    MujocoTask,
-    check_task,
-    join_observation,
-    observation_shapes,
-)
+from torchrl_unilab.envs.task import Array, MujocoTask, join_observation, observation_shapes
 from torchrl_unilab.errors import ConfigError
 
 _FLAGS = ("done", "terminated", "truncated")
@@ -141,7 +135,12 @@ class MujocoBatchEnv(EnvBase):
         render_camera: Camera = None,
         render_ids: ArrayLike | None = None,
     ) -> None:
-        task = make_task(task) if isinstance(task, str) else check_task(task)
+        task = make_task(task) if isinstance(task, str) else task
+        if not isinstance(task, MujocoTask):
+            raise ConfigError(
+                f"MujocoBatchEnv: the task is {task!r} (expected a MujocoTask, or the name of "
+                "one). Make one of the class, or correct it."
+            )
         if dtype not in _NUMPY_DTYPE:
             raise ConfigError(
                 f"MujocoBatchEnv: dtype is {dtype} (expected torch.float32 or "

@@ -344,17 +344,3 @@ def _logged_warnings() -> Iterator[None]:
         mujoco.set_mju_user_warning(handler)
     for warning in caught:
         _logger.debug("mujoco: %s", warning.message)
-
-
-def check_task(task: object) -> MujocoTask:
-    """Return a task; refuse anything else.
-
-    Raises:
-        ConfigError: Names what it is.
-    """
-    if isinstance(task, MujocoTask):
-        return task
-    raise ConfigError(
-        f"MujocoBatchEnv: the task is {task!r} (expected a MujocoTask, or the name of one). "
-        "Make one of the class, or correct it."
-    )
