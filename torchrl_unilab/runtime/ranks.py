@@ -38,7 +38,7 @@ from torchrl_unilab.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from torchrl_unilab.limits import launcher_env, local_ranks
+from torchrl_unilab.limits import launcher_env, local_ranks, process_status
 from torchrl_unilab.scalars import as_integer, as_seconds
 
 EXIT_REASON_SECONDS = 5.0  # within which the others say why they leave
@@ -344,10 +344,7 @@ def _check_finite(gathered: Iterable[torch.Tensor], what: str) -> None:
 
 def _state(pid: int) -> str | None:
     """Say what keeps a process of this machine from its work; None if nothing does."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        status = psutil.STATUS_ZOMBIE
+    status = process_status(pid)
     if status == psutil.STATUS_ZOMBIE:
         return "was ended by a signal, or has crashed"
     return "was stopped by a signal" if status == psutil.STATUS_STOPPED else None

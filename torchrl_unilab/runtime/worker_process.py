@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 
 import psutil
 
+from torchrl_unilab.limits import process_status
 from torchrl_unilab.runtime.link import Channel
 
 CONTINUE_SECONDS = 0.25  # within which all of a terminal's job run once it is continued
@@ -46,10 +47,7 @@ class WorkerProcess:
     @property
     def stopped(self) -> bool:
         """Whether a signal stopped it, so that it neither works nor ends."""
-        try:
-            return bool(psutil.Process(self.process.pid).status() == psutil.STATUS_STOPPED)
-        except psutil.NoSuchProcess:
-            return False
+        return process_status(self.process.pid) == psutil.STATUS_STOPPED
 
     def end(self, deadline: float) -> None:
         """Wait for its end until a deadline of ``time.monotonic``; then, or if stopped, kill it."""

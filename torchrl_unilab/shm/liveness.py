@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from torchrl_unilab.errors import SegmentError
+from torchrl_unilab.limits import process_status
 
 _ID_BITS = 22  # the largest process id of 64-bit Linux is 2**22 - 1
 _START_BITS = 41  # of hundredths of a second: with the id, a word stays below 2**63
@@ -44,11 +45,8 @@ def process_is_alive(word: int) -> bool:
 
 def process_is_stopped(word: int) -> bool:
     """Return whether a signal has stopped the process of a word, so that it does not work now."""
-    try:
-        status = psutil.Process(process_id(word)).status()
-    except psutil.NoSuchProcess:
-        return False
-    return process_is_alive(word) and bool(status == psutil.STATUS_STOPPED)
+    stopped = process_status(process_id(word)) == psutil.STATUS_STOPPED
+    return stopped and process_is_alive(word)  # and it is still the process of that id
 
 
 def check_spawning(what: object) -> None:
