@@ -173,13 +173,18 @@ class RunCheckpoints(CheckpointRotation):
         checkpoint: Checkpoint,
         *,
         step: int,
-        metadata: Mapping[str, Any] | None = None,
         components: Collection[str] | None = None,
-        component_options: Mapping[str, CheckpointOptions] | None = None,
+        **options: Any,
     ) -> Path:
         """Save a checkpoint after `step` frames, whole or not at all; remove the oldest.
 
         If there is one with the same number of frames, it stays, and nothing is saved.
+
+        Args:
+            checkpoint: What is saved.
+            step: Frames that have been collected.
+            components: Which parts; all but the logger if not given.
+            **options: As for TorchRL's ``Checkpoint.save``: ``metadata``, ``component_options``.
 
         Raises:
             OSError: It cannot be written. What was there is as it was.
@@ -196,13 +201,7 @@ class RunCheckpoints(CheckpointRotation):
         draft = directory / f".{path.name}"
         try:
             with span("checkpoint"):
-                checkpoint.save(
-                    draft,
-                    components=components,
-                    component_options=component_options,
-                    metadata=metadata,
-                    format="directory",
-                )
+                checkpoint.save(draft, components=components, format="directory", **options)
                 (draft / DIGESTS).write_text(json.dumps(_digests(draft)))
                 for entry in (*draft.rglob("*"), draft):
                     _sync(entry)
