@@ -8,9 +8,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import mujoco
 import numpy as np
-from mujoco import mjtStage, mjtState, mjtWarning
+from mujoco import mjtStage, mjtWarning
 from mujoco.batch import DATA_FIELDS, MODEL_FIELDS, Batch, SimulationError
 from numpy.typing import NDArray
 
@@ -21,15 +20,6 @@ from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
 _NONE = np.empty(0, dtype=np.int32)
 _BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
-_MOVING = sum(
-    part.value
-    for part in (
-        mjtState.mjSTATE_TIME,
-        mjtState.mjSTATE_QPOS,
-        mjtState.mjSTATE_QVEL,
-        mjtState.mjSTATE_ACT,
-    )
-)
 
 
 class _Fields(dict[str, NDArray[Any]]):
@@ -109,8 +99,8 @@ class Simulations:
         self._ctrl = batch.bind("ctrl")
         # MuJoCo resets a simulation that diverges and leaves one of these counts
         self._warnings = batch.warning
-        # a state is a row of its parts by the order of their bits: these lead
-        self._moving = batch.state[:, : mujoco.mj_stateSize(model, _MOVING)]
+        # time, positions, velocities and activations, which lead in the row of a state
+        self._moving = batch.state[:, : 1 + model.nq + model.nv + model.na]
         _ALIVE.add(self)
         self.start = self.fields["qpos"][0].copy(), self.fields["qvel"][0].copy()
         for values in self.start:
