@@ -73,9 +73,8 @@ class LayoutError(UniLabError):
 class LayoutKeyError(LayoutError, KeyError):
     """A field is missing from, or unknown to, the layout."""
 
-    def __str__(self) -> str:
-        """Return the message itself, where ``KeyError`` would print its ``repr``."""
-        return str(self.args[0]) if self.args else ""
+    __str__ = Exception.__str__
+    """The message itself, where ``KeyError`` would print its ``repr``."""
 
 
 class LayoutShapeError(LayoutError, ValueError):
