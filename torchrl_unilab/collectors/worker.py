@@ -296,8 +296,7 @@ class RolloutWorker:
         self.next_trajectory = state["next_trajectory"]
         self._carrier = None
         if state["carrier"] is not None:
-            batch = {"batch_size": self.env.batch_size, "device": self.env.device}
-            self._carrier = TensorDict(state["carrier"], **batch)
+            self._carrier = TensorDict(state["carrier"], self.env.batch_size, self.env.device)
             self._trajectories = state["trajectories"]
             self._to_stagger = False
 

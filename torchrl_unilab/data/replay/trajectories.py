@@ -103,9 +103,8 @@ class TrajectoryMarker:
     def _goes_on(self, views: list[torch.Tensor], envs: int, shard: int, head: int) -> bool:
         """Whether the first `envs` rows continue a step with the same number of rows."""
         before = self._last_step(envs, shard, head)
-        if before is None:
-            return False
-        return bool(self._follows(before, [view[:envs] for view in views]).any())
+        first = [view[:envs] for view in views]
+        return before is not None and bool(self._follows(before, first).any())
 
     def _last_step(self, envs: int, shard: int, head: int) -> list[torch.Tensor] | None:
         """The tensors of the last rows of a shard, if those were a step with that many rows."""
