@@ -75,7 +75,8 @@ class SharedStorage(Owner, TensorStorage):
         del self._mutation_revision_value, self._last_cursor_index_value
         self.device = torch.device("cpu")
         self.writers = writers
-        self._closed = False
+        self.closed = False
+        """Whether this process has closed the storage."""
 
     @classmethod
     def from_spec(cls, spec: Composite, *size: int, **settings: Any) -> Self:
@@ -163,13 +164,8 @@ class SharedStorage(Owner, TensorStorage):
 
     # End
 
-    @property
-    def closed(self) -> bool:
-        """Whether this process has closed the storage."""
-        return self._closed
-
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise closed_error(type(self).__name__, "Build it again.")
 
     def _unknown(self, action: str) -> UsageError:
@@ -183,9 +179,9 @@ class SharedStorage(Owner, TensorStorage):
 
     def close(self) -> None:
         """Give up the storage; its creator frees the memory. Idempotent."""
-        if self._closed or self._is_ending():  # then the kernel frees it
+        if self.closed or self._is_ending():  # then the kernel frees it
             return
-        self._closed = True
+        self.closed = True
         self._leave()
 
     @abstractmethod

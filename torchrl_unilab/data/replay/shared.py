@@ -172,7 +172,7 @@ class SharedReplay(SharedStorage):
     @property
     def _is_full(self) -> bool:
         """Whether all positions have been written; writers of TorchRL's ask in their `repr`."""
-        return not self._closed and len(self) == self.max_size
+        return not self.closed and len(self) == self.max_size
 
     @property
     def non_finite(self) -> int:

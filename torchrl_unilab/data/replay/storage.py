@@ -386,5 +386,5 @@ class PackedReplayStorage(SharedReplay):
             del self._views, self._batches, self._gatherer, self._appender
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"size={self.size}"
+        state = "closed" if self.closed else f"size={self.size}"
         return f"{type(self).__name__}(max_size={self.max_size}, writers={self.writers}, {state})"

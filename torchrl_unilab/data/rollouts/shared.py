@@ -107,7 +107,7 @@ class SharedRollouts(SharedStorage):
             UsageError: The schema is not known yet.
             SegmentClosedError: The storage is closed.
         """
-        if self._ring is None or self._closed:
+        if self._ring is None or self.closed:
             self._check_open()
             raise self._unknown("use")
         return self._ring

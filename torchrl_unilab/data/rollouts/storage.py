@@ -338,7 +338,7 @@ class RolloutRingStorage(SharedRollouts):
         )
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"unread={len(self)}"
+        state = "closed" if self.closed else f"unread={len(self)}"
         return f"{type(self).__name__}(slots={self.slots}, writers={self.writers}, {state})"
 
 
