@@ -7,7 +7,7 @@ tensor is looked up in the module at each use, and never kept.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from operator import is_
 from typing import Any, TypeAlias
@@ -70,7 +70,10 @@ class ModuleWeights:
         submodules = list(module.named_modules(remove_duplicate=False))
         for prefix, submodule in submodules:
             dot = f"{prefix}." if prefix else ""
-            registries += [(dot, registry) for registry in _registries_of(submodule)]
+            if isinstance(submodule, TensorDictParams):
+                registries.append((dot, _ParamsRegistry(submodule)))
+            else:  # its own, without its children's
+                registries += [(dot, submodule._parameters), (dot, submodule._buffers)]
             optional.update(dot + name for name in submodule._non_persistent_buffers_set)
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
                 self._stateful.append((dot + EXTRA_STATE, submodule))
@@ -185,13 +188,6 @@ class _ParamsRegistry(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._find_paths())
-
-
-def _registries_of(module: nn.Module) -> Sequence[_Registry]:
-    """Where a module itself, without its children, keeps its tensors."""
-    if isinstance(module, TensorDictParams):
-        return (_ParamsRegistry(module),)
-    return (module._parameters, module._buffers)
 
 
 def _checked_name(name: str, tensor: torch.Tensor) -> str:
