@@ -41,7 +41,7 @@ _HINTS = {
 }
 
 
-class WorkerGroup:
+class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
     """Processes that all run one target.
 
     Args:
@@ -114,9 +114,6 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self._workers)
-
-    def __enter__(self) -> WorkerGroup:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
