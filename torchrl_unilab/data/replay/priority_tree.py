@@ -48,9 +48,6 @@ class PriorityTree:
         self._least = [torch.full_like(sums, math.inf) for sums in self._sums[1:]]
         self._unreduced: list[torch.Tensor] = []  # blocks of which priorities were set since
 
-    def __len__(self) -> int:
-        return self._capacity
-
     def __setitem__(self, index: torch.Tensor | int, value: Any) -> None:
         """Set the priorities of rows, [n] or one, to values [n] or one."""
         at = torch.as_tensor(index, device="cpu").view(-1)
