@@ -33,9 +33,6 @@ _TORCHRL_EXTRA_STATE = "__extra_state__"  # as TorchRL's strategies name it
 
 Weights: TypeAlias = TensorDictBase | nn.Module | Mapping[str, Any]
 
-_Registry: TypeAlias = "dict[str, Any] | _ParamsRegistry"
-"""Where a module keeps its tensors by name; None where a name has no tensor."""
-
 
 class ModuleWeights:
     """A module's parameters, buffers and extra state, in a fixed order.
@@ -66,7 +63,8 @@ class ModuleWeights:
         self.module = module
         self._stateful: list[tuple[str, nn.Module]] = []
         optional: set[str] = set()
-        registries: list[tuple[str, _Registry]] = []
+        # Where modules keep their tensors by name; None where a name has no tensor.
+        registries: list[tuple[str, dict[str, Any] | _ParamsRegistry]] = []
         submodules = list(module.named_modules(remove_duplicate=False))
         for prefix, submodule in submodules:
             dot = f"{prefix}." if prefix else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -29,8 +29,6 @@ from torchrl_unilab.weight_update.module_weights import (
     nested,
 )
 from torchrl_unilab.weight_update.packing import DevicePacker
-
-MutableWeights: TypeAlias = TensorDictBase | nn.Module | dict[str, Any]
 
 
 class UniLabShmTransport(Owner):
@@ -245,7 +243,7 @@ class UniLabShmTransport(Owner):
 
     # Receivers
 
-    def read_weights_into(self, state_dict: MutableWeights) -> int:
+    def read_weights_into(self, state_dict: TensorDictBase | nn.Module | dict[str, Any]) -> int:
         """Copy the newest weights into the tensors of `state_dict`, in place.
 
         Returns:
