@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -34,6 +34,8 @@ from torchrl_unilab.shm.layout import dotted
 from torchrl_unilab.shm.rows import SharedRows
 
 NonFinite = Literal["refuse", "count", "pass"]
+Finals: TypeAlias = torch.Tensor | TensorDictBase | None
+"""True final observations: one tensor, or a TensorDict of several; None where no row is masked."""
 _STAGES = 8
 """Stages kept per thread, by number of rows."""
 
@@ -69,12 +71,7 @@ class RowAppender:
         """Append rows [n] unchanged, the first at position `at` if given; return its number."""
         return self._write(self._stage(rows), None, at)
 
-    def add(
-        self,
-        rows: TensorDictBase,
-        mask: torch.Tensor | None,
-        finals: torch.Tensor | TensorDictBase | None,
-    ) -> int:
+    def add(self, rows: TensorDictBase, mask: torch.Tensor | None, finals: Finals) -> int:
         """Append steps [N] or [N, T]; return the number of the first. See the storage's `add`."""
         observed = {} if mask is None else self._final_observations(mask, finals)
         flat = rows if rows.ndim == 1 else rows.transpose(0, 1).reshape(-1)
@@ -181,9 +178,7 @@ class RowAppender:
 
     # True final observations
 
-    def _final_observations(
-        self, mask: torch.Tensor, finals: torch.Tensor | TensorDictBase | None
-    ) -> dict[str, torch.Tensor]:
+    def _final_observations(self, mask: torch.Tensor, finals: Finals) -> dict[str, torch.Tensor]:
         """Return final observations of the masked rows, [mask.sum(), ...], by dotted key."""
         names = self._form.index
         # What rows have before and after a step.
@@ -257,9 +252,7 @@ def as_rows(data: Any) -> TensorDictBase:
     )
 
 
-def check_steps(
-    rows: TensorDictBase, mask: torch.Tensor | None, finals: torch.Tensor | TensorDictBase | None
-) -> None:
+def check_steps(rows: TensorDictBase, mask: torch.Tensor | None, finals: Finals) -> None:
     """Refuse what `RowAppender.add` cannot add, whatever the form of the rows.
 
     Raises:

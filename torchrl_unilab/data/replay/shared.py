@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_unilab.data.replay.append import NonFinite, RowAppender, as_rows, check_steps
+from torchrl_unilab.data.replay.append import Finals, NonFinite, RowAppender, as_rows, check_steps
 from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGatherer
 from torchrl_unilab.data.schema import TensorSchema
@@ -199,7 +199,7 @@ class SharedReplay(SharedStorage):
         rows: TensorDictBase,
         *,
         terminal_mask: torch.Tensor | None = None,
-        terminal_next_obs: torch.Tensor | TensorDictBase | None = None,
+        terminal_next_obs: Finals = None,
     ) -> int:
         """Append steps of N environments; return the position of the first row.
 
