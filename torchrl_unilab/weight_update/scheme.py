@@ -7,7 +7,7 @@ through a `WeightReceiver`. TorchRL's collectors call both initialisations, each
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Integral
 from typing import Any, Literal, get_args
 
@@ -35,7 +35,7 @@ from torchrl_unilab.weight_update.receiver import (
     WeightReceiver,
     pull_in_rollouts,
 )
-from torchrl_unilab.weight_update.transport import UniLabShmTransport
+from torchrl_unilab.weight_update.transport import UniLabShmTransport, WorkerIds
 from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
 
 PullAt = Literal["rollout", "step", "manual"]
@@ -148,7 +148,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     def send(
         self,
         weights: Weights | Mapping[int, Weights] | str | None = None,
-        worker_ids: int | Sequence[int] | None = None,
+        worker_ids: WorkerIds = None,
     ) -> None:
         """Publish weights and return, without waiting.
 
@@ -230,10 +230,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         return model
 
     def _send_per_worker(
-        self,
-        transport: UniLabShmTransport,
-        weights: Mapping[int, Weights],
-        worker_ids: int | Sequence[int] | None,
+        self, transport: UniLabShmTransport, weights: Mapping[int, Weights], worker_ids: WorkerIds
     ) -> None:
         if not self.per_worker_weights:
             raise ConfigError(

@@ -30,6 +30,11 @@ from torchrl_unilab.weight_update.module_weights import (
 )
 from torchrl_unilab.weight_update.packing import DevicePacker
 
+WorkerIds = int | Sequence[int] | None
+"""One worker, or several; None: all."""
+ParamShapes = Mapping[str, Sequence[int] | torch.Tensor]
+"""Shapes of weights, or tensors of such shapes, by dotted key."""
+
 
 class UniLabShmTransport(Owner):
     """Moves weights from one sender to the receivers through shared snapshot cells.
@@ -105,11 +110,7 @@ class UniLabShmTransport(Owner):
 
     @classmethod
     def create(
-        cls,
-        param_shapes: Mapping[str, Sequence[int] | torch.Tensor],
-        *,
-        name: str | None = None,
-        slots: int = DEFAULT_SLOTS,
+        cls, param_shapes: ParamShapes, *, name: str | None = None, slots: int = DEFAULT_SLOTS
     ) -> UniLabShmTransport:
         """Create one cell for float32 zeros of the given shapes, or for the given tensors.
 
@@ -129,9 +130,7 @@ class UniLabShmTransport(Owner):
         return cls({0: named_tensors(state_dict)}, first_version=1, **kwargs)
 
     @classmethod
-    def attach(
-        cls, name: str, param_shapes: Mapping[str, Sequence[int] | torch.Tensor]
-    ) -> UniLabShmTransport:
+    def attach(cls, name: str, param_shapes: ParamShapes) -> UniLabShmTransport:
         """Attach the cell that an unrelated process created under `name`.
 
         Raises:
@@ -160,7 +159,7 @@ class UniLabShmTransport(Owner):
         self.send_weights(state_dict)
         return self.version
 
-    def send_weights(self, weights: Weights, worker_ids: int | Sequence[int] | None = None) -> None:
+    def send_weights(self, weights: Weights, worker_ids: WorkerIds = None) -> None:
         """Publish `weights` to the cells of `worker_ids` (all if not given).
 
         Raises:
@@ -180,7 +179,7 @@ class UniLabShmTransport(Owner):
         self,
         keys: tuple[str, ...],
         tensors: Sequence[torch.Tensor],
-        worker_ids: int | Sequence[int] | None = None,
+        worker_ids: WorkerIds = None,
         *,
         version: int = 0,
     ) -> None:
@@ -296,7 +295,7 @@ class UniLabShmTransport(Owner):
                 "Check worker_ids."
             ) from None
 
-    def select(self, worker_ids: int | Sequence[int] | None) -> list[SnapshotCell]:
+    def select(self, worker_ids: WorkerIds) -> list[SnapshotCell]:
         """Return the distinct cells of `worker_ids`, all if not given."""
         if worker_ids is None:
             return self.unique_cells
@@ -337,7 +336,7 @@ def _is_stacked(weights: Any) -> bool:
     return any(map(_is_stacked, parts))
 
 
-def _initial(param_shapes: Mapping[str, Sequence[int] | torch.Tensor]) -> dict[str, torch.Tensor]:
+def _initial(param_shapes: ParamShapes) -> dict[str, torch.Tensor]:
     initial = {}
     for key, value in param_shapes.items():
         if isinstance(value, torch.Tensor):

@@ -7,13 +7,13 @@ sender: the part of `UniLabShmScheme` that watches and publishes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torchrl_unilab.errors import UsageError, WaitTimeoutError
 from torchrl_unilab.scalars import as_indices, deadline
 from torchrl_unilab.shm.liveness import process_id, process_is_alive, process_is_stopped
-from torchrl_unilab.weight_update.transport import UniLabShmTransport
+from torchrl_unilab.weight_update.transport import UniLabShmTransport, WorkerIds
 
 POLL_SECONDS = 0.0005
 
@@ -84,11 +84,7 @@ class WorkerVersions:
         }
 
     def wait_applied(
-        self,
-        version: int | None = None,
-        timeout: float = 10.0,
-        *,
-        worker_ids: int | Sequence[int] | None = None,
+        self, version: int | None = None, timeout: float = 10.0, *, worker_ids: WorkerIds = None
     ) -> None:
         """Wait until workers act with what was published to them up to `version`, or newer.
 
