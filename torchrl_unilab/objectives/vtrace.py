@@ -42,12 +42,9 @@ def timeout_bootstrap(
 
 
 def _check(
-    what: str,
-    shape: torch.Size,
-    masks: dict[str, torch.Tensor],
-    others: dict[str, torch.Tensor] | None = None,
+    what: str, shape: torch.Size, masks: dict[str, torch.Tensor], **others: torch.Tensor
 ) -> None:
-    for name, tensor in {**(others or {}), **masks}.items():
+    for name, tensor in {**others, **masks}.items():
         if tensor.shape != shape:
             raise LayoutShapeError(
                 f"{what}: {name} has shape {tuple(tensor.shape)} (expected {tuple(shape)}). "
@@ -110,7 +107,7 @@ def vtrace(
         3.0
     """
     shape, masks = log_rho.shape, {"done_t": done_t, "terminated_t": terminated_t}
-    _check("vtrace", shape, masks, {"v_tm1": v_tm1, "v_t": v_t, "r_t": r_t})
+    _check("vtrace", shape, masks, v_tm1=v_tm1, v_t=v_t, r_t=r_t)
     if not shape or not shape[-1]:
         raise LayoutShapeError(
             f"vtrace: shape {tuple(shape)} (expected [..., time], with a step). Collect at least "
