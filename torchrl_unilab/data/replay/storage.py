@@ -166,31 +166,28 @@ class PackedReplayStorage(SharedReplay):
             UsageError: Positions before these have not been written.
             ConfigError: New rows have a position, but the storage has several shards.
         """
+        cursor = ... if cursor is None else cursor
         try:
-            self._set(cursor, data, set_cursor)
+            data, single, shape = as_rows(data), is_single(cursor), batch_shape(cursor)
+            if single or not data.batch_size:
+                data = data.unsqueeze(0)
+            elif shape is not None and data.batch_size[: len(shape)] == shape:
+                data = data.flatten(0, len(shape) - 1)
+            length, count = len(self), data.batch_size[0]
+            whole = is_mask(cursor) and len(cursor) == self.max_size  # as stock storages have it
+            positions = flat_positions(
+                [int(cursor)] if single else cursor, self.max_size if whole else length
+            )
+            if positions.numel() != count:
+                raise LayoutShapeError(
+                    f"cannot write rows: {count} at {len(positions)} positions (expected as many). "
+                    "Check the index."
+                )
+            if count:
+                self._write(positions, data, length, set_cursor)
         except BaseException:
             set_back_writers(self, cursor, self.ptr)
             raise
-
-    def _set(self, cursor: Any, data: Any, set_cursor: bool) -> None:
-        cursor = ... if cursor is None else cursor
-        data, single, shape = as_rows(data), is_single(cursor), batch_shape(cursor)
-        if single or not data.batch_size:
-            data = data.unsqueeze(0)
-        elif shape is not None and data.batch_size[: len(shape)] == shape:
-            data = data.flatten(0, len(shape) - 1)
-        length, count = len(self), data.batch_size[0]
-        whole = is_mask(cursor) and len(cursor) == self.max_size  # as stock storages have it
-        positions = flat_positions(
-            [int(cursor)] if single else cursor, self.max_size if whole else length
-        )
-        if positions.numel() != count:
-            raise LayoutShapeError(
-                f"cannot write rows: {count} at {len(positions)} positions (expected as many). "
-                "Check the index."
-            )
-        if count:
-            self._write(positions, data, length, set_cursor)
 
     def _write(
         self, positions: torch.Tensor, data: TensorDictBase, length: int, set_cursor: bool
