@@ -210,8 +210,7 @@ class UniLabRayScheme(WeightSyncScheme):
     def _repost(self) -> None:
         """Post the newest version again; the mailbox may be stopped, or being restarted."""
         if session() == self._session:
-            ray = load_ray()
-            with contextlib.suppress(ray.exceptions.RayError):
+            with contextlib.suppress(load_ray().exceptions.RayError):
                 self._mailbox.post.remote(self._letter)
 
     def _check_mailbox(self) -> None:
