@@ -8,7 +8,14 @@ from multiprocessing import resource_tracker
 import numpy as np
 import pytest
 import torch
-from torchrl.data import Composite, LazyTensorStorage, NonTensor, ReplayBuffer, Unbounded
+from torchrl.data import (
+    Composite,
+    LazyTensorStorage,
+    MultiCategorical,
+    NonTensor,
+    ReplayBuffer,
+    Unbounded,
+)
 from torchrl.data.replay_buffers.checkpointers import TensorStorageCheckpointer
 
 from tests.support.rollouts import make_rollout
@@ -66,7 +73,8 @@ def test_a_storage_of_a_spec_knows_its_items_before_any_comes(cls, by_name):
     count = Unbounded((3,), dtype=torch.int32)
     agents = Composite(speed=Unbounded((3, 2, 4)), shape=(3, 2))
     after = Composite(count=count, shape=(3,))
-    spec = Composite(reward=Unbounded((3, 1)), next=after, agents=agents, shape=(3,))
+    kinds = MultiCategorical([2, 5], shape=(3, 2))  # which has no copy without memory
+    spec = Composite(kinds=kinds, reward=Unbounded((3, 1)), next=after, agents=agents, shape=(3,))
     size = "max_size" if cls is PackedReplayStorage else "slots"
     args, settings = ((), {size: 5}) if by_name else ((5,), {})
     with cls.from_spec(spec, *args, **settings) as storage:
