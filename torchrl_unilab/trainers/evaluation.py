@@ -279,8 +279,7 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
 
     def watching(current: TensorDictBase) -> TensorDictBase:
         link.request(block=False)  # raises if the learner has ended; it asks nothing meanwhile
-        acted: TensorDictBase = policy(current)
-        return acted
+        return act(policy, current)
 
     with closing_env(create_env()) as env:
         link.ready()
