@@ -166,6 +166,7 @@ def test_a_state_of_other_bounds_is_refused_and_one_of_these_loaded(make):
     with pytest.raises(ConfigError, match="Make the actor"):
         actor.load_state_dict(make(3, 3).state_dict())
     pickle.loads(pickle.dumps(actor)).load_state_dict(actor.state_dict())
+    make(3, 2).to("meta").load_state_dict(actor.state_dict(), assign=True)  # which has no bounds
 
 
 def test_a_state_whose_bounds_are_rounded_otherwise_is_loaded():

@@ -195,10 +195,13 @@ def test_the_target_follows_every_nth_step_by_tau(tau, expected):
     assert seen == [0.0, 0.0, expected]
 
 
-def test_the_target_normalises_by_the_same_statistics():
+@pytest.mark.parametrize(
+    "use", [APPOLoss.update_target, lambda loss: loss.estimate(_rollout(loss))], ids=["move", "ask"]
+)
+def test_the_target_normalises_by_the_same_statistics(use):
     loss = _loss()
     loss.actor_network[0].normalizer.update(torch.randn(50, OBS) * 3 + 1)
-    loss.sync_target_buffers()
+    use(loss)
     target = loss.target_actor_network[0].normalizer
     assert torch.equal(target.mean, loss.actor_network[0].normalizer.mean)
     assert target is not loss.actor_network[0].normalizer
