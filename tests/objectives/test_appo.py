@@ -82,6 +82,7 @@ def test_the_surrogate_against_numbers_computed_by_hand(p_over_b, t_over_b, adva
     ("value_clip", "value", "old", "target", "expected"),
     [
         (None, 2.0, 0.0, 1.0, 0.5),
+        (0.0, 2.0, 0.0, 3.0, 0.5 * 3.0**2),  # max((2-3)^2, (0-3)^2)
         (0.25, 2.0, 0.0, 1.0, 0.5),  # max((2-1)^2, (0.25-1)^2)
         (0.25, 2.0, 0.0, 3.0, 0.5 * 2.75**2),  # max((2-3)^2, (0.25-3)^2)
     ],
@@ -176,7 +177,7 @@ def test_only_actor_and_critic_learn():
     losses = loss(loss.estimate(_rollout(loss)).reshape(-1))
     (losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]).backward()
     learned = {name for name, p in loss.named_parameters() if p.grad is not None}
-    assert learned == {n for n, p in loss.named_parameters() if not n.startswith("target_")}
+    assert learned == {n for n, p in loss.named_parameters() if p.requires_grad}
     assert {n.split(".")[0] for n in learned} == {"actor_network", "critic_network"}
 
 
@@ -301,11 +302,12 @@ def test_tensors_by_name_give_the_losses_of_a_tensordict_in_order():
 
 
 def test_a_state_dict_carries_the_count_of_steps():
-    loss, other = _loss(), _loss()
+    loss, other = _loss(target_update_freq=5), _loss()
     for _ in range(5):
         loss.step_target()
     other.load_state_dict(loss.state_dict())
-    assert other.steps == 5
+    other.estimate(_rollout(other))
+    assert (other.steps, other.target_is_current) == (5, True)
 
 
 def test_time_is_the_last_dimension_whatever_comes_before():
@@ -390,8 +392,10 @@ class _Twofold(TensorDictModuleBase):
         return tensordict.update({"doubt": doubt, "state_value": value})
 
 
-def test_the_value_is_what_the_critic_writes_by_that_name():
+@pytest.mark.parametrize("last", ["state_value", "doubt"])
+def test_the_value_is_what_the_critic_writes_by_that_name(last):
     critic = _Twofold()
+    critic.out_keys = sorted(critic.out_keys, key=last.__eq__)
     loss = APPOLoss(make_actor(OBS, ACT), critic)
     rollout = _rollout(loss)
     values = critic(rollout.select("observation"))["state_value"].squeeze(-1)

@@ -24,6 +24,7 @@ from torchrl_unilab.trainers.loss_updates import APPOStepper
 NETWORKS = [((), ()), ((8,), (8,)), ((16, 16), (16, 16)), ((8, 4), (6,)), ((4, 4, 4), (7, 9))]
 SETTINGS = [
     {"value_clip": None},
+    {"value_clip": 0.0},
     {"value_clip": 0.1, "entropy_coeff": 0.01},
     {"value_clip": 0.5, "critic_coeff": 0.7, "clip_epsilon": 0.03},
     {"value_clip": None, "rho_bar": 0.8, "clip_epsilon": 1.5},
