@@ -85,6 +85,13 @@ def test_a_stock_argument_that_asks_for_something_is_refused_by_name(argument, v
         collected(**{argument: value})
 
 
+@pytest.mark.parametrize("found", [3.0, {"a": "b"}, {"a": torch.zeros(3)}])
+def test_what_is_measured_is_refused_unless_it_is_numbers_by_name(found):
+    for measure in (lambda env: found, found):
+        with pytest.raises(ConfigError, match=r"^measure: .* \(expected a function"):
+            collected(measure=measure)
+
+
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
 def test_environments_of_another_size_than_the_first_workers_are_refused(sizes):
     factories = [partial(CountingEnv, (size,)) for size in sizes]

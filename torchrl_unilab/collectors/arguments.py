@@ -169,6 +169,21 @@ def the_policy(
     return made
 
 
+def metric_names(measure: Measure, env: EnvBase) -> list[str]:
+    """Return the names of what is measured of an environment; a ConfigError unless it is numbers.
+
+    Errors that `measure` raises are its own.
+    """
+    found = measure(env) if callable(measure) else measure
+    try:
+        return list({name: float(value) for name, value in found.items()})
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"measure: {found!r} (expected a function of the environment that returns numbers by "
+            "name). Return for example {'height': 1.0}."
+        ) from error
+
+
 def check_factory(create_env: Any) -> None:
     """Refuse an environment, or anything else, in place of a function that makes one."""
     if isinstance(create_env, EnvBase) or not callable(create_env):

@@ -34,6 +34,7 @@ from torchrl_unilab.collectors.arguments import (
     copied_factory,
     env_factories,
     find_device,
+    metric_names,
     policy_scheme,
     refuse_hook,
     steps_of,
@@ -167,7 +168,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             num_steps = steps_of(frames_per_batch, self.num_envs, share)
             self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
             self._sink = sink = self._make_sink(env, num_steps)
-            names = list(self._measure(env))
+            names = metric_names(self._measure, env)
             self._metrics = metrics = SharedMetrics(self.num_workers, names=names)
             self.scheme.init_on_sender(model_id="policy", context=self)
             factories, creators = without_creators([] if self._inline else self._factories)
