@@ -66,6 +66,7 @@ class SharedObsNormStats:
 
         Raises:
             LayoutError: A shape differs, or they are no two tensors; the last statistics stay.
+            SegmentError: Another process that lives has put statistics, as one may.
         """
         try:
             mean, std = (torch.as_tensor(v, dtype=torch.float32, device="cpu") for v in stats)
