@@ -164,6 +164,7 @@ class MujocoTask(ABC):
 
     def __post_init__(self) -> None:
         """Turn an MjSpec into its text."""
+        self._check_tuples("reads")
         if isinstance(self.model, mujoco.MjSpec):
             spec = self.model.copy()
             try:
@@ -176,6 +177,15 @@ class MujocoTask(ABC):
                 spec.texturedir = str(Path(spec.modelfiledir, spec.texturedir).absolute())
             object.__setattr__(self, "model", spec.to_xml())
             object.__setattr__(self, "assets", {**spec.assets, **self.assets})
+
+    def _check_tuples(self, *attributes: str) -> None:
+        """Refuse a text in the place of several, as which its letters would be taken."""
+        for what in attributes:
+            if isinstance(found := getattr(self, what), str):
+                raise ConfigError(
+                    f"{self.name}: {what} is {found!r} (expected a tuple of names). Put a comma "
+                    "after the one, in parentheses."
+                )
 
     def load_model(self) -> mujoco.MjModel:
         """Compile the model.

@@ -146,9 +146,10 @@ def _mine(**methods: Any) -> Cart:
     return type("Mine", (_Mine,), methods)(name="Mine")
 
 
-def test_fields_to_remember_that_are_one_text_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"remembers is 'ctrl' \(expected a tuple of fields"):
-        Cart(remembers="ctrl")
+@pytest.mark.parametrize("names", ["reads", "remembers", "joint_names"])
+def test_one_text_in_the_place_of_several_names_is_refused(names: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{names} is 'ctrl' \(expected a tuple of names"):
+        Cart(**{names: "ctrl"})
 
 
 @pytest.mark.parametrize("weight", [None, "1", float("nan")])

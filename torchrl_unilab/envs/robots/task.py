@@ -123,7 +123,8 @@ class RobotTask(MujocoTask):
             ``ctrl``, which holds the previous action.
 
     Raises:
-        ConfigError: A command's range is not two finite numbers in order, or a weight none.
+        ConfigError: A command's range is not two finite numbers in order, a weight is none, or
+            one text is given for several names.
 
     Examples:
         >>> from dataclasses import dataclass, field
@@ -163,11 +164,7 @@ class RobotTask(MujocoTask):
     def __post_init__(self) -> None:
         """Count the commands, and read what is remembered."""
         super().__post_init__()
-        if isinstance(self.remembers, str):
-            raise ConfigError(
-                f"{self.name}: remembers is {self.remembers!r} (expected a tuple of fields). Put a "
-                "comma after the one."
-            )
+        self._check_tuples("remembers", "joint_names")
         for what in ("weights", "commands"):
             if not isinstance(each := getattr(self, what), Mapping):
                 raise ConfigError(
