@@ -354,6 +354,14 @@ def test_a_rank_that_ended_with_its_store_is_not_said_to_have_crashed():
     assert "crashed" not in said
 
 
+def test_a_rank_that_was_interrupted_is_said_to_be_so_without_an_empty_message():
+    one, other = Ranks(0, 2), Ranks(1, 2)
+    one._store = other._store = HashStore()
+    other.leave(KeyboardInterrupt())
+    error = one._peer_error(RuntimeError("recv failed"))
+    assert "rank 1 failed with KeyboardInterrupt\n" in str(error)
+
+
 def test_a_rank_that_leaves_because_of_another_is_not_to_blame():
     one, other = Ranks(0, 2), Ranks(1, 2)
     one._store = other._store = HashStore()

@@ -155,6 +155,12 @@ def test_waiting_ends_with_a_readable_descriptor_or_at_its_timeout(group):
     os.close(writable)
 
 
+@pytest.mark.parametrize("index", [2, -1, None])
+def test_a_worker_that_there_is_not_is_refused_by_its_index(group, index):
+    with pytest.raises(ConfigError, match=r"index: .* \(expected an integer of 0 to 1\)"):
+        group.ask(index, "any")
+
+
 def test_workers_that_are_told_to_end_do_so_by_themselves(monkeypatch):
     group = _group(2)
     pids = group.pids

@@ -180,9 +180,8 @@ class Ranks:
         """
         if self._store is None:
             return
-        self._post_exit_reason(
-            "is done" if why is None else f"failed with {type(why).__name__}: {why}"
-        )
+        words = filter(None, (type(why).__name__, str(why)))  # an interrupt has no message
+        self._post_exit_reason("is done" if why is None else f"failed with {': '.join(words)}")
         self._store = None
         if dist.is_initialized() and not self._waiting:  # else it would wait for the others
             dist.destroy_process_group()

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.runtime.link import Channel, PickledArguments, serve
 from torchrl_unilab.runtime.worker_process import CONTINUE_SECONDS, WorkerProcess
-from torchrl_unilab.scalars import deadline
+from torchrl_unilab.scalars import as_integer, deadline
 
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
@@ -128,7 +128,10 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
             raise UsageError(
                 f"{self._name}s: stopped (expected running ones). Make a new WorkerGroup."
             )
-        return self._workers[index]
+        last = len(self._workers) - 1
+        return self._workers[
+            as_integer(f"{self._name} index", index, "Number them from 0.", least=0, most=last)
+        ]
 
     def send(self, index: int, *request: Any, timeout: float | None = START_SECONDS) -> None:
         """Send a request; `receive` returns its answer, if it has one.

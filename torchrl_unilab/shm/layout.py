@@ -137,12 +137,12 @@ class BlockLayout:
             if tensor.shape != field.shape:
                 raise LayoutShapeError(
                     f"shape of {field.key!r}: {tuple(tensor.shape)} (expected {field.shape}). "
-                    "Publish the model the layout was made from, or build a new scheme."
+                    "Give tensors like those the layout was made from, or build it anew from these."
                 )
             if tensor.dtype is not field.dtype:
                 raise LayoutDtypeError(
                     f"dtype of {field.key!r}: {tensor.dtype} (expected {field.dtype}). "
-                    "Cast it, or build a new scheme from the new dtype."
+                    "Cast it, or build the layout anew from these."
                 )
 
     @functools.cached_property

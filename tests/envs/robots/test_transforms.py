@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -261,6 +262,12 @@ def test_delays_work_on_an_environment_without_batch() -> None:
 def test_what_cannot_be_is_refused(make: Callable[[], Transform]) -> None:
     with pytest.raises(ConfigError, match=r"\(expected "):
         make()
+
+
+def test_noise_of_another_size_than_the_observation_is_refused_with_the_environment() -> None:
+    env = TransformedEnv(MujocoBatchEnv("Hopper-v5", 1), ObservationNoise([0.1, 0.2]))
+    with closing(env), pytest.raises(ConfigError, match=r"2 numbers in std \(expected one, or 11"):
+        env.observation_spec  # noqa: B018
 
 
 @pytest.mark.parametrize("make", [ObservationNoise, ObservationDelay])

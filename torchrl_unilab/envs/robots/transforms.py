@@ -45,7 +45,8 @@ class ObservationNoise(ObservationTransform):
         in_keys: The observations, of a floating-point type.
 
     Raises:
-        ConfigError: `std` is negative or not finite.
+        ConfigError: `std` is negative or not finite, or, when the environment is known, of another
+            number of numbers than an observation.
 
     Examples:
         >>> from torchrl.envs import TransformedEnv
@@ -81,6 +82,11 @@ class ObservationNoise(ObservationTransform):
         """Remove the bounds, which noise may exceed."""
         for key in self.in_keys:
             spec = observation_spec[key]
+            if self.std.ndim and self.std.shape != spec.shape[-1:]:
+                raise ConfigError(
+                    f"ObservationNoise: {self.std.numel()} numbers in std (expected one, or "
+                    f"{spec.shape[-1]}, the size of {key!r}). Give one for each."
+                )
             if isinstance(spec, Bounded):
                 observation_spec[key] = Unbounded(spec.shape, dtype=spec.dtype, device=spec.device)
         return observation_spec
