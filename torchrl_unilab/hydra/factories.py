@@ -153,13 +153,23 @@ def _refuse(name: str, given: Sequence[str], kind: type) -> None:
         )
 
 
+def _refuse_seed(node: str, given: Mapping[str, Any]) -> None:
+    if given.get("seed") is not None:
+        raise ConfigError(
+            f"{node}.seed: {given['seed']} (expected null: the trainer seeds it). Set the "
+            "trainer's seed."
+        )
+
+
 def _overrides(name: str, collector: Any, kind: type) -> dict[str, Any]:
     """Return what a collector's node has, by the names of the collector's arguments."""
     if collector is None:
         return {}
     makes = make_appo_collector if kind is APPOConfig else make_replay_collector
     if not (isinstance(collector, partial) and collector.func is makes):
-        what = type(collector).__name__ if isinstance(collector, BaseCollector) else collector
+        what = type(collector) if isinstance(collector, BaseCollector) else collector
+        what = what.func if isinstance(what, partial) else what
+        what = getattr(what, "__name__", what)
         choice = "appo" if kind is APPOConfig else "replay"
         raise ConfigError(
             f"{name} collector: {what} (expected collector={choice}, with _partial_). Choose that, "
@@ -167,6 +177,7 @@ def _overrides(name: str, collector: Any, kind: type) -> dict[str, Any]:
         )
     if collector.keywords.get("policy") is not None:
         _refuse(name, ["policy"], kind)
+    _refuse_seed("collector", collector.keywords)
     return _collector_arguments(collector.keywords)
 
 
@@ -192,6 +203,7 @@ def _sized(create_env: Any, config: Config) -> Any:
         )
     if isinstance(create_env, partial) and create_env.func is MujocoBatchEnv:
         given, threads = create_env.keywords, run_threads(config).physics_threads
+        _refuse_seed("env", given)
         from_settings = {"num_envs": config.num_envs, "num_threads": threads}
         if given.get("num_envs") not in (None, config.num_envs):
             raise ConfigError(
