@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 import torch
-from torchrl.trainers import RewardNormalizer, UpdateWeights
+from torchrl.objectives.value import GAE
+from torchrl.trainers import RewardNormalizer, UpdateWeights, ValueEstimatorHook
 
 from tests.support.training import (
     FRAMES,
@@ -72,13 +73,18 @@ def test_a_stage_that_an_update_does_not_have_is_refused():
         trainer.register_op("optimizer", lambda losses: losses)
 
 
-def test_hooks_that_would_publish_again_or_scale_rewards_too_late_are_refused():
+def test_hooks_that_would_publish_again_or_estimate_or_scale_too_late_are_refused():
     trainer = appo_trainer()
     with trainer.collector as collector:
         with pytest.raises(ConfigError, match=r"^hook UpdateWeights: APPOTrainer publishes"):
             UpdateWeights(collector, 1).register(trainer)
         with pytest.raises(ConfigError, match=r"^hook RewardNormalizer: .* reward_scale"):
             RewardNormalizer().register(trainer)
+        gae = GAE(gamma=0.9, lmbda=0.9, value_network=trainer.loss_module.critic_network)
+        with pytest.raises(
+            ConfigError, match=r"^hook ValueEstimatorHook: .* set gamma and lambda_"
+        ):
+            ValueEstimatorHook(gae).register(trainer)
 
 
 def test_what_a_hook_makes_of_a_batch_is_learnt_from():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
-from torchrl.trainers import RewardNormalizer
+from torchrl.trainers import RewardNormalizer, ValueEstimatorHook
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.appo import APPOConfig
@@ -157,8 +157,14 @@ class APPOTrainer(RankTrainer):
         """Register a hook; see TorchRL.
 
         Raises:
-            ConfigError: As in `OffPolicyTrainer`, or it normalises rewards of minibatches.
+            ConfigError: As in `OffPolicyTrainer`, or it normalises rewards or estimates advantages
+                of minibatches.
         """
+        if isinstance(op, ValueEstimatorHook):
+            raise ConfigError(
+                "hook ValueEstimatorHook: V-trace estimates advantages (expected another hook). "
+                "Leave it out; set gamma and lambda_ in config."
+            )
         if inspect.ismethod(op) and isinstance(op.__self__, RewardNormalizer):
             raise ConfigError(
                 "hook RewardNormalizer: V-trace uses rewards before minibatches are made (expected "
