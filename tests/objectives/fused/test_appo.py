@@ -136,6 +136,14 @@ def test_memory_of_few_sizes_of_minibatches_is_kept():
     assert len(update._actor._buffers) == len(update._critic._buffers) == 16
 
 
+def test_networks_whose_memory_has_moved_are_refused():
+    loss = make_loss()
+    update, pool = fused(loss), make_pool(loss, 8)
+    loss.critic_network.net[0].weight.data = loss.critic_network.net[0].weight.data.clone()
+    with pytest.raises(ConfigError, match="its memory has moved"):
+        update.prepare(pool)
+
+
 def test_a_hook_that_comes_after_the_update_is_refused():
     loss = make_loss()
     update, pool = fused(loss, max_grad_norm=1.0), make_pool(loss, 8)

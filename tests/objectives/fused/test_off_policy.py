@@ -274,11 +274,13 @@ def test_flags_of_numbers_end_an_episode_as_those_of_truth_values_do():
 # Parameters and their memory
 
 
+@pytest.mark.parametrize("part", ["actor_network", "qvalue_network"])
 @BOTH
-def test_networks_whose_memory_has_moved_are_refused(algorithm):
+def test_networks_whose_memory_has_moved_are_refused(algorithm, part):
     loss = make_loss(algorithm)
     update, batch = fused(loss), transitions_of(loss, 8, 0)
-    vector_to_parameters(parameters_to_vector(loss.parameters()), loss.parameters())
+    parameters = [p for key, p in loss.named_parameters() if key.startswith(f"{part}_params")]
+    vector_to_parameters(parameters_to_vector(parameters), parameters)
     with pytest.raises(ConfigError, match="its memory has moved"):
         update.prepare(batch)
 
