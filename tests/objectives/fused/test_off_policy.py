@@ -48,6 +48,8 @@ OWN = {
     "sac": {
         "fixed temperature": {"fixed_alpha": True, "alpha_init": 0.3},
         "bounded temperature": {"min_alpha": 0.1, "max_alpha": 0.5, "alpha_init": 0.7},
+        "temperature of a least": {"min_alpha": 0.5, "alpha_init": 0.3},
+        "temperature of a most": {"max_alpha": 0.5, "alpha_init": 0.7},
         "own target entropy": {"target_entropy": -0.3},
     },
     "td3": {"much noise, often clipped": {"policy_noise": 1.5, "noise_clip": 0.7}},
@@ -92,6 +94,16 @@ def test_several_steps_to_the_next_observation_and_priority_weights_count_as_in_
     for key in ("loss_qvalue", "loss_actor"):
         torch.testing.assert_close(observed[key], expected[key], rtol=1e-9, atol=1e-12)
     assert not torch.equal(plain, update.prepare(batch))
+
+
+@BOTH
+def test_priority_weights_are_left_out_where_the_loss_leaves_them_out(algorithm):
+    loss = make_loss(algorithm)
+    loss.use_prioritized_weights = False
+    batch = transitions_of(loss, 8, seed=1)
+    plain = fused(loss).prepare(batch)
+    batch["priority_weight"] = torch.rand(8) + 0.1
+    assert torch.equal(fused(loss).prepare(batch), plain)
 
 
 def test_two_critics_may_be_given_as_a_list():
