@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from multiprocessing.connection import Connection
 
 import pytest
@@ -381,3 +382,12 @@ def test_a_child_that_is_forked_during_a_publish_is_refused_at_once():
             wait_for(lambda: os.waitpid(child, os.WNOHANG) == (child, 0))
         go.set()
         thread.join(30.0)
+
+
+def test_a_parameter_that_was_published_is_not_kept():
+    with SnapshotCell({"w": torch.zeros(3)}) as cell:
+        parameter = torch.ones(3, requires_grad=True)
+        known = weakref.ref(parameter)
+        cell.publish([parameter])
+        del parameter
+        assert known() is None
