@@ -85,6 +85,11 @@ LAYOUT = BlockLayout.of({"w": torch.zeros(2, 3), "n": torch.tensor(0)})
             LayoutDtypeError,
             r"'n': torch.float32 \(expected torch.int64\)",
         ),
+        (
+            {"w": torch.zeros(2, 3), "n": torch.tensor(0.0, dtype=torch.float64)},  # as wide
+            LayoutDtypeError,
+            r"'n': torch.float64 \(expected torch.int64\)",
+        ),
     ],
 )
 def test_tensors_that_do_not_match_are_refused_by_name(tensors, error, message):
