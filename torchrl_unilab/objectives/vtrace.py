@@ -91,7 +91,8 @@ def vtrace(
         c_bar: Bound of the importance ratio in the traces.
 
     Returns:
-        Value targets [..., T] and advantages [..., T], neither with a gradient.
+        Value targets ``vs`` [..., T] and advantages [..., T], neither with a gradient. An advantage
+        bootstraps from ``lambda_ * vs + (1 - lambda_) * v`` of the next step.
 
     Raises:
         LayoutShapeError: A tensor has another shape than `log_rho`, or there is no step.
