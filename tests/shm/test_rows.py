@@ -202,17 +202,17 @@ def test_a_row_that_the_next_append_hides_again_is_waited_for_again():
     with make_rows() as rows:
         put(rows, 8)
         rows.words[0][shards_module.FLOOR] = 2  # an append of two rows is in flight
-        alone, appends = rows.alone, iter([2, 8])
+        alone, appends = rows.locked, iter([2, 8])
 
         def finish(shard, action):
-            rows.alone = alone
+            rows.locked = alone
             put(rows, next(appends))
             found = alone(shard, action)
             rows.words[0][shards_module.FLOOR] = 10  # the next one, of eight
-            rows.alone = finish
+            rows.locked = finish
             return found
 
-        rows.alone = finish
+        rows.locked = finish
 
         assert read_at(rows, [1]) == [17]
 

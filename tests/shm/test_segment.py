@@ -301,7 +301,7 @@ def test_an_interrupt_while_a_segment_is_attached_again_leaves_the_first_as_it_w
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
     with SharedSegment(1024, name="unilab-test") as segment:
         with monkeypatch.context() as patch:
-            patch.setattr(segment_module, "_mapped", interrupted)
+            patch.setattr(segment_module, "_map_file", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 SharedSegment.attach("unilab-test")
         assert os.fstat(segment.descriptor).st_size == 1024

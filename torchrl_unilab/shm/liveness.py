@@ -1,4 +1,4 @@
-"""Identity, liveness and start of processes, for what they share.
+"""Identity and liveness of processes, and what is handed to a process at its start.
 
 The kernel reuses process ids, so an id alone does not name a process: a word holds the id and
 the start time. A word of a dead process never names a living one. 0 names no process.
@@ -40,7 +40,7 @@ def process_id(word: int) -> int:
 
 def process_is_alive(word: int) -> bool:
     """Return whether the process of a word runs or is stopped; a zombie is not alive."""
-    return word != 0 and _living(process_id(word)) == word
+    return word != 0 and _word_of(process_id(word)) == word
 
 
 def process_is_stopped(word: int) -> bool:
@@ -65,21 +65,21 @@ def check_spawning(what: object) -> None:
         )
 
 
-def handed_over(descriptor: int, *, again: bool = False) -> Any:
+def handed_over(descriptor: int, *, separate: bool = False) -> Any:
     """Return the picklable form of a descriptor, for the process that is being spawned.
 
     There its ``detach()`` returns the descriptor. An object may be pickled twice for one process,
     by two closures that share it for instance, but CPython sends each descriptor only once.
 
     Args:
-        descriptor: Open, and stays so.
-        again: Whether each pickle becomes a separate descriptor there, which its owner closes.
+        descriptor: An open descriptor, which stays open.
+        separate: Whether each pickle becomes a separate descriptor there, which its owner closes.
     """
     popen = get_spawning_popen()
     handed = _handed.setdefault(popen, {})
     if descriptor not in handed:
         handed[descriptor] = DupFd(descriptor)
-    elif again:
+    elif separate:
         copy = os.dup(descriptor)
         weakref.finalize(popen, os.close, copy)  # not before the process has it
         return DupFd(copy)
@@ -89,7 +89,7 @@ def handed_over(descriptor: int, *, again: bool = False) -> Any:
 _handed: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
 
 
-def _living(pid: int) -> int:
+def _word_of(pid: int) -> int:
     """Return the word of the process that has `pid` now, or 0 if it has ended."""
     if sys.platform == "linux":  # exact, and not moved by changes of the clock
         try:
@@ -108,4 +108,4 @@ def _living(pid: int) -> int:
     return 0 if ended else (start & ((1 << _START_BITS) - 1)) << _ID_BITS | pid
 
 
-_own_word = functools.lru_cache(maxsize=1)(_living)  # a process that lives keeps its word
+_own_word = functools.lru_cache(maxsize=1)(_word_of)  # a process that lives keeps its word

@@ -122,7 +122,8 @@ class RolloutRing(RingWriter):
     def available(self, writer: int | None = None) -> int:
         """Return the number of committed rollouts, of all writers or one, that are not leased."""
         self._check_open()
-        return sum(map(len, self._ready if writer is None else [self._ready[writer]]))
+        pipes = self._ready if writer is None else [self._ready[writer]]
+        return sum(len(pipe) for pipe in pipes)
 
     @property
     def leases(self) -> list[Lease]:
@@ -153,7 +154,7 @@ class RolloutRing(RingWriter):
         if lease is not None or timeout == 0.0:
             return lease
         for _ in waits(self._ready, timeout):
-            if lease := self._take_oldest() or self._take_last(timeout):
+            if lease := self._take_oldest() or self._take_or_refuse_to_wait(timeout):
                 return lease
         return None
 
@@ -175,7 +176,7 @@ class RolloutRing(RingWriter):
         if not self._is_reader:
             self._register(self._take_reader, "become the reader")
             self._is_reader = True
-        self._settle()
+        self._complete_interrupted()
 
     def _take_reader(self) -> None:
         reader, me = self._header[READER], this_process()
@@ -188,7 +189,8 @@ class RolloutRing(RingWriter):
         self._header[READER] = me
 
     def _take_oldest(self) -> Lease | None:
-        for writer in (0,) if self.writers == 1 else self._oldest_first():
+        order = (0,) if self.writers == 1 else self._oldest_first()
+        for writer in order:
             if self._ready[writer].take(self._held):
                 lease = self._lease(self._held[-1])
                 self._check(lease)
@@ -205,8 +207,11 @@ class RolloutRing(RingWriter):
                 oldest[writer] = generation
         return sorted(range(self.writers), key=oldest.__getitem__)
 
-    def _take_last(self, timeout: float | None) -> Lease | None:
-        """Take what came before a writer ended; raise if nothing did and waiting is pointless."""
+    def _take_or_refuse_to_wait(self, timeout: float | None) -> Lease | None:
+        """Take what dead or resigned writers committed last; raise if nothing can come any more.
+
+        Returns None if it is worth waiting for a rollout.
+        """
         processes = self._words[PROCESS::WRITER_WORDS].tolist()
         dead = [
             word for word in processes if word not in (0, RESIGNED) and not process_is_alive(word)
@@ -250,7 +255,7 @@ class RolloutRing(RingWriter):
             SegmentError: The slot was written while it was leased.
         """
         self._check_open()
-        self._settle()
+        self._complete_interrupted()
         token = pack_token(lease.generation, lease.slot)
         if token not in self._held:
             raise UsageError(
@@ -265,7 +270,7 @@ class RolloutRing(RingWriter):
         self._words[word] = count
         self._releasing = None
 
-    def _settle(self) -> None:
+    def _complete_interrupted(self) -> None:
         """Complete what an interrupt has cut short: a release's count, a recovery's tokens."""
         if self._releasing is not None:
             token, word, count = self._releasing
@@ -305,11 +310,12 @@ class RolloutRing(RingWriter):
         self._ready[writer].drain(self._drained_ready)
         home = range(writer * self.slots, (writer + 1) * self.slots)
         tokens = (*self._drained_free, *self._drained_ready, *self._held)
-        there = {unpack_token(token)[1] for token in tokens}.intersection(home)
-        orphaned = [slot for slot in home if slot not in there]
-        unread_or_leased = len(there) - len(self._drained_free)
-        committed, *gone = self._words[first + COMMITTED : first + LOST]
-        self._words[first + LOST] = committed - sum(gone) - unread_or_leased
+        accounted = {unpack_token(token)[1] for token in tokens}.intersection(home)
+        orphaned = [slot for slot in home if slot not in accounted]
+        unread_or_leased = len(accounted) - len(self._drained_free)
+        # Each committed rollout is dropped, read, skipped, unread, leased, or lost.
+        committed, *finished = self._words[first + COMMITTED : first + LOST]
+        self._words[first + LOST] = committed - sum(finished) - unread_or_leased
         for slot in orphaned:
             self._generations[slot] = 0
             self._drained_free.append(pack_token(0, slot))
@@ -337,7 +343,7 @@ class RolloutRing(RingWriter):
 
     def _of_writers(self, word: int) -> tuple[int, ...]:
         self._check_open()
-        self._settle()
+        self._complete_interrupted()
         return tuple(self._words[word::WRITER_WORDS])
 
     def resume_from(self, counts: Mapping[str, Sequence[int]]) -> None:
@@ -349,7 +355,8 @@ class RolloutRing(RingWriter):
         """
         for writer in range(self.writers):
             first = writer * WRITER_WORDS
-            gone = [counts[name][writer] if name in counts else 0 for name in COUNTERS[1:]]
-            there = self.available(writer) + sum(lease.writer == writer for lease in self.leases)
-            for word, count in enumerate((there + sum(gone), *gone), COMMITTED):
+            finished = [counts[name][writer] if name in counts else 0 for name in COUNTERS[1:]]
+            leased = sum(lease.writer == writer for lease in self.leases)
+            written = self.available(writer) + leased + sum(finished)
+            for word, count in enumerate((written, *finished), COMMITTED):
                 self._words[first + word] = count

@@ -105,7 +105,7 @@ class RingWriter(Owner):
     def _start_process(self) -> None:
         """Start as a process that has neither written nor read; a forked copy holds no token."""
         self.writer: int | None = None
-        self._own = 0  # where the words of the own writer begin
+        self._own = 0  # index of the first word of this process's writer
         self._hand: list[bytes] = []  # the token of the claimed slot
         self._counts = (0, 0)  # rollouts committed and dropped, if the take succeeded
         self._claimed: int | None = None  # the slot, once the claim is complete
@@ -133,8 +133,8 @@ class RingWriter(Owner):
         """Run `action`, which makes this process a writer or the reader, under the ring's lock."""
         result = self._registration.run(0, 1, action, lambda: f"ring: cannot {what}")
         if self._at_end is None:
-            # A process that ended in order has not died. Finalizers of multiprocessing run at
-            # the end of its workers too, where atexit's may not.
+            # A process that ends normally resigns; only then is it not taken for a dead one.
+            # Finalizers of multiprocessing also run in its workers, where atexit's may not.
             self._at_end = Finalize(None, _leave, (weakref.ref(self),), exitpriority=0)
         return result
 
@@ -203,7 +203,7 @@ class RingWriter(Owner):
             PeerGoneError: No slot is free, and the reader has closed the ring or died.
         """
         self._check_open()
-        if not (self._hand or self._take_to_fill() or self._wait_to_fill(timeout)):
+        if not (self._hand or self._try_claim() or self._wait_for_slot(timeout)):
             return None
         self._complete_claim()
         return self._claimed
@@ -213,10 +213,10 @@ class RingWriter(Owner):
         self._check_open()
         return 0 if self.writer is None else len(self._free[self.writer]) + len(self._hand)
 
-    def _take_to_fill(self) -> bool:
+    def _try_claim(self) -> bool:
         writer = self.become_writer() if self.writer is None else self.writer
         self._claimed = None
-        # Counts are stored as what they become if the take succeeds: an interrupt repeats none.
+        # The counts after the take are kept before it: an interrupted claim counts nothing twice.
         committed, dropped = self._words[self._own + COMMITTED], self._words[self._own + DROPPED]
         self._counts = committed, dropped
         if self._free[writer].take(self._hand):
@@ -226,9 +226,9 @@ class RingWriter(Owner):
         self._counts = committed, dropped + 1
         return self._ready[writer].take(self._hand)
 
-    def _wait_to_fill(self, timeout: float | None) -> bool:
+    def _wait_for_slot(self, timeout: float | None) -> bool:
         for _ in waits([self._free[self.writer]], timeout):  # type: ignore[index]
-            if self._take_to_fill():
+            if self._try_claim():
                 return True
             reader = self._header[READER] or self._header[CREATOR]
             if self._header[CLOSED] or not process_is_alive(reader):
@@ -299,7 +299,7 @@ class RingWriter(Owner):
         check_spawning(self)
         state = {name: getattr(self, name) for name in ("layout", "slots", "writers", "overflow")}
         pipes = (*self._free, *self._ready)
-        ends = [[handed_over(end, again=True) for end in pipe.ends] for pipe in pipes]
+        ends = [[handed_over(end, separate=True) for end in pipe.ends] for pipe in pipes]
         return {**state, "_segment": self._segment, "ends": ends}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

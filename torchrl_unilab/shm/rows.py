@@ -80,7 +80,7 @@ class SharedRows(Shards):
             ConfigError: Another living process writes to it.
         """
         for choice in range(self.shards) if shard is None else [shard]:
-            if not self.other_writer(choice) and self.alone(choice, partial(self._claim, choice)):
+            if not self.other_writer(choice) and self.locked(choice, partial(self._claim, choice)):
                 break
         else:
             if shard is not None:
@@ -131,13 +131,13 @@ class SharedRows(Shards):
         Args:
             parts: The rows, for 1 <= n <= shard_rows.
             prepare: Called with the shard and the number of the first row before anything is
-                changed, alone in the shard; may still fill in `parts`, or raise.
+                changed, under the shard's lock; may still fill in `parts`, or raise.
 
         Returns:
-            The number of the first row. Raises as `alone`.
+            The number of the first row. Raises as `locked`.
         """
         shard = self.shard
-        return self.alone(shard, partial(self._append, shard, parts, prepare))
+        return self.locked(shard, partial(self._append, shard, parts, prepare))
 
     def _append(self, shard: int, parts: Parts, prepare: Callable[[int, int], object]) -> int:
         words, count = self.words[shard], parts[0].shape[0]
@@ -157,19 +157,19 @@ class SharedRows(Shards):
         """Copy rows to the places of numbers from `number` on. The caller holds the shard."""
         at, count = number % self.shard_rows, parts[0].shape[0]
         fit = min(count, self.shard_rows - at)
-        for own, words in zip(self._items[shard], parts, strict=True):
-            items = words.numpy().view(own.dtype)
-            own[at : at + fit] = items[:fit]
-            own[: count - fit] = items[fit:]
+        for target, part in zip(self._items[shard], parts, strict=True):
+            items = part.numpy().view(target.dtype)
+            target[at : at + fit] = items[:fit]
+            target[: count - fit] = items[fit:]
 
     def rewrite(self, positions: torch.Tensor, parts: Parts) -> None:
-        """Write rows anew at positions that have been written, int64 [n]. Raises as `alone`."""
+        """Write rows anew at positions that have been written, int64 [n]. Raises as `locked`."""
         for shard in range(self.shards):
             mine = (positions.remainder(self.shards) == shard).nonzero().squeeze(1)
             for part in mine.split(NOTES):
                 places = positions[part].div(self.shards, rounding_mode="floor")
                 rows = [words[part] for words in parts]
-                self.alone(shard, partial(self._rewrite, shard, places, rows))
+                self.locked(shard, partial(self._rewrite, shard, places, rows))
 
     def _rewrite(self, shard: int, places: torch.Tensor, parts: Parts) -> None:
         words = self.words[shard]
@@ -184,22 +184,22 @@ class SharedRows(Shards):
 
     def fill_at(self, shard: int, places: torch.Tensor, parts: Parts) -> None:
         """Copy rows to places of a shard, which the caller holds."""
-        for own, words in zip(self.own[shard], parts, strict=True):
-            own.index_copy_(0, places, words)
+        for target, part in zip(self.parts[shard], parts, strict=True):
+            target.index_copy_(0, places, part)
 
     def touch(self) -> None:
         """Change `revision`: rows have been changed through views."""
         self._add(0, VERSION, 2)
 
     def count(self, rows: int) -> None:
-        """Add to `counted`."""
+        """Add to `counted`: the replay counts rows that are not finite."""
         self._add(self.shard, COUNT, rows)
 
     def _add(self, shard: int, word: int, by: int) -> None:
         def add() -> None:
             self.words[shard][word] += by
 
-        self.alone(shard, add)
+        self.locked(shard, add)
 
     @property
     def counted(self) -> int:
@@ -214,7 +214,7 @@ class SharedRows(Shards):
     ) -> None:
         """Replace all rows. If this fails, or the process dies, no rows are left.
 
-        Raises as `alone`.
+        Raises as `locked`.
 
         Args:
             window: The rows of each shard, numbered from the first ever written to it.
@@ -237,14 +237,15 @@ class SharedRows(Shards):
                     words[ORIGIN], first, stride = saved[shard]
                     words[STEPS] = base + first << STRIDE_BITS | stride
 
-        self.all_alone(partial(self._replace, fill))
+        self.all_locked(partial(self._replace, fill))
 
     # Reading
 
     def _checked(self, copy: Callable[..., object], *rows: object) -> tuple[tuple[int, ...], bool]:
-        """Call ``copy(*rows)``; return the floors after it, and whether rows were rewritten.
+        """Call ``copy(*rows)``; return the floors loaded after it, and whether rows were rewritten.
 
-        If none were, all copies of rows from the floors on are whole. Raises as `alone`.
+        If no row was rewritten, copies of all rows at or above the floors are whole. Raises as
+        `locked`.
         """
         versions = self.settled()
         copy(*rows)
@@ -341,8 +342,9 @@ class SharedRows(Shards):
         """Wait for rows that are being written; replace the positions of unfinished ones."""
         found = [[*words] for words in window]
         for shard in positions[self.hidden(positions, window)].remainder(self.shards).unique():
-            alone = self.alone(int(shard), self.window)  # or the next append could hide it again
-            for words, now in zip(found, alone, strict=True):
+            # Under the lock, or the next append could hide the row again.
+            settled = self.locked(int(shard), self.window)
+            for words, now in zip(found, settled, strict=True):
                 words[shard] = now[shard]
         window = Window(*map(tuple, found))
         floors = self.bounds(window.floors, positions)
@@ -371,7 +373,6 @@ class SharedRows(Shards):
             ContentionError: Rows are rewritten faster than they are copied.
         """
         floor, end = window.floors[shard], window.heads[shard]
-        own = self.own[shard]
         buffers = [
             torch.empty(self.chunk_rows, width, dtype=torch.int32, device="cpu")
             for width in self.widths
@@ -381,7 +382,7 @@ class SharedRows(Shards):
             lap = (end - 1) // self.shard_rows * self.shard_rows
             first = max(floor, lap, end - self.chunk_rows)
             parts = [buffer[: end - first] for buffer in buffers]
-            rows = [words[first - lap : end - lap] for words in own]
+            rows = [part[first - lap : end - lap] for part in self.parts[shard]]
             floors, changed = self._checked(torch._foreach_copy_, parts, rows)
             floor = max(floor, floors[shard])
             if changed:

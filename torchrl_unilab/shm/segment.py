@@ -61,18 +61,21 @@ def named_directory() -> Path:
 
 
 def free_bytes(named: bool | None = None) -> int:
-    """Return how many bytes a new segment may take now; `named` as by default if None.
+    """Return how many bytes a new segment may take now.
 
     A named segment is bounded by its mount. An anonymous one lies on a mount of the
     kernel's own, which has no size limit but memory: the machine's and the control groups'.
+
+    Args:
+        named: Whether the segment has a name; `named_by_default` decides if not given.
     """
-    if named_by_default() if named is None else named:
+    if named or (named is None and named_by_default()):
         return shutil.disk_usage(named_directory()).free
     return available_memory()
 
 
 def closed_error(what: str, remedy: str = "Create or attach it again.") -> SegmentClosedError:
-    """Return why what has been closed cannot be used."""
+    """Return the error for the use of an object that is closed."""
     return SegmentClosedError(f"cannot use {what}: it is closed (expected an open one). {remedy}")
 
 
@@ -141,7 +144,7 @@ class SharedSegment(Owner):
                 this user.
             SegmentSpaceError: A limit of this process's memory leaves no room to map it.
         """
-        known = _mapping_of(name)
+        known = _existing_mapping(name)
         if known is not None:
             return cls._attach_descriptor(known.descriptors[0], len(known), name)
         descriptor, nbytes = _open_named(name)
@@ -166,7 +169,7 @@ class SharedSegment(Owner):
         try:
             if owner_pid is not None:
                 _reserve(descriptor, nbytes, named=name is not None)
-            mapping = _mapped(descriptor, nbytes)
+            mapping = _map_file(descriptor, nbytes)
         except BaseException:  # Ctrl-C, too: to take many pages takes seconds
             with _mappings_lock:
                 owned = any(descriptor in known.descriptors for known in _mappings.values())
@@ -242,8 +245,8 @@ os.register_at_fork(
 )
 
 
-def _mapped(descriptor: int, nbytes: int) -> _Mapping:
-    """Return the mapping of a file, which owns the descriptor from now on."""
+def _map_file(descriptor: int, nbytes: int) -> _Mapping:
+    """Map a file, or share its mapping; the mapping owns the descriptor from now on."""
     status = os.fstat(descriptor)
     key = (status.st_dev, status.st_ino, nbytes)
     with _mappings_lock:
@@ -262,8 +265,8 @@ def _mapped(descriptor: int, nbytes: int) -> _Mapping:
     return mapping
 
 
-def _mapping_of(name: str) -> _Mapping | None:
-    """Return the mapping of a named segment, if this process has one: it needs no descriptor."""
+def _existing_mapping(name: str) -> _Mapping | None:
+    """Return this process's mapping of a named segment; None if it has not mapped it."""
     try:
         found = os.stat(_path(name), follow_symlinks=False)
     except OSError:  # which opening it explains

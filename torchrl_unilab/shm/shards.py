@@ -35,7 +35,10 @@ from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 T = TypeVar("T")
 
 LOADING, _FIRST = range(2)  # a word of all shards, and where those of the first shard begin
-WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT, STEPS = range(9)  # words of a shard
+WRITER, FLOOR, HEAD, BASE, ORIGIN, VERSION, NOTED, COUNT, STEPS = range(9)
+# Words of a shard: the process that writes; the first readable row, and one above the last; the
+# first row since all were cleared, and its number across checkpoints; rewrites begun and ended;
+# places noted for a rewrite; what `SharedRows.count` adds up; start and rows of the newest steps.
 SHARD_WORDS = 9
 STRIDE_BITS = 24
 """Bits of `STEPS` for the rows of a step; the other bits hold the number of the first such row."""
@@ -118,11 +121,12 @@ class Shards:
         self._lock = RangeLock(segment, timeout)
         layout = _layout(widths, shards, shard_rows)
         _, self._notes, *self.blocks = layout.views(torch.from_numpy(segment.buffer))
-        self.own = [[block[shard::shards] for block in self.blocks] for shard in range(shards)]
+        self.parts = [[block[shard::shards] for block in self.blocks] for shard in range(shards)]
         """The rows of each shard by part, each int32 [shard_rows, width]."""
         # The same for `fill`: NumPy copies opaque items faster, and slices in half the time.
         self._items = [
-            [own.numpy().view(f"V{own.shape[1] * WORD}") for own in parts] for parts in self.own
+            [part.numpy().view(f"V{part.shape[1] * WORD}") for part in parts]
+            for parts in self.parts
         ]
 
     @staticmethod
@@ -205,10 +209,11 @@ class Shards:
                 return Lineage(bases, origins, window)
 
     def steps(self) -> tuple[tuple[int, int], ...]:
-        """Return, for each shard, where its newest steps of one size begin, and that size in rows.
+        """Return (first row, rows per step) of each shard's newest steps of one size.
 
-        From there on row ``i`` is followed by row ``i + rows`` of the same environment. Load the
-        window first: then all its rows from there on are of steps of that size.
+        A step has one row per environment. From the first row on, row ``i`` is followed by row
+        ``i + rows per step`` of the same environment. Load the window before the call: then this
+        holds for all of its rows from the first one on.
         """
         fence()  # or the window could be newer
         words = self.load(STEPS)
@@ -266,7 +271,7 @@ class Shards:
 
     # Locks, and what a dead holder left
 
-    def alone(self, shard: int, action: Callable[[], T]) -> T:
+    def locked(self, shard: int, action: Callable[[], T]) -> T:
         """Run `action` under a shard's lock, once its rows are repaired. Not reentrant.
 
         Raises:
@@ -281,11 +286,11 @@ class Shards:
             return (action(),)
 
         while (done := self._lock.run(shard, 1, run, partial(self._holder, [shard]))) is None:
-            self.all_alone(_nothing)
+            self.all_locked(_nothing)
         return done[0]
 
-    def all_alone(self, action: Callable[[], T]) -> T:
-        """Run `action` under the locks of all shards, as `alone` does."""
+    def all_locked(self, action: Callable[[], T]) -> T:
+        """Run `action` under the locks of all shards, as `locked` does."""
 
         def run() -> T:
             if self._words[LOADING]:
@@ -299,13 +304,13 @@ class Shards:
         return self._lock.run(0, self.shards, run, partial(self._holder, range(self.shards)))
 
     def wait(self, shard: int) -> None:
-        """Wait until no process writes to a shard, or replaces rows. Raises as `alone`."""
-        self.alone(shard, _nothing)
+        """Wait until no process writes to a shard, or replaces rows. Raises as `locked`."""
+        self.locked(shard, _nothing)
 
     def settled(self) -> tuple[int, ...]:
         """Return the versions of all shards once they are even: rows may be copied now.
 
-        Raises as `alone`.
+        Raises as `locked`.
         """
         if self._words[LOADING]:
             self.wait(0)
@@ -319,14 +324,14 @@ class Shards:
         return versions
 
     def clear(self) -> None:
-        """Forget all rows; the next ones lie at position 0. Raises as `alone`."""
-        self.all_alone(lambda: self._replace(_nothing))
+        """Forget all rows; the next ones lie at position 0. Raises as `locked`."""
+        self.all_locked(lambda: self._replace(_nothing))
 
     def continue_at(self, shard: int, place: int) -> None:
         """Write the next row of a full shard to a place, where its oldest row lies then.
 
         If the process dies meanwhile, the oldest rows are hidden until the next call or append.
-        Raises as `alone`.
+        Raises as `locked`.
         """
 
         def move() -> None:
@@ -338,7 +343,7 @@ class Shards:
             fence()  # before more rows than there are could be shown
             words[HEAD] = head
 
-        self.alone(shard, move)
+        self.locked(shard, move)
 
     def _replace(self, fill: Callable[[], object]) -> None:
         """Replace all rows. If this fails, or the process dies, no rows are left."""
@@ -365,10 +370,11 @@ class Shards:
         places = torch.arange(words[FLOOR], words[HEAD], device="cpu").remainder_(self.shard_rows)
         whole = places[~torch.isin(places, torn)]
         if len(whole):
-            newest = [own[whole[-1:]].expand(len(torn), -1).clone() for own in self.own[shard]]
+            parts = self.parts[shard]
+            newest = [part[whole[-1:]].expand(len(torn), -1).clone() for part in parts]
             self.detach(newest, torn * self.shards + shard)
-            for own, rows in zip(self.own[shard], newest, strict=True):
-                own[torn] = rows
+            for part, rows in zip(parts, newest, strict=True):
+                part[torn] = rows
         else:
             words[FLOOR] = words[HEAD]
         fence()  # after the last byte of the rows

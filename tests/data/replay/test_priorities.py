@@ -256,7 +256,7 @@ def test_while_all_rows_are_replaced_none_is_new(storage):
     buffer = prioritized_buffer(storage)
     buffer.extend(numbered_rows(8))
     rows = storage.rows
-    rows.all_alone(lambda: rows._replace(lambda: buffer.mark_update(torch.arange(8))))
+    rows.all_locked(lambda: rows._replace(lambda: buffer.mark_update(torch.arange(8))))
     written_by_others(storage, numbered_rows(1))
     assert buffer.sample()["x"].unique().tolist() == [0.0]
 

@@ -112,7 +112,7 @@ class TrajectoryMarker:
         if head - envs < rows.window().floors[shard]:
             return None
         places = torch.arange(head - envs, head, device="cpu").remainder_(rows.shard_rows)
-        views = self._layout.views([own[places] for own in rows.own[shard]])
+        views = self._layout.views([part[places] for part in rows.parts[shard]])
         return views if (stride_of(views[-1]) == envs).all() else None
 
     def _ended(self, rows: list[torch.Tensor]) -> torch.Tensor:
