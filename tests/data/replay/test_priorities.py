@@ -249,7 +249,7 @@ def test_rows_that_are_gone_before_they_are_drawn_are_not_there_to_draw(storage,
     with pytest.raises(UsageError, match="0 rows"):
         buffer.sampler.sample(storage, 4)
     buffer.update_priority(torch.arange(8), torch.ones(8))
-    assert buffer.sampler._sum_tree.least() == float("inf")
+    assert buffer.sampler._sum_tree.minimum() == float("inf")
 
 
 def test_while_all_rows_are_replaced_none_is_new(storage):

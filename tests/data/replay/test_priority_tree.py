@@ -35,14 +35,14 @@ def _filled(capacity: int, seed: int) -> tuple[PriorityTree, np.ndarray]:
         values[at] = new
         tree[torch.from_numpy(at)] = torch.from_numpy(new)
         if random.integers(2):
-            tree.least()  # between batches, or not
+            tree.minimum()  # between batches, or not
     return tree, values
 
 
 @given(capacity=CAPACITIES, seed=SEEDS)
 def test_the_least_priority_is_of_rows_that_have_one(capacity, seed):
     tree, values = _filled(capacity, seed)
-    assert tree.least() == np.where(values > 0, values, np.inf).min()
+    assert tree.minimum() == np.where(values > 0, values, np.inf).min()
 
 
 @given(capacity=CAPACITIES, seed=SEEDS)
@@ -86,7 +86,7 @@ def test_rows_that_were_given_may_be_written_over():
     tree, rows = PriorityTree(capacity, torch.float64), torch.tensor([capacity - 1])
     tree[rows] = 2.0
     rows.zero_()
-    assert tree.least() == 2.0
+    assert tree.minimum() == 2.0
     assert tree.find(torch.tensor([0.5]).double()).tolist() == [capacity - 1]
 
 
@@ -95,10 +95,10 @@ def test_a_tree_that_is_never_asked_notes_a_bounded_number_of_batches():
     for i in range(3000):
         tree[torch.tensor([i % 100])] = float(i)
     assert len(tree._unreduced) <= 1000
-    assert (tree.least(), tree[99]) == (2900.0, 2999.0)
+    assert (tree.minimum(), tree[99]) == (2900.0, 2999.0)
 
 
 def test_one_priority_is_set_of_one_row():
     tree = PriorityTree(100, torch.float32)
     tree[7], tree[torch.tensor(70)] = 3.0, torch.tensor(2.0)
-    assert (tree.least(), tree[7], tree[70]) == (2.0, 3.0, 2.0)
+    assert (tree.minimum(), tree[7], tree[70]) == (2.0, 3.0, 2.0)

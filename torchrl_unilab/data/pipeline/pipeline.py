@@ -154,10 +154,10 @@ class DoubleBufferReplayPipeline(Owner):
         self._thread = ThreadPoolExecutor(1, "replay-packer") if packer == "thread" else None
         self._timeout, self._process = timeout, os.getpid()
         self._closing, self._dropping = threading.Event(), threading.Event()
-        self._slot = 0  # the cold one: prepared next, or now
-        self._tick: int | None = None  # being prepared, or prepared and not sampled
-        self._prepared: Future[ReplayTickMetadata] = Future()  # that tick's
-        self._hot: int | None = None  # the tick that is being learnt, from the other slot
+        self._cold_slot = 0  # where the next batch is prepared; the other slot is hot
+        self._cold_tick: int | None = None  # the tick that is prepared there, if one is
+        self._prepared: Future[ReplayTickMetadata] = Future()  # its packing and submission
+        self._hot_tick: int | None = None  # the tick that the learner is learning from, if any
         self.sample_count = sample_count
         self.base_seed = base_seed
         self.last_metadata: ReplayTickMetadata | None = None
@@ -207,19 +207,19 @@ class DoubleBufferReplayPipeline(Owner):
             Exception: Packing in the learner's thread failed.
         """
         tick_id = self._check(tick_id, sample_count)
-        if tick_id in (self._tick, self._hot):
+        if tick_id in (self._cold_tick, self._hot_tick):
             return False
-        if self._tick is not None:
+        if self._cold_tick is not None:
             raise UsageError(
-                f"cannot prepare tick {tick_id}: tick {self._tick} has not been consumed "
-                f"(expected it to be). Call sample_large_batch({self._tick}, ...) first."
+                f"cannot prepare tick {tick_id}: tick {self._cold_tick} has not been consumed "
+                f"(expected it to be). Call sample_large_batch({self._cold_tick}, ...) first."
             )
         if self._thread is not None:
             self._prepared = self._thread.submit(self._prepare, tick_id, min_snapshot_ptr or 0)
         else:
             self._prepared = Future()
             self._prepared.set_result(self._prepare(tick_id, min_snapshot_ptr or 0))
-        self._tick = tick_id
+        self._cold_tick = tick_id
         return True
 
     def batch_ready(self, tick_id: int, sample_count: int) -> bool:
@@ -228,12 +228,12 @@ class DoubleBufferReplayPipeline(Owner):
         Raises as `start_prepare`, and what packing it failed with.
         """
         tick_id = self._check(tick_id, sample_count)
-        if self._hot == tick_id:
+        if self._hot_tick == tick_id:
             return True
-        if self._tick != tick_id or not self._prepared.done():
+        if self._cold_tick != tick_id or not self._prepared.done():
             return False
         self._outcome()
-        return self._transfer.ready(self._slot)
+        return self._transfer.ready(self._cold_slot)
 
     def wait_ready(self) -> None:
         """Wait until the batch that is being prepared, if one is, is on the device.
@@ -241,9 +241,9 @@ class DoubleBufferReplayPipeline(Owner):
         Raises as `batch_ready`.
         """
         self._check(0, self.sample_count)
-        if self._tick is not None:
+        if self._cold_tick is not None:
             self._outcome()
-            self._transfer.wait(self._slot)
+            self._transfer.wait(self._cold_slot)
 
     def wait_until_ready(self, tick_id: int, sample_count: int) -> bool:
         """Wait until a tick's batch is on the device; prepare it if it has not been started.
@@ -251,7 +251,7 @@ class DoubleBufferReplayPipeline(Owner):
         Returns true. Raises as `batch_ready`.
         """
         self.start_prepare(tick_id, sample_count)
-        if self._hot != tick_id:
+        if self._hot_tick != tick_id:
             self.wait_ready()
         return True
 
@@ -268,27 +268,27 @@ class DoubleBufferReplayPipeline(Owner):
         Raises as `batch_ready`, and a UsageError if another tick is being learnt.
         """
         tick_id = self._check(tick_id, sample_count)
-        if self._hot is None:
+        if self._hot_tick is None:
             with span("sample"):
                 self.start_prepare(tick_id, sample_count)
                 with span("replay wait"):
                     self.last_metadata = self._outcome()
-            self._tick, self._hot, self._slot = None, tick_id, 1 - self._slot
-        if self._hot != tick_id:
+            self._cold_tick, self._hot_tick, self._cold_slot = None, tick_id, 1 - self._cold_slot
+        if self._hot_tick != tick_id:
             raise UsageError(
-                f"cannot sample tick {tick_id}: tick {self._hot} is being learnt (expected it to "
-                "be over). Call after_tick() first."
+                f"cannot sample tick {tick_id}: tick {self._hot_tick} is being learnt (expected "
+                "it to be over). Call after_tick() first."
             )
-        return self._transfer.acquire(1 - self._slot).copy()
+        return self._transfer.acquire(1 - self._cold_slot).copy()
 
     def after_tick(self) -> None:
         """End the tick: the learner has queued all its work on the hot batch.
 
         Its slot is rewritten after that work. Does nothing if no tick is being learnt.
         """
-        if self._hot is not None:
-            self._transfer.release(1 - self._slot)
-            self._hot = None
+        if self._hot_tick is not None:
+            self._transfer.release(1 - self._cold_slot)
+            self._hot_tick = None
 
     def state_dict(self) -> dict[str, int]:
         """Return the seed of tick 0, which, with the rows, determines what each tick draws."""
@@ -309,13 +309,13 @@ class DoubleBufferReplayPipeline(Owner):
     def discard(self) -> None:
         """End the tick, and drop the batch that is being prepared, also if that fails."""
         self.after_tick()
-        if self._tick is not None:
+        if self._cold_tick is not None:
             self._dropping.set()
             try:
                 self._prepared.exception()  # waits for the packing, not for rows to come
             finally:
                 self._dropping.clear()
-            self._tick = None
+            self._cold_tick = None
 
     def close(self) -> None:
         """End all waiting, in every thread, and free the memory. Idempotent.
@@ -335,7 +335,7 @@ class DoubleBufferReplayPipeline(Owner):
 
     def _prepare(self, tick_id: int, min_ptr: int) -> ReplayTickMetadata:
         """Pack and submit the cold slot, in the thread that packs."""
-        slot, count, seed = self._slot, self.sample_count, self.base_seed + tick_id
+        slot, count, seed = self._cold_slot, self.sample_count, self.base_seed + tick_id
         self._transfer.wait(slot)
         with span("replay pack"):
             snapshot = self._wait_for_rows(min_ptr)
@@ -360,11 +360,11 @@ class DoubleBufferReplayPipeline(Owner):
     def _outcome(self) -> ReplayTickMetadata:
         """Wait for the pending tick to be packed and submitted; forget it if that failed."""
         if self._prepared.exception() is not None:
-            self._tick = None
+            self._cold_tick = None
         return self._prepared.result()
 
     def _check(self, tick_id: int, sample_count: int) -> int:
-        """Return the tick as an int."""
+        """Return the tick as an int; refuse a call that cannot be served."""
         if self._closing.is_set():
             raise closed_error("replay pipeline", "Make a new one.")
         if self._thread is not None and self._process != os.getpid():

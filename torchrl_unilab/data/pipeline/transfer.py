@@ -133,8 +133,7 @@ class CUDATransfer(HostTransfer):
     ) -> None:
         batches, self._blocks = zip(*(mirror(host, device) for host in hosts), strict=True)
         super().__init__(batches)
-        self._device = device
-        self._cuda = cuda
+        self._device, self._cuda = device, cuda
         self._stream = cuda.Stream(device)
         self._copied = [cuda.Event() for _ in hosts]
         self._consumed = [cuda.Event() for _ in hosts]

@@ -58,9 +58,9 @@ class RowAppender:
     """
 
     def __init__(self, rows: SharedRows, form: RowForm, non_finite: NonFinite) -> None:
-        self._rows, self._form, self._policy = rows, form, non_finite
+        self._rows, self._form, self._non_finite = rows, form, non_finite
         self._marker = TrajectoryMarker(rows, form) if form.n_step > 1 else None
-        self._finite = [
+        self._checked_fields = [
             i
             for i, field in enumerate(form.schema.fields)
             if field.dtype.is_floating_point and is_learnt_from(field.path)
@@ -111,16 +111,16 @@ class RowAppender:
                 "PackedReplayWriter, which adds none."
             )
         chosen = self._form.schema.select(rows, (count,), ignore=(("index",),))
-        if self._policy != "pass":
+        if self._non_finite != "pass":
             self._check_finite(chosen, count)
-        stage = self._memory_of(count)
+        stage = self._stage_for(count)
         # Not under no_grad: an interrupt at the end of its block would leave gradients off.
         if True in [tensor.requires_grad for tensor in chosen]:
             chosen = [tensor.detach() for tensor in chosen]
         torch._foreach_copy_(stage.views[: len(chosen)], chosen)
         return stage
 
-    def _memory_of(self, count: int) -> _Stage:
+    def _stage_for(self, count: int) -> _Stage:
         stages: dict[int, _Stage] = self._memory.__dict__.setdefault("stages", {})
         if count not in stages:
             if len(stages) >= _STAGES:
@@ -136,11 +136,11 @@ class RowAppender:
 
     def _check_finite(self, chosen: list[torch.Tensor], count: int) -> None:
         bad: torch.Tensor | None = None
-        for index in self._finite:
+        for index in self._checked_fields:
             if math.isfinite(chosen[index].sum().item()):  # the cheapest look at all of them
                 continue
             wrong = ~chosen[index].isfinite().reshape(count, -1).all(1)
-            if self._policy == "refuse" and wrong.any():
+            if self._non_finite == "refuse" and wrong.any():
                 raise ConfigError(
                     f"cannot write rows: {self._form.schema.names[index]!r} of row "
                     f"{int(wrong.nonzero()[0])} is not finite (expected finite values). Correct "
@@ -151,7 +151,16 @@ class RowAppender:
             self._rows.count(int(bad.sum()))
 
     def _write(self, stage: _Stage, envs: int | None, at: int | None = None) -> int:
-        """Append staged rows, in pieces where they are more than a shard holds."""
+        """Append staged rows, in pieces if they are more than a shard holds.
+
+        Args:
+            stage: The rows.
+            envs: Rows per step; None if it is not known.
+            at: Position that the first row must have, if any.
+
+        Returns:
+            The number of the first row.
+        """
         rows, size, first = self._rows, self._rows.shard_rows, 0
         if envs is not None and envs < size:
             size -= size % envs  # whole steps
@@ -159,7 +168,7 @@ class RowAppender:
         for start in range(0, count, size):
             piece = slice(start, start + size)
 
-            def prepare(shard: int, head: int, piece: slice = piece) -> None:
+            def prepare(shard: int, head: int, piece: slice = piece) -> None:  # this round's piece
                 if at is not None and not piece.start and head % rows.shard_rows != at:
                     raise UsageError(
                         f"cannot append rows at position {at}: the next one is "
@@ -169,11 +178,13 @@ class RowAppender:
                 rows.note_steps(shard, envs or 1)
                 if self._marker is not None:
                     views = [view[piece] for view in stage.views]
-                    self._marker.mark(views, envs and min(envs, len(views[0])), shard, head)
+                    step_rows = None if envs is None else min(envs, len(views[0]))
+                    self._marker.mark(views, step_rows, shard, head)
 
             parts = stage.parts if count <= size else [words[piece] for words in stage.parts]
             number = rows.append(parts, prepare)
-            first = number if not start else first
+            if start == 0:
+                first = number
         return first
 
     # True final observations

@@ -92,7 +92,7 @@ class BatchLayout:
         self._plain = replace(form.schema, fields=tuple(fields))
         index = TensorField(("index",), form.schema.batch_size, torch.int64)
         self._indexed = replace(form.schema, fields=(*fields, index))
-        self._known: dict[int, _Known] = {}  # by their id
+        self._known: dict[int, _Known] = {}  # by the batch's id()
 
     def nbytes(self, count: int) -> int:
         """Bytes of the memory of a batch of `count` rows."""
@@ -151,7 +151,7 @@ class BatchLayout:
                     memory = self.batch(count, flat)
                 made = self.tensordict(memory, index=True)
                 if _addresses(made).items() <= _addresses(batch).items():
-                    # Called with the dead reference, which `pop` takes for its default.
+                    # The weak reference passes itself: `pop` takes it as its default value.
                     forget = functools.partial(self._known.pop, id(batch))
                     leaves_and_nodes = batch.values(include_nested=True)
                     nested = tuple(v for v in leaves_and_nodes if isinstance(v, TensorDictBase))
@@ -218,10 +218,10 @@ class RowGatherer:
         for part, block in enumerate(self._rows.blocks):
             torch.index_select(block, 0, positions, out=out[f"rows {part}"])
         if self._form.n_step > 1:
-            self._sum_up(out, positions, heads)
+            self._sum_n_steps(out, positions, heads)
 
-    def _sum_up(self, out: Batch, positions: torch.Tensor, heads: tuple[int, ...]) -> None:
-        """Follow each row for up to n steps, as far as its trajectory has been written."""
+    def _sum_n_steps(self, out: Batch, positions: torch.Tensor, heads: tuple[int, ...]) -> None:
+        """Sum rewards over up to n steps from each row, as far as its trajectory is written."""
         rows, view = self._rows, self._form.layout.views
         first, last = self._layout.parts(out, "rows"), self._layout.parts(out, "last")
         torch._foreach_copy_(last, first)
@@ -233,8 +233,8 @@ class RowGatherer:
         trajectory, places = fields[-1], torch.arange(len(positions), device="cpu")
         for k in range(1, self._form.n_step):
             ids = ids + stride_of(trajectory) * rows.shards
-            there = (ids < rows.bounds(heads, ids)).nonzero().squeeze(1)
-            ids, trajectory, places = ids[there], trajectory[there], places[there]
+            written = (ids < rows.bounds(heads, ids)).nonzero().squeeze(1)
+            ids, trajectory, places = ids[written], trajectory[written], places[written]
             at = rows.positions(ids)
             follows = (self._trajectory[at] == trajectory).nonzero().squeeze(1)
             if not len(follows):

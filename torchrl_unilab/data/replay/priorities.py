@@ -99,7 +99,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         name, remedy = "PackedPrioritizedSampler", "Choose one of them."
         as_choice(f"{name} dtype", dtype, (torch.float32, torch.float64), remedy)
         as_choice(f"{name} reduction", reduction, ("max", "min", "median", "mean"), remedy)
-        # Not TorchRL's, which warns that its extension is not there.
+        # Not PrioritizedSampler's: it warns if TorchRL's C++ extension is missing.
         Sampler.__init__(self)
         self._max_capacity, self._alpha, self._beta, self._eps = max_capacity, alpha, beta, eps
         self.dtype, self.reduction = dtype, reduction
@@ -120,7 +120,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         PrioritizedSampler.beta.fset(self, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what was seen of this process's storage."""
+        """Leave out `_seen`, which is of this process's storage."""
         return {**super().__getstate__(), "_seen": (None, (), ())}
 
     def _init(self) -> None:
@@ -129,7 +129,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             self._sum_tree = PriorityTree(self._max_capacity, self.dtype)
         self._min_tree = PriorityTreeMinima(self._sum_tree)
         self._max_priority = None
-        # A storage, the first rows of its shards, and their heads.
+        # The storage last seen, and per shard its first row since it was emptied, and its head.
         self._seen: tuple[Any, tuple[int, ...], tuple[int, ...]] = (None, (), ())
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """
         path = Path(path)
         state = json.loads((path / "sampler_metadata.json").read_text())
-        rows = int(state["_max_capacity"])  # a file that was longer before is so still
+        rows = int(state["_max_capacity"])  # an older, longer file may keep its length
         tree = torch.from_numpy(np.fromfile(path / "sumtree.memmap", count=rows))
         self.load_state_dict(state | {"_sum_tree": tree, "_min_tree": None})
 
@@ -244,9 +244,9 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """Return an index as positions, int64 [n]."""
         if is_single(index):
             index = torch.as_tensor(index, device="cpu").view(1)
-        # Of other indices than positions, which need no look into shared memory.
-        asked = not isinstance(index, torch.Tensor) or index.dtype in MASKS
-        length = len(storage) if asked and storage is not None else self._max_capacity
+        # Positions do not depend on the length, which takes a look into shared memory.
+        needs_length = not isinstance(index, torch.Tensor) or index.dtype in MASKS
+        length = len(storage) if needs_length and storage is not None else self._max_capacity
         return flat_positions(index, length)
 
     def _power(self, priority: float) -> float:
@@ -267,12 +267,12 @@ class PackedPrioritizedSampler(PrioritizedSampler):
             heads: tuple[int, ...] = ()
             if storage.initialized:
                 self._mark_new(storage)
-                _, bases, heads = self._seen  # whatever other processes have done since
+                _, bases, heads = self._seen  # the rows that have priorities here
             if not heads:
                 return torch.zeros_like(index, dtype=torch.bool)
             if last >= storage.writers * min(map(int.__sub__, heads, bases)):
                 written = ~storage.rows.hidden(index, Window(bases, heads))
-            length = storage.max_size  # more may have been written
+            length = storage.max_size
         elif storage is not None:
             length = len(storage)
         if first < 0 or last >= length:
@@ -300,13 +300,13 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         count = len(storage)
         if count and isinstance(storage, PackedReplayStorage):
             self._mark_new(storage)
-        least = self._sum_tree.least() if count else math.inf
+        least = self._sum_tree.minimum() if count else math.inf
         if least == math.inf:
             raise UsageError("cannot sample: 0 rows (expected at least 1). Extend the buffer.")
         share = torch.rand(batch_size, generator=self._rng, dtype=torch.float64, device="cpu")
         index = self._sum_tree.find(share)
         if not isinstance(storage, PackedReplayStorage) and int(index.amax()) >= count:
-            # Of rows that its storage has no longer.
+            # Drop priorities of rows that the storage no longer has, and draw again.
             self._sum_tree[torch.arange(count, self._max_capacity, device="cpu")] = 0.0
             return self.sample(storage, batch_size)
         weight = (self._sum_tree[index] / least).pow(-self._beta)
@@ -329,22 +329,22 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         rows, source = storage.rows, weakref.ref(storage)
         bases, _, window = rows.lineage()
         known, began, last = self._seen
-        if known == source and began != bases:  # all rows are others
+        if known == source and began != bases:  # the storage was emptied: all its rows are new
             self._init()
             known = None
-        if not window.size:  # or all are being replaced
+        if not window.size:  # no row is written, or all are being replaced
             return None
         last = storage.heads_now(last) if known == source else window.floors
         self._seen = source, bases, window.heads
         if last == window.heads:
             return None
         positions = rows.positions_in(window.above(last))
-        if known != source:  # a checkpoint may have priorities, also of rows that are not here
-            away = torch.ones(self._max_capacity, dtype=torch.bool, device="cpu")
-            away[positions] = False
-            others = away.nonzero().squeeze(1)
-            self._sum_tree[others] = 0.0
-            self._maybe_erase_max_priority(others)
+        if known != source:  # priorities may come from a checkpoint: drop those without a row
+            absent = torch.ones(self._max_capacity, dtype=torch.bool, device="cpu")
+            absent[positions] = False
+            rowless = absent.nonzero().squeeze(1)
+            self._sum_tree[rowless] = 0.0
+            self._maybe_erase_max_priority(rowless)
             positions = positions[self._sum_tree[positions] == 0]
         if len(positions):
             most = float(self.default_priority)

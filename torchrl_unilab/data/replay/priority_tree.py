@@ -1,4 +1,4 @@
-"""Priorities of rows, with their sum and the least one, by blocks. Pure.
+"""Priorities of rows, with their sum and their minimum, by blocks. Pure.
 
 Blocks are reduced, and blocks of blocks, until a few thousand numbers are left: a batch takes a
 few array operations per level. Priorities that were set take effect at the next query, which
@@ -27,13 +27,13 @@ class PriorityTree:
 
     Args:
         capacity: Rows.
-        dtype: Of priorities that are returned; float64 is kept.
+        dtype: Dtype of returned priorities; they are stored as float64.
 
     Examples:
         >>> import torch
         >>> tree = PriorityTree(4, torch.float32)
         >>> tree[torch.tensor([0, 2])] = torch.tensor([1.0, 3.0])
-        >>> tree.least(), tree.find(torch.tensor([0.2, 0.3]).double())
+        >>> tree.minimum(), tree.find(torch.tensor([0.2, 0.3]).double())
         (1.0, tensor([0, 2]))
     """
 
@@ -45,15 +45,15 @@ class PriorityTree:
             shapes.append((capacity, BLOCK))
         shapes.append((1, capacity))
         self._sums = [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in shapes]
-        self._least = [torch.full_like(sums, math.inf) for sums in self._sums[1:]]
-        self._unreduced: list[torch.Tensor] = []  # blocks of which priorities were set since
+        self._minima = [torch.full_like(sums, math.inf) for sums in self._sums[1:]]
+        self._unreduced: list[torch.Tensor] = []  # blocks with priorities set since the last update
 
     def __setitem__(self, index: torch.Tensor | int, value: Any) -> None:
         """Set the priorities of rows, [n] or one, to values [n] or one."""
         at = torch.as_tensor(index, device="cpu").view(-1)
         self._sums[0].view(-1)[at] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-        self._unreduced.append(at.bitwise_right_shift(_BITS))  # what was given may change
-        if len(self._unreduced) > _UNREDUCED:  # by a process that may never ask
+        self._unreduced.append(at.bitwise_right_shift(_BITS))  # a copy: callers may change `index`
+        if len(self._unreduced) > _UNREDUCED:  # bounds memory in a process that never samples
             self._update()
 
     def __getitem__(self, index: torch.Tensor | int) -> Any:
@@ -68,13 +68,13 @@ class PriorityTree:
         """The priorities of all rows, float64 [capacity]."""
         return self._sums[0].view(-1)[: self._capacity]
 
-    def least(self) -> float:
-        """Return the least priority of the rows that have one; infinity if none has."""
+    def minimum(self) -> float:
+        """Return the lowest priority of the rows that have one; infinity if none has."""
         self._update()
-        return float(self._least[-1].amin() if self._least else _least_of(self._sums[0]))
+        return float(self._minima[-1].amin() if self._minima else _minimum_of(self._sums[0]))
 
     def find(self, share: torch.Tensor) -> torch.Tensor:
-        """Return the row where the sum of priorities exceeds each share of all, int64 [n].
+        """Return the first row at which the running sum exceeds each share of the total, int64 [n].
 
         Args:
             share: From 0 to below 1, float64 [n].
@@ -101,20 +101,20 @@ class PriorityTree:
             return
         at = torch.cat(self._unreduced)
         self._unreduced = []
-        for i, least in enumerate(self._least):
+        for i, minima in enumerate(self._minima):
             count = len(self._sums[i])
-            if len(at) >= count:  # fewer may have some more than once, which costs less than a sort
+            if len(at) >= count:  # repeated blocks cost less than a sort that removes them
                 at = torch.arange(count, device="cpu")
             blocks = self._sums[i].index_select(0, at)
             self._sums[i + 1].view(-1)[at] = blocks.sum(-1)
-            least.view(-1)[at] = (
-                self._least[i - 1].index_select(0, at).amin(-1) if i else _least_of(blocks)
+            minima.view(-1)[at] = (
+                self._minima[i - 1].index_select(0, at).amin(-1) if i else _minimum_of(blocks)
             )
             at = at.bitwise_right_shift(_BITS)
 
 
 class PriorityTreeMinima:
-    """What TorchRL's checkpoints have of a second tree, for minima: rows without one are infinite.
+    """The minima tree that TorchRL's samplers and checkpoints expect; infinity without a priority.
 
     Args:
         tree: The first one.
@@ -131,9 +131,9 @@ class PriorityTreeMinima:
         return values.masked_fill(values == 0.0, math.inf)
 
     def __setitem__(self, index: torch.Tensor | int, value: Any) -> None:
-        """Leave them as they were set in the first tree."""
+        """Do nothing: the values are those of the first tree."""
 
 
-def _least_of(priorities: torch.Tensor) -> torch.Tensor:
-    """Return the least one above 0 of each block [n, w], [n]; infinity if there is none."""
+def _minimum_of(priorities: torch.Tensor) -> torch.Tensor:
+    """Return the lowest priority above 0 of each block [n, w], as [n]; infinity without any."""
     return priorities.masked_fill(priorities == 0.0, math.inf).amin(-1)

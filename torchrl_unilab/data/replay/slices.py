@@ -24,8 +24,8 @@ class _Ends(NamedTuple):
     """The ends of trajectories found so far in the rows of a shard.
 
     Attributes:
-        source: Of which rows, by which key, since which rewriting.
-        seen: The number of the first row that has not been looked at.
+        source: The rows, the key and the count of rewrites that the ends are valid for.
+        seen: The number of the first row that has not been searched.
         numbers: Ascending numbers of rows before it that end a trajectory, int64 [n].
     """
 
@@ -101,14 +101,15 @@ class PackedSliceSampler(SliceSampler):
     def _get_stop_and_length(self, storage: Any, fallback: bool = True) -> _Boundaries:
         """Return first and last places of trajectories, int64 [n, 1], and lengths [n].
 
-        Places are positions, where these are in the order of time. Raises as `sample`.
+        A place is an index of the timeline; it is a position unless rows are interleaved. Raises as
+        `sample`.
         """
         if isinstance(storage, PackedReplayStorage):
             storage = _Timeline(storage)
         if isinstance(storage, _Timeline):
-            if (found := self._found(storage)) is not None:
+            if (found := self._find_boundaries(storage)) is not None:
                 return found
-            if storage.turns:
+            if storage.interleaved:
                 raise ConfigError(
                     "slices of rows that take turns between writers or environments: by "
                     f"{self._key or self.end_keys!r} (expected one key of the rows, with one flag "
@@ -121,10 +122,10 @@ class PackedSliceSampler(SliceSampler):
 
     @property
     def _key(self) -> Any:
-        """What slices are cut by, once it has been looked for."""
+        """The key that slices are cut by, once TorchRL has resolved it."""
         return self._used_traj_key if self._fetch_traj else self.end_key
 
-    def _found(self, timeline: _Timeline) -> _Boundaries | None:
+    def _find_boundaries(self, timeline: _Timeline) -> _Boundaries | None:
         """Return the boundaries from the known ends; None if TorchRL has to look for them."""
         if self._cache or self._gpu_device is not None:
             return None
@@ -144,7 +145,7 @@ class PackedSliceSampler(SliceSampler):
             found.append(_ends(own, source, steps, known.get(shard), changes=self._fetch_traj))
         self._known = tuple(found)
         numbers = [ends.numbers for ends in found]
-        if timeline.turns:
+        if timeline.interleaved:
             return timeline.boundaries(numbers)
         (steps,) = timeline.shards
         return _boundaries(numbers[0], steps.first, steps.head, storage.max_size)
@@ -162,13 +163,13 @@ class PackedSliceSampler(SliceSampler):
 
 
 class _Steps(NamedTuple):
-    """Steps of a shard whose rows are of the same environments, the newest ones.
+    """The newest steps of a shard that all have one row of each of the same environments.
 
     Attributes:
         first: The number of the first row.
         length: Steps.
         stride: Rows of a step.
-        place: Rows of the shards before.
+        place: Place of the first row: the rows of the shards before this one.
     """
 
     first: int
@@ -209,9 +210,10 @@ class _Timeline:
                 "Extend the buffer, or sample again if another process has replaced the rows."
             )
         steps = self.shards[0]
-        self.turns = len(self.shards) > 1 or steps.stride > 1 or steps.length < window.size
-        """Whether places are other than positions."""
-        self.shape = (place if self.turns else storage.max_size,)
+        self.interleaved = len(self.shards) > 1 or steps.stride > 1 or steps.length < window.size
+        """Whether rows of several environments or shards alternate, so that places differ from
+        positions."""
+        self.shape = (place if self.interleaved else storage.max_size,)
 
     def boundaries(self, ends: Sequence[torch.Tensor]) -> _Boundaries:
         """Return the places between ends, given as ascending numbers of rows for each shard."""
@@ -228,7 +230,7 @@ class _Timeline:
 
     def positions(self, places: torch.Tensor) -> torch.Tensor:
         """Return the positions of rows at places, int64 of any shape."""
-        if not self.turns:
+        if not self.interleaved:
             return places
         table = torch.tensor(self.shards, device="cpu")
         shard = torch.bucketize(places, table[1:, 3].contiguous(), right=True)
@@ -246,11 +248,11 @@ def _ends(
 
     Args:
         column: Its flags or numbers, [shard_rows] or [shard_rows, 1].
-        rows: Which rows, by which key, since which rewriting.
-        steps: Where to look.
+        rows: Identifies the rows, the key and the count of rewrites.
+        steps: The rows to search.
         known: The ends found so far, if any.
-        changes: Whether rows end a trajectory if the next ones of the environment have other
-            numbers; else if they are flagged.
+        changes: Whether a trajectory ends where the column changes from one row of an environment
+            to the next; else it ends where the column is true.
     """
     first, head, stride = steps.first, steps.head, steps.stride
     source = (rows, stride, first % stride)
