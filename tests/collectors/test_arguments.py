@@ -14,7 +14,7 @@ from tests.support.acting import StillEnv, make_policy
 from tests.support.collecting import CountingEnv, actor
 from tests.support.processes import live_children
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
-from torchrl_unilab.collectors.arguments import find_device, the_policy
+from torchrl_unilab.collectors.arguments import find_device, resolve_policy
 from torchrl_unilab.errors import ConfigError, UsageError, WorkerError
 from torchrl_unilab.weight_update import UniLabShmScheme
 
@@ -183,7 +183,7 @@ def test_a_policy_that_is_no_tensordict_module_is_refused_by_its_type(policy):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_compiled_policy_is_one():
     policy = torch.compile(make_policy())
-    assert the_policy(policy, None) is policy
+    assert resolve_policy(policy, None) is policy
 
 
 def test_an_environment_in_the_place_of_what_makes_one_is_refused():

@@ -151,7 +151,7 @@ def test_what_goes_to_a_process_is_nothing_that_is_of_another(cls):
         storage._rng = torch.Generator()
         state = storage._shared_state()
         assert state["_rng"] is None
-        own = set(storage._of_a_process)
+        own = set(storage._process_local)
         assert own
         assert own.isdisjoint(state)
         assert {*state, *own} == {*storage.__dict__}

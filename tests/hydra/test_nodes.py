@@ -12,7 +12,7 @@ from torchrl.trainers.algorithms.configs.trainers import OnPolicyTrainerConfig, 
 from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.collectors.arguments import WorkerSettings
 from torchrl_unilab.configs import SETTINGS
-from torchrl_unilab.data.stock import STORAGE
+from torchrl_unilab.data.stock import STORAGE_ARGUMENTS
 from torchrl_unilab.hydra.nodes import NODES
 
 OF_HYDRA = {"_target_", "_partial_", "_convert_"}
@@ -39,7 +39,7 @@ CLASSES = [name for name, node in NODES.items() if "factories" not in node._targ
 def test_a_node_has_the_arguments_of_its_target_with_the_same_defaults(name):
     fields = _fields(NODES[name])
     parameters = _parameters(get_class(NODES[name]._target_))
-    of_stock = set(STORAGE) if name == ("storage", "packed_replay") else set()
+    of_stock = set(STORAGE_ARGUMENTS) if name == ("storage", "packed_replay") else set()
     assert fields.keys() - of_stock == parameters.keys()
     for key, parameter in parameters.items():
         default = fields[key].default
@@ -51,7 +51,7 @@ def test_a_node_has_the_arguments_of_its_target_with_the_same_defaults(name):
 
 
 def test_the_replay_s_node_has_each_argument_of_stock_storages_that_is_honoured():
-    assert set(STORAGE) <= _fields(NODES["storage", "packed_replay"]).keys()
+    assert set(STORAGE_ARGUMENTS) <= _fields(NODES["storage", "packed_replay"]).keys()
 
 
 @pytest.mark.parametrize("name", COLLECTORS)

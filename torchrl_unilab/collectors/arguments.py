@@ -42,7 +42,7 @@ class WorkerSettings(TypedDict, total=False):
 
 
 _LEAVE_OUT = "Leave it out: these collectors do without"
-STOCK: Mapping[str, tuple[tuple[Any, ...], str]] = {
+STOCK_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "max_frames_per_traj": ((None, 0, -1), "Append a StepCounter(max_steps) to the environment"),
     "init_random_frames": ((None, 0, -1), "Use a ReplayCollector, which has it"),
     "reset_at_each_iter": ((False,), _LEAVE_OUT),
@@ -132,7 +132,7 @@ def check_done_keys(env: EnvBase) -> None:
         )
 
 
-def steps_of(frames_per_batch: int, num_envs: int, share: int) -> int:
+def steps_per_rollout(frames_per_batch: int, num_envs: int, share: int) -> int:
     """Return the steps of a rollout; a ConfigError unless they are whole.
 
     Args:
@@ -150,10 +150,10 @@ def steps_of(frames_per_batch: int, num_envs: int, share: int) -> int:
     return frames_per_batch // together
 
 
-def the_policy(
+def resolve_policy(
     policy: TensorDictModuleBase | None, factory: Callable[[], TensorDictModuleBase] | None
 ) -> TensorDictModuleBase:
-    """Return the policy, given or made by its factory; a ConfigError unless it is one of them."""
+    """Return the policy, given or made by the factory; a ConfigError unless exactly one is."""
     if (policy is None) == (factory is None):
         raise ConfigError(
             f"policy: {'neither it nor' if policy is None else 'both it and'} policy_factory "
@@ -170,7 +170,7 @@ def the_policy(
 
 
 def metric_names(measure: Measure, env: EnvBase) -> list[str]:
-    """Return the names of what is measured of an environment; a ConfigError unless it is numbers.
+    """Return the names of an environment's further metrics; a ConfigError unless they are numbers.
 
     Errors that `measure` raises are its own.
     """
@@ -223,9 +223,9 @@ def copied_factory(create_env: CreateEnv) -> CreateEnv:
 def without_creators(
     factories: Sequence[CreateEnv],
 ) -> tuple[list[CreateEnv | None], dict[int, EnvCreator]]:
-    """Return factories that can be pickled by value, and the others by number.
+    """Split factories into those pickled by value (None for others), and `EnvCreator`s by worker.
 
-    What an `EnvCreator` shares among workers is pickled while a process is spawned, or not at all.
+    What an `EnvCreator` shares among workers can only be pickled while a process is spawned.
     """
     creators = {i: make for i, make in enumerate(factories) if isinstance(make, EnvCreator)}
     return [None if i in creators else make for i, make in enumerate(factories)], creators

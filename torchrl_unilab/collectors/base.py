@@ -25,7 +25,7 @@ from torchrl.weight_update import WeightSyncScheme
 from typing_extensions import Self
 
 from torchrl_unilab.collectors.arguments import (
-    STOCK,
+    STOCK_ARGUMENTS,
     CreateEnv,
     check_done_keys,
     check_settings,
@@ -37,8 +37,8 @@ from torchrl_unilab.collectors.arguments import (
     metric_names,
     policy_scheme,
     refuse_hook,
-    steps_of,
-    the_policy,
+    resolve_policy,
+    steps_per_rollout,
     without_creators,
 )
 from torchrl_unilab.collectors.metrics import CollectorMetrics, SharedMetrics
@@ -121,28 +121,26 @@ class WorkerCollector(BaseCollector, abc.ABC):
         policy_factory: Callable[[], TensorDictModuleBase] | None = None,
         **stock: Any,
     ) -> None:
-        check_stock_arguments(type(self).__name__, stock, STOCK)
+        check_stock_arguments(type(self).__name__, stock, STOCK_ARGUMENTS)
         self._factories = env_factories(create_env_fn, num_collectors)
         workers = len(self._factories)
         check_settings(workers, inline, lockstep, restart_workers, worker_idx, seed)
         super().__init__()
         self.scheme = policy_scheme(weight_sync_schemes)
         self._weight_sync_schemes = {"policy": self.scheme}
-        self.policy = the_policy(policy, policy_factory)
+        self.policy = resolve_policy(policy, policy_factory)
         self.policy_factory = [None] * workers
         self.policy_device = [find_device("policy_device", policy_device or "cpu")] * workers
         self.worker_idx = None if worker_idx is None else int(worker_idx)
-        self._measure = measure
-        self.num_workers = workers
+        self.num_workers, self._measure = workers, measure
         self.total_frames = as_integer("total_frames", total_frames, "Use -1 for no end.", least=-1)
         self.lockstep = lockstep or inline
         self.timeout = None if timeout is None else as_seconds("timeout", timeout, zero=True)
         self.restart_workers = restart_workers
         self._inline, self._num_threads = inline, as_integer("num_threads", num_threads, "Use 1.")
         self.exploration_type = exploration_type
-        self._first_seed = seed
-        self._frames = 0
-        self._iter = -1  # batches that were yielded, less one: TorchRL's `stats` adds it
+        self._first_seed, self._frames = seed, 0
+        self._iter = -1  # index of the last batch yielded, which TorchRL's `stats` reads
         self._closing = threading.RLock()
         self._sink: Sink | None = None
         self._metrics: SharedMetrics | None = None
@@ -159,13 +157,13 @@ class WorkerCollector(BaseCollector, abc.ABC):
 
         `share` workers collect a batch together; `explore` wraps the policy in each.
         """
-        first, own = self._factories[0], None
+        first, inline_env = self._factories[0], None
         env = (first if self._inline else copied_factory(first))()
         check_env(env)
         try:
             check_done_keys(env)
             self.num_envs = env.batch_size.numel()
-            num_steps = steps_of(frames_per_batch, self.num_envs, share)
+            num_steps = steps_per_rollout(frames_per_batch, self.num_envs, share)
             self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
             self._sink = sink = self._make_sink(env, num_steps)
             names = metric_names(self._measure, env)
@@ -188,8 +186,8 @@ class WorkerCollector(BaseCollector, abc.ABC):
             )
             workers: WorkerService | WorkerGroup
             if self._inline:
-                own = first()  # not stepped yet: it may learn from what it sees
-                workers = WorkerService(setup, env=own)
+                inline_env = first()  # `env` was stepped, and its transforms may keep state
+                workers = WorkerService(setup, env=inline_env)
             else:
                 arguments = [(setup, worker) for worker in range(self.num_workers)]
                 workers = WorkerGroup(
@@ -204,7 +202,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
             self.shutdown()
             raise
         finally:
-            if env is not own:  # a function may give the one that it has
+            if env is not inline_env:  # a function may return the same environment twice
                 close_env(env)
 
     def _open_sink(self) -> Any:

@@ -21,9 +21,9 @@ def is_single(index: Any) -> bool:
         PositionError: It is a mask of no dimension, or one number that is no integer.
     """
     if isinstance(index, (torch.Tensor, np.ndarray)):
-        # Of a mask without a dimension torch takes all, with one dimension more.
+        # Torch takes a mask of no dimension for all items, with one dimension more.
         if not index.ndim and (index.dtype in MASKS or "int" not in str(index.dtype)):
-            raise _no_positions(str(index.dtype))
+            raise _not_positions(str(index.dtype))
         return not index.ndim
     return isinstance(index, (int, np.integer)) and not isinstance(index, bool)
 
@@ -73,25 +73,25 @@ def flat_positions(index: Any, length: int) -> torch.Tensor:
             )
         index = index.nonzero()
     elif index.is_floating_point() or index.is_complex():
-        raise _no_positions(str(index.dtype))
+        raise _not_positions(str(index.dtype))
     flat: torch.Tensor = index.reshape(-1).to(device="cpu", dtype=torch.int64)
     return flat
 
 
 def _as_tensor(index: Any) -> torch.Tensor:
-    """Return several positions, or a mask, of another form as a tensor."""
+    """Return positions, or a mask, given as an array or an iterable, as a tensor."""
     if isinstance(index, np.ndarray):
         return torch.from_numpy(index)
     if not isinstance(index, Iterable):
-        raise _no_positions(type(index).__name__)
+        raise _not_positions(type(index).__name__)
     try:
         found = torch.as_tensor(list(index), device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise _no_positions(f"{type(index).__name__}: {error}") from error
-    return found if found.numel() else found.long()  # of none, torch knows no type
+        raise _not_positions(f"{type(index).__name__}: {error}") from error
+    return found if found.numel() else found.long()  # of an empty list: floating-point
 
 
-def _no_positions(what: str) -> PositionError:
+def _not_positions(what: str) -> PositionError:
     return PositionError(
         f"positions of {what} (expected integers or a mask of all items). Pass int64 positions, or "
         "a bool mask."
@@ -99,7 +99,7 @@ def _no_positions(what: str) -> PositionError:
 
 
 def is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
-    """Return whether positions, int64 [n], count up from `first`, in a circle of `capacity`."""
+    """Return whether positions, int64 [n], count up from `first`, modulo `capacity`."""
     if int(positions[0]) != first:
         return False
     run = torch.arange(first, first + len(positions), device="cpu")
@@ -107,7 +107,7 @@ def is_run(positions: torch.Tensor, first: int, capacity: int) -> bool:
 
 
 def last_of_each(positions: torch.Tensor) -> torch.Tensor:
-    """Return the index of the last occurrence of each distinct position, int64 [n], in order.
+    """Return, in order, the index of each distinct position's last occurrence, int64 [n].
 
     Examples:
         >>> last_of_each(torch.tensor([3, 1, 3, 2]))
@@ -124,16 +124,20 @@ def is_mask(index: Any) -> bool:
     return isinstance(index, list) and bool(index) and type(index[0]) in MASKS
 
 
-def from_the_start(positions: torch.Tensor, length: int) -> torch.Tensor:
-    """Return positions of rows, int64 [n], n > 0, with negative ones counted from the start.
+def wrap_negative(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Replace negative positions, which count from the end, by those from the start.
+
+    Args:
+        positions: Positions of rows, int64 [n], n > 0.
+        length: How many rows there are.
 
     Raises:
         PositionError: There is no such row.
 
     Examples:
         >>> import torch
-        >>> from torchrl_unilab.data.positions import from_the_start
-        >>> from_the_start(torch.tensor([2, -1]), 5)
+        >>> from torchrl_unilab.data.positions import wrap_negative
+        >>> wrap_negative(torch.tensor([2, -1]), 5)
         tensor([2, 4])
     """
     low = int(positions.min())

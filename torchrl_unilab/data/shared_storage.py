@@ -25,10 +25,10 @@ from torchrl_unilab.shm.segment import Owner, closed_error
 
 
 def check_kind(owner: object, what: str, given: object, kind: type, remedy: str) -> None:
-    """Refuse a part of another kind than its owner works with.
+    """Refuse a part that is not of the kind that its owner works with.
 
     Raises:
-        ConfigError: It is one.
+        ConfigError: The part is of another kind.
     """
     if not isinstance(given, kind):
         raise ConfigError(
@@ -67,11 +67,11 @@ class SharedStorage(Owner, TensorStorage):
     """
 
     supports_conditional_update = False
-    _of_a_process: ClassVar[tuple[str, ...]]
-    """Attributes that each process has for itself; `_start_process` sets them."""
+    _process_local: ClassVar[tuple[str, ...]]
+    """Attributes that are not sent to other processes; `_start_process` sets them."""
 
     def __init__(self, max_size: int, writers: int) -> None:
-        Storage.__init__(self, max_size)  # what TensorStorage adds, shared memory has
+        Storage.__init__(self, max_size)  # not TensorStorage's: shared memory has what it adds
         del self._mutation_revision_value, self._last_cursor_index_value
         self.device = torch.device("cpu")
         self.writers = writers
@@ -108,7 +108,7 @@ class SharedStorage(Owner, TensorStorage):
         """Start as a process that has neither written nor read."""
 
     def _count_readable(self) -> int:
-        """Return at how many positions, from 0 on, there is an item."""
+        """Return how many positions hold an item, counted from 0 without a gap."""
         return len(self)
 
     def contains(self, item: Any) -> Any:
@@ -122,7 +122,7 @@ class SharedStorage(Owner, TensorStorage):
             if item.dtype in MASKS:  # stock storages take each flag for a valid position
                 return torch.ones_like(item, dtype=torch.bool)
             if not item.is_floating_point() and not item.is_complex():
-                item = item.long()  # some others cannot be compared
+                item = item.long()  # torch cannot compare some unsigned types
                 return (item >= -length) & (item < length)
         elif isinstance(item, (int, np.integer)):
             return -length <= int(item) < length
@@ -168,14 +168,14 @@ class SharedStorage(Owner, TensorStorage):
         if self.closed:
             raise closed_error(type(self).__name__, "Build it again.")
 
-    def _unknown(self, action: str) -> UsageError:
-        """Return why something cannot be done before it is known what an item looks like."""
+    def _schema_unknown(self, action: str) -> UsageError:
+        """Return the error for an action that needs the schema before it is known."""
         return UsageError(
             f"cannot {action} {type(self).__name__}: 0 of {self.max_size} written (expected keys, "
             "shapes and dtypes to be known). Make it from an example or a spec, or write first."
         )
 
-    _is_ending = staticmethod(sys.is_finalizing)  # the module's names may be gone then
+    _is_ending = staticmethod(sys.is_finalizing)  # kept here: at exit the module may be empty
 
     def close(self) -> None:
         """Give up the storage; its creator frees the memory. Idempotent."""
@@ -191,12 +191,12 @@ class SharedStorage(Owner, TensorStorage):
     # Copies
 
     @abstractmethod
-    def _like(self) -> Self:
-        """Return a storage of the same settings in memory apart, empty."""
+    def _empty_copy(self) -> Self:
+        """Return an empty storage of the same settings, in new memory."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a storage of the same settings and items in memory apart."""
-        other = self._like()
+        """Return a storage of the same settings and items, in new memory."""
+        other = self._empty_copy()
         memo[id(self)] = other
         other.load_state_dict(self.state_dict())
         other._attached_entities_list = copy.deepcopy(self._attached_entities_list, memo)
@@ -222,8 +222,8 @@ class SharedStorage(Owner, TensorStorage):
     def _shared_state(self) -> dict[str, Any]:
         self._check_open()
         if not self.initialized:
-            raise self._unknown("share")
-        state = {k: v for k, v in self.__dict__.items() if k not in self._of_a_process}
+            raise self._schema_unknown("share")
+        state = {k: v for k, v in self.__dict__.items() if k not in self._process_local}
         state["_rng"] = None
         return state
 

@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from torchrl_unilab.data.positions import is_single
 from torchrl_unilab.errors import CheckpointError, ConfigError
 
-STORAGE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+STORAGE_ARGUMENTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "device": ((None, "cpu"), "Move what is sampled with a transform, or a replay pipeline"),
     "ndim": ((1,), "Flatten what you extend by"),
     "compilable": ((False,), "Leave it out: the storage is shared between processes"),
@@ -42,7 +42,7 @@ def check_stock_arguments(
     Args:
         owner: Name of the class.
         given: Arguments by name.
-        honoured: Argument to the values that are, and what to do about others.
+        honoured: For each argument, the values that are accepted, and what to do instead of others.
 
     Raises:
         ConfigError: A value cannot be honoured.
@@ -52,7 +52,8 @@ def check_stock_arguments(
         if name not in honoured:
             raise TypeError(f"{owner}() got an unexpected keyword argument {name!r}")
         values, remedy = honoured[name]
-        if (str(value) if isinstance(value, torch.device) else value) not in values:
+        plain = str(value) if isinstance(value, torch.device) else value
+        if plain not in values:
             raise ConfigError(
                 f"{owner} {name}: {value!r} (expected {' or '.join(map(repr, values))}). {remedy}."
             )
@@ -129,13 +130,18 @@ def _no_rows(what: str, found: str) -> CheckpointError:
 
 
 def writers_ahead(storage: Storage, cursor: Any, head: int) -> list[RoundRobinWriter]:
-    """Return the stock writers that have advanced past `cursor`, as they do before they write.
+    """Return the stock writers whose own cursor is past rows at `cursor` that are not written yet.
 
-    `head` is the number of rows ever written to the storage.
+    They move their cursor before they write.
+
+    Args:
+        storage: Their storage.
+        cursor: The index that is being written.
+        head: Rows ever written to the storage.
     """
     single = is_single(cursor)
     if not single and not (isinstance(cursor, torch.Tensor) and len(cursor)):
-        return []  # no writer's
+        return []  # no stock writer passes such an index
     after = (int(cursor if single else cursor[-1]) + 1) % storage.max_size
     writers = _writers_of(storage, RoundRobinWriter)
     return [each for each in writers if each._cursor == after != head % storage.max_size]

@@ -20,7 +20,7 @@ from torchrl_unilab.data.replay.form import RowForm
 from torchrl_unilab.data.replay.gather import BatchLayout, ReplaySnapshot, RowGatherer
 from torchrl_unilab.data.schema import TensorSchema
 from torchrl_unilab.data.shared_storage import SharedStorage
-from torchrl_unilab.data.stock import STORAGE, check_stock_arguments
+from torchrl_unilab.data.stock import STORAGE_ARGUMENTS, check_stock_arguments
 from torchrl_unilab.errors import CheckpointError, ConfigError, SegmentSpaceError, UsageError
 from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_choice, as_integer, as_seconds
@@ -31,7 +31,15 @@ from torchrl_unilab.shm.segment import SharedSegment, free_bytes
 class SharedReplay(SharedStorage):
     """The rows of a `PackedReplayStorage`; its docstring has the arguments."""
 
-    _of_a_process = ("_building", "_rows", "_appender", "_gatherer", "_batches", "_views", "_moved")
+    _process_local = (
+        "_building",
+        "_rows",
+        "_appender",
+        "_gatherer",
+        "_batches",
+        "_views",
+        "_moved",
+    )
 
     def __init__(
         self,
@@ -46,7 +54,7 @@ class SharedReplay(SharedStorage):
         timeout: float = 10.0,
         **stock: Any,
     ) -> None:
-        check_stock_arguments(type(self).__name__, stock, STORAGE)
+        check_stock_arguments(type(self).__name__, stock, STORAGE_ARGUMENTS)
         writers = as_integer("replay storage writers", writers, "Use 1.")
         remedy = "Use at least one row per writer."
         max_size = as_integer("replay storage max_size", max_size, remedy, least=writers)
@@ -137,7 +145,7 @@ class SharedReplay(SharedStorage):
         """
         if self._rows is None:
             self._check_open()
-            raise self._unknown("use")
+            raise self._schema_unknown("use")
         return self._rows
 
     @property
@@ -156,7 +164,10 @@ class SharedReplay(SharedStorage):
         return ReplaySnapshot(lineage.written, lineage.window.size, lineage.window)
 
     def heads_now(self, heads: tuple[int, ...]) -> tuple[int, ...]:
-        """Return heads as they are numbered since `continue_at`: rows below them are not new."""
+        """Return what heads loaded before `continue_at` have become; others stay as they are.
+
+        Rows below the result were already there when `heads` were loaded.
+        """
         return self._moved.get(heads, heads)
 
     @property
@@ -260,7 +271,7 @@ class SharedReplay(SharedStorage):
         return number % rows.shard_rows * rows.shards + rows.shard
 
     def _appender_for(self, rows: TensorDictBase) -> RowAppender:
-        """What appends, to rows like `rows` [n] if there are none yet."""
+        """Return the appender; make it for rows like `rows` [n] if there are none yet."""
         if not self.initialized:
             self.initialize(TensorSchema.of(rows[0]))
         return self._appender
@@ -359,8 +370,9 @@ class SharedReplay(SharedStorage):
         count = as_integer("rows to sample", count, "Sample 1 row or more.")
         rows, batches, gatherer = self.rows, self._batches, self._gatherer
         window = rows.readable()
-        whole = snapshot.window if snapshot is not None and snapshot.window else window
-        if whole.size < 1:
+        if snapshot is not None and snapshot.window:
+            window = snapshot.window
+        if window.size < 1:
             raise UsageError(
                 f"cannot sample {count} rows: 0 of {self.ptr} can be sampled (expected at least "
                 "1, of those written). Write first, or take a new snapshot."
@@ -377,8 +389,8 @@ class SharedReplay(SharedStorage):
 
         def redraw(number: int) -> torch.Tensor:
             now = rows.readable()
-            left = now if snapshot is None else whole.above(now.floors)
+            left = now if snapshot is None else window.above(now.floors)
             return rows.draw(number, left, source)
 
-        rows.read(whole, rows.draw(count, whole, source), gatherer.into(memory), redraw)
+        rows.read(window, rows.draw(count, window, source), gatherer.into(memory), redraw)
         return batches.tensordict(memory, index=True) if out is None else out

@@ -19,11 +19,11 @@ from torchrl_unilab.data.positions import (
     batch_shape,
     check_range,
     flat_positions,
-    from_the_start,
     is_mask,
     is_run,
     is_single,
     last_of_each,
+    wrap_negative,
 )
 from torchrl_unilab.data.replay.append import as_rows
 from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load_rows, save_rows
@@ -109,9 +109,11 @@ class PackedReplayStorage(SharedReplay):
     def __len__(self) -> int:
         """Positions from 0 on that have been written, without a gap.
 
-        At least 1 where a row can be sampled, whatever its shard; `size` counts all of them.
+        At least 1 if any row can be sampled, even if position 0 is empty. `size` counts all rows
+        that can be sampled.
         """
-        return self._count_readable() or min(1, self.size)
+        count = self._count_readable()
+        return 1 if count == 0 and self.size else count
 
     def _count_readable(self) -> int:
         if not self.initialized:
@@ -174,7 +176,8 @@ class PackedReplayStorage(SharedReplay):
             elif shape is not None and data.batch_size[: len(shape)] == shape:
                 data = data.flatten(0, len(shape) - 1)
             length, count = len(self), data.batch_size[0]
-            whole = is_mask(cursor) and len(cursor) == self.max_size  # as stock storages have it
+            # Stock storages take a mask of all positions, written or not.
+            whole = is_mask(cursor) and len(cursor) == self.max_size
             positions = flat_positions(
                 [int(cursor)] if single else cursor, self.max_size if whole else length
             )
@@ -199,14 +202,15 @@ class PackedReplayStorage(SharedReplay):
             first = self.ptr % self.max_size
         run = set_cursor and self.writers == 1 and is_run(positions, first, self.max_size)
         if not run:
-            positions = from_the_start(positions, length)
+            positions = wrap_negative(positions, length)
         indexed = self._form is not None and "index" in self._form.index
         if indexed and data.get("index", None) is None:
-            data = data.copy().set("index", positions)  # as TorchRL's writers have it
+            data = data.copy().set("index", positions)  # as TorchRL's writers do
         if run:
             self.append(data, first)
             return
-        if len(newest := last_of_each(positions)) < len(positions):
+        newest = last_of_each(positions)
+        if len(newest) < len(positions):
             positions, data = positions[newest], data[newest]
         fresh = positions >= length
         if fresh.any():
@@ -228,7 +232,7 @@ class PackedReplayStorage(SharedReplay):
             self._moved = {heads: self.rows.window().heads}
 
     def _append_at(self, positions: torch.Tensor, data: TensorDictBase, length: int) -> None:
-        """Append rows at positions that have not been written, in the order of these."""
+        """Append rows at positions that have not been written, by ascending position."""
         if self.writers > 1:
             raise ConfigError(
                 f"replay of writers={self.writers}: new rows at positions (expected rows without). "
@@ -282,7 +286,7 @@ class PackedReplayStorage(SharedReplay):
             return views[at % length]
         positions = flat_positions(index, length)
         if len(positions):
-            positions = from_the_start(positions, length)
+            positions = wrap_negative(positions, length)
         memory = batches.batch(len(positions))
         rows.read_at(positions, gatherer.into(memory))
         batch = batches.tensordict(memory, index=False)
@@ -309,16 +313,20 @@ class PackedReplayStorage(SharedReplay):
 
         Returns:
             Copies of the rows [n], the oldest of a shard first, without those that have been
-            overwritten; and how far each shard has been read, also over checkpoints.
+            overwritten; and how many rows of each shard have been read, counted across checkpoints.
         """
         rows, batches, gatherer = self.rows, self._batches, self._gatherer
         bases, origins, window = rows.lineage()
         if not window.size:  # none can be read now
             return batches.tensordict(batches.batch(0), index=False), tuple(counted)
-        shifts = tuple(map(int.__sub__, origins, bases))
-        read = tuple(map(int.__add__, window.heads, shifts))
-        known = (c if c <= r else 0 for c, r in zip(counted or (0,) * len(read), read, strict=True))
-        window = window.above(self.heads_now(tuple(map(int.__sub__, known, shifts))))
+        # A shard's rows are counted across checkpoints by their number plus its shift.
+        shifts = [origin - base for origin, base in zip(origins, bases, strict=True)]
+        read = tuple(head + shift for head, shift in zip(window.heads, shifts, strict=True))
+        counted = counted or [0] * len(read)
+        # A count above the rows that there are is of another replay: read the whole shard.
+        known = [c if c <= r else 0 for c, r in zip(counted, read, strict=True)]
+        heads = tuple(count - shift for count, shift in zip(known, shifts, strict=True))
+        window = window.above(self.heads_now(heads))
         memory = batches.batch(window.size)
         rows.read_at(rows.positions_in(window), gatherer.into(memory))
         return batches.tensordict(memory, index=False), read
@@ -364,7 +372,7 @@ class PackedReplayStorage(SharedReplay):
 
     # Copies and end
 
-    def _like(self) -> Self:
+    def _empty_copy(self) -> Self:
         return type(self)(
             self.max_size,
             writers=self.writers,

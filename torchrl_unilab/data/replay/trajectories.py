@@ -45,7 +45,7 @@ class TrajectoryMarker:
         names = [dotted(path) for path in form.observed]
         self._pairs = [(form.index[f"next.{name}"], form.index[name]) for name in names]
         if _IDS in form.index:
-            self._pairs.append((form.index[_IDS],) * 2)
+            self._pairs.append((form.index[_IDS], form.index[_IDS]))
         rows.detach = partial(_detach, form.layout)
 
     def mark(self, views: list[torch.Tensor], envs: int | None, shard: int, head: int) -> None:
@@ -91,16 +91,16 @@ class TrajectoryMarker:
         are done and the first continues a trajectory.
         """
         count = len(views[-1])
-        if self._goes_on(views, count, shard, head):
+        if self._continues_step(views, count, shard, head):
             return count
         ahead = [view[:-1] for view in views]
-        follows = int(self._follows(ahead, [view[1:] for view in views]).sum())
-        going = int((~self._ended(ahead)).sum())
-        if going:
-            return 1 if 2 * follows >= going else count
-        return 1 if self._goes_on(views, 1, shard, head) else count
+        followed = int(self._follows(ahead, [view[1:] for view in views]).sum())
+        unfinished = int((~self._ended(ahead)).sum())
+        if unfinished:
+            return 1 if 2 * followed >= unfinished else count
+        return 1 if self._continues_step(views, 1, shard, head) else count
 
-    def _goes_on(self, views: list[torch.Tensor], envs: int, shard: int, head: int) -> bool:
+    def _continues_step(self, views: list[torch.Tensor], envs: int, shard: int, head: int) -> bool:
         """Whether the first `envs` rows continue a step with the same number of rows."""
         before = self._last_step(envs, shard, head)
         first = [view[:envs] for view in views]
@@ -122,15 +122,15 @@ class TrajectoryMarker:
     def _follows(self, rows: list[torch.Tensor], later: list[torch.Tensor]) -> torch.Tensor:
         """Return which rows are followed by the later ones, bool [n]."""
         follows = ~self._ended(rows)
-        for ahead, observed in self._pairs:
-            this, that = rows[ahead], later[observed]
-            same = this == that
-            if this.is_floating_point():
-                same |= this.isnan() & that.isnan()  # some environments mask what is not seen
+        for next_field, field in self._pairs:
+            left, right = rows[next_field], later[field]
+            same = left == right
+            if left.is_floating_point():
+                same |= left.isnan() & right.isnan()  # some environments mask by NaN
             follows &= same.unsqueeze(-1).flatten(1).all(1)
         return follows
 
 
 def _detach(layout: RowLayout, parts: Parts, positions: torch.Tensor) -> None:
-    """Have rows belong to no trajectory: each gets the negative number of its position."""
+    """Give each row a trajectory of its own, a negative number that no other row has."""
     torch.sub(-1, positions, out=layout.views(parts)[-1])

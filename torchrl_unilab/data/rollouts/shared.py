@@ -57,7 +57,7 @@ def _counter(name: str, doc: str) -> Any:
 class SharedRollouts(SharedStorage):
     """The slots of a `RolloutRingStorage`; its docstring has the arguments."""
 
-    _of_a_process = ("_lent", "_drawn", "_rollouts")
+    _process_local = ("_lent", "_drawn", "_rollouts")
 
     def __init__(
         self,
@@ -72,9 +72,8 @@ class SharedRollouts(SharedStorage):
         if timeout is not None:
             timeout = as_seconds("ring timeout", timeout, zero=True)
         super().__init__(slots * writers, writers)
-        self.slots = slots
+        self.slots, self.timeout = slots, timeout
         self.overflow: Overflow = overflow
-        self.timeout = timeout
         self._ring: RolloutRing | None = None
         self._schema: TensorSchema | None = None
         self._start_process()
@@ -82,8 +81,8 @@ class SharedRollouts(SharedStorage):
             self._build(TensorSchema.of(example))
 
     def _start_process(self) -> None:
-        self._lent: dict[int, RolloutLease] = {}  # by slot: its last lease, released or not
-        self._drawn: torch.Tensor | None = None  # the index that takes rollouts out
+        self._lent: dict[int, RolloutLease] = {}  # the last lease of each slot, released or not
+        self._drawn: torch.Tensor | None = None  # the index that `draw` returned, until it is used
         self._rollouts: dict[int, TensorDict] = {}  # views of each slot
 
     def _build(self, schema: TensorSchema) -> TensorSchema:
@@ -109,7 +108,7 @@ class SharedRollouts(SharedStorage):
         """
         if self._ring is None or self.closed:
             self._check_open()
-            raise self._unknown("use")
+            raise self._schema_unknown("use")
         return self._ring
 
     @property
@@ -140,7 +139,7 @@ class SharedRollouts(SharedStorage):
     skipped = _counter(
         "skipped", "Rollouts of each writer that were given up unread by the reader."
     )
-    lost = _counter("lost", "Rollouts of each writer that it had committed when it died with them.")
+    lost = _counter("lost", "Rollouts that each writer was committing when it died.")
 
     @property
     def write_count(self) -> int:
@@ -248,7 +247,7 @@ class SharedRollouts(SharedStorage):
 
     def acquire_all(self) -> list[RolloutLease]:
         """Own all unread rollouts; return all leases, in the order in which they were acquired."""
-        return [self._acquired(x) or self._lend(x) for x in self.ring.acquire_all()]
+        return [self._acquired(lease) or self._lend(lease) for lease in self.ring.acquire_all()]
 
     def _lend(self, lease: Lease) -> RolloutLease:
         self._drawn = None
@@ -257,7 +256,7 @@ class SharedRollouts(SharedStorage):
 
     @property
     def leases(self) -> list[RolloutLease]:
-        """The leases not yet released, those included that an interrupt kept from the caller."""
+        """The leases not yet released, including those that an interrupt kept from the caller."""
         held = [] if self._ring is None else self._ring.leases
         return [lent for lease in held if (lent := self._acquired(lease))]
 
@@ -297,7 +296,8 @@ class SharedRollouts(SharedStorage):
         """Hold `count` unread rollouts, or as many as come in time; return all that are held."""
         unread, end = self._unread(), time.monotonic() + (timeout or 0.0)
         while len(unread) < count:
-            lease = self.ring.acquire(timeout and max(0.0, end - time.monotonic()))
+            left = max(0.0, end - time.monotonic()) if timeout else timeout
+            lease = self.ring.acquire(left)
             if lease is None:
                 break
             unread.append(lease)

@@ -332,7 +332,7 @@ class RolloutRingStorage(SharedRollouts):
 
     # Copies and end
 
-    def _like(self) -> Self:
+    def _empty_copy(self) -> Self:
         return type(self)(
             self.slots, writers=self.writers, overflow=self.overflow, timeout=self.timeout
         )
