@@ -68,8 +68,7 @@ class PerEnvNoise(TensorDictModuleBase):
         super().__init__()
         self.in_keys = ["action"] if init_key is None else ["action", init_key]
         self.init_key = init_key
-        self.std_min = std_min
-        self.std_max = std_max
+        self.std_min, self.std_max = std_min, std_max
         # In a tuple, where `nn.Module` does not look for tensors: nothing here is published.
         self._bounds = tuple(
             torch.as_tensor(bound, dtype=torch.get_default_dtype()) for bound in (low, high)

@@ -54,8 +54,7 @@ class ObservationNormalizer(nn.Module):
                 f"ObservationNormalizer: epsilon {epsilon} and clip {clip} (expected numbers above "
                 "0). Leave them out for the defaults."
             )
-        self.epsilon = epsilon
-        self.clip = clip
+        self.epsilon, self.clip = epsilon, clip
         self.register_buffer("mean", torch.zeros(size, dtype=torch.float64))
         self.register_buffer("variance", torch.ones(size, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))

@@ -163,19 +163,14 @@ class APPOLoss(LossModule):
         self.actor_network = actor_network
         self.critic_network = critic_network
         self.target_actor_network = deepcopy(actor_network).requires_grad_(False)
-        self.clip_epsilon = clip_epsilon
-        self.value_clip = value_clip
-        self.entropy_coeff = entropy_coeff
-        self.critic_coeff = critic_coeff
-        self.gamma = gamma
-        self.lambda_ = lambda_
-        self.rho_bar = rho_bar
-        self.c_bar = c_bar
-        self.tau = tau
-        self.target_update_freq = target_update_freq
-        self.steps = 0  # a number, so that counting never waits for a device
-        self._estimated_at: int | None = None  # of `steps`
-        self._updated_at: int | None = 0  # the target policy, likewise
+        self.clip_epsilon, self.value_clip = clip_epsilon, value_clip
+        self.entropy_coeff, self.critic_coeff = entropy_coeff, critic_coeff
+        self.gamma, self.lambda_ = gamma, lambda_
+        self.rho_bar, self.c_bar = rho_bar, c_bar
+        self.tau, self.target_update_freq = tau, target_update_freq
+        self.steps = 0  # an int: counting never waits for a device
+        self._estimated_at: int | None = None  # value of `steps` at the last `estimate`
+        self._updated_at: int | None = 0  # value of `steps` at the last move of the target policy
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -385,7 +380,7 @@ def _needed(
 def _entropy(dist: Distribution) -> torch.Tensor:
     try:
         return dist.entropy()
-    except NotImplementedError:  # of the draw, which a saturated action no longer tells
+    except NotImplementedError:  # estimated from a new draw: the action may be saturated
         _, log_prob = sample_and_log_prob(dist, reparameterize=dist.has_rsample)
         return torch.neg(log_prob)
 

@@ -188,10 +188,8 @@ class SnapshotCell(Owner):
         return slots, readers
 
     def _open(self, segment: SharedSegment, layout: BlockLayout, slots: int, readers: int) -> None:
-        self._segment = segment
-        self.layout = layout
-        self.slots = slots
-        self.readers = readers
+        self._segment, self.layout = segment, layout
+        self.slots, self.readers = slots, readers
         count = _CELL_WORDS + slots + _READER_WORDS * readers
         words = shared_words(segment.buffer, count)
         self._words: memoryview | _ClosedWords = words[:_CELL_WORDS]
@@ -204,8 +202,7 @@ class SnapshotCell(Owner):
             self._views: Any = [layout.views(block) for block in blocks]
         self._registration = RangeLock(segment)
         self._writer_pid = self._writer = 0  # this process, once it publishes
-        self.publishes = 0
-        self.overtaken = 0
+        self.publishes = self.overtaken = 0
 
     @property
     def name(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Hooks for TorchRL trainers that publish weights and measure who is busy.
+"""Hooks for TorchRL trainers: publishing weights, and how busy learner and collectors are.
 
 `APPOTrainer`, `OffPolicyTrainer` and `Run` register them; `PublishWeights` works in any TorchRL
 trainer, and has state for checkpoints. `reports` logs returns, rates and policy lag.
@@ -54,8 +54,7 @@ class PublishWeights(TrainerHookBase):
         self.every = as_integer("PublishWeights every", every, "Leave it out for each batch.")
         self._map: Mapping[str, str] | None = None
         self._trainer: Trainer | None = None
-        self._counted = 0
-        self._skipped = False
+        self._counted, self._skipped = 0, False
 
     def skip(self) -> None:
         """Do not publish after this batch, nor count it: nothing was learnt from it."""
@@ -120,7 +119,7 @@ class BusyTime:
         return 1.0 - self.waited / (time.perf_counter() - self._started)
 
     def arrived(self, batch: TensorDictBase | None) -> None:
-        """A batch arrived (None from a collector that fills a replay): the wait is over."""
+        """End the wait: a batch has arrived (None from a collector that fills a replay)."""
         now = time.perf_counter()
         if self._started is None:
             self._started = now
@@ -128,7 +127,7 @@ class BusyTime:
             self.waited += now - self._idle_since
 
     def finished(self, batch: TensorDictBase) -> dict[str, Any]:
-        """The batch is dealt with: the next wait begins."""
+        """Begin the next wait; return what to log."""
         self._idle_since = time.perf_counter()
         return {"learner_busy": self.busy}
 

@@ -64,8 +64,7 @@ class PrefetchReplay(TrainerHookBase):
                 f"(expected minibatches of equal size). Use a multiple of {minibatches} as "
                 "sample_count."
             )
-        self.pipeline = pipeline
-        self.minibatches = minibatches
+        self.pipeline, self.minibatches = pipeline, minibatches
         self.ticks = 0
         self._left: deque[TensorDictBase] = deque()
 

@@ -122,8 +122,7 @@ class LogPolicyLag(_Report):
         self.scheme = scheme
         self.patience = as_integer("patience", patience, "It counts batches.")
         self.histogram: Counter[int] = Counter()
-        self._last = float("inf")
-        self._grown = 0
+        self._last, self._grown = float("inf"), 0  # the last lag, and rises in a row
 
     def __call__(self, batch: TensorDictBase | None) -> dict[str, Any]:
         """Return what to log of the batch."""
@@ -331,9 +330,7 @@ class CollectorReport(LearningCurve):
 
     def measure(self, batch: TensorDictBase) -> dict[str, Any]:
         """Return the newest metrics."""
-        collector = self.collector
-        metrics = collector.metrics()
-        status = collector.status()
+        metrics, status = self.collector.metrics(), self.collector.status()
         for name, value in status.items():
             counter(name, value)
         measured: dict[str, Any] = {
