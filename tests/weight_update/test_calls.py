@@ -65,7 +65,7 @@ def test_from_send_to_the_policy_there_are_thirteen_calls():
     calls = _calls(sender.send) + _calls(collector.rollout)
 
     assert calls == [
-        *("send", "_find", "tensors", "publish", "publish", "check"),
+        *("send", "_resolve_weights", "tensors", "publish", "publish", "check"),
         *("rollout", "pull", "pull", "read", "tensors", "report_applied", "_forward_weights"),
     ]
     collector.shutdown()

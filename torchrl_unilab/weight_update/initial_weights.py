@@ -90,7 +90,7 @@ def initial_weights(
     others["device_map_fn"] = device_map_fn
     if params_map is not None:
         others |= {"context": context, "model_id": model_id, "num_workers": num_workers}
-        _refuse(others, "params_map")
+        _refuse_given(others, "params_map")
         if not isinstance(params_map, dict) or not all(
             isinstance(k, int) and isinstance(v, TensorDictBase) for k, v in params_map.items()
         ):
@@ -101,15 +101,16 @@ def initial_weights(
             raise ConfigError("model_id must be provided if context is provided")
         policy_device = context.policy_device
         workers = len(policy_device) if isinstance(policy_device, (list, tuple)) else 1
-        others["num_workers"] = None if num_workers == workers else num_workers
-        _refuse(others, "context")
+        if num_workers != workers:
+            others["num_workers"] = num_workers
+        _refuse_given(others, "context")
         return _from_context(context, model_id, workers, per_worker)
     if (model is None) == (weights is None):
         raise ConfigError(_NEEDED)
     given = None if model is None else checked_module(model, "model")
     source: Any = given if weights is None else weights
     if devices is not None:
-        return InitialWeights(_for_each(source, len(devices), per_worker), per_worker, model=given)
+        return InitialWeights(_by_worker(source, len(devices), per_worker), per_worker, model=given)
     if device_map_fn is None or num_workers is None:
         raise ConfigError(_NEEDED)
     whole = TensorDict.from_module(source) if weights is None else weights
@@ -126,18 +127,18 @@ def _from_context(context: Any, model_id: str, workers: int, per_worker: bool) -
             return InitialWeights(policies, per_worker=True)
         model = factories[0]()
     module = checked_module(model, model_id)
-    return InitialWeights(_for_each(module, workers, per_worker), per_worker)
+    return InitialWeights(_by_worker(module, workers, per_worker), per_worker)
 
 
-def _for_each(source: Weights, workers: int, per_worker: bool) -> Mapping[int, Weights]:
+def _by_worker(source: Weights, workers: int, per_worker: bool) -> Mapping[int, Weights]:
     if not per_worker:
         return dict.fromkeys(range(workers), source)
-    # Equal content, yet a cell each: the transport shares by identity.
+    # Separate objects of equal content: workers with the same object would share a cell.
     return {i: named_tensors(source) for i in range(workers)}
 
 
 def find_model(context: Any, model_id: str | None) -> Any:
-    """Return a collector's model, or None; a policy given beside a factory, if it has no other."""
+    """Return a collector's model, or else a policy that was given beside a factory, or None."""
     model = _resolve_model(context, model_id or "policy")
     if model is None and model_id == "policy":
         return context.__dict__.get("_fallback_policy")
@@ -158,7 +159,7 @@ def checked_module(model: Any, model_id: str) -> nn.Module:
     return model
 
 
-def _refuse(given: Mapping[str, Any], reason: str) -> None:
+def _refuse_given(given: Mapping[str, Any], reason: str) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigError(f"{name} cannot be provided if {reason} is provided")

@@ -63,14 +63,14 @@ class ModuleWeights:
         self.module = module
         self._stateful: list[tuple[str, nn.Module]] = []
         optional: set[str] = set()
-        # Where modules keep their tensors by name; None where a name has no tensor.
+        # The dictionaries in which modules keep their tensors; None where a name has no tensor.
         registries: list[tuple[str, dict[str, Any] | _ParamsRegistry]] = []
         submodules = list(module.named_modules(remove_duplicate=False))
         for prefix, submodule in submodules:
             dot = f"{prefix}." if prefix else ""
             if isinstance(submodule, TensorDictParams):
                 registries.append((dot, _ParamsRegistry(submodule)))
-            else:  # its own, without its children's
+            else:  # those of this submodule, without its children's
                 registries += [(dot, submodule._parameters), (dot, submodule._buffers)]
             optional.update(dot + name for name in submodule._non_persistent_buffers_set)
             if type(submodule).get_extra_state is not nn.Module.get_extra_state:
@@ -86,7 +86,7 @@ class ModuleWeights:
         self.keys = (*self.names, *extra)
         self.is_stateful = bool(self._stateful)
         self.optional = frozenset(optional.union(extra))
-        # What `tensors` compares: all names, also of submodules, and the submodules.
+        # `tensors` compares all names, those of submodules included, and the submodules.
         children = [submodule._modules for _, submodule in submodules]
         named: list[Mapping[str, Any]] = [*(registry for _, registry in registries), *children]
         self._empty = [names for names in named if not names]
@@ -98,7 +98,7 @@ class ModuleWeights:
     def tensors(self, module: nn.Module) -> list[torch.Tensor] | None:
         """Return parameters and buffers as they are now, in the order of `names`.
 
-        None if it is another module, or has other submodules or names than before. Called in each
+        None if `module` is another one, or its submodules or names have changed. Called in each
         publish and pull, and therefore short.
         """
         children = chain.from_iterable(map(dict.values, self._children))

@@ -65,8 +65,8 @@ class SharedObsNormStats:
         """Publish (mean, standard deviation), tensors or arrays, as float32. Never blocks.
 
         Raises:
-            LayoutError: A shape differs, or they are no two tensors; the last statistics stay.
-            SegmentError: Another process that lives has put statistics, as one may.
+            LayoutError: A shape differs, or these are not two tensors; the last statistics stay.
+            SegmentError: Another living process has put statistics: only one process may.
         """
         try:
             mean, std = (torch.as_tensor(v, dtype=torch.float32, device="cpu") for v in stats)
@@ -78,7 +78,7 @@ class SharedObsNormStats:
         self._cell.publish([mean, std])
 
     def get(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the latest (mean, standard deviation), or None if nothing is new here."""
+        """Return the latest (mean, standard deviation); None if this process has it already."""
         if self._cell.version == self._seen:
             return None
         self._seen, tensors = self._cell.newest()

@@ -31,7 +31,7 @@ class WeightReceiver:
 
     Args:
         cell: Where weights come from.
-        worker: The worker's index: whose reports it writes.
+        worker: The worker's index, under which it reports to the cell.
         private: Whether to move the model's tensors into memory of this process first.
 
     Attributes:
@@ -42,8 +42,7 @@ class WeightReceiver:
         self.applied: int | None = None
         self._private = private
         cell.become_reader(worker)
-        self._cell = cell
-        self._worker = worker
+        self._cell, self._worker = cell, worker
         self._snapshot = Snapshot(cell.layout)
         self._extra = {k: v for k, v in self._snapshot.tensors.items() if EXTRA_STATE in k}
         self._weights: ModuleWeights | None = None
@@ -77,7 +76,9 @@ class WeightReceiver:
                     torch._foreach_copy_(targets, [values[name] for name in weights.names])
             if self._extra:
                 weights.set_extra_state(self._extra)
-        self._cell.report_applied(self._worker, version)  # first: an interrupt repeats it
+        self._cell.report_applied(
+            self._worker, version
+        )  # first: after an interrupt, it is repeated
         self.applied = version
         return True
 
@@ -164,8 +165,8 @@ class _PullsWeights(Collector):
         finally:
             self._in_rollout = False
 
-    # A worker that is asked for its state answers with what was published. During a rollout its
-    # weights change by ``pull="step"`` alone.
+    # A worker pulls before it answers a request for its state. During a rollout its weights change
+    # only with ``pull="step"``.
 
     @property
     def policy(self) -> Any:
@@ -199,10 +200,10 @@ class _PullsWeights(Collector):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state; its weights act until the next publish."""
-        self._pull()  # what was published before comes before
+        self._pull()  # or the next pull would replace the loaded weights by earlier ones
         try:
             super().load_state_dict(*args, **kwargs)
-        finally:  # one that is refused may have been loaded in part
+        finally:  # a state that is refused may have been loaded in part
             for puller in self._pullers:
                 puller.invalidate()
 

@@ -99,8 +99,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         first_version: int = 0,
     ) -> None:
         super().__init__(strategy)
-        self.sync = sync
-        self.per_worker_weights = per_worker_weights
+        self.sync, self.per_worker_weights = sync, per_worker_weights
         remedy = "Leave it out to pull at the start of each rollout."
         self.pull_at: PullAt = as_choice("pull", pull, get_args(PullAt), remedy)
         self.slots = as_integer("slots", slots, "Leave it out for 3.", least=2)
@@ -108,9 +107,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         self._clear_local()
 
     def _clear_local(self) -> None:
-        """Forget what holds for one process only."""
+        """Reset the attributes that are not sent to other processes."""
         self._initial_model: nn.Module | None = None  # sender: the model, if there is no context
-        # Sender: of the scheme's model (True), and of the last other module that was sent (False).
+        # Sender: the weights of the scheme's model (True), and of the last other module (False).
         self._known: dict[bool, ModuleWeights] = {}
         self._receiver: WeightReceiver | None = None
 
@@ -175,7 +174,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         transport = self._shared_transport or self._require_transport()
         with span("publish"):
             own = weights is None
-            weights = self._find(weights)
+            weights = self._resolve_weights(weights)
             if isinstance(weights, nn.Module):
                 known = self._known.get(own)
                 tensors = None if known is None else known.tensors(weights)
@@ -183,7 +182,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
                     known = self._known[own] = ModuleWeights(weights)
                     tensors = known.tensors(weights) or []
                 keys = known.keys
-                if known.is_stateful:  # whose dictionaries may have another order by now
+                if known.is_stateful:  # the order of its keys may have changed
                     extra = known.extra_state()
                     keys, tensors = (*known.names, *extra), [*tensors, *extra.values()]
                 transport.publish(keys, tensors, worker_ids)
@@ -196,16 +195,16 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             else:
                 transport.send_weights(weights, worker_ids)
             context = None if self._context_ref is None else self._context_ref()
-            if isinstance(context, Collector):  # it acts in this process
+            if isinstance(context, Collector):  # its policy acts in this process
                 cell = transport.cell(0)
-                if own:  # with the weights themselves
+                if own:  # the policy is what was published
                     cell.become_reader(0, cell.version)
                 else:
                     receiver = WeightReceiver(cell, 0, private=False)
                     receiver.pull(find_model(context, self._model_id))
 
-    def _find(self, weights: Any) -> Any:
-        """Return what is to be published for an argument of `send`.
+    def _resolve_weights(self, weights: Any) -> Any:
+        """Return the weights that an argument of `send` stands for.
 
         The context's model is looked up each time, as the context may have replaced it.
         """
@@ -219,7 +218,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             return weights
         elif model is None and context is not None and self._model_id is not None:
             model = _resolve_model(context, self._model_id)
-            if model is None:  # the collector has a factory, and maybe a policy beside
+            if model is None:  # the collector has a policy factory, and perhaps a policy too
                 model = find_model(context, self._model_id)
         if model is None:
             raise ConfigError(
@@ -285,8 +284,8 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         self.worker_idx = worker_idx
         self._receiver = WeightReceiver(self._require_transport().cell(worker_idx), worker_idx)
         self._receiver.pull(checked_module(self.model, self._model_id or "policy"))
-        # An inference server has the initial weights in its model, and counts what it is given
-        # as updates; sub-collectors need the initial ones forwarded.
+        # Sub-collectors need the initial weights forwarded. An inference server already has them,
+        # and counts each forwarded version as an update.
         if isinstance(self.context, BaseCollector):
             self._forward_weights(self._receiver)
 
@@ -296,7 +295,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         WeightSyncScheme.context.fset(self, context)
         if self._initialized_on_receiver and isinstance(context, Collector):
             pull_in_rollouts(context, self)
-            if self._receiver is not None:  # connected before there was one
+            if self._receiver is not None:  # the scheme was connected before it got a context
                 self._forward_weights(self._receiver)
 
     def pull(self) -> bool:

@@ -99,9 +99,9 @@ class UniLabShmTransport(Owner):
             for source, tensors in sources.items()
         }
         workers = {worker: cells[id(weights)] for worker, weights in initial.items()}
-        self._own(workers, casts, optional)
+        self._setup(workers, casts, optional)
 
-    def _own(self, cells: dict[int, SnapshotCell], casts: bool, optional: frozenset[str]) -> None:
+    def _setup(self, cells: dict[int, SnapshotCell], casts: bool, optional: frozenset[str]) -> None:
         self.cells = cells
         self.unique_cells = list(dict.fromkeys(cells.values()))
         self._casts = casts
@@ -139,7 +139,7 @@ class UniLabShmTransport(Owner):
         """
         transport = cls.__new__(cls)
         cell = SnapshotCell.attach(name, BlockLayout.of(_initial(param_shapes)))
-        transport._own({0: cell}, casts=False, optional=frozenset())
+        transport._setup({0: cell}, casts=False, optional=frozenset())
         return transport
 
     @property
@@ -228,14 +228,14 @@ class UniLabShmTransport(Owner):
     def _to_host(
         self, cell: SnapshotCell, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
-        """Return tensors, in a cell's order, in one transfer if they are on an accelerator."""
+        """Return tensors, given in a cell's order, on the host, by one transfer if necessary."""
         device = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         if device is None:
             return tensors
         cell.layout.check(tensors)
         if device.type == "meta":
             raise ConfigError("weights: on the meta device (expected values). Initialise them.")
-        key = cell, device, threading.get_ident()  # whose copy stays until it is published
+        key = cell, device, threading.get_ident()  # a thread's host copy stays until it publishes
         if key not in self._packers:
             self._packers[key] = DevicePacker(cell.layout, device)
         return self._packers[key].to_host(tensors)
@@ -329,7 +329,7 @@ class UniLabShmTransport(Owner):
 
 
 def _is_stacked(weights: Any) -> bool:
-    """Return whether weights hold a lazy stack, whose tensors are made anew at each access."""
+    """Return whether weights hold a lazy stack, which makes new tensors at each access."""
     if isinstance(weights, LazyStackedTensorDict):
         return True
     parts = weights.values() if isinstance(weights, (dict, TensorDictBase)) else ()

@@ -117,6 +117,7 @@ class WorkerVersions:
 def _is_behind(transport: UniLabShmTransport, worker: int, version: int | None) -> bool:
     cell = transport.cell(worker)
     newest, applied = cell.version, cell.reader(worker).applied
+    # Published versions above this worker's newest one were published to other workers only.
     left_out = version is not None and newest <= version <= transport.version
     wanted = newest if version is None or left_out else version
     return applied is None or applied < wanted
