@@ -29,7 +29,7 @@ import torch
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
 
 _LENGTH = struct.Struct("!Q")  # of the pickle that follows
-_RELAYED_CHARACTERS = 20_000  # of a traceback: what fits the pipe while it is not read yet
+_RELAYED_CHARACTERS = 20_000  # of a traceback: they fit into a pipe that nobody reads
 _READ_BYTES = 1 << 16  # larger ones take longer to allocate than to read
 _NO_PARENT = "link: the parent has ended (expected it to keep running). Start it again."
 
@@ -54,9 +54,9 @@ class Channel:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         os.set_blocking(connection.fileno(), False)
-        # Bytes to send, and the counts of those that the pipe has taken.
+        # Bytes to send, and how many of them each write has sent.
         self._outgoing: tuple[bytes, list[int]] = b"", []
-        # Whole messages, the bytes after them as they came, and how many the next step needs.
+        # Whole messages, the bytes read after them, and how many the next message or length needs.
         self._incoming: tuple[deque[Any], list[bytes], int] = deque(), [], _LENGTH.size
 
     @property
@@ -119,11 +119,11 @@ class Channel:
                     body = memoryview(data)[begin + _LENGTH.size : begin + needed]
                     try:
                         found.append(pickle.loads(body))
-                    except Exception as error:  # raised once: what came after it is still read
+                    except Exception as error:  # drop this message: later ones are still read
                         self._incoming = deque(found), [data[begin + needed :]], _LENGTH.size
                         if not isinstance(error, (EOFError, OSError)):
                             raise
-                        raise UsageError(  # as those two say that the other end is gone
+                        raise UsageError(  # callers take the other two for a closed pipe
                             f"message that was sent here: {error!r} as it was unpickled (expected "
                             "no error). Send what does not depend on where it is."
                         ) from error

@@ -2,8 +2,8 @@
 
 Their invariant: after each step all ranks have the same parameters, bit for bit on processors of
 one kind. So all that parameters depend on is averaged, gathered or agreed upon, by all ranks in the
-same order. In a world of one, the default, each verb returns at once. `Run` joins; trainers and
-updates call the verbs.
+same order. In a world of one, the default, each operation returns at once. `Run` joins;
+trainers and updates call the operations.
 
 A rank that fails says why before it leaves, in the store that the launcher keeps; so do those
 that fail because of it. The first reason is the one that all name.
@@ -43,7 +43,7 @@ from torchrl_unilab.scalars import as_integer, as_seconds
 
 EXIT_REASON_SECONDS = 5.0  # within which the others say why they leave
 _POLL_SECONDS = 0.05
-_FOLLOWED = ""
+_FOLLOWED = ""  # exit reason of a rank that leaves because another one did
 _LONGEST_SECONDS = 1e8  # c10d counts nanoseconds in 64 bits
 _LONGEST_PAUSE_SECONDS = 0.01  # between two polls whether the others have come
 
@@ -85,8 +85,8 @@ class Ranks:
         self.device, self.timeout = device, as_seconds("timeout of ranks", timeout)
         self._store: Any = None
         self._checks = 0
-        self._handler: Any = None  # of SIGTERM, before
-        self._waiting = False  # for the others, and if it was interrupted in that
+        self._handler: Any = None  # SIGTERM's, from before the context was entered
+        self._waiting = False  # in a collective operation, or interrupted in one
         self._processes: list[tuple[str, int]] = []  # host and process id of each rank
 
     @classmethod
@@ -102,7 +102,7 @@ class Ranks:
     def __enter__(self) -> Self:
         if self.size == 1:
             return self
-        # NaN for ranks whose gradients were not finite, in the first step where one was not.
+        # By rank: NaN if its gradients were not finite in the first step with such a rank.
         self._non_finite = torch.zeros(self.size)
         if dist.is_initialized():
             raise ConfigError(
@@ -202,7 +202,7 @@ class Ranks:
         # `agree` checks it later: here nothing waits for the device.
         finite = flat[: sum(sizes[: len(gradients)])].isfinite().all()
         flat[self.rank - self.size] = torch.where(finite, 0.0, torch.nan)
-        flat.div_(self.size)  # first: a sum of finite numbers may not be
+        flat.div_(self.size)  # before the sum, which may overflow
         self._collective(flat, dist.all_reduce, flat)
         for tensor, part in zip(tensors, flat.split(sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
@@ -224,7 +224,9 @@ class Ranks:
 
     def broadcast_(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give tensors rank 0's values, in place."""
-        for tensor in tensors if self.size > 1 else ():
+        if self.size == 1:
+            return
+        for tensor in tensors:
             self._collective(tensor, dist.broadcast, tensor.detach(), 0)
 
     def agree(self, wish: bool) -> bool:
@@ -248,7 +250,7 @@ class Ranks:
         if self.size == 1:
             return
         self._check_joined()
-        self._checks += 1  # so that a rank that is ahead writes over nothing
+        self._checks += 1  # new keys: a rank that is ahead overwrites none that are still read
         keys = [f"settings/{self._checks}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], json.dumps(settings, default=str))
         self.agree(False)  # all have written theirs, or one has failed
@@ -269,12 +271,12 @@ class Ranks:
                 "and not left). Use it in a with statement."
             )
 
-    def _collective(self, tensor: torch.Tensor, verb: Callable[..., Any], *arguments: Any) -> None:
-        """Call a verb of ``torch.distributed`` on a tensor, and wait for the others."""
+    def _collective(self, tensor: torch.Tensor, op: Callable[..., Any], *arguments: Any) -> None:
+        """Call an operation of ``torch.distributed`` on a tensor, and wait for the others."""
         self._check_joined()
         try:
             self._waiting = True
-            work, pause = verb(*arguments, async_op=True), 0.0
+            work, pause = op(*arguments, async_op=True), 0.0
             # Waiting in C++ would hold up signals for as long as the others do not come.
             while tensor.is_cpu and not work.is_completed():
                 time.sleep(pause)
@@ -286,7 +288,7 @@ class Ranks:
             raise self._peer_error(error) from error
 
     def _post_exit_reason(self, reason: str) -> None:
-        """Say why this rank leaves, unless it has said so."""
+        """Tell the others why this rank leaves, unless it has told them."""
         try:
             if not self._store.check([f"end/{self.rank}"]):
                 self._store.set(f"end/{self.rank}", reason)
@@ -294,7 +296,7 @@ class Ranks:
             pass
 
     def _peer_error(self, error: RuntimeError) -> PeerGoneError:
-        """Find out who broke a step off, and why."""
+        """Return the error that names the ranks that broke off a step, and why."""
         self._post_exit_reason(_FOLLOWED)
         others = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + EXIT_REASON_SECONDS
@@ -316,15 +318,15 @@ class Ranks:
         )
 
     def _reason(self, rank: int) -> str | None:
-        """Say why a rank leaves; empty if it is not to blame, None if it says nothing yet."""
+        """Return why a rank leaves: empty if another one is to blame, None if not known yet."""
         host, pid = self._processes[rank] if self._processes else ("", 0)
         state = _state(pid) if host == socket.gethostname() else None
         try:
             if self._store.check([f"end/{rank}"]):
                 return str(self._store.get(f"end/{rank}").decode())
-        except RuntimeError:  # of a rank that kept the store itself, without a launcher
-            return state and "has ended, and what it said is gone with its store"
-        return state and f"{state}, process {pid}"
+        except RuntimeError:  # the rank kept the store itself, as there is no launcher
+            return "has ended, and what it said is gone with its store" if state else None
+        return f"{state}, process {pid}" if state else None
 
 
 def shapes_of(module: nn.Module) -> dict[str, list[int]]:
@@ -342,7 +344,7 @@ def _check_finite(gathered: Iterable[torch.Tensor], what: str) -> None:
 
 
 def _state(pid: int) -> str | None:
-    """Say what keeps a process of this machine from its work; None if nothing does."""
+    """Return what keeps a process of this machine from working; None if nothing does."""
     status = process_status(pid)
     if status == psutil.STATUS_ZOMBIE:
         return "was ended by a signal, or has crashed"

@@ -74,7 +74,7 @@ class Tracer:
     """
 
     def __init__(self) -> None:
-        self._part: _Part | None = None
+        self._part: _EventFile | None = None
         self._settings: TraceSettings | None = None
         self._path: Path | None = None  # where to merge to, in the process that started
 
@@ -133,7 +133,7 @@ class Tracer:
         """
         if settings is not None:
             self._check_off()
-            self._part = _Part(settings, process)
+            self._part = _EventFile(settings, process)
             self._settings = settings
 
     def stop(self, *, keep: bool = True) -> Path | None:
@@ -150,22 +150,22 @@ class Tracer:
         Raises:
             OSError: It cannot be written.
         """
-        part, given, path = self._part, self._settings, self._path
+        part, settings, path = self._part, self._settings, self._path
         self._part = self._settings = self._path = None
         if part is not None:
             part.close()
-        if given is None or path is None:
+        if settings is None or path is None:
             return None
         try:
             if not keep:
                 return None
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(path.name + ".part")
-            _merge(Path(given.directory), draft)
+            _merge(Path(settings.directory), draft)
             draft.replace(path)
             return path
         finally:
-            shutil.rmtree(given.directory, ignore_errors=True)
+            shutil.rmtree(settings.directory, ignore_errors=True)
 
     def _check_off(self) -> None:
         if self._part is not None:
@@ -176,23 +176,22 @@ class Tracer:
     def _forget(self) -> None:
         """Start as a forked child: what the parent records is not this process's."""
         if self._part is not None:
-            self._part.close_unlocked()  # the lock's holder is not in this process
+            self._part.close_unlocked()  # a thread of the parent may hold the lock for ever
         self._part = self._settings = self._path = None
 
 
-class _Part:
+class _EventFile:
     """The events of one process, in a separate file: one line of JSON each."""
 
     def __init__(self, settings: TraceSettings, process: str) -> None:
-        self._pid = os.getpid()
-        self._origin = settings.origin
+        self._pid, self._origin = os.getpid(), settings.origin
         self._left = MAX_EVENTS
         self._thread = threading.local()
         self._lock = threading.Lock()
         path = Path(settings.directory) / f"{self._pid}.jsonl"
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._file: int | None = os.open(path, flags, 0o600)
-        self._write(self._named("process_name", 0, "name", process))
+        self._write(self._meta("process_name", 0, "name", process))
 
     def close(self) -> None:
         """Record nothing more."""
@@ -206,7 +205,7 @@ class _Part:
             os.close(file)
 
     def event(self, phase: str, name: str, begin: int, rest: str) -> None:
-        """Record what began at a time of ``time.monotonic_ns``; `rest` is what else JSON has."""
+        """Record an event that began at `begin`, by ``time.monotonic_ns``; `rest`: further JSON."""
         since, tid = (begin - self._origin) / 1e3, self._tid()
         line = (
             f'{{"ph":"{phase}","name":{_quoted(name)},"pid":{self._pid},"tid":{tid},'
@@ -217,7 +216,7 @@ class _Part:
             if self._left >= 0:
                 self._write(line)
             elif self._left == -1:
-                self._write(self._named("process_labels", 0, "labels", "too many events: cut off"))
+                self._write(self._meta("process_labels", 0, "labels", "too many events: cut off"))
 
     def _tid(self) -> int:
         try:
@@ -227,10 +226,11 @@ class _Part:
             thread = threading.current_thread()
             name = "main" if thread is threading.main_thread() else thread.name
             with self._lock:
-                self._write(self._named("thread_name", tid, "name", name))
+                self._write(self._meta("thread_name", tid, "name", name))
         return tid
 
-    def _named(self, what: str, tid: int, key: str, value: str) -> str:
+    def _meta(self, what: str, tid: int, key: str, value: str) -> str:
+        """Return the line of a metadata event, which names a process or a thread."""
         event = {"ph": "M", "name": what, "pid": self._pid, "tid": tid, "ts": 0.0}
         return json.dumps(event | {"args": {key: value}}) + "\n"
 
@@ -254,9 +254,8 @@ class _Span:
 
     __slots__ = ("_begin", "_name", "_part", "_processor")
 
-    def __init__(self, part: _Part, name: str) -> None:
-        self._part = part
-        self._name = name
+    def __init__(self, part: _EventFile, name: str) -> None:
+        self._part, self._name = part, name
 
     def __enter__(self) -> None:
         self._begin, self._processor = time.monotonic_ns(), time.thread_time_ns()
@@ -268,7 +267,7 @@ class _Span:
 
 
 def _merge(directory: Path, path: Path) -> None:
-    """Write all events of the files in a directory: names first, then by their beginning."""
+    """Write all events of the files in a directory: metadata first, then by start time."""
     events = [event for part in sorted(directory.glob("*.jsonl")) for event in _events(part)]
     events.sort()
     with path.open("w", encoding="utf-8") as file:
@@ -278,7 +277,7 @@ def _merge(directory: Path, path: Path) -> None:
 
 
 def _events(part: Path) -> Iterator[tuple[bool, float, float, str]]:
-    """Yield the lines of a file after what they are sorted by; a span before those within."""
+    """Yield each line of a file with its sort key before it; a span sorts before those within."""
     with part.open(encoding="utf-8") as lines:
         for line in lines:
             if not line.endswith("\n"):

@@ -128,10 +128,9 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
             raise UsageError(
                 f"{self._name}s: stopped (expected running ones). Make a new WorkerGroup."
             )
-        last = len(self._workers) - 1
-        return self._workers[
-            as_integer(f"{self._name} index", index, "Number them from 0.", least=0, most=last)
-        ]
+        remedy, last = "Number them from 0.", len(self._workers) - 1
+        number = as_integer(f"{self._name} index", index, remedy, least=0, most=last)
+        return self._workers[number]
 
     def send(self, index: int, *request: Any, timeout: float | None = START_SECONDS) -> None:
         """Send a request; `receive` returns its answer, if it has one.
@@ -226,7 +225,8 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         """
         self.end(index)
         worker = self._start(index)  # if that fails, or is interrupted, the old one stays dead
-        old, self._workers[index] = self._workers[index], worker
+        old = self._workers[index]
+        self._workers[index] = worker
         old.channel.close()
         old.process.close()
         self._receive(worker, START_SECONDS, [worker])
@@ -261,7 +261,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         self._next_check = now + CHECK_SECONDS
         stopped = [worker for worker in watched if worker.stopped]
         if stopped:
-            # This process may have been stopped with them, and be the first to continue.
+            # All of a terminal's job may have been stopped, and this process continued first.
             wait([worker.process.sentinel for worker in stopped], CONTINUE_SECONDS)
         for worker in stopped:
             if worker.stopped:
@@ -270,7 +270,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
     def _receive(
         self, worker: WorkerProcess, timeout: float | None, watched: Sequence[WorkerProcess]
     ) -> Any:
-        """Return the answer to the newest request; that to request 0 comes when it is ready."""
+        """Return the answer to the newest request; the answer to request 0 says "ready"."""
         end = deadline(timeout)
         channel = worker.channel
         while True:
@@ -285,7 +285,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
                     raise self._error(worker, f"failed:\n{value}")
                 if number == worker.requests:
                     worker.ready = True
-                    return value  # and keep it: an interrupt may keep it from the caller
+                    return value  # stays queued: after an interrupt it can be received again
                 messages.popleft()
             left = end - time.monotonic()
             if left < 0.0:
@@ -319,9 +319,9 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         raise self._error(worker, f"{how}{when}", hint)
 
     def _error(self, worker: WorkerProcess, text: str, remedy: str = "") -> WorkerError:
-        text, end = text.rstrip(), "\n" if "\n" in text else " "  # after a traceback
+        text, gap = text.rstrip(), "\n" if "\n" in text else " "  # a traceback ends its own line
         error = WorkerError(
-            f"{worker.name}, process {worker.process.pid}, {text}{end}(expected it to keep "
+            f"{worker.name}, process {worker.process.pid}, {text}{gap}(expected it to keep "
             f"running). {remedy or 'Remove the cause, and start again.'}"
         )
         error.worker = worker.index
@@ -344,7 +344,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
                 while self._workers:
                     self._workers[0].end(end)
                     self._workers.pop(0).process.close()
-            except BaseException:  # as a second Ctrl-C: none may be left, and forgotten
+            except BaseException:  # such as a second Ctrl-C: no worker may be left behind
                 for worker in self._workers:
                     worker.process.kill()
                 raise
@@ -352,7 +352,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
 
 
 def _start_hint() -> str:
-    """What a script may lack whose workers end before they are ready."""
+    """Return what a script may lack if its workers end before they are ready."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     if script is not None and not os.path.exists(script):
         return f"Workers import the script, and there is no file {script}: write it to a file."
