@@ -167,13 +167,13 @@ def test_a_tick_that_was_done_and_not_heard_of_is_not_taken_again(opened, tmp_pa
     next(batches)
     wait_for(lambda: int(collector._metrics.snapshot(1)["frames"]) == 2 * FRAMES)
     _end(collector, 1)
-    renew = collector._team._renew
+    renew = collector._team._start_replacement
 
     def renew_and_open(worker: int) -> None:
         renew(worker)
         gate.write_bytes(b"")
 
-    monkeypatch.setattr(collector._team, "_renew", renew_and_open)
+    monkeypatch.setattr(collector._team, "_start_replacement", renew_and_open)
     next(batches)
     collector._finish_tick()
     assert collector.restarts == 1

@@ -116,7 +116,7 @@ class EpisodeLog:
         self._lengths[:] = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is known of episodes, ended or not."""
+        """Return the state of episodes, ended or not."""
         return {
             "episodes": self.episodes,
             "last": torch.tensor(self.last, device="cpu"),
@@ -136,21 +136,21 @@ class EpisodeLog:
     def add(
         self, reward: NDArray[np.floating], done: NDArray[np.bool_], terminated: NDArray[np.bool_]
     ) -> None:
-        """Take a rollout in: arrays of shape [num_envs, num_steps]."""
+        """Count a rollout: arrays of shape [num_envs, num_steps]."""
         sums = np.cumsum(reward, axis=1, dtype=np.float64)
-        counted = np.zeros_like(self._lengths)
-        summed = np.zeros_like(self._returns)
+        ended_steps = np.zeros_like(self._lengths)  # of this rollout, in episodes that have ended
+        ended_sums = np.zeros_like(self._returns)
         for step, env in np.argwhere(done.T):
-            total = self._returns[env] + sums[env, step] - summed[env]
-            length = self._lengths[env] + step + 1 - counted[env]
+            total = self._returns[env] + sums[env, step] - ended_sums[env]
+            length = self._lengths[env] + step + 1 - ended_steps[env]
             if terminated[env, step] or not self._may_be_cut[env]:
                 self.last[self.episodes % WINDOW] = total, length, terminated[env, step]
                 self.episodes += 1
             self._returns[env] = self._lengths[env] = 0
             self._may_be_cut[env] = False
-            summed[env], counted[env] = sums[env, step], step + 1
-        self._returns += sums[:, -1] - summed
-        self._lengths += reward.shape[1] - counted
+            ended_sums[env], ended_steps[env] = sums[env, step], step + 1
+        self._returns += sums[:, -1] - ended_sums
+        self._lengths += reward.shape[1] - ended_steps
 
 
 class SharedMetrics:

@@ -159,12 +159,11 @@ class APPOCollector(WorkerCollector):
             )
         as_choice("overflow", overflow, get_args(Overflow), "Leave it out to block.")
         self._overflow: Overflow = "block" if self.lockstep else overflow
-        self.max_policy_lag = max_policy_lag
-        self.use_buffers = use_buffers
+        self.max_policy_lag, self.use_buffers = max_policy_lag, use_buffers
         self.stale = 0
-        self._lease: RolloutLease | None = None  # lent out
-        self._waiting: list[RolloutLease] = []  # of this round of lock-step, not yet yielded
-        self._restored: list[TensorDictBase] = []  # of such a round, from a checkpoint
+        self._lease: RolloutLease | None = None  # of the rollout that was yielded without a copy
+        self._waiting: list[RolloutLease] = []  # lock-step: this round's rollouts, not yet yielded
+        self._restored: list[TensorDictBase] = []  # lock-step: a round's rollouts from a checkpoint
         self._launch(frames_per_batch)
 
     def _make_sink(self, env: EnvBase, num_steps: int) -> RingSink:
@@ -183,16 +182,16 @@ class APPOCollector(WorkerCollector):
         if not self.lockstep:
             self._open_team().run_ahead(True)
         while self._wants_more():
-            self._give_back()
+            self._release_lent()
             rollout = self._restored.pop(0) if self._restored else self._next()
             self._frames += rollout.numel()
             yield rollout
-        self._give_back()
+        self._release_lent()
         if not self.lockstep:
             self._open_team().run_ahead(False)
 
     def _next(self) -> TensorDictBase:
-        """Return the next rollout of the ring, lent or copied."""
+        """Return the next rollout, borrowed with `use_buffers` and copied without."""
         with span("sample"):
             lease = self._next_fresh()
         if self.use_buffers:
@@ -203,9 +202,9 @@ class APPOCollector(WorkerCollector):
         return rollout
 
     def _next_fresh(self) -> RolloutLease:
-        """Return the oldest rollout that is not too far behind."""
+        """Return the next rollout within `max_policy_lag`; release and count those that are not."""
         while True:
-            lease = self._next_of_round() if self.lockstep else self._take()
+            lease = self._next_of_round() if self.lockstep else self._next_arrived()
             if self.max_policy_lag is None:
                 return lease
             started = int(lease.rollout.get(POLICY_VERSION).reshape(-1)[0])
@@ -214,10 +213,10 @@ class APPOCollector(WorkerCollector):
             self.stale += 1
             self.storage.release(lease)
 
-    def _take(self) -> RolloutLease:
+    def _next_arrived(self) -> RolloutLease:
         storage, team = self.storage, self._open_team()
         team.check()  # a lost worker shows also while the others collect
-        if held := storage.leases:  # none is lent now: an interrupt kept it from this collector
+        if held := storage.leases:  # acquired, but an interrupt came before it was returned
             return held[0]
         while (lease := storage.acquire()) is None:
             with span("wait"):
@@ -242,13 +241,13 @@ class APPOCollector(WorkerCollector):
 
     def _finish_tick(self) -> WorkerTeam:
         team = super()._finish_tick()
-        if self.lockstep:  # then what is in the ring, or leased and not lent, is of one round
+        if self.lockstep:  # all rollouts but the one that is lent are of this round
             leases = self.storage.acquire_all()
             waiting = [lease for lease in leases if lease is not self._lease]
             self._waiting = sorted(waiting, key=attrgetter("writer"))
         return team
 
-    def _give_back(self) -> None:
+    def _release_lent(self) -> None:
         """Release the rollout that was lent out."""
         if self._lease is not None and self._sink is not None:
             if self._lease in self.storage.leases:  # an interrupt may have come after the release

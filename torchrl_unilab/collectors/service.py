@@ -118,10 +118,9 @@ class WorkerService:
         rollouts = RolloutWorker(env, acting, worker=worker, scheme=scheme, **further)
         self.rollouts = rollouts
         self.sink, self.metrics, self.worker = setup.sink, setup.metrics, worker
-        self.running = False
-        self.ticks = 0
+        self.running, self.ticks = False, 0
         self._requests: Mapping[str, Callable[..., Any]] = {
-            "collect": self._tick,
+            "collect": self._collect_tick,
             "run": self._run,
             "seed": rollouts.seed,
             "reset": rollouts.reset,
@@ -165,7 +164,7 @@ class WorkerService:
         self.rollouts.clock.to("wait")
         return request
 
-    def _tick(self, tick: int) -> None:
+    def _collect_tick(self, tick: int) -> None:
         if tick <= self.ticks:
             return
         before, self.ticks = self.ticks, tick

@@ -57,7 +57,7 @@ class WorkerTeam:
         self.restarts, self.seed = 0, 0
         self._sink, self._metrics = sink, metrics
         self._timeout, self._restart_workers = timeout, restart_workers
-        self._random = torch.get_rng_state()  # of a service in this process
+        self._rng_state = torch.get_rng_state()  # torch's, of a worker in this process
         self._ahead = False
         self._tick = 0  # the last tick that workers were asked for
         self._outstanding: set[int] = set()  # workers that have not answered to it
@@ -66,16 +66,16 @@ class WorkerTeam:
     @property
     def ticks(self) -> int:
         """Ticks that all workers have completed."""
-        return self._tick - bool(self._outstanding)
+        return self._tick - 1 if self._outstanding else self._tick
 
     def start_tick(self) -> None:
         """Ask all workers for the next tick."""
         self._unasked = set(range(self.count))
         self._outstanding = set(self._unasked)
         self._tick += 1
-        self._ask_the_rest()
+        self._send_pending()
 
-    def _ask_the_rest(self) -> None:
+    def _send_pending(self) -> None:
         while self._unasked:
             worker = min(self._unasked)
             if self.service is not None:
@@ -93,7 +93,7 @@ class WorkerTeam:
         """
         try:
             while self._outstanding:
-                self._ask_the_rest()
+                self._send_pending()
                 self._retry(self._take_answers)
         except BaseException:
             self._unasked = set(self._outstanding)  # an answer may have been lost with Ctrl-C
@@ -132,11 +132,11 @@ class WorkerTeam:
     def _serve(self, *request: Any) -> Any:
         assert self.service is not None, "the worker is in this process"
         with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self._random)
+            torch.set_rng_state(self._rng_state)
             try:
                 return self.service.serve(*request)
             finally:
-                self._random = torch.get_rng_state()
+                self._rng_state = torch.get_rng_state()
 
     @property
     def group(self) -> WorkerGroup:
@@ -181,10 +181,7 @@ class WorkerTeam:
                 self._replace(lost)
 
     def _replace(self, lost: WorkerError) -> None:
-        """Put a new worker in the place of one that was lost, if one is allowed.
-
-        While one is replaced, another may be lost.
-        """
+        """Replace a lost worker, and all that are lost meanwhile; raise if that is not allowed."""
         losses = [lost]
         while losses:
             lost = losses.pop()
@@ -194,21 +191,23 @@ class WorkerTeam:
             times = f"{self.restarts} of {self._restart_workers} times"
             torchrl_logger.warning(f"Collector {lost.worker} is replaced ({times}). {lost}")
             try:
-                self._renew(lost.worker)
+                self._start_replacement(lost.worker)
             except WorkerError as another:
-                losses += [another] if another.worker == lost.worker else [lost, another]
-            except BaseException:  # as Ctrl-C: one that is half in its place is lost as well
+                if another.worker != lost.worker:
+                    losses.append(lost)
+                losses.append(another)
+            except BaseException:  # such as Ctrl-C: a half-started replacement is lost as well
                 self.group.end(lost.worker)
                 raise
 
-    def _renew(self, worker: int) -> None:
-        """Start a worker anew: its counts are those of the lost one, and so is its tick."""
+    def _start_replacement(self, worker: int) -> None:
+        """Start a worker that continues the counts and the tick of the lost one."""
         group = self.group
         group.end(worker)
         self._sink.recover(worker)
         group.restart(worker)
         seeds = np.random.SeedSequence((self.seed, worker, self.restarts)).generate_state(2)
-        # Environments count on from theirs, which has to stay a seed for NumPy.
+        # 31 bits: environments count on from the seed, which must stay valid for NumPy.
         group.ask(worker, "seed", int(seeds[0]) >> 1, int(seeds[1]))
         group.ask(worker, "resume", self._metrics.snapshot(worker))
         group.ask(worker, "run", self._ahead)

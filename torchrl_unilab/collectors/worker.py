@@ -118,7 +118,7 @@ def example_rollout(env: EnvBase, policy: TensorDictModuleBase, num_steps: int) 
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         step, _ = env.step_and_maybe_reset(act(acting, env.reset()))
         for buffer, before in zip(buffers, kept, strict=True):
-            # Statistics: the learner's stay as they were. Others have got their size here.
+            # Running statistics are restored; a buffer that got its size in this step stays.
             if buffer.shape == before.shape and not torch.equal(buffer, before):
                 buffer.copy_(before)
     step = step.detach().clone()
@@ -139,8 +139,8 @@ class Snapshotting(Protocol):
         """Resume from a state; None resets a module."""
 
 
-def _as_sent(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy as another process gets it; `deepcopy` refuses tensors with a graph."""
+def _pickled_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy, by pickling: `deepcopy` refuses tensors with a graph."""
     copied: dict[str, Any] = pickle.loads(pickle.dumps(state, pickle.HIGHEST_PROTOCOL))
     return copied
 
@@ -215,12 +215,9 @@ class RolloutWorker:
     ) -> None:
         self.env = env
         self.policy = policy if device == _CPU else partial(act_on, device, policy)
-        self.measure = measure
-        self.num_steps = num_steps
-        self.scheme = scheme
-        self.exploration_type = exploration_type
-        self.random_frames = random_frames
-        self.frames = 0
+        self.num_steps, self.measure = num_steps, measure
+        self.scheme, self.exploration_type = scheme, exploration_type
+        self.random_frames, self.frames = random_frames, 0
         self.clock = PhaseClock()
         self.num_envs = env.batch_size.numel()
         self.next_trajectory = first_trajectory + worker
@@ -229,21 +226,21 @@ class RolloutWorker:
         self._trajectories = torch.zeros(env.batch_size, dtype=torch.int64, device="cpu")
         base = base_env(env)
         self._staggers = isinstance(base, MujocoBatchEnv) and base.stagger
-        self._to_stagger = self._staggers  # the episodes that start next
+        self._to_stagger = self._staggers  # whether the next reset staggers episodes
         self.log = EpisodeLog(self.num_envs)
         self._simulation = base if _has_snapshots(base) else None
         self._modules = [module for module in policy.modules() if _has_snapshots(module)]
-        self._renew_modules()  # the policy may have acted before it was sent here
+        self._reset_modules()  # the policy may have acted before it was sent here
 
     def seed(self, env_seed: int, torch_seed: int) -> None:
         """Seed environment and policy noise; the next rollout starts new episodes."""
         self.env.set_seed(env_seed)
         torch.manual_seed(torch_seed)
-        self._renew_modules()
+        self._reset_modules()
         self._carrier = None
         self._to_stagger = self._staggers
 
-    def _renew_modules(self) -> None:
+    def _reset_modules(self) -> None:
         for module in self._modules:
             module.restore(None)
 
@@ -259,7 +256,7 @@ class RolloutWorker:
         """
         simulation, carrier = self._simulation, self._carrier
         resumable = simulation is not None and carrier is not None
-        # What is lazy has a size after the first step.
+        # Lazy parameters and buffers get their size in the first step.
         sized = not any(map(is_lazy, (*self.env.parameters(), *self.env.buffers())))
         state = {
             "env": self.env.state_dict() if sized and self.env is not simulation else None,
@@ -273,7 +270,7 @@ class RolloutWorker:
             "seconds": self.clock.seconds,
             "frames": self.frames,
         }
-        return _as_sent(state)  # later rollouts do not change it
+        return _pickled_copy(state)  # later rollouts do not change it
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state.
@@ -281,7 +278,7 @@ class RolloutWorker:
         With an environment that has snapshots, transformed or not, the next rollout continues
         its episodes, bit for bit; other environments start new ones.
         """
-        state = _as_sent(state)  # it may be loaded again
+        state = _pickled_copy(state)  # it may be loaded again
         if state["env"] is not None:  # transforms such as CatFrames size their buffers in a step
             self.env.rand_step(self.env.reset())
             self.env.load_state_dict(state["env"])
@@ -320,13 +317,16 @@ class RolloutWorker:
         self._skip_trajectories(int(snapshot["trajectories"]))
 
     def _skip_trajectories(self, first: int) -> None:
-        """Skip the ids below `first`, and further ones that one uncounted rollout can have used."""
-        # In the last rollout, which the metrics do not count, each frame may have started one.
+        """Skip the ids below `first`, and those that one more rollout may have used.
+
+        The metrics do not count the last rollout, in which each frame may have started a
+        trajectory.
+        """
         uncounted = self.num_envs * (self.num_steps + 1)
         behind = -(-max(0, first - self.next_trajectory) // self._stride)
         self.next_trajectory += (behind + uncounted) * self._stride
 
-    def _start(self) -> TensorDictBase:
+    def _start_episodes(self) -> TensorDictBase:
         self.log.restart(staggered=self._to_stagger)
         self._to_stagger = False
         self._begin_trajectories(torch.ones(self.env.batch_size, dtype=torch.bool, device="cpu"))
@@ -347,23 +347,23 @@ class RolloutWorker:
         """
         clock, scheme, env = self.clock, self.scheme, self.env
         policy = env.rand_action if self.frames < self.random_frames else self.policy
-        in_steps = scheme if scheme is not None and scheme.pull_at == "step" else None
+        per_step = scheme if scheme is not None and scheme.pull_at == "step" else None
         if scheme is not None and scheme.pull_at != "manual":
             scheme.pull()
         version = 0 if scheme is None else scheme.applied_version
         clock.start()
         carrier = self._carrier
         if carrier is None:
-            carrier = self._start()
+            carrier = self._start_episodes()
             clock.to("physics")
         keys = [key for key in slot.keys(True, True) if key not in ADDED]
         columns: list[list[torch.Tensor]] = [[] for _ in keys]
         trajectories, versions = [], []
         with set_exploration_type(self.exploration_type):
             for _ in range(self.num_steps):
-                if in_steps is not None:
-                    in_steps.pull()
-                    version = in_steps.applied_version
+                if per_step is not None:
+                    per_step.pull()
+                    version = per_step.applied_version
                 versions.append(version)
                 carrier = act(policy, carrier)
                 clock.to("policy")
@@ -386,7 +386,7 @@ class RolloutWorker:
         torch.stack(trajectories, time_dim, out=slot.get(TRAJECTORIES))
         after = slot.get("next")
         shape = (self.num_envs, self.num_steps)
-        # Of several agents, or several rewards, the sum.
+        # The reward of an environment is summed over agents and over reward keys.
         rewards = [after.get(key).reshape(*shape, -1).sum(-1) for key in env.reward_keys]
         ends = (after.get(key).reshape(shape).numpy() for key in ("done", "terminated"))
         self.log.add(torch.stack(rewards).sum(0).double().numpy(), *ends)
