@@ -27,10 +27,10 @@ class StateValue(NormalizedNetwork):
 class QValue(TensorDictModuleBase):
     """Reads an observation and an action, writes ``state_action_value``, [..., 1].
 
-    Refers to its normaliser without containing it: TorchRL's losses clone a critic's
-    buffers, once per critic and once more per target, and would keep statistics
-    of the past. What updates the normaliser, or the actor that contains it, moves and
-    saves it.
+    Refers to its normaliser without containing it: TorchRL's losses clone a critic's buffers, for
+    each critic and each target, and the clones would keep old statistics. So `to` and
+    `state_dict` of the critic leave the normaliser out: call those of the normaliser itself, or of
+    the actor that contains it.
 
     Args:
         in_key: Where the observation is.

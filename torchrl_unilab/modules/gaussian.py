@@ -23,11 +23,11 @@ from torchrl_unilab.modules.mlp import tanh_mlp
 from torchrl_unilab.modules.normalizer import NormalizedNetwork, ObservationNormalizer
 
 HALF_LOG_2PI = 0.5 * math.log(2.0 * math.pi)
-_POINTS = (ExplorationType.DETERMINISTIC, ExplorationType.MEAN, ExplorationType.MODE)
+_NOISELESS = (ExplorationType.DETERMINISTIC, ExplorationType.MEAN, ExplorationType.MODE)
 
 
 class GaussianParameters(NormalizedNetwork):
-    """Reads an observation, writes ``loc`` from a network and ``scale`` free of the state.
+    """Reads an observation; writes ``loc`` from a network, and a ``scale`` that no state changes.
 
     Args:
         in_key: Where the observation is.
@@ -82,11 +82,11 @@ class DirectActor(ProbabilisticActor, abc.ABC):
 
     def forward(self, *args: Any, **kwargs: Any) -> TensorDictBase:
         """Write ``loc``, ``scale`` and ``action``, [..., n], for a TensorDict."""
-        how = exploration_type()
-        explore = how == ExplorationType.RANDOM
-        given = len(args) == 1 and isinstance(args[0], TensorDictBase) and not kwargs
+        kind = exploration_type()
+        explore = kind == ExplorationType.RANDOM
+        plain_call = len(args) == 1 and isinstance(args[0], TensorDictBase) and not kwargs
         slow = torch.is_grad_enabled() or skip_existing()
-        if slow or not given or not (explore or how in _POINTS):
+        if slow or not plain_call or not (explore or kind in _NOISELESS):
             return super().forward(*args, **kwargs)
         return self._act(self.module[0](args[0]), explore)
 
@@ -136,11 +136,11 @@ class GaussianActor(DirectActor):
 
     def _draw(self, like: torch.Tensor) -> torch.Tensor:
         """Return standard normal noise, [..., n]."""
-        noise, follow = torch.randn_like(like), self.noise_correlation
-        if follow:
+        noise, correlation = torch.randn_like(like), self.noise_correlation
+        if correlation:
             last = self._noise
             if last is not None and (last.shape, last.device) == (noise.shape, noise.device):
-                noise.mul_(math.sqrt(1.0 - follow**2)).add_(last, alpha=follow)
+                noise.mul_(math.sqrt(1.0 - correlation**2)).add_(last, alpha=correlation)
             self._noise = noise
         return noise
 

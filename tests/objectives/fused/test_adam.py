@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torchrl_unilab.errors import ConfigError
-from torchrl_unilab.objectives.fused.adam import FlatAdam, _rate_to
+from torchrl_unilab.objectives.fused.adam import FlatAdam, _move_rate
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -164,5 +164,5 @@ def _moments(flat: FlatAdam) -> list[torch.Tensor]:
 
 def test_a_learning_rate_that_is_loaded_comes_to_the_device_of_the_parameters():
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=torch.tensor(1e-3))
-    _rate_to(torch.device("meta"), optimizer)
+    _move_rate(torch.device("meta"), optimizer)
     assert optimizer.param_groups[0]["lr"].device.type == "meta"

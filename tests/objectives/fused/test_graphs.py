@@ -12,7 +12,7 @@ from tests.support.cuda_graphs import GraphTwin, capture_by
 from tests.support.off_policy import fused, make_loss, transitions_of
 from torchrl_unilab.objectives.fused import graphs
 from torchrl_unilab.objectives.fused.graphs import StepGraphs, graphs_of
-from torchrl_unilab.objectives.fused.threads import at_once
+from torchrl_unilab.objectives.fused.threads import run_both
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 
 CPU = torch.device("cpu")
@@ -103,12 +103,12 @@ def test_a_device_is_captured_on_a_stream_of_its_own(twin):
 def test_what_runs_on_a_side_stream_is_forked_and_joined(twin):
     twin.order.clear()
     side = StepGraphs(twin, CPU).branch()
-    at_once(side, lambda: twin.order.append("here"), lambda: twin.order.append("there"))
+    run_both(side, lambda: twin.order.append("here"), lambda: twin.order.append("there"))
     assert twin.order == ["side waits for main", "there", "here", "main waits for side"]
     for failing in ((lambda: 1 / 0, lambda: None), (lambda: None, lambda: 1 / 0)):
         twin.order.clear()
         with pytest.raises(ZeroDivisionError):
-            at_once(side, *failing)
+            run_both(side, *failing)
         assert twin.order[-1] == "main waits for side"
 
 

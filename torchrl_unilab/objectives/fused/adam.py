@@ -17,12 +17,12 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.fused.graphs import DeviceNumber, capturer_of
 
 _ZERO_BELOW = 1e-36
-"""Moments below become 0."""
+"""Moments below it become 0."""
 
-_OTHERS = ("amsgrad", "maximize", "decoupled_weight_decay")
+_UNSUPPORTED = ("amsgrad", "maximize", "decoupled_weight_decay")
 
 _ZERO_EVERY = 32
-"""Steps from one time to the next, in which 1e-36 decays, by 0.9 each, to 3e-38 at least."""
+"""Steps between two times. By 0.9 per step, 1e-36 decays to no less than 3e-38 in so many."""
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -45,8 +45,8 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
-def trained(parameters: TensorDictBase) -> dict[NestedKey, nn.Parameter]:
-    """Return the learnt ones of a loss's parameters, leaving out its buffers."""
+def learnable(parameters: TensorDictBase) -> dict[NestedKey, nn.Parameter]:
+    """Return those of a loss's parameters that are learnt; buffers are left out."""
     leaves = parameters.items(include_nested=True, leaves_only=True)
     return {key: leaf for key, leaf in leaves if leaf.requires_grad}
 
@@ -60,7 +60,7 @@ class FlatAdam:
 
     Args:
         parameters: What it steps.
-        lr: Learning rate; a tensor, if it changes without a look at its value.
+        lr: Learning rate; a tensor if it is changed on the device.
 
     Attributes:
         flat: The parameters' values.
@@ -79,22 +79,22 @@ class FlatAdam:
         ]
         for parameter, gradient, _ in self._views:
             parameter.grad = gradient
-        self._steps = 0  # counted here, as a look at the optimiser's count would wait
+        self._steps = 0  # an int: reading the optimiser's own count would wait for the device
         device = self.flat.device
         self._rate = None if capturer_of(device) is None else DeviceNumber(device)
         self._parameter = nn.Parameter(self.flat)
         self._parameter.grad = self.grad
         self.optimizer = torch.optim.Adam([self._parameter], lr=lr, fused=True)
-        self.optimizer.register_load_state_dict_post_hook(self._go_on)
+        self.optimizer.register_load_state_dict_post_hook(self._after_load)
         self.optimizer.state[self._parameter] = {
             "step": torch.zeros((), device=self.flat.device),
             "exp_avg": torch.zeros_like(self.grad),
             "exp_avg_sq": torch.zeros_like(self.grad),
         }
 
-    def _go_on(self, optimizer: torch.optim.Optimizer) -> None:
-        """Go on from a state that was loaded."""
-        _rate_to(self.flat.device, optimizer)
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over the learning rate and the step count of a loaded state."""
+        _move_rate(self.flat.device, optimizer)
         self._steps = int(optimizer.state[self._parameter]["step"])
 
     def check(self) -> None:
@@ -112,7 +112,7 @@ class FlatAdam:
                 "that it was made of). Make an optimiser of your own for others."
             )
         group = self.optimizer.param_groups[0]
-        if other := [name for name in _OTHERS if group.get(name)]:
+        if other := [name for name in _UNSUPPORTED if group.get(name)]:
             raise ConfigError(
                 f"optimizer: {other} of a fused update (expected none: it takes Adam's own step). "
                 "Leave it out, or take fused=False."
@@ -207,7 +207,7 @@ def rate_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     return lr
 
 
-def _rate_to(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
+def _move_rate(device: torch.device, optimizer: torch.optim.Optimizer) -> None:
     """Bring a learning rate that was loaded to the device that it is read on."""
     group = optimizer.param_groups[0]
     if isinstance(group["lr"], torch.Tensor):

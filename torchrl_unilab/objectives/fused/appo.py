@@ -102,7 +102,7 @@ class FusedAPPOUpdate:
         head = actor[0]
         if type(head) is not GaussianParameters or type(critic) is not StateValue:
             return False
-        parameters = [  # a layer that comes twice, twice
+        parameters = [  # a layer that is used twice comes twice, and is refused below
             parameter
             for network in (actor, critic)
             for _, parameter in network.named_parameters(remove_duplicate=False)
@@ -136,7 +136,7 @@ class FusedAPPOUpdate:
         self.desired_kl, self.max_lr = desired_kl, lr
         head, critic = loss.actor_network[0], loss.critic_network
         parameters = [*head.parameters(), *critic.parameters()]
-        # A tensor, so that steering it takes no look at its value.
+        # A tensor: it is steered without a wait for the device.
         rate = torch.tensor(lr, device=parameters[0].device, dtype=torch.float32)
         self._adam = FlatAdam(parameters, rate)
         self.optimizer = self._adam.optimizer
@@ -144,12 +144,12 @@ class FusedAPPOUpdate:
         self._log_std = head.log_std.detach()
         self._log_std_grad = head.log_std.grad
         self._one_input = one_input(head, critic)
-        # Rows of each part that `prepare` packs.
+        # How many rows each part has in the columns that `prepare` packs.
         actions = len(head.log_std)
         inputs = [head.net[0].in_features, 0 if self._one_input else critic.net[0].in_features]
-        self._rows = [*inputs, 2 * actions, actions, 2, *[1] * 5]
+        self._part_sizes = [*inputs, 2 * actions, actions, 2, *[1] * 5]
         self._entropy = actions * (0.5 + HALF_LOG_2PI)  # at a standard deviation of one
-        # Of what a step averages; the entropy needs no average and replaces its entry.
+        # Factors of the averaged statistics. The entropy is not averaged: it replaces its entry.
         self._factors = self._adam.flat.new_tensor([-1.0, 0.5, 0.0, -1.0, 1.0, 1.0])
         self._max_grad_norm = self._adam.flat.new_tensor(max_grad_norm)
         self._highest = DeviceNumber(rate.device)
@@ -264,14 +264,14 @@ class FusedAPPOUpdate:
     def _differentiate(self, columns: torch.Tensor) -> torch.Tensor:
         """Write the gradients of a minibatch, [k, N]; return its statistics."""
         loss, n, actions = self.loss, columns.shape[1], len(self._log_std)
-        x, y, goals, variance, offsets, advantage, bound, target, old, rho_clipped = columns.split(
-            self._rows
+        x, y, points, variance, offsets, advantage, bound, target, old, rho_clipped = columns.split(
+            self._part_sizes
         )
         loc, value = self._actor.forward(x), self._critic.forward(x if self._one_input else y)
 
-        # Of the action and of the target policy's mean, in standard deviations: [2, A, N].
+        # How far action and target policy's mean are from `loc`, in deviations: [2, A, N].
         precision = self._log_std.neg().exp_().unsqueeze(1)
-        noise = goals.view(2, actions, n).sub(loc).mul_(precision)
+        noise = points.view(2, actions, n).sub(loc).mul_(precision)
         squares = noise.square()
         squares[1].addcmul_(variance, precision.square())
         log_volume = self._log_std.sum()
@@ -283,14 +283,14 @@ class FusedAPPOUpdate:
         torch.mv(squares[0], slope[0], out=self._log_std_grad)
         self._log_std_grad.sub_(slope.sum()).sub_(loss.entropy_coeff)
 
-        miss = value - target
-        error = miss.square()
+        value_slope = value - target  # of the loss in the value
+        error = value_slope.square()
         if loss.value_clip is not None:
-            move = value - old
-            near = move.clamp(-loss.value_clip, loss.value_clip).add_(old).sub_(target).square_()
-            miss.mul_((near <= error).logical_or_(move.abs_() <= loss.value_clip))
-            error = torch.maximum(error, near)
-        self._critic.backward(miss.mul_(loss.critic_coeff / n))
+            change, clip = value - old, loss.value_clip
+            clipped_error = change.clamp(-clip, clip).add_(old).sub_(target).square_()
+            value_slope.mul_((clipped_error <= error).logical_or_(change.abs_() <= clip))
+            error = torch.maximum(error, clipped_error)
+        self._critic.backward(value_slope.mul_(loss.critic_coeff / n))
 
         clipped = ratio.clamp(1.0 - loss.clip_epsilon, 1.0 + loss.clip_epsilon).ne_(ratio)
         objective = torch.minimum(surrogate, bound)

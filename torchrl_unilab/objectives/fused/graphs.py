@@ -27,7 +27,7 @@ def capturer_of(device: torch.device) -> Any:
 
 
 class DeviceNumber:
-    """A number that may change, in memory of a device, where replayed steps read it again.
+    """A number in a device's memory, so that replayed steps read its present value.
 
     Args:
         device: The device.
@@ -45,7 +45,7 @@ class DeviceNumber:
         self._memory, self._value = torch.zeros((), device=device, dtype=torch.float32), 0.0
 
     def of(self, value: float) -> torch.Tensor:
-        """Return the memory, which has the value once the device comes to it."""
+        """Return the memory, after queuing a write if the value has changed."""
         if value != self._value:
             self._memory.fill_(value)
             self._value = value
@@ -53,6 +53,8 @@ class DeviceNumber:
 
 
 class _Graph(NamedTuple):
+    """A captured step, with the memory that it reads and the memory that it writes."""
+
     input: torch.Tensor
     graph: Any
     output: torch.Tensor
@@ -62,9 +64,9 @@ class StepGraphs:
     """Takes steps of a GPU as graphs.
 
     The first step of a kind is eager, which lets the libraries set themselves up; the second is
-    captured, which waits for the GPU; it and all others are replayed. Random numbers of the
-    device's global generator go on. What holds for the whole process, such as the precision of
-    products, stays as it was at the capture.
+    captured, which waits for the GPU; it and all others are replayed. Each replay draws new random
+    numbers from the device's global generator. Settings of the whole process, such as the precision
+    of products, stay as they were at the capture.
 
     Args:
         cuda: ``torch.cuda``, or what has its ``CUDAGraph``, ``Stream``, ``device`` and ``graph``.
@@ -105,17 +107,17 @@ class StepGraphs:
         return SideStream(self._cuda, self._device)
 
     def _capture(self, step: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> _Graph:
-        own, graph = torch.empty_like(rows), self._cuda.CUDAGraph()
+        static_input, graph = torch.empty_like(rows), self._cuda.CUDAGraph()
         with (
             _ONE_AT_A_TIME,
             self._cuda.device(self._device),
-            torch.inference_mode(False),  # what torch keeps for all graphs is for others, too
-            # Other threads, as the one that packs samples, use the GPU meanwhile.
+            torch.inference_mode(False),  # other code uses what torch keeps for all graphs, too
+            # Other threads, such as the one that packs samples, use the GPU meanwhile.
             self._cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"),
             torch.inference_mode(),
         ):
-            output = step(own)
-        return _Graph(own, graph, output)
+            output = step(static_input)
+        return _Graph(static_input, graph, output)
 
 
 class SideStream:
@@ -144,9 +146,9 @@ class SideStream:
 
 
 def graphs_of(device: torch.device, ranks: Ranks) -> StepGraphs | None:
-    """Return what takes steps of a device; None where they are eager.
+    """Return what captures steps on a device; None where steps are eager.
 
-    So they are where ranks exchange gradients in the middle of a step.
+    They are eager on the CPU, and with several ranks, which exchange gradients within a step.
     """
     cuda = capturer_of(device)
     return None if cuda is None or ranks.size > 1 else StepGraphs(cuda, device)

@@ -21,7 +21,7 @@ from torch import nn
 
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.objectives.fused.products import BatchedProducts, OneDNNProducts, products_for
-from torchrl_unilab.objectives.fused.threads import SideExecutor, at_once
+from torchrl_unilab.objectives.fused.threads import SideExecutor, run_both
 
 ALL = slice(None)
 _SIZES = 16
@@ -202,51 +202,51 @@ class ReluNetwork:
             passes: From `forward`.
             thread: Not used; `ReluNetworks` takes one of its networks there.
         """
-        (taken,) = passes
+        (saved,) = passes
         for i in range(len(self._layers) - 1, -1, -1):
             linear = self._layers[i][0]
-            self._products[i].by_weight(gradient, taken.inputs[i], linear.weight_grad)
+            self._products[i].by_weight(gradient, saved.inputs[i], linear.weight_grad)
             torch.sum(gradient, 1, dtype=self._dtype, out=linear.bias_grad)
             if i:
-                gradient = self._descend(i, gradient, taken, learn=True)
+                gradient = self._descend(i, gradient, saved, learn=True)
 
     def backward_to_input(self, gradient: torch.Tensor, passes: Passes, start: int) -> torch.Tensor:
         """Return the gradient of the inputs from `start` on, [n, in - start]; no others."""
-        (taken,) = passes
+        (saved,) = passes
         for i in range(len(self._layers) - 1, 0, -1):
-            gradient = self._descend(i, gradient, taken, learn=False)
+            gradient = self._descend(i, gradient, saved, learn=False)
         weight = self._layers[0][0].weight[:, :, start:].contiguous()
         by_input = self._products[0].by_input(gradient, weight)
         return by_input.sum(0, dtype=self._dtype)
 
-    def _descend(self, i: int, gradient: torch.Tensor, taken: Pass, *, learn: bool) -> torch.Tensor:
+    def _descend(self, i: int, gradient: torch.Tensor, saved: Pass, *, learn: bool) -> torch.Tensor:
         """Return the gradient of linear layer i - 1's outputs, given that of layer i's."""
         gradient = self._products[i].by_input(gradient, self._layers[i][0].weight)
         gradient = torch.ops.aten.threshold_backward.grad_input(
-            gradient, taken.inputs[i], 0, grad_input=gradient
+            gradient, saved.inputs[i], 0, grad_input=gradient
         )
         norm = self._layers[i - 1][1]
         if norm is not None:
             gradient = self._normalize_backward(
-                gradient.to(self._dtype), norm, taken.normed[i - 1], learn
+                gradient.to(self._dtype), norm, saved.normed[i - 1], learn
             )
         return gradient.to(self._matmul_dtype)
 
     def _normalize(self, x: torch.Tensor, norm: _Affine) -> tuple[torch.Tensor, Normed]:
-        out, seen = torch.empty_like(x), []
+        out, saved = torch.empty_like(x), []
         for j in range(self._k):
             y, mean, rstd = torch.native_layer_norm(
                 x[j], x.shape[-1:], norm.weight[j], norm.bias[j], norm.eps
             )
             out[j] = y
-            seen.append((x[j], mean, rstd))
-        return out, seen
+            saved.append((x[j], mean, rstd))
+        return out, saved
 
     def _normalize_backward(
-        self, gradient: torch.Tensor, norm: _Affine, seen: Normed, learn: bool
+        self, gradient: torch.Tensor, norm: _Affine, saved: Normed, learn: bool
     ) -> torch.Tensor:
         out = torch.empty_like(gradient)
-        for j, (x, mean, rstd) in enumerate(seen):
+        for j, (x, mean, rstd) in enumerate(saved):
             own = norm.weight[j], norm.bias[j]
             dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
                 gradient[j], x, x.shape[-1:], mean, rstd, *own, [True, learn, learn]
@@ -276,21 +276,21 @@ class ReluNetworks:
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Passes]:
         """See `ReluNetwork.forward`; a pass for each network."""
         outputs = [network.forward(x) for network in self._networks]
-        return torch.cat([y for y, _ in outputs]), [taken for _, (taken,) in outputs]
+        return torch.cat([y for y, _ in outputs]), [saved for _, (saved,) in outputs]
 
     def backward(self, gradient: torch.Tensor, passes: Passes, thread: SideExecutor = None) -> None:
         """See `ReluNetwork.backward`; a thread takes the first network meanwhile."""
         first, *others = [
-            partial(network.backward, own, [taken])
-            for network, own, taken in zip(self._networks, gradient.split(1), passes, strict=True)
+            partial(network.backward, own, [saved])
+            for network, own, saved in zip(self._networks, gradient.split(1), passes, strict=True)
         ]
-        at_once(thread, lambda: [run() for run in others], first)
+        run_both(thread, lambda: [run() for run in others], first)
 
     def backward_to_input(self, gradient: torch.Tensor, passes: Passes, start: int) -> torch.Tensor:
         """See `ReluNetwork.backward_to_input`."""
         first, *others = [
-            network.backward_to_input(own, [taken], start)
-            for network, own, taken in zip(self._networks, gradient.split(1), passes, strict=True)
+            network.backward_to_input(own, [saved], start)
+            for network, own, saved in zip(self._networks, gradient.split(1), passes, strict=True)
         ]
         for other in others:
             first += other

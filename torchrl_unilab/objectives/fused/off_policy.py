@@ -22,7 +22,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules.critics import QValue
 from torchrl_unilab.modules.normalizer import ObservationNormalizer
 from torchrl_unilab.objectives.compiler import compiled
-from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten, trained
+from torchrl_unilab.objectives.fused.adam import FlatAdam, flatten, learnable
 from torchrl_unilab.objectives.fused.graphs import graphs_of
 from torchrl_unilab.objectives.fused.networks import (
     Network,
@@ -31,7 +31,7 @@ from torchrl_unilab.objectives.fused.networks import (
     is_relu_mlp,
     relu_networks,
 )
-from torchrl_unilab.objectives.fused.threads import SideExecutor, at_once
+from torchrl_unilab.objectives.fused.threads import SideExecutor, run_both
 from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transitions
 from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
@@ -51,7 +51,7 @@ def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
     if type(critic) is not QValue or not is_relu_mlp(critic.net, 1):
         return False
     parts = loss.actor_network_params, loss.qvalue_network_params
-    learnt = [parameter for part in parts for parameter in trained(part).values()]
+    learnt = [parameter for part in parts for parameter in learnable(part).values()]
     keys = loss.tensor_keys
     return (
         loss.num_qvalue_nets == 2
@@ -89,7 +89,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         ranks: Processes over whose minibatches gradients and statistics are averaged.
 
     Attributes:
-        optimizers: By what they step, to be checkpointed; their settings hold at once.
+        optimizers: By part of the loss, to be checkpointed; changed settings take effect at once.
         observed: What the last `step` returned; to resume, overwrite it in place.
 
     Raises:
@@ -150,11 +150,11 @@ class FusedOffPolicyUpdate(abc.ABC):
         actor_parameters = loss.actor_network_params.get((*self.head_path, "net"))
         self.loss, self.ranks, self.tau = loss, ranks, tau
         self._thread: SideExecutor = None
-        self._critics_are_whole = False  # taken by one thread
+        self._critics_in_one_thread = False  # else the policy's thread helps if it is idle
         critic = loss.qvalue_network
         online, target = loss.qvalue_network_params, targets_of(loss, "qvalue_network")
-        learnt = trained(online)
-        self._actor_adam = FlatAdam(list(trained(actor_parameters).values()), lr_actor)
+        learnt = learnable(online)
+        self._actor_adam = FlatAdam(list(learnable(actor_parameters).values()), lr_actor)
         self._critic_adam = FlatAdam(list(learnt.values()), lr_critic)
         self._policy_adams = [self._actor_adam]
         adams = {"actor": self._actor_adam, "critic": self._critic_adam}
@@ -173,7 +173,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         flat = self._critic_adam.flat
         self._center, self._reach = actor.center.to(flat), actor.reach.to(flat)
         self.observed = torch.full_like(flat[:1], float("nan")).repeat(len(self.statistics))
-        # What each of two threads writes; compiled code may write all of what it is given.
+        # One view for each thread: compiled code may write to all of a tensor that it is given.
         self._of_critics = self.observed[: len(OF_CRITICS)]
         self._of_policy = self.observed[self.statistics.index("loss_actor") :]
         self._error = torch.empty_like(flat[:0]).expand(2, 0)
@@ -184,7 +184,7 @@ class FusedOffPolicyUpdate(abc.ABC):
             self._thread = ThreadPoolExecutor(1, "policy")
 
     def _network(self, net: nn.Module, weights: TensorDictBase, **kind: Any) -> Network:
-        """Return networks whose copies of parameters each step renews."""
+        """Make networks; each step refreshes their copies of parameters."""
         self._networks.append(relu_networks(net, weights, matmul_dtype=self._matmul_dtype, **kind))
         return self._networks[-1]
 
@@ -199,7 +199,7 @@ class FusedOffPolicyUpdate(abc.ABC):
         options = {"cpp_wrapper": self.observed.device.type == "cpu"}
         for name in ("_differentiate_critics", "_differentiate_policy"):
             setattr(self, name, compiled(getattr(self, name), dynamic=False, options=options))
-        self._critics_are_whole = True  # they take less time so than shared with the thread
+        self._critics_in_one_thread = True  # faster than to share them with the thread
         self._graphs = graphs_of(self.observed.device, self.ranks)  # without captured steps
 
     def close(self) -> None:
@@ -303,23 +303,26 @@ class FusedOffPolicyUpdate(abc.ABC):
     def _differentiate(
         self, data: Transitions, update_policy: bool, generator: torch.Generator | None
     ) -> torch.Tensor:
-        """Write the gradients of all that moves, and the statistics; return the differences."""
+        """Compute gradients and statistics, in place; return the temporal differences."""
         draws = 1 + self.policy_draws * update_policy
         noise = data.weight.new_empty(draws, len(data.weight), len(self._reach))
         noise.normal_(generator=generator)  # in one call, in the order in which the loss draws
         critics = partial(self._differentiate_critics, data, noise[0])
         if not update_policy:
-            return critics(None if self._critics_are_whole else self._thread)
+            return critics(None if self._critics_in_one_thread else self._thread)
         policy = partial(self._differentiate_policy, data, noise[1:])
-        return at_once(self._thread, partial(critics, None), policy)[0]
+        return run_both(self._thread, partial(critics, None), policy)[0]
 
     def _differentiate_critics(
         self, data: Transitions, noise: torch.Tensor, thread: SideExecutor
     ) -> torch.Tensor:
-        """Write the critics' gradients and statistics; a thread takes the targets, and then one."""
+        """Compute the critics' gradients and statistics.
+
+        A thread computes the next values meanwhile, and then the first critic's gradients.
+        """
         evaluate_critics = partial(self._critics.forward, data.critic_input)
         next_values = partial(self._next_value, data, noise)
-        (values, passes), next_value = at_once(thread, evaluate_critics, next_values)
+        (values, passes), next_value = run_both(thread, evaluate_critics, next_values)
         values = values.squeeze(2)
         error = values - torch.addcmul(data.reward, data.discount, next_value)
         distance = error.abs()
@@ -350,6 +353,6 @@ class FusedOffPolicyUpdate(abc.ABC):
         """
 
     def _target_values(self, data: Transitions, action: torch.Tensor) -> torch.Tensor:
-        """Return what the more cautious target critic says of the next actions, [n]."""
+        """Return the minimum of the target critics' values of the next actions, [n]."""
         critic_input = torch.cat([data.next_state, action], dim=1)
         return self._target_critics.forward(critic_input)[0].squeeze(2).amin(0)

@@ -9,7 +9,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl.objectives import LossModule, TD3Loss
 
 from torchrl_unilab.modules.squashed import SquashedPoint
-from torchrl_unilab.objectives.fused.adam import flatten, trained
+from torchrl_unilab.objectives.fused.adam import flatten, learnable
 from torchrl_unilab.objectives.fused.networks import is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import OF_CRITICS, FusedOffPolicyUpdate
 from torchrl_unilab.objectives.fused.transitions import Transitions
@@ -81,7 +81,7 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         super().__init__(loss, lr_actor=lr_actor, lr_critic=lr_critic, tau=tau, **options)
         actor = loss.actor_network
         target = targets_of(loss, "actor_network").get("net")
-        learnt = trained(loss.actor_network_params.get("net"))
+        learnt = learnable(loss.actor_network_params.get("net"))
         flat = flatten([target.get(key) for key in learnt])
         self._followers.append((flat, self._actor_adam.flat))
         self._target_actor = self._network(actor.net, target)

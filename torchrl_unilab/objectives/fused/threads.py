@@ -21,38 +21,38 @@ _T = TypeVar("_T")
 _U = TypeVar("_U")
 
 
-def at_once(thread: SideExecutor, here: Callable[[], _T], there: Callable[[], _U]) -> tuple[_T, _U]:
-    """Return what both functions return; raise once both have ended.
+def run_both(thread: SideExecutor, main: Callable[[], _T], side: Callable[[], _U]) -> tuple[_T, _U]:
+    """Run two functions in parallel; return both results, or raise once both have ended.
 
     Args:
-        thread: Runs `there`, in inference mode; a stream has it launched before `here`. Without
-            one it runs after `here`.
-        here: Runs in this thread.
-        there: Writes nothing that `here` reads or writes, and the other way round.
+        thread: Runs `side`, in inference mode. On a stream, `side` is launched before `main`;
+            without a thread or stream, `side` runs after `main`.
+        main: Runs in this thread.
+        side: Writes nothing that `main` reads or writes, nor does `main` for `side`.
 
     Examples:
         >>> from concurrent.futures import ThreadPoolExecutor
-        >>> from torchrl_unilab.objectives.fused.threads import at_once
+        >>> from torchrl_unilab.objectives.fused.threads import run_both
         >>> with ThreadPoolExecutor(1) as thread:
-        ...     at_once(thread, lambda: 1, lambda: 2)
+        ...     run_both(thread, lambda: 1, lambda: 2)
         (1, 2)
     """
     if thread is None:
-        return here(), there()
+        return main(), side()
     if isinstance(thread, SideStream):
         try:
             with thread.fork():
-                beside = there()
-            return here(), beside
+                beside = side()
+            return main(), beside
         finally:
             thread.join()
 
     def infer() -> _U:
-        with torch.inference_mode():  # of each thread
-            return there()
+        with torch.inference_mode():  # each thread has a mode of its own
+            return side()
 
     other = thread.submit(infer)
     try:
-        return here(), other.result()
+        return main(), other.result()
     finally:
         other.exception()  # waits
