@@ -174,7 +174,7 @@ class APPOTrainer(RankTrainer):
 
     def optim_steps(self, batch: TensorDictBase) -> None:
         """Take a rollout into the pool and update on the pool."""
-        if self._too_old(batch):
+        if self._exceeds_max_lag(batch):
             self.stale += 1
             self._publish.skip()
             return
@@ -183,22 +183,22 @@ class APPOTrainer(RankTrainer):
             logged = self._learn(batch)
         self._report_update(logged)
 
-    def _too_old(self, batch: TensorDictBase) -> bool:
-        """Return whether a rollout of any rank is too far behind: all of them leave theirs."""
+    def _exceeds_max_lag(self, batch: TensorDictBase) -> bool:
+        """Return whether a rollout of any rank is too far behind: then all ranks drop theirs."""
         bound = self.config.max_policy_lag
         if bound is None or self.lag is None:
             return False
         return self.ranks.agree(self.lag.of(batch) > bound)
 
     def _learn(self, batch: TensorDictBase) -> dict[str, float]:
-        """Take a rollout in, and an update's steps on the pool; return what to log."""
+        """Add a rollout to the pool, and take an update's steps on the pool; return what to log."""
         before = (self.collected_frames - batch.numel() * self.ranks.size) / self.total_frames
         self.optimization_stepper.limit_lr(self.config.highest_lr(before))
-        self._take_in(batch)
+        self._add_to_pool(batch)
         loss = self.loss_module
         if self.config.final_gamma is not None:
             loss.gamma = self.config.discount(before)
-        # The environments first, as the loss has it.
+        # The loss expects environments first, time last.
         estimated = loss.estimate(self.pool.data.transpose(0, 1))
         if missing := [key for key in loss.in_keys if estimated.get(key, None) is None]:
             raise LayoutKeyError(
@@ -211,7 +211,7 @@ class APPOTrainer(RankTrainer):
             loss.update_target()
         if self.config.final_log_std is not None:
             bound = self.config.highest_log_std(self.collected_frames / self.total_frames)
-            # The target's, too: to fall is no divergence, by which the rate is steered.
+            # The target's too: the bound must not raise the divergence, which steers the rate.
             for actor in (loss.actor_network, loss.target_actor_network):
                 actor[0].log_std.detach().clamp_(max=bound)
         # The one wait for the device per rollout.
@@ -226,11 +226,11 @@ class APPOTrainer(RankTrainer):
                 f"minibatches: {self.optim_steps_per_batch} of {len(pool)} samples (expected as "
                 "many samples at least). Collect longer rollouts, or lower minibatches."
             )
-        seen = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
+        hooks = self._process_optim_batch_ops or self._pre_epoch_ops or self._post_optim_log_ops
         update = self._fused
         shuffled: Callable[[int], Iterable[Any]] = partial(self._shuffled, pool)
         step: Callable[[Any], torch.Tensor] = self._step
-        if update is not None and not seen:
+        if update is not None and not hooks:  # else hooks read or change minibatches
             shuffled, step = partial(update.shuffled, update.prepare(pool)), update.step
         reported = []
         for _ in range(self.num_epochs):
@@ -253,8 +253,8 @@ class APPOTrainer(RankTrainer):
         losses = self.optimization_stepper.step(self, minibatch)
         return torch.stack([losses.get(key) for key in STATISTICS])
 
-    def _take_in(self, batch: TensorDictBase) -> None:
-        """Copy what the loss reads of a rollout, [..., T], into the pool; learn its moments."""
+    def _add_to_pool(self, batch: TensorDictBase) -> None:
+        """Copy what the loss reads of a rollout [..., T] into the pool; count its observations."""
         if batch.ndim != 2:
             batch = batch.reshape(-1, batch.shape[-1])
         loss = self.loss_module
@@ -263,8 +263,9 @@ class APPOTrainer(RankTrainer):
         after = [("next", key) for key in (*observations, keys.reward, keys.done, keys.terminated)]
         needed = [*observations, keys.action, keys.sample_log_prob, *after]
         estimated = [keys.target, keys.target_log_prob, keys.advantage, keys.value_target]
-        of_a_subclass = {*loss.in_keys}.difference(needed, estimated, [keys.state_value])
-        needed += [key for key in of_a_subclass if batch.get(key, None) is not None]
+        # A subclass of the loss may read more; its `estimate` may write what the batch lacks.
+        further = {*loss.in_keys}.difference(needed, estimated, [keys.state_value])
+        needed += [key for key in further if batch.get(key, None) is not None]
         if missing := [key for key in needed if batch.get(key, None) is None]:
             raise LayoutKeyError(
                 f"rollouts: no {missing} (expected all that the loss reads). Collect with its "
@@ -279,20 +280,20 @@ class APPOTrainer(RankTrainer):
         taken, reward = batch.select(*needed), ("next", keys.reward)
         taken.set(reward, taken.get(reward) * self.config.reward_scale)  # of integers, too
         rollout = self.pool.add(taken)
-        self._count_observations(self._observed(rollout))
+        self._count_observations(self._read_observations(rollout))
 
 
-_MOST_SORTED = 1 << 24
-"""Samples of which torch takes a quantile; of more it takes every second, or third."""
+_MAX_SORTED = 1 << 24
+"""Most samples that torch takes a quantile of; of more, every second or third is used."""
 
 
 def _pool_statistics(loss: APPOLoss, pool: TensorDictBase) -> dict[str, torch.Tensor]:
-    """How far behind a pool is, and how well its values are known; scalars on its device."""
+    """Return statistics of policy lag and of the critic, scalars on the pool's device."""
     keys = loss.tensor_keys
     log_rho = (pool.get(keys.target_log_prob) - pool.get(keys.sample_log_prob)).flatten()
     target = pool.get(keys.value_target)
     unexplained = (target - pool.get(keys.state_value)).var(correction=0)
     return {
-        "rho_p99": log_rho[:: -(-len(log_rho) // _MOST_SORTED)].quantile(0.99).exp(),
+        "rho_p99": log_rho[:: -(-len(log_rho) // _MAX_SORTED)].quantile(0.99).exp(),
         "explained_variance": 1.0 - unexplained / target.var(correction=0).clamp(min=1e-8),
     }

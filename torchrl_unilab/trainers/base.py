@@ -28,17 +28,17 @@ _NEVER_CALLED = ("post_loss", "process_loss", "optimizer")
 """Hook stages of TorchRL's own optimiser step, which our trainers replace."""
 
 
-_GIVEN = ("frame_skip", "num_epochs", "optim_steps_per_batch", "optimizer", "optimization_stepper")
-"""Arguments of TorchRL's trainers that our trainers give it."""
+_OURS = ("frame_skip", "num_epochs", "optim_steps_per_batch", "optimizer", "optimization_stepper")
+"""Arguments of TorchRL's `Trainer` that our trainers pass themselves."""
 
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+_UNSET: Mapping[str, tuple[object, ...]] = {
     name: (None, parameter.default)
     for name, parameter in inspect.signature(Trainer.__init__).parameters.items()
-    if name not in _GIVEN
+    if name not in _OURS
 }
-"""Values of arguments of TorchRL's `Trainer` that have no effect."""
+"""Values of each other argument of TorchRL's `Trainer` that count as not given."""
 
-_OF_BOTH: Mapping[str, str] = {
+_COMMON_REPLACEMENTS: Mapping[str, str] = {
     "frame_skip": "",
     "optimization_stepper": "put what it does into the loss",
     "lr_scheduler": "set anneal in config",
@@ -53,7 +53,7 @@ _OF_BOTH: Mapping[str, str] = {
 
 REPLACEMENTS: Mapping[type, Mapping[str, str]] = {
     APPOConfig: {
-        **_OF_BOTH,
+        **_COMMON_REPLACEMENTS,
         "optimizer": "set lr in config",
         "replay_buffer": "set pool in config",
         "optim_steps_per_batch": "set minibatches in config",
@@ -65,7 +65,7 @@ REPLACEMENTS: Mapping[type, Mapping[str, str]] = {
         "async_collection": "set lockstep in config",
     },
     OffPolicyConfig: {
-        **_OF_BOTH,
+        **_COMMON_REPLACEMENTS,
         "optimizer": "set lr_actor, lr_critic or lr_alpha in config",
         "replay_buffer": "rows are in the collector's replay; set replay_buffer_n in config",
         "optim_steps_per_batch": "set updates_per_step in config",
@@ -109,7 +109,7 @@ def check_arguments(given: Mapping[str, object], config: object, kind: type) -> 
             f"config: {type(config).__name__} (expected {kind.__name__}). Pass the settings of "
             "this algorithm."
         )
-    own = [n for n, v in given.items() if n in REPLACEMENTS[kind] and v not in _NEUTRAL.get(n, ())]
+    own = [n for n, v in given.items() if n in REPLACEMENTS[kind] and v not in _UNSET.get(n, ())]
     if own:
         raise ConfigError(
             f"{', '.join(own)}: given (expected to follow from config). {leave_out(own, kind)}"
@@ -130,7 +130,7 @@ class RankTrainer(Trainer):
 
     def __init__(self, *, collector: Any, loss_module: nn.Module, **kwargs: Any) -> None:
         super().__init__(collector=collector, loss_module=loss_module, **kwargs)
-        self._compared = False  # with the other ranks
+        self._compared = False  # whether settings were compared with those of other ranks
         if isinstance(collector, WorkerCollector):
             acting = {*collector.policy.parameters()}
             if acting and not acting & {*loss_module.parameters()}:
@@ -185,13 +185,13 @@ class RankTrainer(Trainer):
         Raises:
             DivergedError: A loss or a weight is not finite: what was learnt has not been published.
         """
-        # Of several ranks all see the same: what they log has been averaged.
-        looked = {n: mean for n, mean in means.items() if n.startswith("loss") or n == NORM}
-        bad = [n for n, mean in looked.items() if not math.isfinite(mean)]
+        # All ranks see the same means, which have been averaged, and so decide alike.
+        checked = {n: mean for n, mean in means.items() if n.startswith("loss") or n == NORM}
+        bad = [n for n, mean in checked.items() if not math.isfinite(mean)]
         if bad:
             self.ranks.agree(False)  # names the rank whose gradients are not finite
             raise DivergedError(
-                f"update after {self.collected_frames} frames: {bad[0]} is {looked[bad[0]]} "
+                f"update after {self.collected_frames} frames: {bad[0]} is {checked[bad[0]]} "
                 "(expected a finite one). Lower the learning rates, or look at rewards and "
                 "observations; a checkpoint, if there is one, is from before."
             )
@@ -203,7 +203,7 @@ class RankTrainer(Trainer):
         if self.auto_log_optim_steps:
             self._log(optim_steps=self._optim_count, **logged)
 
-    def _observed(self, data: TensorDictBase) -> dict[str, torch.Tensor]:
+    def _read_observations(self, data: TensorDictBase) -> dict[str, torch.Tensor]:
         """Return the observations that the normalisers learn from."""
         found = {key: data.get(key, None) for key in self.normalizers}
         if missing := [key for key, seen in found.items() if seen is None]:
@@ -225,7 +225,7 @@ class RankTrainer(Trainer):
                 normalizer.merge(moments)
 
     def _pre_steps_log_hook(self, batch: TensorDictBase | None) -> None:
-        if not self._compared:  # with as many frames from each, all see the same numbers
+        if not self._compared:
             self._compared = True
             counts = {"frames until now": self.collected_frames, "total_frames": self.total_frames}
             shapes = shapes_of(self.loss_module)

@@ -69,10 +69,10 @@ def evaluate(
         torch.Size([3])
         >>> env.close()
     """
-    return _play(env, policy, episodes, max_steps, seed)[0]
+    return _play_episodes(env, policy, episodes, max_steps, seed)[0]
 
 
-def _play(
+def _play_episodes(
     env: EnvBase, policy: Policy, episodes: int | None, max_steps: int, seed: int | None
 ) -> torch.Tensor:
     """Return returns and lengths of episodes, float64 [2, episodes]."""
@@ -86,7 +86,7 @@ def _play(
             env.set_seed(seed)
             torch.manual_seed(seed)
         if isinstance(base, MujocoBatchEnv) and base.stagger:
-            env.reset()  # after which episodes are whole
+            env.reset()  # only the first episodes are staggered
         rounds = [_play_round(env, policy, max_steps) for _ in range(-(-count // envs))]
     return torch.cat(rounds, 1)[:, :count]
 
@@ -195,7 +195,7 @@ class BackgroundEvaluation:
         self.evaluations: list[Evaluation] = []
         self._trainer: Trainer | None = None
         self._running = False
-        self._interval_start = 0  # frames at which the newest interval began, seen or left out
+        self._interval_start = 0  # frames at which an evaluation was last due, run or skipped
         self._videos = videos
         self._filmed = 0  # frames of the newest video
         stage = videos.create_env if videos else None
@@ -277,8 +277,8 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
     os.nice(_NICENESS)
     create_env, create_stage, policy, episodes, max_steps, seed = cloudpickle.loads(payload)
 
-    def watching(current: TensorDictBase) -> TensorDictBase:
-        link.request(block=False)  # raises if the learner has ended; it asks nothing meanwhile
+    def act_while_needed(current: TensorDictBase) -> TensorDictBase:
+        link.request(block=False)  # raises if the learner has ended; no request comes meanwhile
         return act(policy, current)
 
     with closing_env(create_env()) as env:
@@ -289,9 +289,9 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
                 assert request is not None, "it was waited for"
                 frames, video = request
                 version = transport.read_weights_into(policy)
-                returns, lengths = _play(env, watching, episodes, max_steps, seed)
+                returns, lengths = _play_episodes(env, act_while_needed, episodes, max_steps, seed)
                 if video is not None:
-                    _film(create_stage, watching, video, seed)
+                    _film(create_stage, act_while_needed, video, seed)
                 link.answer((frames, version, returns.mean().item(), lengths.mean().item()))
 
 

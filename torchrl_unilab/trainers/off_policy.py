@@ -197,8 +197,8 @@ class OffPolicyTrainer(RankTrainer):
         )
         self._tick = 0
         self._ready = False  # all ranks have enough rows
-        self._policy_moved = False  # so that its statistics are known
-        self._counted: Sequence[int] = ()  # rows of each shard that the normalisers know
+        self._policy_moved = False  # whether the policy's statistics are defined
+        self._counted: Sequence[int] = ()  # rows of each shard that the normalisers have counted
         self.pipeline = DoubleBufferReplayPipeline(
             self.storage,
             device=next(loss_module.parameters()).device,
@@ -232,7 +232,7 @@ class OffPolicyTrainer(RankTrainer):
             torch.set_num_threads(found)
 
     def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
-        """Write a rollout to the storage, those of random actions among them."""
+        """Write a rollout to the storage, also those with random actions."""
         batch = super()._process_batch_hook(batch)
         if missing := [key for key in self._keys if batch.get(key, None) is None]:
             raise LayoutKeyError(
@@ -248,7 +248,7 @@ class OffPolicyTrainer(RankTrainer):
         config = self.config
         if self.normalizers:
             rows, self._counted = self.storage.read_since(self._counted)
-            observed = self._observed(rows)
+            observed = self._read_observations(rows)
             if bad := [key for key, seen in observed.items() if not seen.isfinite().all()]:
                 raise DivergedError(
                     f"observations until {self.collected_frames} frames: not all of {bad[0]!r} are "
@@ -268,7 +268,7 @@ class OffPolicyTrainer(RankTrainer):
             with span("update"):
                 logged = self._learn(sample)
         finally:
-            self.pipeline.after_tick()  # also if that was interrupted, and is taken up again
+            self.pipeline.after_tick()  # also after an interrupt: training may continue
         self._report_update(logged)
 
     def _learn(self, sample: TensorDictBase) -> dict[str, float]:
@@ -287,7 +287,7 @@ class OffPolicyTrainer(RankTrainer):
             raw = sample.tensor_split(config.updates_per_step)
             parts = [self._process_optim_batch_hook(part) for part in raw]
             sample = torch.cat(parts)
-        observed, unknown = [], self._unknown()
+        observed, undefined = [], self._count_undefined()
         for minibatch in update.minibatches(update.prepare(sample), config.updates_per_step):
             self._optim_count += 1
             policy = self.updates % config.policy_frequency == 0
@@ -300,17 +300,17 @@ class OffPolicyTrainer(RankTrainer):
         self._post_epoch_hook()
         stacked = torch.stack(observed)
         means = stacked.mean(0)
-        if unknown:
-            means[-unknown:] = stacked[:, -unknown:].nanmean(0)
+        if undefined:
+            means[-undefined:] = stacked[:, -undefined:].nanmean(0)
         # The one wait for the device per tick.
         norm = norm_of(update.optimizers.values())
         values = torch.cat([means, norm.reshape(1)]).tolist()
         logged = dict(zip((*update.statistics, NORM), values, strict=True))
-        may_lack = update.statistics[len(update.statistics) - unknown :]
-        return {n: mean for n, mean in logged.items() if n not in may_lack or not math.isnan(mean)}
+        may_be_nan = update.statistics[len(update.statistics) - undefined :]
+        return {n: v for n, v in logged.items() if n not in may_be_nan or not math.isnan(v)}
 
-    def _unknown(self) -> int:
-        """Return how many statistics may be NaN: the policy's, the last, before its first step."""
+    def _count_undefined(self) -> int:
+        """Return how many of the last statistics may be NaN: the policy's until its first step."""
         if self._fused is None or self._policy_moved:
             return 0
         return len(self._fused.statistics) - self._fused.statistics.index("td_error") - 1

@@ -5,9 +5,9 @@ frames collected, ``checkpoint/frames-000000065536``, with the digests of its fi
 them. It is written under another name, synced to the disk and renamed, so that a process
 that is killed, a full disk or a power failure leaves the checkpoints before it as they were.
 
-What follows from one root seed, and so is repeated by a run in lock-step (*networks* and
-*acting* are the first two children of ``SeedSequence(seed)``, and further ranks have the next ones
-as theirs: runs of seeds 0 and 1 share nothing, nor do ranks but the networks):
+All seeds follow from the run's root seed, so that a run in lock-step is repeatable. *networks* and
+*acting* are the first two children of ``SeedSequence(seed)``; each further rank has the next child
+as its *acting*. Runs of seeds 0 and 1 have no seed in common, and ranks only that of the networks:
 
 ====================  ==================================================================
 Networks              torch's generator of the learner, seeded with *networks*
@@ -256,7 +256,7 @@ class RunCheckpoints(CheckpointRotation):
 
 
 def _damage(path: Path, components: Collection[str] | None) -> str | None:
-    """Say what is wrong with a checkpoint, or at least with some components of it.
+    """Return what is wrong with a checkpoint, or with some components of it; None if nothing is.
 
     Digests show accidents. Against code that was planted, with digests to match, no file may
     be of a kind that is unpickled, wherever in the checkpoint it is, or in an archive to be loaded.
@@ -289,6 +289,7 @@ def _damage(path: Path, components: Collection[str] | None) -> str | None:
 
 
 def _holds(foreign: list[str]) -> str | None:
+    """Return what is wrong with a checkpoint that holds these files; None without any."""
     said = f"it holds {foreign}, which no checkpoint has and loading may execute"
     return said if foreign else None
 
@@ -323,7 +324,7 @@ def _digest(path: Path) -> str:
 
 
 def _refused_by_disk(error: OSError | RuntimeError) -> str:
-    """What the disk would not do, in the system's words; empty if it is not the disk's fault.
+    """Return the system's message if an error is the disk's fault; else an empty text.
 
     Torch raises its own errors, which end with the system's message.
     """
@@ -343,10 +344,11 @@ def _sync(path: Path) -> None:
 def save_learner(trainer: Trainer, *, insist: bool = False) -> None:
     """Save all but the state of the workers, which may be busy or lost.
 
-    To `insist` is to begin again after an interrupt: torchrun sends all ranks one if one is lost.
+    With `insist`, an interrupt while it saves makes it save again: torchrun interrupts all ranks if
+    one is lost.
     """
     if not all(p.isfinite().all() for p in trainer.loss_module.parameters()):
-        return  # the earlier checkpoints are worth more
+        return  # keep the earlier checkpoints, which are finite
     try:
         trainer.checkpoint_rotation.save(
             trainer.checkpoint,
@@ -361,31 +363,31 @@ def save_learner(trainer: Trainer, *, insist: bool = False) -> None:
 
 
 def load_trainer(trainer: RankTrainer, saved: SavedRun, *, moved: bool = False) -> None:
-    """Put a trainer and its workers where they were.
+    """Restore a trainer and its workers.
 
-    The checkpoint is rank 0's: episodes, noise and samples of the others begin anew; noise and
-    samples also if it was `moved`, that is written on other devices.
+    The checkpoint is rank 0's: episodes, noise and samples of the other ranks begin anew. If it was
+    `moved`, that is, written on other devices, noise and samples of rank 0 do, too.
 
     Raises:
         CheckpointError: The checkpoint does not fit.
     """
-    own = {"rng", "trainer_module.pipeline"} if trainer.ranks.rank or moved else set()
+    begun_anew = {"rng", "trainer_module.pipeline"} if trainer.ranks.rank or moved else set()
     parts = Checkpoint.manifest(saved.path)["components"].keys()
-    asked_for_since = {"trainer_module.evaluation"} - parts
-    components = set(trainer.checkpoint.components) - own - asked_for_since
-    first = {"replay"} & components  # its writers refer to its rows
+    not_saved = {"trainer_module.evaluation"} - parts  # evaluation was enabled on resuming
+    components = set(trainer.checkpoint.components) - begun_anew - not_saved
+    replay = {"replay"} & components  # loaded first: the writers' states refer to its rows
     try:
-        if first:
-            trainer.checkpoint.load(saved.path, components=first)
-        there = "cpu" if moved else None  # from where modules and optimisers take it
-        trainer.checkpoint.load(saved.path, components=components - first, map_location=there)
+        if replay:
+            trainer.checkpoint.load(saved.path, components=replay)
+        device = "cpu" if moved else None  # modules and optimisers copy it to their own
+        trainer.checkpoint.load(saved.path, components=components - replay, map_location=device)
     except TorchRLCheckpointError as error:
         raise CheckpointError(
             f"cannot resume from {saved.path}: {error} (expected a checkpoint of this run's "
             "networks and environments). Resume with the create_env and the versions that wrote "
             "it."
         ) from error
-    if own:
+    if begun_anew:
         trainer.set_seed()
     trainer.collector.update_policy_weights_()
     if trainer.progress_bar:

@@ -32,7 +32,7 @@ from torchrl_unilab.trainers.runs.builders import build_learner
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun
 from torchrl_unilab.trainers.runs.directory import CHECKPOINT, run_path
 
-OF_THE_MACHINE = ("device", "collector_device", "physics_threads", "learner_threads")
+MACHINE_SETTINGS = ("device", "collector_device", "physics_threads", "learner_threads")
 """Settings of the machine, not of the result: a resumed run may change them."""
 
 
@@ -108,7 +108,7 @@ def check_run(
             f"{refusal}: settings cannot be compared, {error} (expected a mapping, as "
             f"{CONFIG_FILE} holds). Pass plain values by name, or leave settings out."
         ) from error
-    may_differ = saved.run.keys() & OF_THE_MACHINE
+    may_differ = saved.run.keys() & MACHINE_SETTINGS
     differ = [key for key in known if saved.run.get(key) != known[key]]
     other = {key: saved.run.get(key) for key in differ if key not in may_differ}
     if "algo" in other:

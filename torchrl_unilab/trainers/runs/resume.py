@@ -17,17 +17,17 @@ from torchrl_unilab.trainers.progress import stop_reason
 from torchrl_unilab.trainers.reports import LearningCurve
 from torchrl_unilab.trainers.runs.checkpoint import RunCheckpoints, SavedRun, run_checkpoint
 from torchrl_unilab.trainers.runs.directory import CHECKPOINT, SUMMARY, run_path
-from torchrl_unilab.trainers.runs.policy import OF_THE_MACHINE, check_run, saved_config, task_of
+from torchrl_unilab.trainers.runs.policy import MACHINE_SETTINGS, check_run, saved_config, task_of
 from torchrl_unilab.trainers.runs.train import Run
 
 _CHANGEABLE = RunConfig.kinds().keys() - {"env", "frames", "seed"}
 """Settings that a resumed run may change."""
 
 _LIMITS = ("stop_at", "max_seconds")
-"""Those that it keeps by default unless the run has reached them."""
+"""Changeable settings that are kept by default, unless the run has reached them."""
 
 _TAKEN_OVER = _CHANGEABLE - {*_LIMITS, "progress_bar", "trace"}
-"""Those that it keeps by default in any case; another trace would replace the one that is there."""
+"""Changeable settings that are always kept by default. A new trace would replace the old one."""
 
 
 def resume_run(
@@ -95,22 +95,22 @@ def resume_run(
             f"cannot resume {run_dir}: {found} ranks for a run of {ranks} (expected as many). "
             f"Start it {way}."
         )
-    before = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
-    before |= {n: file_settings[n] for n in _TAKEN_OVER if file_settings.get(n) is not None}
+    inherited = {"checkpoint_interval": saved.interval, "keep_checkpoints": saved.keep}
+    inherited |= {n: file_settings[n] for n in _TAKEN_OVER if file_settings.get(n) is not None}
     limits = {n: file_settings[n] for n in _LIMITS if file_settings.get(n) is not None}
-    left = [n for n in limits if n not in options and _stop_reason(saved, **{n: limits[n]})]
-    before |= {name: limit for name, limit in limits.items() if name not in left}
+    reached = [n for n in limits if n not in options and _stop_reason(saved, **{n: limits[n]})]
+    inherited |= {name: limit for name, limit in limits.items() if name not in reached}
     planned = max(saved.total_frames, file_settings.get("frames", 0))
     frames = planned if frames is None else frames
-    run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(before | options))
-    # Where it is not summed up, it was killed between its last checkpoint and its summary.
-    summed_up = _summed_up(path / SUMMARY) >= saved.frames
-    if run.frames <= saved.frames and (run.frames < planned or summed_up):
+    run = RunConfig(saved.run["env"], frames, saved.run["seed"], **(inherited | options))
+    # Without a summary, the run was killed between its last checkpoint and its summary.
+    summarised = _summarised_frames(path / SUMMARY) >= saved.frames
+    if run.frames <= saved.frames and (run.frames < planned or summarised):
         raise RunCompleteError(
             f"{run_dir} is complete: {saved.frames} of {run.frames} frames have been collected "
             "(expected fewer). To go on, ask for more: frames, or --frames."
         )
-    if summed_up and (end := _stop_reason(saved, run.stop_at, run.max_seconds)):
+    if summarised and (end := _stop_reason(saved, run.stop_at, run.max_seconds)):
         raise RunCompleteError(
             f"{run_dir} is complete: {end} (expected less). To go on, ask for more, or leave "
             "stop_at and max_seconds out."
@@ -123,12 +123,12 @@ def resume_run(
             f"environment is MujocoBatchEnv of {saved.run['env']}). Leave it out, or train anew."
         )
     asked = {**file_settings, **(settings or {})}
-    here = {name: asked[name] for name in OF_THE_MACHINE if name in asked}
+    here = {name: asked[name] for name in MACHINE_SETTINGS if name in asked}
     config = saved_config({**saved.run, **here})
     resumed = Run(run, config, path, create_env=create_env, announce=announce, saved=saved)
     resumed.announce(f"resuming at {saved.frames} of {run.frames} frames, from {saved.path}")
-    if left:
-        resumed.announce(f"not taken over, as they ended the run: {', '.join(sorted(left))}")
+    if reached:
+        resumed.announce(f"not taken over, as they ended the run: {', '.join(sorted(reached))}")
     return resumed()
 
 
@@ -144,8 +144,8 @@ def _stop_reason(
     return stop_reason(returns, stop_at, max_seconds)
 
 
-def _summed_up(summary: Path) -> int:
-    """Return the frames of a whole run's summary; 0 if there is none, or none to be read."""
+def _summarised_frames(summary: Path) -> int:
+    """Return the frames that a complete run's summary states; 0 without a readable one."""
     try:
         found = json.loads(summary.read_text())
         return 0 if found["interrupted"] else int(found["frames"])

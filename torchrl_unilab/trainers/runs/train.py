@@ -180,16 +180,16 @@ class Run:
             self._create_env = partial(make, **size, stagger=config.stagger)
         self.path, self._again = run_path(run_dir), again
         self.resumed = [*saved.resumed, saved.frames] if saved else []
-        # Workers whose state was saved resume where they were; others do not begin as they did.
+        # A resumed run has new seeds: workers without a saved state do not repeat old episodes.
         root = (options.seed, saved.frames) if saved else options.seed
         self._network_seed = child_seeds(options.seed, 1)[0]
         self._acting_seed = child_seeds(root, 2 + ranks.rank)[-1]
         self._writing = False
-        self._holding = contextlib.ExitStack()  # of the run's directory and logs
+        self._holding = contextlib.ExitStack()  # the directory's lock and the logs, until the end
         self.evaluation: BackgroundEvaluation | None = None
 
     def __call__(self) -> dict[str, Any]:
-        """Take the steps; return the summary."""
+        """Run the four steps; return the summary."""
         with self.ranks, self._holding, torch.random.fork_rng(devices=[]):
             self._holding.callback(torch.set_num_threads, torch.get_num_threads())
             with contextlib.ExitStack() as closing:
@@ -301,13 +301,14 @@ class Run:
         )
 
     def train(self) -> bool:
-        """Train to the end, or until Ctrl-C; leave a checkpoint; return if it was Ctrl-C."""
+        """Train to the end, or until Ctrl-C; leave a checkpoint; return whether it was Ctrl-C."""
         trainer = self.trainer
         if self.is_rank_zero:
             trainer.logger = self._start_writing()
         try:
             stop = stop_reason(trainer.returns, self.options.stop_at, self.options.max_seconds)
-            if trainer.collected_frames < self.options.frames and not stop:  # else it was killed
+            # A run that was killed before its summary has nothing left to collect.
+            if trainer.collected_frames < self.options.frames and not stop:
                 trainer.train()
             if self.evaluation is not None:
                 self.evaluation.finish()  # one that runs although another rank has stopped
@@ -321,7 +322,7 @@ class Run:
         except Exception as error:
             self.ranks.leave(error)
             with contextlib.suppress(OSError, UniLabError):  # the first error says more
-                # The training is not lost; what has diverged would be resumed in vain.
+                # Keep what was learnt, unless it has diverged: that could not be resumed.
                 if self.is_rank_zero and not isinstance(error, DivergedError):
                     save_learner(trainer, insist=self.ranks.size > 1)
             raise
@@ -335,7 +336,9 @@ class Run:
         check_newest(self.saved, self.path)
         self._writing = True
         write_whole(self.path / CONFIG_FILE, as_yaml(self.settings))
-        resumed_at = self.saved.frames if self.saved else 0 if self._again else None
+        resumed_at = 0 if self._again else None  # logs of later frames are removed
+        if self.saved:
+            resumed_at = self.saved.frames
         logger = run_logger(self.path, self.loggers, self._holding, resumed_at)
         if self.saved is None:
             logger.log_hparams(self.settings | package_versions())
@@ -345,7 +348,7 @@ class Run:
         """Return the summary; rank 0 evaluates, writes it, and plots the learning curve."""
         options, trainer, returns = self.options, self.trainer, self.trainer.returns
         eval_return, learner_busy = None, trainer.busy_time.busy  # before it evaluates
-        # A second Ctrl-C ends the evaluation, a first one the run: a resumed one evaluates.
+        # If the run was interrupted, a second Ctrl-C only ends the evaluation.
         with contextlib.suppress(*([KeyboardInterrupt] if interrupted else [])):
             eval_return = self._evaluate() if self.is_rank_zero else None
         summary = {
@@ -372,12 +375,12 @@ class Run:
         if not self.is_rank_zero:
             return summary
         title = f"{options.env}, {summary['algo'].upper()}, seed {options.seed}"
-        # JSON knows no endless rate, of a phase that took no time, and no return of NaN.
+        # JSON has neither infinity (the rate of a phase that took no time) nor NaN.
         known = json.loads(json.dumps(summary), parse_constant=lambda _: None)
         write_whole(self.path / SUMMARY, json.dumps(known, allow_nan=False))
         plot_returns(self.path / "returns.png", title, returns.curve, evaluations)
         frames = trainer.collected_frames
-        if returns.curve and trainer._last_log.get("return") != frames:  # else it has been
+        if returns.curve and trainer._last_log.get("return") != frames:  # not logged yet
             trainer.logger.log_scalar("return", returns.mean, step=frames)
         if eval_return is not None and frames not in [one.frames for one in evaluations]:
             trainer.logger.log_scalar("eval_return", eval_return, step=frames)
@@ -390,7 +393,7 @@ class Run:
             return float(evaluate(env, actor, **limits, seed=options.seed).mean())
 
     def _evaluation_factory(self, threads: int) -> CreateEnv:
-        """The function that makes the environment; if it is ours, one simulation per episode."""
+        """Return what makes the environment: `MujocoBatchEnv` has one simulation per episode."""
         if self.settings.get(OWN_ENVIRONMENT):
             return self._create_env
         envs = min(self.options.eval_episodes, MOST_AT_ONCE)
