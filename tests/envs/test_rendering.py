@@ -354,7 +354,7 @@ def test_torchrl_records_videos_of_the_pixels(tmp_path: Path) -> None:
 
 def test_a_fork_of_a_process_that_has_drawn_refuses_to_draw(monkeypatch) -> None:
     case = make()
-    monkeypatch.setattr(module, "_drew", os.getppid())  # as a fork sees it
+    monkeypatch.setattr(module, "_drew_pid", os.getppid())  # as a fork sees it
     with pytest.raises(ConfigError, match=r"has drawn, of which this one, \d+, is a fork"):
         case.env.render()
 

@@ -107,7 +107,7 @@ class MujocoBatchEnv(EnvBase):
     def __new__(cls, *args: Any, **kwargs: Any) -> MujocoBatchEnv:
         """Keep the constructor's arguments, those of a derived class among them."""
         env: MujocoBatchEnv = super().__new__(cls, *args, **kwargs)
-        env.__dict__["_arguments"] = (args, kwargs)  # no nn.Module yet
+        env.__dict__["_arguments"] = (args, kwargs)  # nn.Module is not initialised yet
         return env
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -235,7 +235,7 @@ class MujocoBatchEnv(EnvBase):
             [0.0, 0.10000000149011612, 0.0, 0.0]
             >>> env.close()
         """
-        self._mark(self._state.set_state(qpos, qvel, ids))
+        self._outdate_pictures(self._state.set_state(qpos, qvel, ids))
         return self._output()
 
     def snapshot(self) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class MujocoBatchEnv(EnvBase):
             ConfigError: It is of another task or number of simulations; nothing has changed.
         """
         self._state.load_state_dict(tree_map_only(torch.Tensor, torch.Tensor.numpy, snapshot))
-        self._mark()
+        self._outdate_pictures()
 
     def render(self, ids: ArrayLike | None = None) -> Pictures:
         """Draw simulations as they are now.
@@ -297,15 +297,15 @@ class MujocoBatchEnv(EnvBase):
     ) -> TensorDictBase:
         if seed is not None:
             self._set_seed(seed)
-        ids = self._rows(None if tensordict is None else tensordict.get("_reset", None))
+        ids = self._selected(None if tensordict is None else tensordict.get("_reset", None))
         self._state.start(np.arange(len(self._state)) if ids is None else ids)
-        self._mark(ids)
+        self._outdate_pictures(ids)
         return self._output()
 
     def _step_and_maybe_reset(
         self, tensordict: TensorDictBase
     ) -> tuple[TensorDictBase, TensorDictBase]:
-        """The base class's method, past its masks and merges for environments of any shape."""
+        """Do as the base class, without its masks and merges for environments of any shape."""
         if tensordict.get("_step", None) is not None or self._post_step_mdp_hooks:
             tensordict, root = super()._step_and_maybe_reset(tensordict)
             return tensordict, root
@@ -316,18 +316,18 @@ class MujocoBatchEnv(EnvBase):
         episodes = self._state.episodes
         if episodes.any_done:
             done = episodes.terminated | episodes.truncated
-            # in the rows that went on, what the step returned
+            # rows that continue get what the step returned
             fresh = self._reset(self._unchecked({"_reset": self._tensor(done)}))
             others = root.exclude(*fresh.keys())
             if not done.all():
-                # what the policy wrote is zeroed where an episode starts
+                # where an episode starts, entries that the policy wrote become 0
                 going = self._tensor(~done)
                 others = others.where(going, others.empty(), pad=0)
             root = fresh.update(others)
         return tensordict, root
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """The base class's method, without what only a partial or a given next step needs."""
+        """Do as the base class, without what only a partial or a given next step needs."""
         keys = tensordict.keys()
         if "_step" in keys or "next" in keys:
             return super().step(tensordict)
@@ -335,9 +335,9 @@ class MujocoBatchEnv(EnvBase):
         return tensordict.set("next", self._step_proc_data(self._step(tensordict)))
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        ids = self._rows(tensordict.get("_step", None))
+        ids = self._selected(tensordict.get("_step", None))
         reward = self._state.step(self._read_action(tensordict), ids)
-        self._mark(ids)
+        self._outdate_pictures(ids)
         return self._output(reward=self._tensor(reward[:, None].astype(self.dtype)))
 
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
@@ -346,7 +346,7 @@ class MujocoBatchEnv(EnvBase):
         return next_tensordict_out  # each key has its final shape: there is nothing to complete
 
     def _read_action(self, tensordict: TensorDictBase) -> NDArray[Any]:
-        """The action as a contiguous array of floating-point numbers."""
+        """Return the action as a contiguous array of floating-point numbers."""
         action = tensordict["action"]
         if action.requires_grad:
             action = action.detach()
@@ -354,17 +354,17 @@ class MujocoBatchEnv(EnvBase):
             action = action.float()
         return np.ascontiguousarray(action.numpy(force=not action.is_cpu))
 
-    def _rows(self, mask: torch.Tensor | None) -> Ids | None:
-        """The rows that a ``(n,)`` or ``(n, 1)`` mask selects; None for all."""
+    def _selected(self, mask: torch.Tensor | None) -> Ids | None:
+        """Return the simulations that a ``(n,)`` or ``(n, 1)`` mask selects; None for all."""
         return None if mask is None or mask.all() else np.flatnonzero(mask.cpu().numpy())
 
-    def _mark(self, ids: Ids | None = None) -> None:
-        """Let the pictures of these simulations be drawn anew; of all for None."""
+    def _outdate_pictures(self, ids: Ids | None = None) -> None:
+        """Mark the pictures of these simulations as outdated; of all for None."""
         if self._pixels is not None:
             self._pixels.outdate(slice(None) if ids is None else ids)
 
     def _output(self, **entries: Any) -> TensorDict:
-        """The present observation and flags, in new tensors, and ``entries``."""
+        """Return the present observation and flags, in new tensors, and `entries`."""
         start = time.perf_counter()
         state = self._state
         groups = self.task.observations(state.physics.seen) if self._observes else {}
@@ -384,10 +384,10 @@ class MujocoBatchEnv(EnvBase):
         return self._unchecked(entries)
 
     def _unchecked(self, entries: dict[str, Any]) -> TensorDict:
-        """A TensorDict by the constructor without checks, as TorchRL's own environments make."""
+        """Return a TensorDict made without checks, as TorchRL's own environments do."""
         return TensorDict._new_unsafe(entries, batch_size=self.batch_size, device=self.device)
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
-        """A tensor on the environment's device, of the array's memory where that is the CPU."""
+        """Return a tensor on the environment's device; on the CPU it shares the array's memory."""
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device)

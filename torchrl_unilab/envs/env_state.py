@@ -1,7 +1,7 @@
 """A task's simulations with their episodes, generators and rewards: an environment in NumPy.
 
-All that later steps follow from is here, so that a snapshot of it is one of the environment.
-`MujocoBatchEnv` is its face for TorchRL.
+It holds all that later steps follow from, so a snapshot of it is a snapshot of the environment.
+`MujocoBatchEnv` is the TorchRL environment over it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EnvState:
             between 1 and the limit, so that simulations are not in step with each other.
 
     Attributes:
-        episodes: How far each is.
+        episodes: The progress of each episode.
         randomizer: Holds what differs between the models.
         dt: Seconds of simulated time that a step takes.
         reward_terms: The parts of the last step's reward, ``(n,)`` each.
@@ -129,7 +129,7 @@ class EnvState:
         self._to_stagger = np.full(len(self), self._stagger)
 
     def control_range(self) -> Array:
-        """Return the least and the greatest controls, ``(2, nu)``.
+        """Return the lowest and highest controls, ``(2, nu)``.
 
         Raises:
             ConfigError: There is no actuator, or one has no control range.
@@ -151,7 +151,7 @@ class EnvState:
         return limits
 
     def expect_terms(self, dtype: type) -> Sequence[str]:
-        """Make terms zero before the first step; return their names."""
+        """Show all reward terms as 0 until the first step; return their names."""
         physics, task = self.physics, self.task
         action: NDArray[Any] = np.zeros((len(self), physics.num_controls), dtype=dtype)
         before = task.before(physics.fields)
@@ -184,8 +184,8 @@ class EnvState:
         reward, terminated = outcome.reward, outcome.terminated
         terms, info = outcome.terms, outcome.info
         if diverged is not None:
-            self._report(diverged)
-            # what the task makes of the jump to the default pose means nothing
+            self._report_divergence(diverged)
+            # the task's outcome of the jump to the default pose is meaningless
             reward = np.where(diverged, 0.0, reward)
             terminated = terminated | diverged
             terms = {name: np.where(diverged, 0.0, term) for name, term in terms.items()}
@@ -219,11 +219,11 @@ class EnvState:
         values = self._checked_state(what, qpos, qvel, ids)
         self._draw_commands(ids)
         self._place(ids, *values)
-        first = ids[self._to_stagger[ids]]
-        if len(first):
-            limit = self.episodes.limit
-            self.episodes.start(first, np.array([self._rngs[i].integers(limit) for i in first]))
-            self._to_stagger[first] = False
+        staggered = ids[self._to_stagger[ids]]
+        if len(staggered):
+            elapsed = [self._rngs[i].integers(self.episodes.limit) for i in staggered]
+            self.episodes.start(staggered, np.array(elapsed))
+            self._to_stagger[staggered] = False
         self.count("reset", start)
 
     def set_state(self, qpos: ArrayLike, qvel: ArrayLike, ids: ArrayLike | None) -> Ids:
@@ -235,7 +235,7 @@ class EnvState:
         """
         rows = simulations_of("set_state: ids", ids, len(self))
         values = self._checked_state("set_state", qpos, qvel, rows)
-        order = np.argsort(rows)  # as the batch wants its ids
+        order = np.argsort(rows)  # the batch takes sorted ids
         rows = rows[order]
         self.physics.randomizer.reset(rows)
         self._draw_commands(rows)
@@ -248,7 +248,7 @@ class EnvState:
         for name, value in (("qpos", qpos), ("qvel", qvel)):
             try:
                 value = np.asarray(value, dtype=np.float64)
-            except (TypeError, ValueError, RuntimeError) as error:  # the last of tensors
+            except (TypeError, ValueError, RuntimeError) as error:  # tensors raise the last
                 raise ConfigError(
                     f"{what}: {name} is no array, {error} (expected one row of numbers per "
                     "simulation to set). Pass an array or a tensor of numbers."
@@ -296,7 +296,7 @@ class EnvState:
             rng.bit_generator.state = generator
 
     def count(self, phase: str, start: float) -> float:
-        """Count the time since `start` for a phase; return the present."""
+        """Count the time since `start` for a phase; return the present time."""
         now = time.perf_counter()
         self.phase_seconds[phase] += now - start
         return now
@@ -351,8 +351,8 @@ class EnvState:
                     )
                 command[i] = drawn
 
-    def _report(self, diverged: NDArray[np.bool_]) -> None:
-        """Count simulations that diverged; log the first and whenever they doubled."""
+    def _report_divergence(self, diverged: NDArray[np.bool_]) -> None:
+        """Count simulations that diverged; log the first, and each doubling of their number."""
         known, count = self.num_diverged, int(diverged.sum())
         self.num_diverged = known + count
         if self.num_diverged.bit_length() > known.bit_length():

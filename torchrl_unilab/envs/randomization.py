@@ -110,7 +110,7 @@ class Randomize:
             )
 
 
-# kind, if it has names, and number of what a row of a field belongs to
+# the object that a row of a field belongs to: its kind (None without names) and number
 _Owner = tuple[mjtObj | None, int]
 
 
@@ -154,7 +154,7 @@ class ModelRandomizer:
     def __init__(
         self, batch: Batch, specs: Sequence[Randomize], name: str, reads: Sequence[str] = ()
     ) -> None:
-        self._plans = [_plan(batch.model, spec, name) for spec in specs]
+        self._plans = [_look_up(batch.model, spec, name) for spec in specs]
         targets = [target for plan in self._plans for target in plan.targets]
         fields = dict.fromkeys(target.field for target in targets)
         self._batch: Batch | None = batch if fields else None
@@ -163,14 +163,14 @@ class ModelRandomizer:
             if values.ndim == 1:
                 self._values[field] = values[:, None]  # a number of MjOption
         self._defaults = {field: _default(batch.model, field) for field in fields}
-        # kept, so that what was drawn at the start outlasts what is drawn at resets
+        # kept: a reset draws some numbers anew, and applies those drawn at the start again
         self._numbers = [np.zeros((batch.nsim, plan.size)) for plan in self._plans]
         self._units = [(t.field, t.rows) for t in targets if _UNIT.search(t.field)]
         self._at_reset = any(spec.when == "reset" for spec in specs)
         self._derives = not _INPUTS.isdisjoint(fields)
         if self._derives:
             for field in MODEL_FIELDS.intersection(reads):
-                batch.expand(field)  # or else it becomes the simulations' own only as it changes
+                batch.expand(field)  # now: else it has one row for all until it changes
         self._rngs: list[np.random.Generator] = []
 
     def values(self, field: str) -> NDArray[np.float64]:
@@ -216,10 +216,7 @@ class ModelRandomizer:
             ConfigError: They are of another randomisation. Nothing has changed then.
         """
         own = self.state_dict()
-        found, expected = (
-            (one["of"], [numbers.shape for numbers in one["numbers"]], len(one["generators"]))
-            for one in ({**own, **state_dict}, own)  # older ones do not say the first
-        )
+        found, expected = _signature({**own, **state_dict}), _signature(own)  # older: no "of"
         if found != expected:
             raise ConfigError(
                 f"ModelRandomizer: what is drawn, shapes and generators are {found} (expected "
@@ -230,7 +227,7 @@ class ModelRandomizer:
         for rng, generator in zip(self._rngs, state_dict["generators"], strict=True):
             rng.bit_generator.state = generator
         if self._batch is not None:
-            self._set(np.arange(self._batch.nsim))
+            self._write_models(np.arange(self._batch.nsim))
 
     def close(self) -> None:
         """Drop the views of the models, which keep the simulations alive."""
@@ -242,22 +239,27 @@ class ModelRandomizer:
             if plan.spec.when in when:
                 for i in ids:
                     numbers[i] = self._rngs[i].uniform(plan.spec.low, plan.spec.high, plan.size)
-        self._set(ids)
+        self._write_models(ids)
 
-    def _set(self, ids: Ids) -> None:
-        """Give the models of simulations ``ids`` what follows from their numbers."""
+    def _write_models(self, ids: Ids) -> None:
+        """Write what follows from the drawn numbers to the models of simulations ``ids``."""
         assert self._batch is not None
         for field, values in self._values.items():
             values[ids] = self._defaults[field]
         for plan, numbers in zip(self._plans, self._numbers, strict=True):
             for target in plan.targets:
                 _apply(self._values[target.field], ids, target, plan.spec.how, numbers[ids])
-        for field, rows in self._units:  # as MuJoCo's compiler makes them
+        for field, rows in self._units:  # normalise, as MuJoCo's compiler does
             units = self._values[field][np.ix_(ids, rows)]
             lengths = np.linalg.norm(units, axis=-1, keepdims=True)
             self._values[field][np.ix_(ids, rows)] = units / np.maximum(lengths, mujoco.mjMINVAL)
         if self._derives:
             self._batch.set_const(ids)
+
+
+def _signature(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the states of two randomisers must have in common."""
+    return state["of"], [numbers.shape for numbers in state["numbers"]], len(state["generators"])
 
 
 def _apply(
@@ -278,7 +280,7 @@ def _apply(
         values[where] = drawn
 
 
-def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
+def _look_up(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
     """Look a `Randomize` up in a model.
 
     Raises:
@@ -286,7 +288,7 @@ def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
     """
     fields = (spec.fields,) if isinstance(spec.fields, str) else spec.fields
     parts = [_part(model, text, name) for text in fields]
-    chosen = [_chosen(model, owners, spec.objects, name) for _, _, owners in parts]
+    chosen = [_matching_rows(model, owners, spec.objects, name) for _, _, owners in parts]
     objects = [list(dict.fromkeys(rows.values())) for rows in chosen]
     if not objects or not objects[0] or any(other != objects[0] for other in objects):
         raise ConfigError(
@@ -305,10 +307,10 @@ def _plan(model: mujoco.MjModel, spec: Randomize, name: str) -> _Plan:
 
 
 def _part(model: mujoco.MjModel, text: str, name: str) -> tuple[str, int | None, dict[int, _Owner]]:
-    """Take a text such as ``"geom_friction[0]"`` apart.
+    """Parse a field such as ``"geom_friction[0]"``.
 
     Returns:
-        The field; the column, if one is meant; and whose each row of the field is.
+        The field; the column, if one is meant; and the owner of each row of the field.
     """
     match = _TARGET.fullmatch(text)
     field, index = match.groups() if match else (text, None)
@@ -336,7 +338,7 @@ def _part(model: mujoco.MjModel, text: str, name: str) -> tuple[str, int | None,
     return field, column, {row: (_OBJECTS.get(prefix), own) for row, own in enumerate(owners)}
 
 
-def _chosen(
+def _matching_rows(
     model: mujoco.MjModel, owners: dict[int, _Owner], patterns: tuple[str, ...] | None, name: str
 ) -> dict[int, _Owner]:
     """Keep the rows whose owner's name matches one of the patterns."""
@@ -361,7 +363,7 @@ def _chosen(
 
 
 def _check_masses(model: mujoco.MjModel, spec: Randomize, target: _Target, name: str) -> None:
-    """Refuse what takes the mass or inertia of a body that has one."""
+    """Refuse a range that can make a positive mass or inertia zero or negative."""
     if target.field not in ("body_mass", "body_inertia"):
         return
     own = _default(model, target.field)[target.rows]

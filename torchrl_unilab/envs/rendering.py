@@ -34,7 +34,7 @@ _LIBRARIES = {
 }
 _PROBE = "import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string('<mujoco/>'), 8, 8).close()"
 _PROBE_SECONDS = 60
-# mujoco.Renderer takes its context's class from a module, where ours stands for a moment
+# mujoco.Renderer takes its context class from a module; `_start` replaces it there meanwhile
 _choosing_context = threading.Lock()
 
 
@@ -76,8 +76,7 @@ class BatchRenderer:
         for name, value in (("width", width), ("height", height)):
             as_integer(f"rendering {name}", value, "Give pixels.")
         _check_camera(batch.model, camera)
-        self.width = width
-        self.height = height
+        self.width, self.height = width, height
         self._batch: Batch | None = batch
         self._camera: Camera = _tracking_camera(batch.model) if camera is None else camera
         self._robot_view = _robot_view(batch.model) if self._camera is None else None
@@ -118,7 +117,7 @@ class BatchRenderer:
                 mujoco.mj_forward(renderer.model, data)
                 camera = self._camera
                 if self._robot_view is not None:
-                    # MuJoCo's own tracking would depend on the pictures before
+                    # MuJoCo's own tracking would depend on earlier pictures
                     camera = self._robot_view
                     camera.lookat = data.subtree_com[1]
                 renderer.update_scene(data, -1 if camera is None else camera)
@@ -136,7 +135,7 @@ class BatchRenderer:
         model = copy.copy(model)
         model.vis.global_.offwidth = self.width
         model.vis.global_.offheight = self.height
-        # no finer than shows: without a graphics card, shadows take most of the time
+        # no finer than visible: without a graphics card, shadows take most of the time
         quality = model.vis.quality
         quality.shadowsize = min(quality.shadowsize, 2 * max(self.width, self.height))
         backend = find_backend(os.environ.get("MUJOCO_GL", "").lower().strip())
@@ -159,17 +158,17 @@ class BatchRenderer:
 
 def _refuse_forks() -> None:
     """Refuse to draw in a fork of a process that has drawn: OpenGL would wait there for ever."""
-    global _drew
-    _drew = _drew or os.getpid()
-    if _drew != os.getpid():
+    global _drew_pid
+    _drew_pid = _drew_pid or os.getpid()
+    if _drew_pid != os.getpid():
         raise ConfigError(
-            f"render: process {_drew} has drawn, of which this one, {os.getpid()}, is a fork "
+            f"render: process {_drew_pid} has drawn, of which this one, {os.getpid()}, is a fork "
             "(expected a process that was spawned). Start workers by spawn, or draw in them alone."
         )
 
 
-_drew: int | None = None
-"""The process that drew first, of this one and those that it was forked from."""
+_drew_pid: int | None = None
+"""Id of the first process to draw, among this one and those that it was forked from."""
 
 
 class Pixels:
@@ -221,7 +220,8 @@ def find_backend(asked: str) -> str:
         ConfigError: None can draw; names what is missing.
     """
     windows = bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-    backends = [asked] if asked else ["glfw"] * windows + ["egl", "osmesa"]
+    windowed = ["glfw"] if windows else []
+    backends = [asked] if asked else [*windowed, "egl", "osmesa"]
     failures = []
     for backend in backends:
         try:

@@ -1,4 +1,4 @@
-"""The physics of an environment: a task's simulations, stepped, placed and looked after."""
+"""The physics of an environment: a task's simulations, and what happens when one diverges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_unilab.envs.randomization import Ids, ModelRandomizer, Randomize
 from torchrl_unilab.envs.task import Array, MujocoTask
 from torchrl_unilab.errors import ConfigError, LayoutKeyError
 
-_NONE = np.empty(0, dtype=np.int32)
+_NO_IDS = np.empty(0, dtype=np.int32)
 _BAD = slice(mjtWarning.mjWARN_BADQPOS.value, mjtWarning.mjWARN_BADCTRL.value)
 
 
@@ -47,7 +47,8 @@ class Simulations:
         batch: The `mujoco.batch.Batch`.
         fields: Live views of what the task reads, and the commands, ``(n, ...)`` each: they
             change with every call.
-        seen: The fields that tasks read: what was loaded in place of what the physics derives.
+        seen: What tasks read: `fields`, with loaded values in place of derived ones until the
+            physics runs.
         randomizer: Holds what differs between the models.
         start: The model's default positions ``(nq,)`` and velocities ``(nv,)``, read-only.
 
@@ -122,7 +123,7 @@ class Simulations:
             Which of them diverged, ``(n,)``, and were put back to the model's default pose;
             None if none did.
         """
-        failed = _NONE
+        failed = _NO_IDS
         if ids is None:
             self._ctrl[:] = action
         else:
@@ -138,7 +139,7 @@ class Simulations:
         return diverged
 
     def _diverged(self, failed: NDArray[np.int32]) -> NDArray[np.bool_] | None:
-        """Which simulations the last step left without a state, ``(n,)``; None if none."""
+        """Return which simulations the last step left without a finite state; None if none."""
         moving = self._moving
         # most steps end here
         if not len(failed) and not np.count_nonzero(self._warnings) and all_finite(moving):
@@ -149,7 +150,7 @@ class Simulations:
         return diverged if diverged.any() else None
 
     def place(self, ids: Ids, qpos: Array, qvel: Array) -> None:
-        """Put simulations `ids`, sorted, into these states, and forget all else of theirs."""
+        """Put simulations `ids`, sorted, into these states, and reset everything else in them."""
         self.batch.reset(ids, stage=mjtStage.mjSTAGE_NONE.value)
         self.fields["qpos"][ids] = qpos
         self.fields["qvel"][ids] = qvel
@@ -192,7 +193,7 @@ class Simulations:
             self.fields["command"][...] = state["command"]
 
     def _show_derived(self, ids: Ids | None) -> None:
-        """Show what the physics derives in simulations `ids`, where it has run; in all for None."""
+        """End the use of loaded values in simulations `ids`, which have run; in all for None."""
         if ids is None:
             self._loaded, self.seen = {}, self.fields
         for name, loaded in self._loaded.items():
@@ -200,7 +201,7 @@ class Simulations:
 
 
 def _keep_inherited() -> None:
-    """Never free, in a forked process, what the parent's threads step: it would wait for them."""
+    """Keep batches for ever in a forked process: freeing one would wait for lost threads."""
     for simulations in _ALIVE:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(simulations.batch))
 
@@ -216,7 +217,7 @@ def _shapes(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def all_finite(array: NDArray[Any]) -> bool:
-    """Whether all of it is finite; counts, which touches less than reducing does."""
+    """Return whether all of an array is finite; counting reads less memory than reducing."""
     return bool(np.count_nonzero(np.isfinite(array)) == array.size)
 
 

@@ -29,7 +29,7 @@ Model: TypeAlias = str | Path | mujoco.MjSpec
 _KEYS = frozenset(
     ("action", "done", "next", "pixels", "reward", "reward_terms", "terminated", "truncated")
 )
-"""What an environment has in addition to observations."""
+"""Keys of an environment's other entries, which no observation may have."""
 
 
 def observation_shapes(
@@ -179,7 +179,7 @@ class MujocoTask(ABC):
             object.__setattr__(self, "assets", {**spec.assets, **self.assets})
 
     def _check_tuples(self, *attributes: str) -> None:
-        """Refuse a text in the place of several, as which its letters would be taken."""
+        """Refuse a string in place of a tuple: its letters would be taken for names."""
         for what in attributes:
             if isinstance(found := getattr(self, what), str):
                 raise ConfigError(

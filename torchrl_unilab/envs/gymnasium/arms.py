@@ -20,7 +20,7 @@ class Arm(GymnasiumTask):
     """Bring something to a goal, which lies elsewhere in each episode.
 
     Attributes:
-        reward_dist_weight: Cost per metre between that thing and the goal.
+        reward_dist_weight: Cost per metre between that object_position and the goal.
         reward_control_weight: Cost per squared control.
     """
 
@@ -54,7 +54,7 @@ class Reacher(Arm):
         speed[-2:] = 0.0
         return start, speed
 
-    def _miss(self, fields: Fields) -> Array:
+    def _tip_to_target(self, fields: Fields) -> Array:
         return self.position(fields, "fingertip") - self.position(fields, "target")
 
     def observation(self, fields: Fields) -> Sequence[Array]:
@@ -65,12 +65,12 @@ class Reacher(Arm):
             np.sin(angles),
             fields["qpos"][:, 2:],
             fields["qvel"][:, :2],
-            self._miss(fields)[:, :2],
+            self._tip_to_target(fields)[:, :2],
         )
 
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
         """Charge the distance to the target and control, and never terminate."""
-        distance = -norms(self._miss(fields)) * self.reward_dist_weight
+        distance = -norms(self._tip_to_target(fields)) * self.reward_dist_weight
         control = -self.reward_control_weight * sums_of_squares(action)
         terms = {"reward_dist": distance, "reward_ctrl": control}
         return Outcome(distance + control, never(fields), terms)
@@ -110,9 +110,9 @@ class Pusher(Arm):
 
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
         """Charge the object's distances from the goal and the tip, and control."""
-        thing = self.position(fields, "object")
-        near = -norms(thing - self.position(fields, "tips_arm")) * self.reward_near_weight
-        distance = -norms(thing - self.position(fields, "goal")) * self.reward_dist_weight
+        object_position = self.position(fields, "object")
+        near = -norms(object_position - self.position(fields, "tips_arm")) * self.reward_near_weight
+        distance = -norms(object_position - self.position(fields, "goal")) * self.reward_dist_weight
         control = -self.reward_control_weight * sums_of_squares(action)
         return Outcome(
             distance + control + near,

@@ -40,7 +40,7 @@ class GymnasiumTask(MujocoTask):
     """
 
     def __post_init__(self) -> None:
-        """Refuse values of another kind than the defaults, ranges that are none, noise below 0."""
+        """Refuse values of another type than the defaults, invalid ranges, and negative noise."""
         super().__post_init__()
         defaults = {field.name: field.default for field in fields(self)}
         for name, value in vars(self).items():
@@ -117,7 +117,7 @@ def body_names(model: mujoco.MjModel) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class NoisyStart(GymnasiumTask):
-    """A task whose episodes start from the default state, give or take some noise.
+    """A task whose episodes start from the default state plus noise.
 
     Attributes:
         reset_noise_scale: Positions and velocities start with uniform noise in
@@ -131,7 +131,7 @@ class NoisyStart(GymnasiumTask):
     reset_noise_scale: float
 
     def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
-        """Add the noise to both."""
+        """Add noise to the default positions and velocities."""
         scale = self.reset_noise_scale
         noisy = qpos + rng.uniform(-scale, scale, len(qpos))
         if self.normal_velocities:

@@ -61,13 +61,13 @@ class HumanoidBody(NoisyStart):
         first = 2 if self.exclude_current_positions_from_observation else 0
         seen = [fields["qpos"][:, first:], fields["qvel"]]
         if self.include_cinert_in_observation:
-            seen.append(_but_world(fields["cinert"]))
+            seen.append(_without_world(fields["cinert"]))
         if self.include_cvel_in_observation:
-            seen.append(_but_world(fields["cvel"]))
+            seen.append(_without_world(fields["cvel"]))
         if self.include_qfrc_actuator_in_observation:
             seen.append(fields["qfrc_actuator"][:, 6:])  # no actuator moves the free joint
         if self.include_cfrc_ext_in_observation:
-            seen.append(_but_world(contact_forces(fields)))
+            seen.append(_without_world(contact_forces(fields)))
         return seen
 
 
@@ -109,7 +109,7 @@ class Humanoid(HumanoidBody, HealthyRunner):
         }
 
     def progress(self, fields: Fields, before: Array, dt: float) -> tuple[Array, dict[str, Array]]:
-        """Tell of the tendons, too."""
+        """Add the tendons to the info."""
         forward, info = super().progress(fields, before, dt)
         return forward, {**info, **_tendons(fields)}
 
@@ -151,7 +151,7 @@ class HumanoidStandup(HumanoidBody):
         )
 
 
-def _but_world(values: NDArray[Any]) -> NDArray[Any]:
+def _without_world(values: NDArray[Any]) -> NDArray[Any]:
     """Rows of ``(nsim, nbody, k)`` values of all bodies but the first, the world."""
     n, _, width = values.shape
     return values.reshape(n, -1)[:, width:]

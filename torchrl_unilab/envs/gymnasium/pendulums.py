@@ -29,7 +29,7 @@ class InvertedPendulum(NoisyStart):
         return fields["qpos"], fields["qvel"]
 
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
-        """Reward each step that leaves the pole upright, and terminate if none."""
+        """Reward each step that leaves the pole upright; otherwise terminate."""
         qpos, qvel = fields["qpos"], fields["qvel"]
         finite = np.isfinite(qpos).all(axis=1) & np.isfinite(qvel).all(axis=1)
         terminated = ~finite | (np.abs(qpos[:, 1]) > _MAX_ANGLE)

@@ -1,4 +1,4 @@
-"""Gymnasium's MuJoCo v5 tasks that reward speed along x, but for the humanoid."""
+"""Gymnasium's MuJoCo v5 tasks that reward speed along x, except the humanoid's."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class PlanarWalker(HealthyRunner):
         return high & inside(qpos[:, 2], self.healthy_angle_range)
 
     def progress(self, fields: Fields, before: Array, dt: float) -> tuple[Array, dict[str, Array]]:
-        """Tell of the height, too."""
+        """Add the height to the info."""
         forward, info = super().progress(fields, before, dt)
         height = fields["qpos"][:, 1] - fields["qpos0"][:, 1]
         return forward, {**info, "z_distance_from_origin": height}

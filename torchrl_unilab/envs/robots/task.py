@@ -55,8 +55,8 @@ def joint_addresses(model: mujoco.MjModel, names: Sequence[str] | None = None) -
     all_names = [model.joint(i).name for i in range(model.njnt)]  # "" where it has none
     known = {name: i for i, name in enumerate(all_names)}
     if names is None:
-        lone = (mjtJoint.mjJNT_HINGE, mjtJoint.mjJNT_SLIDE)
-        joints = [i for i in range(model.njnt) if mjtJoint(model.jnt_type[i]) in lone]
+        one_dof = (mjtJoint.mjJNT_HINGE, mjtJoint.mjJNT_SLIDE)
+        joints = [i for i in range(model.njnt) if mjtJoint(model.jnt_type[i]) in one_dof]
     elif unknown := [name for name in names if name not in known]:
         raise ConfigError(
             f"joint_addresses: the model has no joints {unknown} (expected some of "
@@ -310,8 +310,8 @@ class RobotTask(MujocoTask):
         return Outcome(reward, self.failed(fields), weighted)
 
     def _per_simulation(self, name: str, term: Any, n: int) -> Array:
-        """A reward term as ``(n,)``; a constant is that of all."""
-        if type(term) in (float, int, bool):  # a mean over simulations is no number of Python's
+        """Return a reward term as ``(n,)``; a constant counts for all simulations."""
+        if type(term) in (float, int, bool):  # no NumPy scalar, such as a mean over simulations
             return np.full(n, float(term))
         values = np.asarray(term)
         if values.shape not in ((n,), (n, 1)) or values.dtype.kind not in "fiub":

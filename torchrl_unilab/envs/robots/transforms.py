@@ -93,7 +93,7 @@ class ObservationNoise(ObservationTransform):
 
 
 class _Delay(Transform):
-    """Base of the delays of observations and actions: keeps what went in during the last steps."""
+    """Base of the delays of observations and actions: keeps the values of the last steps."""
 
     def __init__(self, delay: Delay, **keys: list[NestedKey]) -> None:
         super().__init__(**keys)
@@ -112,11 +112,11 @@ class _Delay(Transform):
     def delays(self) -> torch.Tensor:
         """Each simulation's present delay in steps, ``(n,)``, n the batch's size."""
         if self._delays is None:
-            self._delays = self._drawn()
+            self._delays = self._draw_delays()
         return self._delays
 
     def clone(self) -> Self:
-        """Return such a transform, without an environment and what went in."""
+        """Return a transform with the same settings, without an environment or history."""
         copied: Self = super().clone()
         copied._delays, copied._history = None, {}
         return copied
@@ -143,7 +143,7 @@ class _Delay(Transform):
         self._delays = state["delays"]
         self._history = dict(state["history"])
 
-    def _drawn(self) -> torch.Tensor:
+    def _draw_delays(self) -> torch.Tensor:
         low, high = self._range
         n = self._batch_size().numel()
         if low == high:
@@ -154,7 +154,7 @@ class _Delay(Transform):
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
         """Draw the delays of rows that start an episode, and forget their past."""
-        rows, drawn = self._mask(tensordict, "_reset"), self._drawn()
+        rows, drawn = self._mask(tensordict, "_reset"), self._draw_delays()
         if rows is not None:
             drawn = torch.where(rows.to(drawn.device), drawn, self.delays)
         self._delays = drawn
@@ -165,21 +165,21 @@ class _Delay(Transform):
         return tensordict_reset
 
     def _fill(self, key: NestedKey, rows: torch.Tensor | None, value: torch.Tensor) -> None:
-        """Fill the history of some rows, all if None, with `_before` of a value."""
-        filled = self._before(value).expand(self._range[1] + 1, *value.shape)
+        """Fill the history of `rows`, all if None, with `_initial_output` of a value."""
+        filled = self._initial_output(value).expand(self._range[1] + 1, *value.shape)
         known = self._history.get(key)
         if rows is not None and known is not None:
-            filled = torch.where(_along(rows, filled), filled, known)
+            filled = torch.where(_broadcast_rows(rows, filled), filled, known)
         self._history[key] = filled.clone()
 
-    def _before(self, value: torch.Tensor) -> torch.Tensor:
-        """What comes out until an episode's first value does; by default that value."""
+    def _initial_output(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what comes out until an episode's first value does; by default that value."""
         return value
 
-    def _late(
+    def _delay_values(
         self, keys: Sequence[NestedKey], tensordict: TensorDictBase, rows: torch.Tensor | None
     ) -> TensorDictBase:
-        """Put values in, in rows that step (all if None), and set what comes out in their place."""
+        """Put values of `rows`, all if None, into the history; replace them by delayed ones."""
         for key in keys:
             value = tensordict[key]
             flat = self._flat(value)
@@ -188,7 +188,7 @@ class _Delay(Transform):
             known = self._history[key]
             moved = torch.cat((flat.unsqueeze(0), known[:-1]))
             if rows is not None:
-                moved = torch.where(_along(rows, moved), moved, known)
+                moved = torch.where(_broadcast_rows(rows, moved), moved, known)
             self._history[key] = moved
             delays = self.delays.to(moved.device)
             late = moved[delays, torch.arange(len(delays), device=moved.device)]
@@ -217,8 +217,8 @@ class _Delay(Transform):
         return mask.reshape(self._batch_size().numel(), -1).any(-1)
 
 
-def _along(rows: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
-    """A mask ``(n,)`` in the shape of a history, ``(depth, n, ...)``."""
+def _broadcast_rows(rows: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+    """Reshape a mask ``(n,)`` so that it broadcasts to a history, ``(depth, n, ...)``."""
     return rows.reshape(1, -1, *(1,) * (history.ndim - 2))
 
 
@@ -249,7 +249,7 @@ class ObservationDelay(_Delay):
         super().__init__(delay, in_keys=keys, out_keys=keys)
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return self._late(self.in_keys, next_tensordict, self._mask(tensordict, "_step"))
+        return self._delay_values(self.in_keys, next_tensordict, self._mask(tensordict, "_step"))
 
 
 class ActionDelay(_Delay):
@@ -285,8 +285,8 @@ class ActionDelay(_Delay):
         self.register_buffer("before", torch.as_tensor(before, dtype=torch.float64))
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        return self._late(self.in_keys_inv, tensordict, self._mask(tensordict, "_step"))
+        return self._delay_values(self.in_keys_inv, tensordict, self._mask(tensordict, "_step"))
 
-    def _before(self, value: torch.Tensor) -> torch.Tensor:
+    def _initial_output(self, value: torch.Tensor) -> torch.Tensor:
         before: torch.Tensor = self.before.to(value)
         return before.expand(value.shape)
