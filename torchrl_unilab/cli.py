@@ -163,14 +163,12 @@ def _add_algorithms(
     for name, algorithm in SETTINGS.items():
         parser = algorithms.add_parser(name, help=algorithm.title, description=algorithm.title)
         add(parser)
-        group = parser.add_argument_group(
-            f"settings of {name}",
-            f"The defaults are those of {task}."
-            if task in algorithm.tasks
-            else f"{task} has no settings of its own: these are the general defaults."
-            if task
-            else "A task may have other defaults than these: --env TASK --help shows them.",
-        )
+        note = "A task may have other defaults than these: --env TASK --help shows them."
+        if task in algorithm.tasks:
+            note = f"The defaults are those of {task}."
+        elif task:
+            note = f"{task} has no settings of its own: these are the general defaults."
+        group = parser.add_argument_group(f"settings of {name}", note)
         defaults = algorithm.for_task(task)
         others = [
             f.name for f in dataclasses.fields(defaults) if f.metadata["of"] not in (None, name)

@@ -21,7 +21,7 @@ from torchrl.collectors import Collector
 from tests.support.bounds import DEADLINE
 from torchrl_unilab.collectors import APPOCollector
 from torchrl_unilab.distributed import UniLabRayScheme
-from torchrl_unilab.distributed.mailbox import find, load_ray
+from torchrl_unilab.distributed.mailbox import find_mailbox, load_ray
 from torchrl_unilab.envs import MujocoBatchEnv
 from torchrl_unilab.errors import ConfigError, LayoutKeyError, UsageError, WaitTimeoutError
 from torchrl_unilab.modules import make_actor
@@ -190,7 +190,7 @@ def test_weights_may_take_long_to_come(learner, monkeypatch):
 
     monkeypatch.setattr(ray, "wait", late)
     node = scheme.node()
-    node._actor = find(node._mailbox, DEADLINE)
+    node._actor = find_mailbox(node._mailbox, DEADLINE)
     assert node._poll(-1, DEADLINE, None, {}).version == FIRST
     assert len(waits) == 4
     node._ended.set()

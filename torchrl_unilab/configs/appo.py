@@ -178,7 +178,7 @@ class APPOConfig(Settings):
 
     def highest_lr(self, progress: float) -> float:
         """Return the highest learning rate after a share `progress` of the run."""
-        return self.lr * self._left(progress) if self.anneal else self.lr
+        return self.lr * self._remaining(progress) if self.anneal else self.lr
 
     def discount(self, progress: float) -> float:
         """Return the discount after a share `progress` of the run.
@@ -199,10 +199,10 @@ class APPOConfig(Settings):
         """
         if self.final_log_std is None:
             return math.inf
-        return self.final_log_std + (self.log_std - self.final_log_std) * self._left(progress)
+        return self.final_log_std + (self.log_std - self.final_log_std) * self._remaining(progress)
 
-    def _left(self, progress: float) -> float:
-        """How far rate and noise still have to fall, from 1 to 0 at the run's end."""
+    def _remaining(self, progress: float) -> float:
+        """Return the share of rate and noise that is left to anneal: 1 at first, 0 at the end."""
         return min(1.0, max(0.0, 1 - progress) / (self.anneal or 1.0))
 
     @classmethod

@@ -108,7 +108,7 @@ class Kind:
 
 
 def _as_python(value: Any) -> Any:
-    """Return a number of another library's, such as NumPy's, or several, as Python's."""
+    """Return a number, or a list or tuple of them, as Python's, if it is of another library."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_as_python, value))
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -175,9 +175,9 @@ class Settings:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a question that suggests known names: those that begin with `name`, or the closest.
+    """Return "Did you mean ...?" with known names that begin with `name`, or the most similar one.
 
-    It is empty if no name is similar.
+    Empty if no name is similar.
 
     Examples:
         >>> nearest("epoch", ["epochs", "lr"])

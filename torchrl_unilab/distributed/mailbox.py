@@ -1,12 +1,12 @@
-"""The mailbox of a Ray cluster: it has the newest weights, and what the nodes report.
+"""The mailbox of a Ray cluster: it holds the newest weights, and the reports of the nodes.
 
-The learner posts and does not wait; it posts the newest version again now and then, as a mailbox
-that was started again has none. Each node has one call under way, which returns when there is a
-newer version, or after a while; so the mailbox, an actor next to the learner, holds no list of
-nodes, and a node that is stopped, lost or new needs no care. Weights themselves are in Ray's object
-store: a machine fetches each version once, however many of its nodes take it.
+The mailbox is an actor on the learner's machine. The learner posts versions and does not wait. It
+also posts the newest version again twice a second, because a restarted mailbox is empty. Each node
+polls by one call at a time, which returns when there is a newer version, or after a timeout. So the
+mailbox keeps no list of nodes: nodes may stop, be lost or be added at any time. The weights are in
+Ray's object store: a machine fetches each version once, however many of its nodes take it.
 
-Imports no torch, so that a mailbox that was lost is back in a second, and takes little memory.
+Imports no torch, so that a mailbox that was lost restarts in a second and takes little memory.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 
-_PENDING = 8  # calls under way: each post holds its weights, also while a mailbox is stopped
+_PENDING = 8  # posts that may wait for a mailbox that is stopped: each keeps its weights alive
 _FIND_SECONDS = 0.05
 
 Reports = dict[int, dict[int, int | None]]
-"""Node to what its workers act with: worker to version, or None."""
+"""Node to the version that each of its workers acts with, or None."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Letter:
 
 
 class Mailbox:
-    """The newest version, for nodes that ask for one beyond theirs. An asynchronous Ray actor."""
+    """Holds the newest version for nodes that poll. An asynchronous Ray actor."""
 
     def __init__(self) -> None:
-        self._letter = Letter(-1, [])  # until there is one
+        self._letter = Letter(-1, [])  # below any version that a node polls for
         self._posted = asyncio.Condition()
         self._reports: Reports = {}
 
@@ -56,7 +56,7 @@ class Mailbox:
     async def poll(
         self, after: int, seconds: float, node: int | None, applied: dict[int, int | None]
     ) -> Letter | None:
-        """Return a version beyond `after`, or None if there is none within `seconds`.
+        """Return the newest version once it is above `after`; None if it is not within `seconds`.
 
         Args:
             after: The version that the node has.
@@ -96,7 +96,7 @@ def load_ray() -> Any:
 
 
 def session() -> tuple[str, str] | None:
-    """Return what names the Ray that this process is connected to; None if it is to none."""
+    """Return ids of the Ray node and job that this process is connected to; None without any."""
     ray = load_ray()
     if not ray.is_initialized():
         return None
@@ -121,7 +121,7 @@ def open_mailbox(name: str) -> Any:
     return actor.remote()
 
 
-def find(name: str, seconds: float) -> Any:
+def find_mailbox(name: str, seconds: float) -> Any:
     """Return the mailbox of that name, which the learner may be about to open.
 
     Raises:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torchrl.collectors import Collector
 
-from torchrl_unilab.distributed.mailbox import Letter, find, load_ray
+from torchrl_unilab.distributed.mailbox import Letter, find_mailbox, load_ray
 from torchrl_unilab.errors import ConfigError, WaitTimeoutError
 from torchrl_unilab.shm import BlockLayout
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
@@ -28,8 +28,8 @@ from torchrl_unilab.weight_update.scheme import PullAt
 FIRST_SECONDS = 60.0
 POLL_SECONDS = 0.5
 BEHIND_SECONDS = 0.02
-"""How long a poll waits: while a worker has yet to apply what was published, its report is due."""
-_GRACE_SECONDS = 2.0  # for the answer, after the poll's own
+"""Seconds that a poll waits, and those while a worker is behind: its report should come soon."""
+_GRACE_SECONDS = 2.0  # that the answer to a poll may take beyond the poll's own wait
 
 
 @dataclass(frozen=True)
@@ -90,20 +90,20 @@ class NodeScheme(UniLabShmScheme):
                 "weights of a node's workers: separate ones (expected one set, as the learner "
                 "sends one). Give the collectors one policy."
             )
-        snapshot = self._first()
+        snapshot = self._wait_for_first()
         for weights in initial.of_workers.values():
             snapshot.layout.select(named_tensors(weights))
         self.first_version = snapshot.version
         named = dict(zip(snapshot.layout.keys, _views(snapshot), strict=True))
         return replace(initial, of_workers=dict.fromkeys(initial.of_workers, named))
 
-    def _first(self) -> StoredWeights:
+    def _wait_for_first(self) -> StoredWeights:
         """Return the newest version, once there is one; the mailbox may still be starting.
 
         Fetching a posted version has no time limit.
         """
         errors = load_ray().exceptions
-        self._actor = find(self._mailbox, FIRST_SECONDS)
+        self._actor = find_mailbox(self._mailbox, FIRST_SECONDS)
         cause: Exception | None = None
         deadline = time.monotonic() + FIRST_SECONDS
         while time.monotonic() < deadline:
@@ -157,17 +157,20 @@ class NodeScheme(UniLabShmScheme):
     def _poll(
         self, after: int, seconds: float, node: int | None, applied: dict[int, int | None]
     ) -> StoredWeights | None:
-        """Return the weights that `Mailbox.poll` tells of, None at the end of the scheme.
+        """Return the weights of the version that `Mailbox.poll` returns; None if there is none.
 
-        A Ray error if the mailbox does not answer, or the weights are lost.
+        Also None once the scheme has ended.
+
+        Raises:
+            RayError: The mailbox does not answer, or the weights are lost.
         """
         ray = load_ray()
         answer = self._actor.poll.remote(after, seconds, node, applied)
         letter: Letter | None = ray.get(answer, timeout=seconds + _GRACE_SECONDS)
         if letter is None:
             return None
-        # A `get` that is given up gives up what has come so far: a slow link would bring nothing.
-        # The wait ends with the learner, whose loss is an error of the weights.
+        # No `get` with a timeout: it would drop what a slow link has brought so far. If the learner
+        # is lost, so are the weights, and the wait ends.
         while not ray.wait(letter.weights, timeout=POLL_SECONDS)[0]:
             if self._ended.is_set():
                 return None

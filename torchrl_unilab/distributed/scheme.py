@@ -85,8 +85,7 @@ class UniLabRayScheme(WeightSyncScheme):
             )
         super().__init__()
         self.version = as_integer("first_version", first_version, "Use 0.", least=0)
-        self.skipped = 0
-        self._policy = policy
+        self.skipped, self._policy = 0, policy
         self._letter: Letter | None = None
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
@@ -214,7 +213,7 @@ class UniLabRayScheme(WeightSyncScheme):
                 self._mailbox.post.remote(self._letter)
 
     def _check_mailbox(self) -> None:
-        """Refuse if there is no mailbox, or none any more: a call would start Ray anew."""
+        """Refuse to go on without a mailbox: a call to one that is gone would start Ray anew."""
         if self._mailbox is None:
             raise UsageError(
                 "UniLabRayScheme: no mailbox (expected one: RayCollector makes it at its start, "
@@ -275,7 +274,7 @@ class UniLabRayScheme(WeightSyncScheme):
         ]
 
     def _reports(self) -> Reports:
-        """Return what nodes reported, or reported last where the mailbox does not answer."""
+        """Return what nodes reported; the last reports known if the mailbox does not answer."""
         self._check_mailbox()
         ray = load_ray()
         try:

@@ -65,7 +65,7 @@ def main() -> None:
         if not isinstance(error.__cause__, UniLabError):
             raise
         sys.exit(f"error: {error.__cause__}")
-    except OmegaConfBaseException as error:  # of a value, or key, that another one stands for
+    except OmegaConfBaseException as error:  # such as an interpolation that cannot be resolved
         reason = " ".join(str(error).split())
         sys.exit(f"error: {reason} (expected a value of its type). Correct the value.")
     except MissingConfigException as error:

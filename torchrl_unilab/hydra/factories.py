@@ -51,7 +51,7 @@ def make_settings(algorithm: str, task: str = "", **values: Any) -> Config:
         given["hidden"] = tuple(hidden)
     try:
         return SETTINGS[algorithm].for_task(task, **given)
-    except TypeError as error:  # of the name
+    except TypeError as error:  # an unknown setting
         raise ConfigError(str(error)) from None
 
 

@@ -22,7 +22,7 @@ from torchrl_unilab.configs.settings import Settings
 
 @dataclass
 class _Node:
-    """What is made at once or, as a partial, later."""
+    """Base of the nodes. Hydra calls their target at once, or returns a partial of it."""
 
     _partial_: bool = False
 
@@ -198,7 +198,7 @@ class ObservationNoiseNode(_Node):
 
 @dataclass
 class _WorkersNode:
-    """What both collectors have; under our trainers None leaves it to the settings."""
+    """Arguments of both collectors; under our trainers None leaves one to the settings."""
 
     create_env_fn: Any = None
     policy: Any = None
