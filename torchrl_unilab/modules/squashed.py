@@ -39,11 +39,10 @@ def squash(x: torch.Tensor) -> torch.Tensor:
 
 
 class SquashedNormal(TanhNormal):
-    """TorchRL's `TanhNormal`, which acts without exploration in one way.
+    """TorchRL's `TanhNormal`, with one action for all exploration types but RANDOM.
 
-    A squashed Gaussian's mean and mode have no closed form. What SAC acts by, here as
-    elsewhere, is the squashed mean of the Gaussian; so all exploration types but RANDOM
-    take that, where `TanhNormal` estimates a mean from samples and refuses a mode.
+    A squashed Gaussian's mean and mode have no closed form: `TanhNormal` estimates the mean from
+    samples, and refuses the mode. SAC acts by the squashed mean of the Gaussian, and so does this.
     """
 
     mean = mode = TanhNormal.deterministic_sample
@@ -92,7 +91,7 @@ class SquashedNetwork(NormalizedNetwork):
         center, reach = high / 2 + low / 2, (high - low) / 2
         digits = torch.finfo(center.dtype)
         digit = digits.eps * torch.maximum(center.abs(), reach).clamp(min=digits.tiny / digits.eps)
-        # Else the sum may be rounded beyond a bound, by its last digit.
+        # A sum may be rounded beyond a bound by its last digit: shrink the reach until none is.
         while (beyond := (center + reach > high) | (center - reach < low)).any():
             reach = torch.where(beyond, (reach - digit).clamp(min=0.0), reach)
         self.register_buffer("center", center)
@@ -156,8 +155,8 @@ class SquashedGaussianActor(DirectActor):
         return tensordict.set("action", torch.addcmul(head.center, squash(u), head.reach))
 
 
-class SquashedPoint(SquashedNetwork):
-    """Reads an observation, writes one ``action`` within bounds: ``center + reach tanh(net)``."""
+class SquashedDeterministicActor(SquashedNetwork):
+    """A deterministic policy within bounds: ``action = center + reach * tanh(net)``."""
 
     out_keys = ("action",)
 
@@ -229,7 +228,7 @@ def make_td3_actor(
     normalizer: ObservationNormalizer | None = None,
     hidden: Sequence[int] = (256, 256),
     layer_norm: bool = False,
-) -> SquashedPoint:
+) -> SquashedDeterministicActor:
     """Return TD3's actor: an action within bounds, without noise (arXiv 1802.09477).
 
     Args:
@@ -258,7 +257,7 @@ def make_td3_actor(
     """
     lowest, highest = _bounds(low, high, action_size)
     net = relu_mlp([observation_size, *hidden, action_size], layer_norm=layer_norm)
-    return SquashedPoint(in_key, normalizer, net, lowest, highest)
+    return SquashedDeterministicActor(in_key, normalizer, net, lowest, highest)
 
 
 def _bounds(

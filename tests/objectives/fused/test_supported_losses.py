@@ -13,7 +13,7 @@ from tests.support.off_policy import ACT, OBS, fused, make_loss, make_transition
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.modules import make_q_value, make_sac_actor, make_td3_actor
 from torchrl_unilab.modules.critics import QValue
-from torchrl_unilab.modules.squashed import SquashedPoint
+from torchrl_unilab.modules.squashed import SquashedDeterministicActor
 from torchrl_unilab.objectives import FusedSACUpdate, FusedTD3Update
 
 UPDATES = {"sac": FusedSACUpdate, "td3": FusedTD3Update}
@@ -65,7 +65,7 @@ def _hooked(hook: Callable[[SACLoss], object]) -> SACLoss:
     return loss
 
 
-class _Actor(SquashedPoint):
+class _Actor(SquashedDeterministicActor):
     pass
 
 

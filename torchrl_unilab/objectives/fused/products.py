@@ -70,7 +70,7 @@ class OneDNNProducts(BatchedProducts):
 
 def _times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
     out: torch.Tensor
-    if torch.compiler.is_dynamo_compiling():  # `is_compiling` is of the process: of any thread
+    if torch.compiler.is_dynamo_compiling():  # not `is_compiling`, which is true for all threads
         out = _opaque_times(x, weight)
         return out if bias is None else out + bias
     out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -79,7 +79,7 @@ def _times(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Ten
 
 @torch.library.custom_op("torchrl_unilab::onednn_times", mutates_args=(), device_types="cpu")
 def _opaque_times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x W^T`` for the compiler, which knows oneDNN's product of constant weights alone."""
+    """``x W^T`` for the compiler, which itself uses oneDNN only for constant weights."""
     return _times(x, weight)
 
 

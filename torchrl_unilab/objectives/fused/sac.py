@@ -115,7 +115,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         self._target_entropy = loss.target_entropy
         low, high = loss.actor_network[0].log_std_bounds
         self._log_std = low, (high - low) / 2
-        # What is constant of the log probability.
+        # The constant terms of the log probability.
         self._volume = self._reach.log().sum() + len(self._reach) * (
             HALF_LOG_2PI + 2.0 * math.log(2.0)
         )
@@ -141,18 +141,18 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
 
     def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
         weight, alpha = data.weight, self._alpha
-        action, log_p, (y, raw, spread), acted = self._act(data.observation, noise[0])
-        values, climbed = self._critics.forward(torch.cat([data.state, action], dim=1))
+        action, log_p, (y, raw, spread), actor_pass = self._act(data.observation, noise[0])
+        values, critic_pass = self._critics.forward(torch.cat([data.state, action], dim=1))
         value, choice = values.min(0)
-        # Of the loss: in the value of the critic that was chosen, in the action, in u.
+        # Slopes of the loss: by the smaller value, by the action, by u, by the log scale, by r.
         slope = values.new_zeros(values.shape).scatter_(0, choice.unsqueeze(0), -1.0)
         slope.mul_(weight.unsqueeze(1))
-        by_action = self._critics.backward_to_input(slope, climbed, data.next_state.shape[1])
+        by_action = self._critics.backward_to_input(slope, critic_pass, data.next_state.shape[1])
         entropy_slope = (weight * alpha).unsqueeze(1)
         by_u = torch.addcmul(2.0 * entropy_slope * y, by_action * self._reach, 1.0 - y.square())
         by_log_std = torch.addcmul(-entropy_slope, by_u, spread)
         by_raw = by_log_std.mul_(1.0 - raw.square()).mul_(self._log_std[1])
-        self._actor.backward(torch.cat([by_u, by_raw], dim=1).unsqueeze(0), acted)
+        self._actor.backward(torch.cat([by_u, by_raw], dim=1).unsqueeze(0), actor_pass)
 
         loss, entropy = torch.stack([alpha * log_p - value.squeeze(1), -log_p]) @ weight
         excess = self._target_entropy - entropy
@@ -167,7 +167,7 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
 
         With ``r`` the network's second half of outputs, as in `SquashedGaussianParameters`.
         """
-        out, acted = self._actor.forward(observation)
+        out, actor_pass = self._actor.forward(observation)
         loc, raw = out.squeeze(0).chunk(2, dim=1)
         raw = raw.tanh()
         low, reach = self._log_std
@@ -178,4 +178,4 @@ class FusedSACUpdate(FusedOffPolicyUpdate):
         log_p = (u + F.softplus(-2.0 * u)).mul_(2.0).sub_(log_std)
         log_p = log_p.addcmul_(noise, noise, value=-0.5).sum(1).sub_(self._volume)
         y = squash(u)
-        return torch.addcmul(self._center, y, self._reach), log_p, (y, raw, spread), acted
+        return torch.addcmul(self._center, y, self._reach), log_p, (y, raw, spread), actor_pass

@@ -8,7 +8,7 @@ import torch
 from tensordict.nn import TensorDictModuleBase
 from torchrl.objectives import LossModule, TD3Loss
 
-from torchrl_unilab.modules.squashed import SquashedPoint
+from torchrl_unilab.modules.squashed import SquashedDeterministicActor
 from torchrl_unilab.objectives.fused.adam import flatten, learnable
 from torchrl_unilab.objectives.fused.networks import is_relu_mlp
 from torchrl_unilab.objectives.fused.off_policy import OF_CRITICS, FusedOffPolicyUpdate
@@ -69,7 +69,7 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         actor: TensorDictModuleBase = loss.actor_network
         known = (
             type(loss) is TD3Loss
-            and type(actor) is SquashedPoint
+            and type(actor) is SquashedDeterministicActor
             and is_relu_mlp(actor.net, len(actor.center))
             and loss.delay_actor
         )
@@ -85,7 +85,7 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         flat = flatten([target.get(key) for key in learnt])
         self._followers.append((flat, self._actor_adam.flat))
         self._target_actor = self._network(actor.net, target)
-        # The policy climbs the first critic alone.
+        # The policy maximises the first critic's value only.
         critic = loss.qvalue_network
         online = loss.qvalue_network_params.get("net")
         self._first_critic = self._network(critic.net, online, stacked=True, which=slice(1))
@@ -105,13 +105,13 @@ class FusedTD3Update(FusedOffPolicyUpdate):
         return self._target_values(data, action.clamp_(self._low, self._high))
 
     def _differentiate_policy(self, data: Transitions, noise: torch.Tensor) -> None:
-        out, acted = self._actor.forward(data.observation)
+        out, actor_pass = self._actor.forward(data.observation)
         y = out.squeeze(0).tanh_()
         action = torch.addcmul(self._center, y, self._reach)
-        judged = torch.cat([data.state, action], dim=1)
-        value, climbed = self._first_critic.forward(judged)
+        critic_input = torch.cat([data.state, action], dim=1)
+        value, saved = self._first_critic.forward(critic_input)
         slope = data.weight.neg().view(1, -1, 1)
-        by_action = self._first_critic.backward_to_input(slope, climbed, data.next_state.shape[1])
+        by_action = self._first_critic.backward_to_input(slope, saved, data.next_state.shape[1])
         by_y = by_action.mul_(self._reach)
-        self._actor.backward(torch.ops.aten.tanh_backward(by_y, y).unsqueeze(0), acted)
+        self._actor.backward(torch.ops.aten.tanh_backward(by_y, y).unsqueeze(0), actor_pass)
         self._of_policy.copy_(-torch.dot(value.view(-1), data.weight))

@@ -46,8 +46,8 @@ class TransitionRows:
         self._one_input = one_input(head, critic)
         actions = len(head.center)
         state = critic.net[0].in_features - actions
-        own = 0 if self._one_input else head.net[0].in_features
-        self._widths = [state + actions, state, own, own, 1, 1, 1]
+        actor_input = 0 if self._one_input else head.net[0].in_features
+        self._widths = [state + actions, state, actor_input, actor_input, 1, 1, 1]
 
     def pack(self, batch: TensorDictBase, dtype: torch.dtype) -> torch.Tensor:
         """Return transitions as rows of a dtype, as `FusedOffPolicyUpdate.prepare` does."""
@@ -59,7 +59,7 @@ class TransitionRows:
         sync_normalizers(self._loss)
         loss, keys, critic = self._loss, self._loss.tensor_keys, self._loss.qvalue_network
         after = _required(batch, "next")
-        # In the order of a minibatch's columns; the first width is of two of them.
+        # In the order of the packed columns; the first width is that of state and action together.
         columns = [
             (critic.normalizer, batch, critic.in_keys[0], self._widths[1]),
             (None, batch, keys.action, self._widths[0] - self._widths[1]),
@@ -91,19 +91,19 @@ class TransitionRows:
                 )
         parts.append(reward.reshape(column))
         parts.append(gamma * terminated.reshape(column).logical_not())
-        weighs = loss.use_prioritized_weights in (True, "auto")
-        weight = batch.get(keys.priority_weight, None) if weighs else None
+        weighted = loss.use_prioritized_weights in (True, "auto")
+        weight = batch.get(keys.priority_weight, None) if weighted else None
         parts.append(torch.ones_like(parts[-1]) if weight is None else weight.reshape(column))
         return torch.cat([part.to(dtype) for part in parts], dim=1)
 
     def unpack(self, rows: torch.Tensor) -> Transitions:
         """Return the columns of some rows, [n, k]; their weights sum to one."""
-        judged, after, own, own_after, reward, discount, weight = rows.split(self._widths, 1)
+        critic, after, actor, actor_after, reward, discount, weight = rows.split(self._widths, 1)
         if self._one_input:
-            own, own_after = judged[:, : after.shape[1]], after
+            actor, actor_after = critic[:, : after.shape[1]], after
         weight = weight.squeeze(1)
         scalars = reward.squeeze(1), discount.squeeze(1), weight / weight.sum()
-        return Transitions(judged, after, own, own_after, *scalars)
+        return Transitions(critic, after, actor, actor_after, *scalars)
 
 
 def _required(batch: TensorDictBase, key: NestedKey) -> TensorDictBase | torch.Tensor:

@@ -30,7 +30,7 @@ from torchrl_unilab.modules import (
     make_sac_actor,
     make_td3_actor,
 )
-from torchrl_unilab.modules.squashed import SquashedPoint
+from torchrl_unilab.modules.squashed import SquashedDeterministicActor
 from torchrl_unilab.objectives import APPOLoss
 from torchrl_unilab.runtime.budget import MemoryItem
 from torchrl_unilab.trainers.appo import APPOTrainer
@@ -194,7 +194,7 @@ def replay_collector(
 
 
 def with_exploration_noise(
-    actor: SquashedPoint, *, std_min: float, std_max: float
+    actor: SquashedDeterministicActor, *, std_min: float, std_max: float
 ) -> TensorDictSequential:
     """Return TD3's exploring policy: the actor, then noise of a strength per environment.
 
