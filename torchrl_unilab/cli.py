@@ -52,7 +52,7 @@ _CHECKPOINTS = f"checkpoint/frames-{'[0-9]' * 12}"  # and not copies of other na
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
-    if os.getcwd() not in sys.path:  # where a task of one's own may be, and nothing hides
+    if os.getcwd() not in sys.path:  # for the user's tasks; last, so that it hides no module
         sys.path.append(os.getcwd())
     # TorchRL's collectors import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refused(reason: object) -> int:
-    """Say what was wrong; return the exit code for it."""
+    """Print an error; return its exit code."""
     print(f"error: {reason}", file=sys.stderr)
     return 2
 
@@ -112,7 +112,7 @@ def _hang_up(*_: object) -> NoReturn:
 
 
 def _leave_terminal() -> None:
-    """Write to nowhere from now on: the terminal, or the reader of a pipe, is gone."""
+    """Discard output from now on: the terminal, or the reader of the pipe, is gone."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
@@ -199,20 +199,20 @@ def _add_training(train: argparse.ArgumentParser) -> None:
 def _train(options: argparse.Namespace) -> int:
     if options.resume and options.run_dir is None:
         raise ConfigError("train: --resume without --run-dir (expected both). Add --run-dir.")
-    if options.resume and not _may_start(options):
+    if options.resume and not _has_to_start(options):
         if options.print_config:
             raise ConfigError(
                 "train: --print-config of a run to resume (expected one to start). It is in "
                 f"{options.run_dir}/{CONFIG_FILE}."
             )
-        run, settings = _asked(options)
+        run, settings = _requested(options)
         start_fork_server()
         importlib.import_module("torchrl_unilab.preload")
         from torchrl_unilab.trainers.runs.resume import resume_run
 
         known: dict[str, Any] = {"algo": options.algorithm, **settings}
         known |= {name: run.pop(name) for name in ("env", "seed") if name in run}
-        with _telling_what_is_saved(options):
+        with _hinting_how_to_resume(options):
             summary = resume_run(options.run_dir, settings=known, announce=print, **run)
     else:
         from torchrl_unilab.envs.registry import make_task
@@ -230,7 +230,7 @@ def _train(options: argparse.Namespace) -> int:
             name = f"{plan.env}-{options.algorithm}-{plan.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
             options.run_dir = str(Path("runs", name.replace(":", "-")))
         again = options.resume and Path(options.run_dir, CONFIG_FILE).is_file()
-        with _telling_what_is_saved(options):
+        with _hinting_how_to_resume(options):
             summary = Run(plan, config, options.run_dir, announce=print, again=again)()
     if launcher_env("RANK", 0):
         return 130 if summary["interrupted"] else 0
@@ -255,8 +255,8 @@ def _resuming(options: argparse.Namespace) -> str:
 
 
 @contextlib.contextmanager
-def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
-    """Say how to continue where a run fails, or is interrupted twice, and a checkpoint is left."""
+def _hinting_how_to_resume(options: argparse.Namespace) -> Iterator[None]:
+    """Print how to resume if a run fails, or is interrupted twice, and has left a checkpoint."""
     try:
         yield
     except (CheckpointError, ConfigError):
@@ -269,14 +269,14 @@ def _telling_what_is_saved(options: argparse.Namespace) -> Iterator[None]:
         raise
 
 
-def _may_start(options: argparse.Namespace) -> bool:
-    """Whether a run that may be continued is known well enough to start, and has to be."""
+def _has_to_start(options: argparse.Namespace) -> bool:
+    """Return whether ``--resume`` starts the run: it is fully described, and has no checkpoint."""
     known = options.config is not None or None not in (options.env, options.frames)
     return known and not any(Path(options.run_dir).glob(_CHECKPOINTS))
 
 
 def _show(summary: Mapping[str, Any]) -> None:
-    """Print what came of a run, as a table."""
+    """Print the results of a run as a table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -301,8 +301,8 @@ def _show(summary: Mapping[str, Any]) -> None:
         console.print(table)
 
 
-def _asked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what flags ask for, on top of ``--config``: of the run, and settings."""
+def _requested(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of the run and the settings that flags and ``--config`` give."""
     run, settings = given(options, RunConfig), given(options, SETTINGS[options.algorithm].kind)
     if options.config is None:
         return run, settings
@@ -312,7 +312,7 @@ def _asked(options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]
 
 def _planned(options: argparse.Namespace) -> tuple[RunConfig, Any]:
     """Return the run and the settings to start with."""
-    run, settings = _asked(options)
+    run, settings = _requested(options)
     if not {"env", "frames"} <= run.keys():
         raise ConfigError(
             f"train: --env {options.env}, --frames {options.frames} (expected both). Pass both, "
