@@ -145,15 +145,15 @@ class WorkerService:
 
     def publish(self) -> None:
         """Publish the worker's metrics; those that the first worker lacks are left out."""
-        own = self.rollouts
+        rollouts = self.rollouts
         self.metrics.publish(
             self.worker,
-            own.frames,
-            own.next_trajectory,
-            own.log,
-            own.clock,
+            rollouts.frames,
+            rollouts.next_trajectory,
+            rollouts.log,
+            rollouts.clock,
             ticks=self.ticks,
-            values=own.measure(own.env),
+            values=rollouts.measure(rollouts.env),
         )
 
     def wait(self, link: Link) -> tuple[Any, ...] | None:
@@ -199,7 +199,7 @@ class WorkerService:
 
 
 def run_worker(link: Link, setup: WorkerSetup, worker: int) -> None:
-    """A worker process: serve the collector; while it runs ahead, collect between requests."""
+    """Serve the collector in a worker process; while it runs ahead, collect between requests."""
     with contextlib.suppress(FileNotFoundError):  # the trace has been stopped since
         trace.join(setup.trace, f"collector {worker}")
     service = WorkerService(setup, worker)

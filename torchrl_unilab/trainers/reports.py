@@ -187,8 +187,7 @@ class LearningCurve(_Report):
 
     def __init__(self) -> None:
         self.curve: list[tuple[float, int, float]] = []
-        self.seconds = 0.0
-        self.mean = float("nan")
+        self.seconds, self.mean = 0.0, float("nan")
         self._started = time.perf_counter()
 
     def register(self, trainer: Trainer, name: str | None = None) -> None:

@@ -238,12 +238,14 @@ class RowAppender:
 
 
 def as_rows(data: Any) -> TensorDictBase:
-    """Return rows as a TensorDict; a list of them stacked.
+    """Return rows as a TensorDict; a list of rows is stacked.
 
     Raises:
-        LayoutDtypeError: They are none.
-        LayoutShapeError: Those of a list differ in keys or shapes.
+        LayoutDtypeError: `data` is neither, or an element of the list is no TensorDict.
+        LayoutShapeError: The rows of a list differ in keys or shapes.
     """
+    if isinstance(data, TensorDictBase):
+        return data
     stray = data
     if isinstance(data, list):
         stray = next((row for row in data if not isinstance(row, TensorDictBase)), None)
@@ -255,8 +257,6 @@ def as_rows(data: Any) -> TensorDictBase:
                     "shapes). Pad them, or leave keys out."
                 )
             return rows
-    elif isinstance(data, TensorDictBase):
-        return data
     raise LayoutDtypeError(
         f"cannot write rows: {type(stray).__name__} (expected a TensorDict). Convert them to a "
         "TensorDict."

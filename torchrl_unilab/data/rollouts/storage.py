@@ -250,8 +250,9 @@ class RolloutRingStorage(SharedRollouts):
         if is_single(index):
             asked = [int(index)]
         else:
-            whole = index is ... or isinstance(index, slice) or is_mask(index)
-            asked = flat_positions(index, len(self._hold(self.max_size)) if whole else 0).tolist()
+            needs_length = index is ... or isinstance(index, slice) or is_mask(index)
+            length = len(self._hold(self.max_size)) if needs_length else 0
+            asked = flat_positions(index, length).tolist()
         low, high = min(asked, default=0), max(asked, default=-1)
         unread = self._hold(self.max_size if low < 0 else high + 1)
         check_range(low, high, len(unread), "rollout", "unread")

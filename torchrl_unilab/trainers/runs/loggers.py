@@ -50,8 +50,9 @@ def run_logger(
     logger = RunLogger(path, [_logger(name, path, resumed_at) for name in names])
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
-        # After another error, that a full disk refuses the last words says nothing new.
-        with contextlib.suppress(*([OSError] if kind else [])):
+        # After another error, a full disk is not worth a second one.
+        suppressed = [OSError] if kind else []
+        with contextlib.suppress(*suppressed):
             logger.close()
 
     closing.push(close)

@@ -307,8 +307,7 @@ class Run:
             trainer.logger = self._start_writing()
         try:
             stop = stop_reason(trainer.returns, self.options.stop_at, self.options.max_seconds)
-            # A run that was killed before its summary has nothing left to collect.
-            if trainer.collected_frames < self.options.frames and not stop:
+            if trainer.collected_frames < self.options.frames and not stop:  # else only summarise
                 trainer.train()
             if self.evaluation is not None:
                 self.evaluation.finish()  # one that runs although another rank has stopped
@@ -349,7 +348,8 @@ class Run:
         options, trainer, returns = self.options, self.trainer, self.trainer.returns
         eval_return, learner_busy = None, trainer.busy_time.busy  # before it evaluates
         # If the run was interrupted, a second Ctrl-C only ends the evaluation.
-        with contextlib.suppress(*([KeyboardInterrupt] if interrupted else [])):
+        suppressed = [KeyboardInterrupt] if interrupted else []
+        with contextlib.suppress(*suppressed):
             eval_return = self._evaluate() if self.is_rank_zero else None
         summary = {
             "env": options.env,
