@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # TorchRL's collectors import classes that it has deprecated itself.
     warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # which nohup ignores
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
         signal.signal(signal.SIGHUP, _hang_up)
     try:
         parser = _parser(_task_of(arguments))
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:  # closed by `>&-`
             sys.stdout.flush()
         return code
-    except RunCompleteError as complete:  # to a script that starts a run again, all is well
+    except RunCompleteError as complete:  # a script that restarts runs is not told of an error
         print(complete, file=sys.stderr)
         return 0
     except (ConfigError, WorkerError) as error:

@@ -168,7 +168,7 @@ class APPOCollector(WorkerCollector):
 
     def _make_sink(self, env: EnvBase, num_steps: int) -> RingSink:
         example, writers = example_rollout(env, self.policy, num_steps), self.num_workers
-        slots = -(-self._slots // writers)  # of each
+        slots = -(-self._slots // writers)  # per writer
         ring = RolloutRingStorage(slots, example=example, writers=writers, overflow=self._overflow)
         return RingSink(ring)
 

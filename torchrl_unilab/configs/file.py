@@ -72,7 +72,7 @@ def read_config(path: Path) -> dict[str, Any]:
         values = yaml.load(path.read_text(), _Loader)
     except OSError as error:
         reason = error.strerror or str(error)
-    except (ValueError, yaml.YAMLError, AttributeError, RecursionError) as error:  # of its values
+    except (ValueError, yaml.YAMLError, AttributeError, RecursionError) as error:  # its content
         reason = " ".join(str(error).split())
     else:
         reason = f"it holds {type(values).__name__}"

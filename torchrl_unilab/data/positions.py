@@ -15,7 +15,7 @@ MASKS = (torch.bool, torch.uint8, bool, np.bool_, np.uint8)
 
 
 def is_single(index: Any) -> bool:
-    """Whether an index asks for one item, without a batch dimension.
+    """Return whether an index asks for one item, without a batch dimension.
 
     Raises:
         PositionError: It is a mask of no dimension, or one number that is no integer.
@@ -118,7 +118,7 @@ def last_of_each(positions: torch.Tensor) -> torch.Tensor:
 
 
 def is_mask(index: Any) -> bool:
-    """Whether an index is a mask, with a flag for each item."""
+    """Return whether an index is a mask, with a flag for each item."""
     if isinstance(index, (torch.Tensor, np.ndarray)):
         return index.dtype in MASKS
     return isinstance(index, list) and bool(index) and type(index[0]) in MASKS

@@ -112,7 +112,7 @@ class SharedStorage(Owner, TensorStorage):
         return len(self)
 
     def contains(self, item: Any) -> Any:
-        """Whether there is an item at a position: a bool, or one each for a tensor.
+        """Return whether there is an item at a position: a bool, or one each for a tensor.
 
         Raises:
             ConfigError: It is no position.

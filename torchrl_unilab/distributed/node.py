@@ -148,7 +148,7 @@ class NodeScheme(UniLabShmScheme):
             seconds = BEHIND_SECONDS if behind else POLL_SECONDS
             try:
                 snapshot = self._poll(transport.version, seconds, node, applied)
-            except errors.RayError:  # of the mailbox, or of the learner's machine
+            except errors.RayError:  # the mailbox, or the learner's machine, is gone
                 self._ended.wait(POLL_SECONDS)
                 continue
             if snapshot is not None and not self._ended.is_set():

@@ -34,8 +34,8 @@ from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
 from torchrl_unilab.weight_update.scheme import PullAt
 
-_ANSWER_SECONDS = 2.0  # for the mailbox, where its answer is waited for
-_FOLLOW_SECONDS = 10.0  # for collectors that are there to poll it
+_ANSWER_SECONDS = 2.0  # to wait for the mailbox's answer
+_FOLLOW_SECONDS = 10.0  # to wait until all collectors poll the mailbox
 
 
 @register_weight_sync_backend("unilab_ray")
@@ -310,7 +310,7 @@ class UniLabRayScheme(WeightSyncScheme):
             if self._thread not in (None, threading.current_thread()):  # `__del__` may run there
                 self._thread.join()
             self._mailbox = None
-            if session() == self._session:  # else it has gone with its Ray
+            if session() == self._session:  # else it ended with its Ray cluster
                 load_ray().kill(mailbox)
 
 

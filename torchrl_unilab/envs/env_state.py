@@ -372,7 +372,7 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
     """
     try:
         rows = np.arange(n) if ids is None else np.asarray(ids)
-    except ValueError:  # of unequal lengths
+    except ValueError:  # nested lists of unequal lengths
         rows = np.empty(())
     if rows.shape == (0,):
         rows = rows.astype(np.intp)

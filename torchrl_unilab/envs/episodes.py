@@ -80,7 +80,7 @@ class Episodes:
         self._set_any_done()
 
     def flags(self) -> tuple[Flags, Flags, Flags]:
-        """Whether each is done, terminated and truncated: three new arrays, ``(n, 1)``."""
+        """Return whether each is done, terminated and truncated: three new arrays, ``(n, 1)``."""
         shape = (len(self), 1)
         if not self.any_done:
             return np.zeros(shape, bool), np.zeros(shape, bool), np.zeros(shape, bool)
@@ -99,7 +99,7 @@ class Episodes:
         """Continue from what `state_dict` returned for the same number of simulations."""
         self._begin(slice(None), self._now - state["elapsed"])
         self.terminated = state["terminated"].copy()
-        self.truncated = state["truncated"] & (self.elapsed >= self.limit)  # which may be another
+        self.truncated = state["truncated"] & (self.elapsed >= self.limit)  # the limit may differ
         self._set_any_done()
 
     def _begin(self, rows: Flags | NDArray[np.intp] | slice, times: Any) -> None:

@@ -45,7 +45,7 @@ class _Plugin(ctypes.Structure):
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 def _no_state(model: int | None, instance: int) -> int:
-    """Numbers of state of an instance; called when a model is compiled."""
+    """Return the size of an instance's state; called when a model is compiled."""
     return 0
 
 

@@ -388,6 +388,6 @@ def _check_frames(model: mujoco.MjModel, target: _Target, name: str) -> None:
 
 
 def _default(model: mujoco.MjModel, field: str) -> NDArray[np.float64]:
-    """The model's own value of a field, at least one-dimensional, a copy."""
+    """Return a copy of the model's own value of a field, at least one-dimensional."""
     option, _, attribute = field.rpartition(".")
     return np.atleast_1d(np.array(getattr(model.opt if option else model, attribute)))

@@ -45,7 +45,7 @@ EXAMPLES: Mapping[str, MujocoTask] = MappingProxyType({"QuadrupedWalk": Quadrupe
 """The example of an own robot, by name."""
 
 
-# what a task is rather than how it is set
+# fields that define a task; all others are options
 _NO_OPTIONS = {"name", "reads", "command_size", "command_steps"}
 
 
@@ -113,7 +113,7 @@ def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> Mujoco
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
-            raise  # by the module itself: the traceback says where
+            raise  # the module itself failed: the traceback says where
         raise refusal(error) from error
     try:
         found = getattr(imported, attribute)
@@ -126,7 +126,7 @@ def _imported(module: str, attribute: str, options: Mapping[str, Any]) -> Mujoco
     except TypeError as error:
         called = error.__traceback__
         if not options and called is not None and called.tb_next is not None:
-            raise  # by the task itself: the traceback says where
+            raise  # the task itself failed: the traceback says where
         given = f"with {sorted(options)}" if options else "without options"
         raise ConfigError(
             f"make_task: '{module}:{attribute}' {given}, {error} (expected one that can be made "

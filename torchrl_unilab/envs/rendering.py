@@ -257,7 +257,7 @@ def _reason(backend: str, failed: subprocess.CompletedProcess[str]) -> str:
 
 
 def _context_class(backend: str) -> Any:
-    """MuJoCo's class of OpenGL contexts for a value of ``MUJOCO_GL``."""
+    """Return MuJoCo's class of OpenGL contexts for a value of ``MUJOCO_GL``."""
     name = backend if backend in ("egl", "osmesa") else "glfw"
     return importlib.import_module(f"mujoco.{name}").GLContext
 
@@ -276,14 +276,14 @@ def _check_camera(model: mujoco.MjModel, camera: Camera) -> None:
 
 
 def _tracking_camera(model: mujoco.MjModel) -> int | None:
-    """The model's first camera that follows a body."""
+    """Return the model's first camera that follows a body; None if it has none."""
     modes = (mujoco.mjtCamLight.mjCAMLIGHT_TRACK, mujoco.mjtCamLight.mjCAMLIGHT_TRACKCOM)
     (following,) = np.nonzero(np.isin(model.cam_mode, [mode.value for mode in modes]))
     return int(following[0]) if len(following) else None
 
 
 def _robot_view(model: mujoco.MjModel) -> mujoco.MjvCamera | None:
-    """A camera that has the whole robot in view, if that can leave its place."""
+    """Return a camera with the whole robot in view; None if the robot cannot leave its place."""
     if not _can_leave(model):
         return None
     data = mujoco.MjData(model)
@@ -298,7 +298,7 @@ def _robot_view(model: mujoco.MjModel) -> mujoco.MjvCamera | None:
 
 
 def _can_leave(model: mujoco.MjModel) -> bool:
-    """Whether the first body hangs on a free joint or slides without a limit."""
+    """Return whether the first body hangs on a free joint or slides without a limit."""
     if model.nbody < 2 or not model.body_jntnum[1]:
         return False
     joint = int(model.body_jntadr[1])

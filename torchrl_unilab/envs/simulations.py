@@ -211,7 +211,7 @@ os.register_at_fork(after_in_child=_keep_inherited)
 
 
 def _shapes(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Shapes of a state's arrays: the simulations' own, the derived by name, and commands."""
+    """Return shapes of a state's arrays: the batch's, derived fields' by name, and commands'."""
     derived = {name: field.shape for name, field in state["derived"].items()}
     return state["state"].shape, derived, np.shape(state["command"])
 
@@ -222,7 +222,7 @@ def all_finite(array: NDArray[Any]) -> bool:
 
 
 def _field(batch: Batch, name: str, task: str) -> NDArray[Any]:
-    """A field of the physics or of the model, one row per simulation."""
+    """Return a field of the physics or of the model, one row per simulation."""
     if name in DATA_FIELDS:
         bound: NDArray[Any] = batch.bind(name)
         return bound

@@ -172,7 +172,7 @@ class MujocoTask(ABC):
                     spec.compile()
             except ValueError as error:
                 raise self._refusal(error) from error
-            if spec.modelfiledir:  # which the text does not tell
+            if spec.modelfiledir:  # the text does not contain it
                 spec.meshdir = str(Path(spec.modelfiledir, spec.meshdir).absolute())
                 spec.texturedir = str(Path(spec.modelfiledir, spec.texturedir).absolute())
             object.__setattr__(self, "model", spec.to_xml())
@@ -240,7 +240,7 @@ class MujocoTask(ABC):
         )
 
     def model_path(self) -> Path:
-        """Where the model's file lies, if it is given as one."""
+        """Return where the model's file lies, if the model is given as one."""
         return Path(str(self.model))
 
     def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:

@@ -69,10 +69,10 @@ def main() -> None:
         reason = " ".join(str(error).split())
         sys.exit(f"error: {reason} (expected a value of its type). Correct the value.")
     except MissingConfigException as error:
-        options = error.options  # of a group; None for a whole configuration
+        options = error.options  # the group's options; None if a whole configuration is missing
         expected = f"expected one of {', '.join(options)}" if options else _expected()
         sys.exit(f"error: {str(error).splitlines()[0]} ({expected}). Correct the name.")
-    except CompactHydraException as error:  # which Hydra, too, shows without a traceback
+    except CompactHydraException as error:  # Hydra also shows it without a traceback
         unknown = error.__cause__
         if not isinstance(unknown, (ConfigAttributeError, ConfigKeyError)):
             reason = "" if unknown is None else f": {' '.join(str(unknown).split())}"

@@ -120,7 +120,7 @@ class PerEnvNoise(TensorDictModuleBase):
         """Return the deviations, new ones where an episode starts or none is known yet."""
         known = self.std
         if known is not None and (known.shape, known.device) != (like.shape, like.device):
-            known = None  # of other environments
+            known = None  # those were other environments
         if known is not None and first is None:
             return known
         drawn = torch.empty_like(like, memory_format=torch.contiguous_format)

@@ -38,7 +38,7 @@ def sync_normalizers(loss: LossModule) -> None:
         [1.0, 1.0, 1.0]
     """
     children = dict(loss.named_children())
-    for name in loss._has_update_associated:  # of all networks
+    for name in loss._has_update_associated:  # the names of all networks
         copies = [
             children[key] for key in (f"{name}_params", f"target_{name}_params") if key in children
         ]

@@ -28,7 +28,7 @@ import torch
 
 from torchrl_unilab.errors import ConfigError, PeerGoneError, UsageError
 
-_LENGTH = struct.Struct("!Q")  # of the pickle that follows
+_LENGTH = struct.Struct("!Q")  # length of the pickle that follows
 _RELAYED_CHARACTERS = 20_000  # of a traceback: they fit into a pipe that nobody reads
 _READ_BYTES = 1 << 16  # larger ones take longer to allocate than to read
 _NO_PARENT = "link: the parent has ended (expected it to keep running). Start it again."
@@ -167,7 +167,7 @@ class Link:
 
     def __init__(self, connection: Connection) -> None:
         self._channel = Channel(connection)
-        self._number = 0  # of the request that the next answer is to
+        self._number = 0  # number of the request that is answered next
 
     def request(self, *, block: bool) -> tuple[Any, ...] | None:
         """Return the parent's next request, or None if none is complete and `block` is false.

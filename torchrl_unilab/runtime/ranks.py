@@ -127,7 +127,7 @@ class Ranks:
             ) from error
         if threading.current_thread() is threading.main_thread():
             self._handler = signal.getsignal(signal.SIGTERM)
-            if self._handler is signal.SIG_DFL:  # by which the launcher ends ranks
+            if self._handler is signal.SIG_DFL:  # the launcher ends ranks by SIGTERM
                 signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
@@ -183,7 +183,7 @@ class Ranks:
         words = filter(None, (type(why).__name__, str(why)))  # an interrupt has no message
         self._post_exit_reason("is done" if why is None else f"failed with {': '.join(words)}")
         self._store = None
-        if dist.is_initialized() and not self._waiting:  # else it would wait for the others
+        if dist.is_initialized() and not self._waiting:  # destroying it waits for the others
             dist.destroy_process_group()
 
     def mean_(self, gradients: Sequence[torch.Tensor], statistics: Sequence[torch.Tensor]) -> None:
@@ -237,7 +237,7 @@ class Ranks:
         """
         if self.size == 1:
             return wish
-        wishes = self.gather(torch.tensor([wish]))  # by processors: before a wait for the device
+        wishes = self.gather(torch.tensor([wish]))  # on the CPU: the device is waited for later
         _check_finite(self._non_finite, "gradients")
         return any(map(bool, wishes))
 

@@ -32,7 +32,7 @@ from torchrl_unilab.scalars import as_integer, deadline
 START_SECONDS = 120.0
 STOP_SECONDS = 2.0
 FAILED_START_SECONDS = 0.2  # workers that are still starting do not listen
-CHECK_SECONDS = 0.5  # from one check for stopped workers to the next
+CHECK_SECONDS = 0.5  # between two checks for stopped workers
 _HINTS = {
     "SIGKILL": "See whether the system was out of memory, by `dmesg`.",
     "SIGBUS": "See whether shared memory was full, by `torchrl-unilab budget`.",
@@ -310,7 +310,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
                 raise self._error(worker, f"failed:\n{value}")
         code = worker.process.exitcode
         if code is not None and code < 0:
-            known = -code in {*signal.Signals}  # of real-time signals, only the first and last
+            known = -code in {*signal.Signals}  # `Signals` lacks most real-time signals
             name = signal.Signals(-code).name if known else f"signal {-code}"
             raise self._error(worker, f"was ended by {name}", _HINTS.get(name, ""))
         when = "" if worker.ready else " before it was ready"
@@ -340,7 +340,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
             end = deadline(timeout)
             try:
                 for worker in self._workers:
-                    worker.channel.close()  # which tells the worker
+                    worker.channel.close()  # the worker reads end-of-file
                 while self._workers:
                     self._workers[0].end(end)
                     self._workers.pop(0).process.close()

@@ -24,7 +24,7 @@ from torchrl_unilab.errors import SegmentError
 from torchrl_unilab.limits import process_status
 
 _ID_BITS = 22  # the largest process id of 64-bit Linux is 2**22 - 1
-_START_BITS = 41  # of hundredths of a second: with the id, a word stays below 2**63
+_START_BITS = 41  # start time in 1/100 s; with the id, a word stays below 2**63
 _STATE, _START = 0, 19  # fields of /proc/<pid>/stat after the name of the program
 
 

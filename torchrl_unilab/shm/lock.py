@@ -91,7 +91,7 @@ class RangeLock:
         if not self._segment.closed:
             fcntl.lockf(self._segment.descriptor, fcntl.LOCK_UN, count, first)
         try:
-            while True:  # as often as this thread has acquired it
+            while True:  # release as often as this thread has acquired it
                 threads.release()
         except RuntimeError:
             pass

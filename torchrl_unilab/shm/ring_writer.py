@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 Overflow = Literal["overwrite", "block"]
 
-MAX_SLOTS = 128  # of one writer: as many tokens fit two pages, the smallest pipe there is
+MAX_SLOTS = 128  # of one writer: their tokens fit the smallest pipe, of two pages
 MAX_WRITERS = 1024
 
 CREATOR, READER, CLOSED = range(3)  # words of the ring
@@ -45,7 +45,7 @@ HEADER_WORDS = 3
 # Words of a writer: its process, and the counters; the reader stores the last three.
 PROCESS, COMMITTED, DROPPED, READ, SKIPPED, LOST = range(6)
 WRITER_WORDS = 6
-RESIGNED = 1 << 62  # in place of a process: the writer has resigned; 0: no process has it
+RESIGNED = 1 << 62  # value of PROCESS after a writer has resigned; 0: no process is the writer
 
 
 def check_ring(slots: int, writers: int, overflow: str) -> None:
@@ -283,7 +283,7 @@ class RingWriter(Owner):
             if self._at_end is not None:
                 self._at_end.cancel()
             self._leave()
-        self.views = []  # from here on a call after an interrupt goes on
+        self.views = []  # a second call, after an interrupt, continues here
         self._segment.close()
         for words in ("_header", "_words", "_generations"):
             self.__dict__.pop(words, None)

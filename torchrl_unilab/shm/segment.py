@@ -173,7 +173,7 @@ class SharedSegment(Owner):
         except BaseException:  # Ctrl-C, too: to take many pages takes seconds
             with _mappings_lock:
                 owned = any(descriptor in known.descriptors for known in _mappings.values())
-            if not owned:  # by a mapping, which closes it
+            if not owned:  # else the mapping closes it
                 os.close(descriptor)
             self._unlink()
             raise
@@ -269,7 +269,7 @@ def _existing_mapping(name: str) -> _Mapping | None:
     """Return this process's mapping of a named segment; None if it has not mapped it."""
     try:
         found = os.stat(_path(name), follow_symlinks=False)
-    except OSError:  # which opening it explains
+    except OSError:  # opening the file will raise the explanation
         return None
     if found.st_uid != os.geteuid():
         return None

@@ -131,7 +131,7 @@ class Shards:
 
     @staticmethod
     def nbytes(widths: Sequence[int], shards: int, shard_rows: int) -> int:
-        """Bytes of shared memory."""
+        """Return the bytes of shared memory."""
         return _layout(widths, shards, shard_rows).nbytes
 
     def load(self, word: int) -> tuple[int, ...]:
@@ -195,7 +195,7 @@ class Shards:
         return max(0, min(*ends, self.shards * self.shard_rows)), hidden
 
     def length(self) -> int:
-        """How many positions of the first shard have been written: `extent` of one shard."""
+        """Return how many positions are written if there is one shard: a fast `extent`."""
         words = self.words[0]
         written = min(words[HEAD] - words[BASE], self.shard_rows)
         return 0 if self._words[LOADING] else max(0, written)
@@ -279,7 +279,7 @@ class Shards:
         """
 
         def run() -> tuple[T] | None:
-            if self._words[LOADING]:  # by a process that is dead: it held this lock
+            if self._words[LOADING]:  # the process died while it replaced rows: it held this lock
                 return None
             if self.words[shard][VERSION] % 2:
                 self._repair(shard)
@@ -392,7 +392,7 @@ def _nothing() -> None:
 
 
 def _layout(widths: Sequence[int], shards: int, shard_rows: int) -> BlockLayout:
-    """Where words, notes and each part of the rows lie in the segment."""
+    """Return where words, notes and each part of the rows lie in the segment."""
     words = words_nbytes(_FIRST + shards * SHARD_WORDS)
     parts = [(f"{i}", (shards * shard_rows, width), torch.int32) for i, width in enumerate(widths)]
     notes = ("notes", (shards, NOTES), torch.int64)

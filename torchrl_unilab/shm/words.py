@@ -59,7 +59,7 @@ def is_weakly_ordered(machine: str | None = None) -> bool:
 
 def _lock_twice() -> None:
     """Order memory by an unlock that is followed by a lock."""
-    lock = threading.Lock()  # of this call: never contended, and never held by a forked copy
+    lock = threading.Lock()  # new in each call: never contended, and no fork copies it while held
     with lock:
         pass
     with lock:

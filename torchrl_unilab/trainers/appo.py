@@ -278,7 +278,7 @@ class APPOTrainer(RankTrainer):
                 "action, such as IndependentNormal."
             )
         taken, reward = batch.select(*needed), ("next", keys.reward)
-        taken.set(reward, taken.get(reward) * self.config.reward_scale)  # of integers, too
+        taken.set(reward, taken.get(reward) * self.config.reward_scale)  # rewards may be integers
         rollout = self.pool.add(taken)
         self._count_observations(self._read_observations(rollout))
 

@@ -164,7 +164,7 @@ class CollectorTime:
         self.busy = [(b - a) / elapsed for a, b in zip(self._before, now, strict=True)]
 
     def _total(self) -> list[float]:
-        """Seconds of each collector; a process that has ended counts with those seen last."""
+        """Return seconds of each collector; a process that has ended counts as last seen."""
         for seconds, pid in zip(self._seconds, self.collector.pids, strict=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 times = psutil.Process(pid).cpu_times()

@@ -189,7 +189,7 @@ class OffPolicyTrainer(RankTrainer):
         super().__init__(
             collector=collector,
             total_frames=total_frames,
-            frame_skip=ranks.size,  # of batches that it yields; the replay counts by itself
+            frame_skip=ranks.size,  # for batches that it yields; a replay counts by itself
             optim_steps_per_batch=config.updates_per_step,
             loss_module=loss_module,
             optimizer=None,
@@ -276,7 +276,7 @@ class OffPolicyTrainer(RankTrainer):
         config, update = self.config, self.update
         if config.reward_scale != 1.0:
             key = ("next", _reward_of(self.loss_module))
-            sample.set(key, sample.get(key) * config.reward_scale)  # of integers, too
+            sample.set(key, sample.get(key) * config.reward_scale)  # rewards may be integers
         if config.anneal:
             share = config.lr_share(self.collected_frames / self.total_frames)
             for part, optimizer in update.optimizers.items():

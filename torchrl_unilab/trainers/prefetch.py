@@ -107,7 +107,7 @@ class PrefetchReplay(TrainerHookBase):
             index = hooks.index(entry)
             hooks.remove(entry)
         trainer.register_op("process_optim_batch", self)
-        hooks.insert(index, hooks.pop())  # what came after the sampling still does
+        hooks.insert(index, hooks.pop())  # keep the order of later hooks
         trainer.register_module(name, self)
 
     def state_dict(self) -> dict[str, Any]:

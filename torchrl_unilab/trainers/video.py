@@ -28,7 +28,7 @@ from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.trainers.progress import on_terminal
 
 _MOST_FPS = 60
-_MOST_PIXELS = 8192  # of a side
+_MOST_PIXELS = 8192  # along one side
 
 
 class Mp4Logger(CSVLogger):

@@ -57,7 +57,7 @@ def save_rows(
             floors[shard] = first
         end += head - floor
     firsts, strides = zip(*rows.steps(), strict=True)
-    firsts = tuple(map(min, map(max, firsts, bases), window.heads))  # of rows that are saved
+    firsts = tuple(map(min, map(max, firsts, bases), window.heads))  # only saved rows count
     numbers = {"bases": bases, "heads": window.heads, "origins": origins}
     numbers |= {"firsts": firsts, "strides": strides}
     return {key: [*of] for key, of in numbers.items()} | {"floors": floors, "starts": starts}
@@ -73,12 +73,13 @@ def load_rows(
 
     Args:
         storage: Made like the one that was saved.
-        header: What its `header` returned, and what `save_rows` returned.
+        header: The `header` of the storage that was saved, with the result of `save_rows`.
         count: Rows that can be read.
         read: Called with a place and a count; returns rows, int32 [count, words].
 
     Raises:
-        CheckpointError: The storage differs, or the header is none; it keeps its rows.
+        CheckpointError: The storage is of another kind, or the header is not valid. The storage
+            keeps its rows.
     """
     try:
         schema = TensorSchema.from_json(header["schema"])
@@ -86,6 +87,7 @@ def load_rows(
         other = {key: header[key] for key in mine if header[key] != mine[key]}
         keys = ("bases", "floors", "heads", "starts", "origins", "firsts", "strides")
         # Older checkpoints lack the last two: their rows are taken to be in the order of time.
+        # Numbers are counted from a shard's base below; a place is that of row 0 in the file.
         header = {"firsts": header["bases"], "strides": [1] * mine["writers"]} | header
         numbers = (map(index, header[key]) for key in keys)
         shards = [

@@ -95,7 +95,7 @@ class BatchLayout:
         self._known: dict[int, _Known] = {}  # by the batch's id()
 
     def nbytes(self, count: int) -> int:
-        """Bytes of the memory of a batch of `count` rows."""
+        """Return the bytes of the memory of a batch of `count` rows."""
         return _in_one_run(self._blocks, count).nbytes
 
     def batch(self, count: int, flat: torch.Tensor | None = None) -> Batch:
@@ -180,7 +180,7 @@ def _held(batch: TensorDictBase, nested: Iterable[TensorDictBase]) -> list[Any]:
 
 @functools.lru_cache(maxsize=64)
 def _in_one_run(blocks: tuple[_Block, ...], count: int) -> BlockLayout:
-    """Where the blocks of a batch lie in one run of memory."""
+    """Return where the blocks of a batch lie in one run of memory."""
     return BlockLayout.of_specs((name, (count, *shape), dtype) for name, shape, dtype in blocks)
 
 

@@ -82,7 +82,7 @@ class PriorityTree:
         self._update()
         *blocks, values = self._sums
         sums = values.cumsum(1)
-        mass = share * sums[:, -1:]  # which it is below, whatever is rounded
+        mass = share * sums[:, -1:]  # below the total, however it is rounded
         at = child = torch.searchsorted(sums, mass, right=True)
         for level in reversed(blocks):
             mass = (mass - sums.gather(1, child) + values.gather(1, child)).clamp_(min=0.0)

@@ -133,7 +133,7 @@ class PackedSliceSampler(SliceSampler):
         if self._traj_key_auto:
             self._resolve_traj_key(storage)
         key = self._key
-        views = storage._storage  # of all rows, written or not
+        views = storage._storage  # views of all rows, written or not
         column = None if key is None or views is None else views.get(key, None)
         if column is None or column.numel() != len(column):
             return None

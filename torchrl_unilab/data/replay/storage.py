@@ -107,7 +107,7 @@ class PackedReplayStorage(SharedReplay):
         return None if self._rows is None else self._views
 
     def __len__(self) -> int:
-        """Positions from 0 on that have been written, without a gap.
+        """Return how many positions have been written, counted from 0 without a gap.
 
         At least 1 if any row can be sampled, even if position 0 is empty. `size` counts all rows
         that can be sampled.
@@ -118,7 +118,7 @@ class PackedReplayStorage(SharedReplay):
     def _count_readable(self) -> int:
         if not self.initialized:
             return 0
-        if self.writers == 1:  # which TorchRL asks several times for a batch
+        if self.writers == 1:  # fast: TorchRL asks several times for a batch
             return self.rows.length()
         return self.rows.extent(self.rows.window())[0]
 

@@ -101,13 +101,13 @@ class TrajectoryMarker:
         return 1 if self._continues_step(views, 1, shard, head) else count
 
     def _continues_step(self, views: list[torch.Tensor], envs: int, shard: int, head: int) -> bool:
-        """Whether the first `envs` rows continue a step with the same number of rows."""
+        """Return whether the first `envs` rows continue a step with the same number of rows."""
         before = self._last_step(envs, shard, head)
         first = [view[:envs] for view in views]
         return before is not None and bool(self._follows(before, first).any())
 
     def _last_step(self, envs: int, shard: int, head: int) -> list[torch.Tensor] | None:
-        """The tensors of the last rows of a shard, if those were a step with that many rows."""
+        """Return the tensors of a shard's last `envs` rows if these were one step; else None."""
         rows = self._rows
         if head - envs < rows.window().floors[shard]:
             return None

@@ -123,7 +123,7 @@ class RolloutRingSampler(Stateless, RolloutSampler):
         return index, {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        """Whether enough rollouts are unread."""
+        """Return whether enough rollouts are unread."""
         return len(storage) >= batch_size
 
     def _empty(self) -> None:

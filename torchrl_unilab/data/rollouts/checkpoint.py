@@ -37,7 +37,7 @@ class RolloutRingCheckpointer(SharedStorageCheckpointer):
             raise _foreign(f"a stock one in {path}")
         try:
             state = torch.load(path / "rollouts.pt", weights_only=True)
-        except (RuntimeError, EOFError) as error:  # what torch says of a file that is cut off
+        except (RuntimeError, EOFError) as error:  # the file is cut off
             reason = str(error).partition("\n")[0]
             raise CheckpointError(
                 f"cannot load {path / 'rollouts.pt'}: {reason} (expected a whole file). Load "

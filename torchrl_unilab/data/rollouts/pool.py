@@ -50,7 +50,7 @@ class RolloutPool:
         self.device = torch.device(device)
         self.added = 0
         self._memory: TensorDictBase | None = None
-        self._schema: TensorSchema | None = None  # of a column [T, N]
+        self._schema: TensorSchema | None = None  # schema of one rollout in the pool, [T, N]
 
     def __len__(self) -> int:
         return min(self.added, self.size)

@@ -29,7 +29,7 @@ class Arm(GymnasiumTask):
     reward_control_weight: float
 
     def position(self, fields: Fields, body: str) -> Array:
-        """Where a body is, ``(nsim, 3)``, metres."""
+        """Return where a body is, ``(nsim, 3)``, metres."""
         return fields["xpos"][:, self.body(body)]
 
 

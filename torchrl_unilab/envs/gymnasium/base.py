@@ -64,14 +64,14 @@ class GymnasiumTask(MujocoTask):
                 )
 
     def model_path(self) -> Path:
-        """Where the model lies: a mere name is looked up among the assets, as Gymnasium does.
+        """Return where the model lies; a mere name is looked up among the assets, as in Gymnasium.
 
         What begins with ``/``, ``.`` or ``~``, or is a `Path`, is a file of its own.
 
         Raises:
             FileNotFoundError: Gymnasium is not installed.
         """
-        text = str(self.model)  # of which a Path would drop the "./"
+        text = str(self.model)  # a Path would drop a leading "./"
         if isinstance(self.model, Path) or text.startswith(("/", ".", "~")):
             return Path(text).expanduser()
         # find_spec, because importing gymnasium.envs.mujoco loads a renderer
@@ -88,7 +88,7 @@ class GymnasiumTask(MujocoTask):
         return body_names(self.load_model())
 
     def body(self, body: int | str, model: mujoco.MjModel | None = None) -> int:
-        """The number of a body of the model.
+        """Return the number of a body of the model.
 
         Args:
             body: Its name or its number.
@@ -111,7 +111,7 @@ class GymnasiumTask(MujocoTask):
 
 
 def body_names(model: mujoco.MjModel) -> list[str]:
-    """The names of a model's bodies, empty for those without."""
+    """Return the names of a model's bodies, empty for those without."""
     return [model.body(i).name for i in range(model.nbody)]
 
 
@@ -140,7 +140,7 @@ class NoisyStart(GymnasiumTask):
 
 
 def contact_forces(fields: Fields) -> Array:
-    """The ``cfrc_ext`` that Gymnasium would show: zero until an episode's first step.
+    """Return the ``cfrc_ext`` that Gymnasium would show: zero until an episode's first step.
 
     ``mj_forward``, which ends a reset, does not compute it, so that a batch of
     simulations holds other values there. ``(nsim, nbody, 6)``, torques and forces in the frame of
@@ -152,12 +152,12 @@ def contact_forces(fields: Fields) -> Array:
 
 
 def never(fields: Fields) -> NDArray[np.bool_]:
-    """False for each simulation, ``(nsim,)``: a state in which no episode terminates."""
+    """Return False for each simulation, ``(nsim,)``: no episode terminates."""
     return np.zeros(len(fields["qpos"]), dtype=bool)
 
 
 def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
-    """Sum of the squares of each row of ``(nsim, ...)``, in its own dtype, ``(nsim,)``.
+    """Return the sum of squares of each row of ``(nsim, ...)``, in its own dtype, ``(nsim,)``.
 
     Summing the contiguous last axis adds in the order in which ``np.sum`` adds
     one array of any shape; ``einsum`` or a sum over other axes need not.
@@ -170,7 +170,7 @@ def sums_of_squares(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def norms(vectors: Array) -> Array:
-    """Length of each row of ``(nsim, k)``, ``(nsim,)``.
+    """Return the length of each row of ``(nsim, k)``, ``(nsim,)``.
 
     ``np.linalg.norm`` of one vector is the root of its dot product with itself, and
     so is this: a product of matrices of one row and one column is a dot product.
@@ -180,7 +180,7 @@ def norms(vectors: Array) -> Array:
 
 
 def scalar_squares(values: Array) -> Array:
-    """Squares as ``x**2`` gives them for a scalar ``x``, which are not always ``x * x``.
+    """Return squares as ``x**2`` gives them for a scalar ``x``, which are not always ``x * x``.
 
     NumPy calls C's ``pow`` for a scalar, and multiplies for an array.
     """
@@ -188,7 +188,7 @@ def scalar_squares(values: Array) -> Array:
 
 
 def mass_centers(masses: Array, positions: Array) -> Array:
-    """Mean position of the bodies of each simulation, ``(nsim, 3)``, weighted with their masses.
+    """Return each simulation's centre of mass, ``(nsim, 3)``.
 
     Args:
         masses: ``(nsim, nbody)``, kilograms.
@@ -200,6 +200,6 @@ def mass_centers(masses: Array, positions: Array) -> Array:
 
 
 def inside(values: Array, bounds: tuple[float, float]) -> NDArray[np.bool_]:
-    """Whether each of the values lies in an open range; NaN does not."""
+    """Return whether each of the values lies in an open range; NaN does not."""
     low, high = bounds
     return (low < values) & (values < high)

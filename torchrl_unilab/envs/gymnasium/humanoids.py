@@ -93,11 +93,11 @@ class Humanoid(HumanoidBody, HealthyRunner):
     healthy_z_range: tuple[float, float] = (1.0, 2.0)
 
     def place(self, fields: Fields) -> Array:
-        """Where the centre of mass is."""
+        """Return where the centre of mass is."""
         return mass_centers(fields["body_mass"], fields["xipos"])[:, :2]
 
     def healthy(self, fields: Fields) -> NDArray[np.bool_]:
-        """Whether the height is in range."""
+        """Return whether the height is in range."""
         return inside(fields["qpos"][:, 2], self.healthy_z_range)
 
     def costs(self, fields: Fields, action: NDArray[Any]) -> dict[str, NDArray[Any]]:
@@ -152,13 +152,13 @@ class HumanoidStandup(HumanoidBody):
 
 
 def _without_world(values: NDArray[Any]) -> NDArray[Any]:
-    """Rows of ``(nsim, nbody, k)`` values of all bodies but the first, the world."""
+    """Return ``(nsim, nbody, k)`` values as rows, without those of the first body, the world."""
     n, _, width = values.shape
     return values.reshape(n, -1)[:, width:]
 
 
 def _tendons(fields: Fields) -> dict[str, NDArray[Any]]:
-    """Lengths and velocities of the tendons, ``(nsim, ntendon)``."""
+    """Return lengths and velocities of the tendons, ``(nsim, ntendon)``."""
     return {
         "tendon_length": fields["ten_length"].copy(),
         "tendon_velocity": fields["ten_velocity"].copy(),

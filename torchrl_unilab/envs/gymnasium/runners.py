@@ -46,7 +46,7 @@ class Runner(NoisyStart):
     exclude_current_positions_from_observation: bool = True
 
     def place(self, fields: Fields) -> Array:
-        """What is to move, ``(nsim, axes)``, metres; by default the leading coordinates."""
+        """Return what has to move, ``(nsim, axes)``, metres; by default the leading coordinates."""
         return fields["qpos"][:, : self.axes]
 
     def before(self, fields: Fields) -> Array:
@@ -59,7 +59,7 @@ class Runner(NoisyStart):
         return fields["qpos"][:, first:], fields["qvel"]
 
     def progress(self, fields: Fields, before: Array, dt: float) -> tuple[Array, dict[str, Array]]:
-        """The reward for speed, and the info on position and velocity."""
+        """Return the reward for speed, and the info on position and velocity."""
         velocity = self.place(fields) - before
         velocity /= dt
         position = fields["qpos"][:, : self.axes].copy()
@@ -92,10 +92,10 @@ class HealthyRunner(Runner):
 
     @abstractmethod
     def healthy(self, fields: Fields) -> NDArray[np.bool_]:
-        """Whether each simulation is healthy, ``(nsim,)``."""
+        """Return whether each simulation is healthy, ``(nsim,)``."""
 
     def costs(self, fields: Fields, action: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """What is charged, by the names of the terms, which are its negatives."""
+        """Return the costs by the names of their reward terms, which are the negative costs."""
         return {"reward_ctrl": self.ctrl_cost_weight * sums_of_squares(action)}
 
     def outcome(self, fields: Fields, before: Array, action: NDArray[Any], dt: float) -> Outcome:
@@ -134,7 +134,7 @@ class PlanarWalker(HealthyRunner):
         return qpos, np.clip(qvel, -_MAX_SPEED, _MAX_SPEED)
 
     def healthy(self, fields: Fields) -> NDArray[np.bool_]:
-        """Whether height and pitch are in range."""
+        """Return whether height and pitch are in range."""
         qpos = fields["qpos"]
         high = inside(qpos[:, 1], self.healthy_z_range)
         return high & inside(qpos[:, 2], self.healthy_angle_range)
@@ -188,7 +188,7 @@ class Hopper(PlanarWalker):
     healthy_angle_range: tuple[float, float] = (-0.2, 0.2)
 
     def healthy(self, fields: Fields) -> NDArray[np.bool_]:
-        """Whether height, pitch and every coordinate but x and z are in range."""
+        """Return whether height, pitch and every coordinate but x and z are in range."""
         bounds = self.healthy_state_range
         return (
             super().healthy(fields)
@@ -247,7 +247,7 @@ class Ant(HealthyRunner):
         return model
 
     def place(self, fields: Fields) -> Array:
-        """Where the main body is."""
+        """Return where the main body is."""
         return fields["xpos"][:, self.body(self.main_body), :2]
 
     def forces(self, fields: Fields) -> Array:
@@ -263,7 +263,7 @@ class Ant(HealthyRunner):
         return *seen, forces.reshape(len(forces), -1)[:, 6:]
 
     def healthy(self, fields: Fields) -> NDArray[np.bool_]:
-        """Whether the state is finite and the height in range."""
+        """Return whether the state is finite and the height in range."""
         low, high = self.healthy_z_range
         z = fields["qpos"][:, 2]
         finite = np.isfinite(fields["qpos"]).all(axis=1) & np.isfinite(fields["qvel"]).all(axis=1)

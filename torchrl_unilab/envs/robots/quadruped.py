@@ -71,11 +71,11 @@ class QuadrupedWalk(RobotTask):
     max_tilt: float = 0.7
 
     def phase(self, fields: Fields) -> Array:
-        """The clock, radians, ``(nsim,)``."""
+        """Return the clock, radians, ``(nsim,)``."""
         return 2.0 * np.pi * self.stride_rate * fields["time"]
 
     def actor(self, fields: Fields) -> Mapping[str, Array]:
-        """What the robot's own sensors tell, and the command."""
+        """Return what the robot's own sensors measure, and the command."""
         qpos, qvel = fields["qpos"], fields["qvel"]
         phase = self.phase(fields)
         return {
@@ -88,12 +88,12 @@ class QuadrupedWalk(RobotTask):
         }
 
     def critic(self, fields: Fields) -> Mapping[str, Array]:
-        """Velocity and height of the torso, which the robot cannot measure."""
+        """Return velocity and height of the torso, which the robot cannot measure."""
         qpos, qvel = fields["qpos"], fields["qvel"]
         return {"velocity": to_body_frame(qpos[:, 3:7], qvel[:, :3]), "height": qpos[:, 2]}
 
     def rewards(self, stride: Stride) -> Mapping[str, NDArray[Any]]:
-        """Rewarded for the right speed and for steps; charged for other motion and haste."""
+        """Reward the commanded speed and steps; charge other motion and hasty actions."""
         qpos, qvel = stride.fields["qpos"], stride.fields["qvel"]
         velocity = to_body_frame(qpos[:, 3:7], qvel[:, :3])
         error = np.abs(velocity[:, 0] - stride.fields["command"][:, 0])
@@ -110,7 +110,7 @@ class QuadrupedWalk(RobotTask):
         }
 
     def failed(self, fields: Fields) -> NDArray[np.bool_]:
-        """Whether the torso is too low or too tilted."""
+        """Return whether the torso is too low or too tilted."""
         qpos = fields["qpos"]
         upright = -projected_gravity(qpos[:, 3:7])[:, 2]
         return (qpos[:, 2] < self.min_height) | (upright < self.max_tilt)

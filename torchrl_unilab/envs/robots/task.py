@@ -191,18 +191,18 @@ class RobotTask(MujocoTask):
 
     @abstractmethod
     def actor(self, fields: Fields) -> Mapping[str, NDArray[Any]]:
-        """What the actor observes: named terms, ``(nsim, k)`` or ``(nsim,)``."""
+        """Return what the actor observes: named terms, ``(nsim, k)`` or ``(nsim,)``."""
 
     def critic(self, fields: Fields) -> Mapping[str, NDArray[Any]]:
-        """What the critic observes beyond that; by default nothing."""
+        """Return what the critic observes beyond that; by default nothing."""
         return {}
 
     @abstractmethod
     def rewards(self, stride: Stride) -> Mapping[str, NDArray[Any]]:
-        """The reward terms without their weights, ``(nsim,)``, ``(nsim, 1)``, or a constant."""
+        """Return the reward terms without weights: ``(nsim,)``, ``(nsim, 1)``, or a constant."""
 
     def failed(self, fields: Fields) -> NDArray[np.bool_]:
-        """Whether an episode is over, ``(nsim,)``; by default never."""
+        """Return whether each episode is over, ``(nsim,)``; by default never."""
         return np.zeros(len(fields["qpos"]), dtype=bool)
 
     @cached_property
@@ -242,12 +242,12 @@ class RobotTask(MujocoTask):
         return self._compiled[0]
 
     def joint_positions(self, fields: Fields) -> Array:
-        """Positions of the joints relative to the pose of `home`, ``(nsim, k)``."""
+        """Return positions of the joints relative to the pose of `home`, ``(nsim, k)``."""
         joints, home, _ = self._compiled
         return fields["qpos"][:, joints.qpos] - home[joints.qpos]
 
     def joint_velocities(self, fields: Fields) -> Array:
-        """Velocities of the joints, ``(nsim, k)``."""
+        """Return velocities of the joints, ``(nsim, k)``."""
         return fields["qvel"][:, self.joints.qvel]
 
     def initial_state(self, rng: np.random.Generator, qpos: Array, qvel: Array) -> State:
@@ -262,15 +262,15 @@ class RobotTask(MujocoTask):
         return drawn
 
     def before(self, fields: Fields) -> Fields:
-        """Copies of what the task `remembers`."""
+        """Return copies of what the task `remembers`."""
         return _Remembered({name: fields[name].copy() for name in self.remembers})
 
     def observation(self, fields: Fields) -> Sequence[NDArray[Any]]:
-        """The terms of `actor`."""
+        """Return the terms of `actor`."""
         return self._parts("actor", self.actor(fields))
 
     def observations(self, fields: Fields) -> dict[str, Sequence[NDArray[Any]]]:
-        """The actor's group, and the critic's if it has further terms."""
+        """Return the actor's group, and the critic's if it has further terms."""
         seen = self.observation(fields)
         more = self._parts("critic", self.critic(fields))
         return {"observation": seen} | ({"critic_observation": [*seen, *more]} if more else {})
@@ -287,7 +287,7 @@ class RobotTask(MujocoTask):
         return terms
 
     def outcome(self, fields: Fields, before: Any, action: NDArray[Any], dt: float) -> Outcome:
-        """Weigh and add the reward terms.
+        """Weight and sum the reward terms.
 
         Raises:
             ConfigError: The terms are not those that have weights, or not one number
@@ -352,7 +352,7 @@ def to_body_frame(quaternion: Array, vector: Array) -> Array:
 
 
 def projected_gravity(quaternion: Array) -> Array:
-    """Where down is, as a body sees it: ``(0, 0, -1)`` where it stands upright, ``(nsim, 3)``.
+    """Return where down is in a body's frame, ``(nsim, 3)``: ``(0, 0, -1)`` if it is upright.
 
     The quaternion is that of `to_body_frame`, and the result of unit length.
     """
@@ -363,7 +363,7 @@ def projected_gravity(quaternion: Array) -> Array:
 
 
 def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
-    """How well something follows: ``exp(-|error|² / scale²)``, 1 without error.
+    """Return a reward for small errors: ``exp(-|error|² / scale²)``, 1 without error.
 
     Args:
         error: ``(nsim,)``, or ``(nsim, k)`` for a vector.
@@ -383,5 +383,5 @@ def tracking(error: NDArray[Any], scale: float) -> NDArray[Any]:
 
 
 def _columns(term: NDArray[Any]) -> NDArray[Any]:
-    """A term as ``(nsim, k)``."""
+    """Return a term as ``(nsim, k)``."""
     return term[:, None] if term.ndim == 1 else term

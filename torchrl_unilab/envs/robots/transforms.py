@@ -158,7 +158,7 @@ class _Delay(Transform):
         if rows is not None:
             drawn = torch.where(rows.to(drawn.device), drawn, self.delays)
         self._delays = drawn
-        last = {key: known[0] for key, known in self._history.items()}  # of actions
+        last = {key: known[0] for key, known in self._history.items()}  # for actions
         first = {key: self._flat(tensordict_reset[key]) for key in self.in_keys}
         for key, value in (last | first).items():
             self._fill(key, rows, value)
@@ -205,12 +205,12 @@ class _Delay(Transform):
         return size
 
     def _flat(self, value: torch.Tensor) -> torch.Tensor:
-        """A value with one dimension for the environment's batch."""
+        """Return a value with the batch dimensions of the environment flattened to one."""
         size = self._batch_size()
         return value.reshape(size.numel(), *value.shape[len(size) :])
 
     def _mask(self, tensordict: TensorDictBase, key: str) -> torch.Tensor | None:
-        """The rows that ``_reset`` or ``_step`` select, ``(n,)``; None for all."""
+        """Return the rows that ``_reset`` or ``_step`` select, ``(n,)``; None for all."""
         mask: torch.Tensor | None = tensordict.get(key, None)
         if mask is None or mask.all():
             return None

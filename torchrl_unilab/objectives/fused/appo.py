@@ -148,7 +148,7 @@ class FusedAPPOUpdate:
         actions = len(head.log_std)
         inputs = [head.net[0].in_features, 0 if self._one_input else critic.net[0].in_features]
         self._part_sizes = [*inputs, 2 * actions, actions, 2, *[1] * 5]
-        self._entropy = actions * (0.5 + HALF_LOG_2PI)  # at a standard deviation of one
+        self._entropy = actions * (0.5 + HALF_LOG_2PI)  # for a standard deviation of 1
         # Factors of the averaged statistics. The entropy is not averaged: it replaces its entry.
         self._factors = self._adam.flat.new_tensor([-1.0, 0.5, 0.0, -1.0, 1.0, 1.0])
         self._max_grad_norm = self._adam.flat.new_tensor(max_grad_norm)
@@ -199,12 +199,12 @@ class FusedAPPOUpdate:
         scale = target.get("scale")
         low, high = advantage * (1.0 - loss.clip_epsilon), advantage * (1.0 + loss.clip_epsilon)
         scalars = (
-            # log(min(b/t, 1) / b), and what is constant of log p
+            # log(min(b/t, 1) / b), and the constant terms of log p
             (log_b - log_t).clamp(max=0.0) - log_b - action.shape[-1] * HALF_LOG_2PI,
-            # what is constant of the negative KL divergence
+            # the constant terms of the negative KL divergence
             scale.log().sum(-1) + 0.5 * action.shape[-1],
             advantage,
-            torch.maximum(low, high),  # which the surrogate does not exceed
+            torch.maximum(low, high),  # upper bound of the surrogate
             pool.get(keys.value_target),
             pool.get(keys.state_value),
             ((log_t - log_b).exp() > loss.rho_bar).to(advantage.dtype),
@@ -278,12 +278,12 @@ class FusedAPPOUpdate:
         logs = offsets.sub(squares.sum(1), alpha=0.5).sub_(log_volume)  # log ratio, -KL
         ratio = logs[:1].exp()
         surrogate = ratio * advantage
-        slope = surrogate.mul(surrogate <= bound).div_(-n)  # of the loss in log p
+        slope = surrogate.mul(surrogate <= bound).div_(-n)  # derivative of the loss by log p
         self._actor.backward((noise[0] * slope).mul_(precision))
         torch.mv(squares[0], slope[0], out=self._log_std_grad)
         self._log_std_grad.sub_(slope.sum()).sub_(loss.entropy_coeff)
 
-        value_slope = value - target  # of the loss in the value
+        value_slope = value - target  # derivative of the loss by the value
         error = value_slope.square()
         if loss.value_clip is not None:
             change, clip = value - old, loss.value_clip

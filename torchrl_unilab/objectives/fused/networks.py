@@ -29,7 +29,7 @@ _SIZES = 16
 
 
 def one_input(head: TensorDictModuleBase, critic: TensorDictModuleBase) -> bool:
-    """Whether actor and critic read one observation, normalised alike."""
+    """Return whether actor and critic read one observation, normalised alike."""
     kinds = {type(head.normalizer), type(critic.normalizer)}
     alike = head.normalizer is critic.normalizer or kinds == {nn.Identity}
     return alike and head.in_keys[0] == critic.in_keys[0]

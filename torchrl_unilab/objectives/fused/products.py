@@ -101,7 +101,7 @@ def products_for(weight: torch.Tensor, dtype: torch.dtype | None = None) -> Batc
 
 @functools.cache
 def _mkl_is_slow(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether MKL leaves half of this processor's vector units idle, and oneDNN is there."""
+    """Return whether MKL leaves half of this processor's vector units idle, and oneDNN exists."""
     wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if not (wide and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False

@@ -185,7 +185,7 @@ EVALUATION_ITEMS = (_estimate("evaluation's process (eval_interval)", "private",
 
 
 def _common_items(config: Config, sizes: RunSizes) -> list[MemoryItem]:
-    """What every run allocates, but for pipes, logs, and what the final evaluation takes."""
+    """Return what every run allocates, except pipes, logs, and what the final evaluation takes."""
     workers = config.num_collectors
     published = SnapshotCell.nbytes(sizes.snapshot, readers=workers)
     metrics = SharedMetrics.nbytes(workers, sizes.metrics)
@@ -211,7 +211,7 @@ def ring_items(config: APPOConfig, sizes: RunSizes) -> list[MemoryItem]:
     layout = BlockLayout.of_specs(
         (key, (frames, *leaf.shape), leaf.dtype) for key, leaf in sizes.frame.items()
     )
-    slots = 1 if config.slots is None else -(-config.slots // workers)  # of each collector
+    slots = 1 if config.slots is None else -(-config.slots // workers)  # per collector
     ring = RolloutRing.nbytes(layout, slots, workers)
     by, place = ("num_steps", "num_envs"), sizes.learner
     return [

@@ -138,7 +138,7 @@ class RunCheckpoints(CheckpointRotation):
 
     def __init__(self, directory: StrPath, keep: int = 2, interval: int | None = None) -> None:
         super().__init__(Path(directory), keep_last=keep, prefix=_PREFIX)
-        self.directory = Path(directory)  # which TorchRL expands a "~" in
+        self.directory = Path(directory)  # TorchRL would expand a "~"
         self.interval = interval
 
     def metadata(
@@ -196,7 +196,7 @@ class RunCheckpoints(CheckpointRotation):
             return path
         if components is None:  # a logger's state is its name alone
             components = set(checkpoint.components) - {"logger"}
-        for leftover in directory.glob(".*"):  # of a process that was killed
+        for leftover in directory.glob(".*"):  # left by a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         draft = directory / f".{path.name}"
         try:
@@ -221,7 +221,7 @@ class RunCheckpoints(CheckpointRotation):
             shutil.rmtree(draft, ignore_errors=True)
         _sync(directory)
         for old in self.paths()[self.keep_last :]:
-            gone = old.rename(old.with_name(f".{old.name}"))  # at once, as a whole
+            gone = old.rename(old.with_name(f".{old.name}"))  # atomic
             shutil.rmtree(gone, ignore_errors=True)
         return path
 

@@ -40,7 +40,7 @@ def run_path(run_dir: StrPath) -> Path:
         if not isinstance(run_dir, (str, os.PathLike)):
             reason = f"a {type(run_dir).__name__}"
         elif name := os.fspath(run_dir):
-            name.encode()  # as TensorBoard does
+            name.encode()  # TensorBoard does so, too
             return Path(name).expanduser().absolute()
     except UnicodeEncodeError:
         reason = f"no text in the locale's {sys.getfilesystemencoding()}"
