@@ -20,7 +20,7 @@ def launcher_env(name: str, default: int) -> int:
     """Return what torchrun, or another launcher, has set an environment variable to.
 
     Raises:
-        ConfigError: It is no integer.
+        ConfigError: The value is no integer.
     """
     try:
         return int(os.environ.get(name, default))

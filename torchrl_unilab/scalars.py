@@ -26,7 +26,7 @@ def as_integer(what: str, value: Any, remedy: str, *, least: int = 1, most: int 
         most: The largest.
 
     Raises:
-        ConfigError: It is no integer, as True is none, or smaller or larger.
+        ConfigError: The value is no integer (True is none), or out of range.
 
     Examples:
         >>> as_integer("workers", 0, "Use 1.")
@@ -62,7 +62,7 @@ def as_seconds(what: str, value: Any, *, zero: bool = False) -> float:
         zero: Whether 0, which means not to wait, is allowed.
 
     Raises:
-        ConfigError: They are no number, as NaN is none, or not above 0.
+        ConfigError: The value is no number (NaN is none), or not above 0.
 
     Examples:
         >>> as_seconds("timeout", 2)

@@ -164,7 +164,7 @@ class WorkerTeam:
         """Replace workers that were lost.
 
         Raises:
-            WorkerError: One may not be replaced.
+            WorkerError: A lost worker may not be replaced.
         """
         self._retry(self.group.check)
 

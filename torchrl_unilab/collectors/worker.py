@@ -63,7 +63,7 @@ def closing_env(env: EnvBase) -> Iterator[EnvBase]:
     """Close an environment in the end, by `close_env`.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: `env` is no environment.
     """
     check_env(env)
     try:
@@ -158,8 +158,8 @@ def _check_fits(
     Stacking into it would resize it, over memory that others have written.
 
     Raises:
-        LayoutKeyError: There is none.
-        LayoutShapeError: It is of another shape.
+        LayoutKeyError: Steps do not have the tensor.
+        LayoutShapeError: The tensor is of another shape.
     """
     expected = (*out.shape[:time_dim], *out.shape[time_dim + 1 :])
     if tensor is None:

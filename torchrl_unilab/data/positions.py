@@ -18,7 +18,7 @@ def is_single(index: Any) -> bool:
     """Return whether an index asks for one item, without a batch dimension.
 
     Raises:
-        PositionError: It is a mask of no dimension, or one number that is no integer.
+        PositionError: `index` is a mask of no dimension, or one number that is no integer.
     """
     if isinstance(index, (torch.Tensor, np.ndarray)):
         # Torch takes a mask of no dimension for all items, with one dimension more.
@@ -151,7 +151,7 @@ def check_range(low: int, high: int, length: int, what: str, state: str) -> None
     """Refuse positions from `low` to `high`, negative ones counted from the end.
 
     Raises:
-        PositionError: One is out of range: `length` items, each a `what`, are `state`.
+        PositionError: A position is out of range: `length` items, each a `what`, are `state`.
     """
     if low < -length or high >= length:
         at = low if low < -length else high

@@ -115,7 +115,7 @@ class SharedStorage(Owner, TensorStorage):
         """Return whether there is an item at a position: a bool, or one each for a tensor.
 
         Raises:
-            ConfigError: It is no position.
+            ConfigError: `item` is no position.
         """
         length = self._count_readable()
         if isinstance(item, torch.Tensor):
@@ -156,7 +156,7 @@ class SharedStorage(Owner, TensorStorage):
         """Set what `dumps` and `loads` use: one of the storage's own kind, also if None is given.
 
         Raises:
-            ConfigError: It is of another kind.
+            ConfigError: The checkpointer is of another kind.
         """
         value = self._default_checkpointer() if value is None else value
         check_kind(self, "checkpointer", value, self._default_checkpointer, "Leave it out.")
@@ -258,7 +258,7 @@ class SharedStorageWriter(Stateless, Writer):
         """Write to `storage`.
 
         Raises:
-            ConfigError: It is of another kind.
+            ConfigError: `storage` is of another kind.
         """
         check_kind(self, "storage", storage, self._kind, "Use TorchRL's own writer.")
         super().register_storage(storage)

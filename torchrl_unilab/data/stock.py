@@ -80,7 +80,7 @@ def rows_of_dump(path: Path) -> TensorDictBase:
     """Return the rows [n] that a stock storage's ``dumps`` saved, memory-mapped.
 
     Raises:
-        CheckpointError: They are no tensors in a TensorDict, or fewer than were written.
+        CheckpointError: The dump holds other things than tensors in a TensorDict, or too few rows.
     """
     saved = json.loads((path / _METADATA).read_text())
     if saved["is_pytree"]:
@@ -96,8 +96,8 @@ def rows_of_state_dict(state_dict: Mapping[str, Any]) -> TensorDictBase:
     """Return the rows [n] of a stock storage's ``state_dict``.
 
     Raises:
-        CheckpointError: They are no tensors in a TensorDict, or fewer than were written, or it is
-            of another class.
+        CheckpointError: The state holds other things than tensors in a TensorDict, or too few
+            rows, or is of another class.
     """
     if "_storage" not in state_dict:
         raise _no_rows("state dict", f"{sorted(state_dict)}")

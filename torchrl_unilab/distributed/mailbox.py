@@ -83,7 +83,7 @@ def load_ray() -> Any:
     """Import Ray on first use, and return it.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: Ray is not installed.
     """
     try:
         import ray
@@ -125,7 +125,7 @@ def find_mailbox(name: str, seconds: float) -> Any:
     """Return the mailbox of that name, which the learner may be about to open.
 
     Raises:
-        WaitTimeoutError: There is none within `seconds`.
+        WaitTimeoutError: There is no such mailbox within `seconds`.
     """
     ray = load_ray()
     deadline = time.monotonic() + seconds

@@ -80,8 +80,8 @@ class NodeScheme(UniLabShmScheme):
         """Return the newest weights of the mailbox, for workers of the collector's policy.
 
         Raises:
-            WaitTimeoutError: There are none in time.
-            LayoutError: They are not of the collector's policy.
+            WaitTimeoutError: There are no weights in time.
+            LayoutError: The weights are not of the collector's policy.
         """
         check_collector_class(type(source.get("context")))
         initial = super()._initial_weights(**source)

@@ -106,7 +106,7 @@ class UniLabRayScheme(WeightSyncScheme):
         """Serve a `RayCollector`.
 
         Raises:
-            UsageError: It has served one before.
+            UsageError: The scheme has served a collector before.
             ConfigError: No `RayCollector` calls, or it has no policy, or no workers.
         """
         if self.initialized_on_sender:  # before TorchRL's own, which a refusal resets
@@ -155,7 +155,7 @@ class UniLabRayScheme(WeightSyncScheme):
         """Check that all collectors follow the mailbox; publish `weights` if given.
 
         Raises:
-            ConfigError: Some have another scheme.
+            ConfigError: Collectors have another scheme.
         """
         end = deadline(_FOLLOW_SECONDS)
         while len(found := self._reports()) < self._nodes:  # each polls once it has begun
@@ -179,7 +179,7 @@ class UniLabRayScheme(WeightSyncScheme):
 
         Raises:
             UsageError: The scheme has no collector yet, or is shut down, or Ray is.
-            ConfigError: They are no weights.
+            ConfigError: `weights` are no weights.
             LayoutError: Keys, shapes or dtypes differ from the policy's; nothing was posted.
         """
         self._check_mailbox()
@@ -250,7 +250,7 @@ class UniLabRayScheme(WeightSyncScheme):
             timeout: Seconds to wait.
 
         Raises:
-            WaitTimeoutError: Some are still behind; names them.
+            WaitTimeoutError: Workers are still behind; names them.
         """
         wanted = self.version if version is None else version
         end = deadline(timeout)

@@ -260,7 +260,8 @@ class MujocoBatchEnv(EnvBase):
         """Continue from what `snapshot` returned, here or in an environment like this one.
 
         Raises:
-            ConfigError: It is of another task or number of simulations; nothing has changed.
+            ConfigError: The snapshot is of another task or number of simulations; nothing has
+                changed.
         """
         self._state.load_state_dict(tree_map_only(torch.Tensor, torch.Tensor.numpy, snapshot))
         self._outdate_pictures()

@@ -278,7 +278,8 @@ class EnvState:
         """Continue from what `state_dict` returned, here or in a state like this one.
 
         Raises:
-            ConfigError: It is of another task or number. Nothing has changed then.
+            ConfigError: The state is of another task or number of simulations. Nothing has
+                changed then.
         """
         if (found := len(state.get("generators", ()))) != len(self):
             raise ConfigError(
@@ -368,7 +369,7 @@ def simulations_of(what: str, ids: ArrayLike | None, n: int) -> Ids:
     """Return the simulations that `ids` names, distinct; all for None.
 
     Raises:
-        ConfigError: They are not integers from 0 to n - 1, or not distinct.
+        ConfigError: `ids` are not distinct integers from 0 to n - 1.
     """
     try:
         rows = np.arange(n) if ids is None else np.asarray(ids)

@@ -213,7 +213,7 @@ class ModelRandomizer:
         """Give the models the numbers that `state_dict` returned.
 
         Raises:
-            ConfigError: They are of another randomisation. Nothing has changed then.
+            ConfigError: The numbers are of another randomisation. Nothing has changed then.
         """
         own = self.state_dict()
         found, expected = _signature({**own, **state_dict}), _signature(own)  # older: no "of"

@@ -94,7 +94,7 @@ class BatchRenderer:
 
         Raises:
             ConfigError: OpenGL cannot draw here; names what is missing.
-            UsageError: It is closed.
+            UsageError: The renderer is closed.
         """
         pictures = np.empty((len(ids), self.height, self.width, 3), dtype=np.uint8)
         if not len(ids):

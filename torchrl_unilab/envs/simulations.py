@@ -171,7 +171,8 @@ class Simulations:
         """Continue from what `state_dict` returned, here or in simulations like these.
 
         Raises:
-            ConfigError: They are of another task or number. Nothing has changed then.
+            ConfigError: The state is of another task or number of simulations. Nothing has
+                changed then.
         """
         own = self.state_dict()
         if missing := own.keys() - {"task"} - state.keys():  # older ones have no name

@@ -38,7 +38,7 @@ def observation_shapes(
     """Return the shape of each observation of a task, whose parts are ``(nsim, width)`` each.
 
     Raises:
-        ConfigError: They are not, or an observation has the name of something else.
+        ConfigError: A part has another shape, or an observation the name of another entry.
     """
     if not isinstance(groups, Mapping) or not _KEYS.isdisjoint(groups):
         raise ConfigError(
@@ -61,7 +61,7 @@ def join_observation(
     """Return the parts of an observation side by side, ``(nsim, width)`` of `dtype`.
 
     Raises:
-        ConfigError: They are of another shape, or no numbers.
+        ConfigError: The parts are of another shape, or no numbers.
     """
     try:  # cast while they are put together: one copy out of the physics
         array = np.concatenate(parts, axis=1, dtype=dtype, casting="same_kind")
@@ -311,7 +311,7 @@ def checked_outcome(
     """Return a task's `MujocoTask.outcome`, checked.
 
     Raises:
-        ConfigError: It is none, or has not one reward, part of it and termination per simulation.
+        ConfigError: It is no `Outcome`, or lacks a number per simulation in one of its arrays.
     """
     outcome, n = task.outcome(fields, before, action, dt), len(action)
     if not isinstance(outcome, Outcome):

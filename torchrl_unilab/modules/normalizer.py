@@ -107,7 +107,7 @@ class ObservationNormalizer(nn.Module):
         """Normalise observations, [..., size], in their own dtype; integers in torch's default.
 
         Raises:
-            LayoutShapeError: They are of another size.
+            LayoutShapeError: The observations are of another size.
         """
         self._check_size(observation)
         if not observation.is_floating_point():

@@ -148,7 +148,7 @@ class Tracer:
             The file written, if one was.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         part, settings, path = self._part, self._settings, self._path
         self._part = self._settings = self._path = None

@@ -221,7 +221,7 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         """Start a worker anew in place of one that failed.
 
         Raises:
-            WorkerError: It failed while it started.
+            WorkerError: The worker failed while it started.
         """
         self.end(index)
         worker = self._start(index)  # if that fails, or is interrupted, the old one stays dead

@@ -251,7 +251,7 @@ class RolloutRing(RingWriter):
             read: Whether the rollout counts as read, or as skipped.
 
         Raises:
-            UsageError: It is not leased.
+            UsageError: The slot is not leased.
             SegmentError: The slot was written while it was leased.
         """
         self._check_open()

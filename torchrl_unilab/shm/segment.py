@@ -107,7 +107,7 @@ class SharedSegment(Owner):
 
     Raises:
         ConfigError: `nbytes` is not positive, or `name` is no plain file name.
-        SegmentSpaceError: It does not fit the memory that is free. Nothing was allocated.
+        SegmentSpaceError: The segment does not fit the memory that is free. Nothing was allocated.
         SegmentError: The name is taken.
 
     Examples:
@@ -304,7 +304,7 @@ def _open_named(name: str) -> tuple[int, int]:
     """Open a named segment that may be attached; return its descriptor and size.
 
     Raises:
-        SegmentError: There is none, or it is not a file, not this user's, or empty.
+        SegmentError: There is no such segment, or it is not a file, not this user's, or empty.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
     try:

@@ -102,7 +102,7 @@ class SnapshotCell(Owner):
     Raises:
         ConfigError: Fewer than two slots (a reader could find no whole version during a write), or
             a number of readers or a version below 0.
-        SegmentSpaceError: It does not fit shared memory; nothing was allocated.
+        SegmentSpaceError: The cell does not fit shared memory; nothing was allocated.
 
     Examples:
         >>> import torch
@@ -155,7 +155,7 @@ class SnapshotCell(Owner):
 
         Raises:
             SegmentError: There is no segment of that name.
-            LayoutError: It is not a whole snapshot cell, or holds another layout.
+            LayoutError: The segment is not a whole snapshot cell, or holds another layout.
         """
         segment = SharedSegment.attach(name)
         try:

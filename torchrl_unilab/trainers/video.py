@@ -131,8 +131,8 @@ def check_filming(*, own_environment: bool = False) -> None:
     """Check, before anything starts, that a run can film its evaluations.
 
     Raises:
-        ConfigError: It has another environment than `MujocoBatchEnv`, PyAV is missing, or OpenGL
-            cannot draw here.
+        ConfigError: The run's environment is no `MujocoBatchEnv`, PyAV is missing, or OpenGL cannot
+            draw here.
     """
     if own_environment:
         raise ConfigError(
@@ -244,7 +244,7 @@ def _av() -> Any:
     """Return PyAV, which is installed only for those who want videos.
 
     Raises:
-        ConfigError: It is not installed.
+        ConfigError: PyAV is not installed.
     """
     try:
         return importlib.import_module("av")

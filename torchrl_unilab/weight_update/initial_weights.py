@@ -149,7 +149,7 @@ def checked_module(model: Any, model_id: str) -> nn.Module:
     """Return `model` if it is a module.
 
     Raises:
-        TypeError: It is not.
+        TypeError: `model` is no module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -135,7 +135,7 @@ class UniLabShmTransport(Owner):
 
         Raises:
             SegmentError: There is no segment of that name.
-            LayoutError: It holds other keys, shapes or dtypes.
+            LayoutError: The cell holds other keys, shapes or dtypes.
         """
         transport = cls.__new__(cls)
         cell = SnapshotCell.attach(name, BlockLayout.of(_initial(param_shapes)))

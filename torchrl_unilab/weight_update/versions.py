@@ -98,7 +98,7 @@ class WorkerVersions:
             timeout: Seconds to wait.
 
         Raises:
-            WaitTimeoutError: Some are still behind; names them and says which are dead or stopped.
+            WaitTimeoutError: Workers are still behind; names them, and which are dead or stopped.
         """
         transport = self._require_transport()
         workers = as_indices("worker_ids", transport.cells if worker_ids is None else worker_ids)

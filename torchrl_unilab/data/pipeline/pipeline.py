@@ -298,7 +298,7 @@ class DoubleBufferReplayPipeline(Owner):
         """Restore what `state_dict` returned; batches that were prepared before are dropped.
 
         Raises:
-            ConfigError: It has no seed; nothing was changed.
+            ConfigError: The state has no seed; nothing was changed.
         """
         seed = state_dict.get("base_seed") if isinstance(state_dict, Mapping) else None
         remedy = "Load what `state_dict` of a pipeline returned."

@@ -264,7 +264,7 @@ def as_rows(data: Any) -> TensorDictBase:
 
 
 def check_steps(rows: TensorDictBase, mask: torch.Tensor | None, finals: Finals) -> None:
-    """Refuse what `RowAppender.add` cannot add, whatever the form of the rows.
+    """Refuse what `RowAppender.add` can never add.
 
     Raises:
         LayoutShapeError: The rows are not [N] or [N, T], there is none, or the mask is not of

@@ -136,7 +136,7 @@ class BatchLayout:
         """Return the memory of a batch of `tensordict`, made here or in another process.
 
         Raises:
-            ConfigError: It is none of these.
+            ConfigError: `batch` was not made by `tensordict`.
         """
         count = batch.batch_size[0] if batch.batch_size else 0
         known = self._known.get(id(batch))

@@ -144,7 +144,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         State of a `PrioritizedSampler` is taken, too.
 
         Raises:
-            CheckpointError: It is of a sampler of another capacity; nothing was changed.
+            CheckpointError: The state is of a sampler of another capacity; nothing was changed.
         """
         if (rows := len(state_dict["_sum_tree"])) != self._max_capacity:
             raise CheckpointError(
@@ -177,7 +177,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         """Restore what `dumps` wrote, as `load_state_dict` does.
 
         Raises:
-            CheckpointError: It is of a sampler of another capacity; nothing was changed.
+            CheckpointError: The state is of a sampler of another capacity; nothing was changed.
         """
         path = Path(path)
         state = json.loads((path / "sampler_metadata.json").read_text())

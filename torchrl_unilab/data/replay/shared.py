@@ -287,7 +287,7 @@ class SharedReplay(SharedStorage):
         """Replace all content by rows [n], such as those of a stock checkpoint.
 
         Raises:
-            CheckpointError: They are more than fit.
+            CheckpointError: There are more rows than fit.
             LayoutError: Keys, shapes or dtypes differ.
         """
         room = self.max_size // self.writers

@@ -80,7 +80,7 @@ class PackedReplayStorage(SharedReplay):
 
     Raises:
         ConfigError: A setting cannot work, or a stock argument cannot be honoured.
-        SegmentSpaceError: It does not fit memory; says how many rows would. Raised when the
+        SegmentSpaceError: The rows do not fit memory; says how many rows would. Raised when the
             rows are known.
 
     Examples:

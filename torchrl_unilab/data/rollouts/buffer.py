@@ -112,7 +112,7 @@ class RolloutRingSampler(Stateless, RolloutSampler):
             Their positions, int64 of shape [batch_size], and an empty dict.
 
         Raises:
-            ConfigError: There are fewer slots than that, or `storage` is another one.
+            ConfigError: `batch_size` is above the number of slots, or `storage` is of another kind.
             WaitTimeoutError: There are not enough unread rollouts; none was taken.
         """
         check_kind(self, "storage", storage, RolloutRingStorage, "Use TorchRL's own sampler.")

@@ -99,7 +99,7 @@ class RolloutPool:
         """Restore what `state_dict` returned.
 
         Raises:
-            ConfigError: It is of a pool of another size. Nothing has changed then.
+            ConfigError: The state is of a pool of another size. Nothing has changed then.
         """
         size = state_dict["batch_size"]
         if size is not None and size[1] != self.size:
@@ -117,7 +117,7 @@ class RolloutPool:
         """The rollouts added so far, a view [T, K * N].
 
         Raises:
-            ConfigError: There is none yet.
+            ConfigError: The pool is empty.
         """
         if self._memory is None:
             raise ConfigError("rollout pool: it is empty (expected a rollout). Add one first.")

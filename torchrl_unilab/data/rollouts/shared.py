@@ -222,7 +222,7 @@ class SharedRollouts(SharedStorage):
             timeout: Seconds; without end if None.
 
         Raises:
-            PeerGoneError: There is none and a writer has died, which it names; or all have
+            PeerGoneError: There is no rollout and a writer has died, which it names; or all have
                 resigned, and there is no timeout.
             UsageError: The schema is not known yet.
         """
@@ -269,7 +269,7 @@ class SharedRollouts(SharedStorage):
         """Give a slot back to its writer.
 
         Raises:
-            UsageError: It is not held.
+            UsageError: The lease was released.
             SegmentError: The slot was written while it was held.
         """
         self.ring.release(lease._lease)

@@ -239,7 +239,7 @@ class Ant(HealthyRunner):
         """Compile the model.
 
         Raises:
-            ConfigError: It has no `main_body`.
+            ConfigError: The model has no `main_body`.
             FileNotFoundError: There is no such file.
         """
         model = super().load_model()

@@ -129,7 +129,7 @@ class _Delay(Transform):
         """Continue from what `get_extra_state` returned.
 
         Raises:
-            ConfigError: It is of another range of delays, or number of simulations.
+            ConfigError: The state is of another range of delays, or number of simulations.
         """
         expected = [self._range[1] + 1]
         if self.parent is not None:

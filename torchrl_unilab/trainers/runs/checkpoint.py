@@ -187,7 +187,7 @@ class RunCheckpoints(CheckpointRotation):
             **options: As for TorchRL's ``Checkpoint.save``: ``metadata``, ``component_options``.
 
         Raises:
-            OSError: It cannot be written. What was there is as it was.
+            OSError: The checkpoint cannot be written. What was there is as it was.
         """
         directory = self.directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -232,7 +232,7 @@ class RunCheckpoints(CheckpointRotation):
             components: What is needed of it; all if not given.
 
         Raises:
-            CheckpointError: There is none, or it is damaged or of another format; names an
+            CheckpointError: There is no checkpoint, or it is damaged or of another format; names an
                 older one that is whole, if there is one.
         """
         paths = self.paths()

@@ -33,7 +33,7 @@ def run_path(run_dir: StrPath) -> Path:
     """Return a run's directory, absolute, as environments may change the working directory.
 
     Raises:
-        ConfigError: It is empty, in the home of an unknown user, or no text in this locale.
+        ConfigError: `run_dir` is empty, in the home of an unknown user, or no text in this locale.
     """
     reason = "empty"
     try:

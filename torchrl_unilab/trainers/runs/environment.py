@@ -43,7 +43,7 @@ def action_space(env: EnvBase) -> ContinuousBox:
     """Return the space of the environment's actions.
 
     Raises:
-        ConfigError: They are not one continuous vector of floats.
+        ConfigError: Actions are not one continuous vector of floats.
     """
     spec = env.action_spec
     if not isinstance(spec.space, ContinuousBox):
