@@ -14,7 +14,7 @@ from torchrl_unilab.trainers import APPOConfig, appo
 
 
 def test_of_more_samples_than_torch_takes_a_quantile_of_some_are_taken(monkeypatch):
-    monkeypatch.setattr(appo, "_MOST_SORTED", FRAMES // 3)
+    monkeypatch.setattr(appo, "_MAX_SORTED", FRAMES // 3)
     quantile, counts = torch.Tensor.quantile, []
 
     def recorded(samples: torch.Tensor, *arguments: float) -> torch.Tensor:

@@ -209,7 +209,7 @@ class ReplayCollector(WorkerCollector):
             case "write_count":
                 return self._frames * self.learners
             case "batch_size":
-                return self.batch_size and self.batch_size * self.learners
+                return None if self.batch_size is None else self.batch_size * self.learners
         raise AttributeError(
             f"{attr!r} of the replay (expected 'write_count' or 'batch_size'). Read it from "
             "`storage`."

@@ -292,7 +292,9 @@ def _robot_view(model: mujoco.MjModel) -> mujoco.MjvCamera | None:
     reach = np.linalg.norm(data.geom_xpos - data.subtree_com[1], axis=1) + model.geom_rbound
     camera = mujoco.MjvCamera()
     mujoco.mjv_defaultFreeCamera(model, camera)
-    camera.distance = 3.0 * reach[own].max(initial=0.0) or camera.distance
+    farthest = reach[own].max(initial=0.0)
+    if farthest > 0.0:  # else keep MuJoCo's distance
+        camera.distance = 3.0 * farthest
     camera.elevation = -20.0
     return camera
 

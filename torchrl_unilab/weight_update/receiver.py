@@ -76,9 +76,8 @@ class WeightReceiver:
                     torch._foreach_copy_(targets, [values[name] for name in weights.names])
             if self._extra:
                 weights.set_extra_state(self._extra)
-        self._cell.report_applied(
-            self._worker, version
-        )  # first: after an interrupt, it is repeated
+        # Reported first: after an interrupt between the two, the next pull repeats both.
+        self._cell.report_applied(self._worker, version)
         self.applied = version
         return True
 

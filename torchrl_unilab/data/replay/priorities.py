@@ -329,7 +329,7 @@ class PackedPrioritizedSampler(PrioritizedSampler):
         rows, source = storage.rows, weakref.ref(storage)
         bases, _, window = rows.lineage()
         known, began, last = self._seen
-        if known == source and began != bases:  # the storage was emptied: all its rows are new
+        if known == source and began != bases:  # emptied or loaded meanwhile: all rows are new
             self._init()
             known = None
         if not window.size:  # no row is written, or all are being replaced

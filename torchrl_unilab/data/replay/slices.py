@@ -163,7 +163,7 @@ class PackedSliceSampler(SliceSampler):
 
 
 class _Steps(NamedTuple):
-    """The newest steps of a shard that all have one row of each of the same environments.
+    """The newest steps of a shard that have the same number of rows, one per environment.
 
     Attributes:
         first: The number of the first row.
@@ -211,8 +211,7 @@ class _Timeline:
             )
         steps = self.shards[0]
         self.interleaved = len(self.shards) > 1 or steps.stride > 1 or steps.length < window.size
-        """Whether rows of several environments or shards alternate, so that places differ from
-        positions."""
+        """Whether rows of environments or shards alternate: then places differ from positions."""
         self.shape = (place if self.interleaved else storage.max_size,)
 
     def boundaries(self, ends: Sequence[torch.Tensor]) -> _Boundaries:
