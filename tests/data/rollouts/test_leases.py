@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from tests.support.rollouts import make_rollout, values
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support.processes import receive, spawned
+from tests.support.rollouts import make_rollout, stack, values
 from torchrl_unilab.data import RolloutRingStorage
+from torchrl_unilab.errors import UsageError, WaitTimeoutError
 
 
 def test_what_an_interrupt_kept_from_the_caller_is_among_the_leases(storage):
@@ -35,3 +42,69 @@ def test_acquiring_all_keeps_what_was_acquired_and_takes_what_is_held_unread_or_
         assert [values(lease.rollout.unsqueeze(0))[0] for lease in leases] == [1, 2, 3]
         assert storage.leases == leases
         assert len(storage) == 0
+
+
+def test_rollouts_held_unread_are_acquired_in_the_order_in_which_they_came(storage):
+    storage.write_all(stack(1, 2, 3))
+    _ = storage[1]  # holds the first two
+    acquired = [storage.acquire().rollout for _ in range(3)]
+    assert [*map(int, (rollout["action"].max() for rollout in acquired))] == [1, 2, 3]
+
+
+def test_a_claim_waits_as_long_as_it_is_told_and_else_as_long_as_the_storage(storage, monkeypatch):
+    waited = []
+    monkeypatch.setattr(storage.ring, "claim", waited.append)
+    for timeout in (0.0, 1.5, None):
+        storage.claim(timeout)
+    assert waited == [0.0, 1.5, storage.timeout]
+
+
+def test_a_rollout_in_a_slot_that_was_acquired_before_is_unread():
+    with RolloutRingStorage(1, example=make_rollout()) as storage:
+        storage.write(make_rollout(1))
+        storage.release(storage.acquire())
+        storage.write(make_rollout(2))
+        assert storage.wait(0.0)
+        assert (len(storage), storage.leases) == (1, [])
+        assert values(storage[:]) == [2]
+
+
+def test_a_draw_of_several_rollouts_waits_no_longer_than_its_timeout(storage, monkeypatch):
+    storage.write_all(stack(1, 2))
+    acquire, waited, now = storage.ring.acquire, [], iter([0.0, 1.0, 4.0, 9.0])
+    clock = SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr("torchrl_unilab.data.rollouts.shared.time", clock)
+    monkeypatch.setattr(storage.ring, "acquire", lambda left: waited.append(left) or acquire())
+    with pytest.raises(WaitTimeoutError, match="2 are unread"):
+        storage.draw(3, timeout=5.0)
+    assert waited[:3] == [4.0, 1.0, 0.0]
+
+
+def test_a_draw_that_would_wait_for_rollouts_of_unknown_form_is_refused():
+    with RolloutRingStorage(2) as storage, pytest.raises(UsageError, match="to be known"):
+        storage.draw(1, timeout=5.0)
+
+
+def test_no_tensor_but_the_drawn_one_takes_rollouts_out(storage):
+    storage.write_all(stack(1, 2))
+    drawn = storage.draw(1)
+    assert (values(storage.get(drawn.clone())), len(storage)) == ([1], 2)
+    assert (values(storage.get(drawn)), len(storage)) == ([1], 1)
+
+
+def _write(pipe: Connection, storage: RolloutRingStorage) -> None:
+    storage.write(make_rollout(2))
+    pipe.send("written")
+    pipe.recv()
+
+
+def test_a_storage_that_goes_to_another_process_leaves_leases_where_they_are(storage):
+    storage.write(make_rollout(1))
+    lease = storage.acquire()
+    place = lease.rollout["observation"].data_ptr()
+    storage.ring.resign(replaced=True)
+    with spawned(_write, storage) as (_, pipe):
+        receive(pipe)
+        assert lease.rollout["observation"].data_ptr() == place
+        assert values(storage[:]) == [2]
+        pipe.send("end")
