@@ -150,6 +150,13 @@ def test_what_is_not_finite_after_a_terminal_state_reaches_no_target():
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("name", ["log_rho", "v_tm1", "v_t"])
+def test_targets_and_advantages_have_no_gradient(name):
+    inputs = _inputs(0, 1.0)
+    inputs[name].requires_grad_()
+    assert not any(tensor.requires_grad for tensor in vtrace(**inputs, gamma=0.9))
+
+
 def _ending(v_t: torch.Tensor, done: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """A rollout of one environment whose episodes end in terminal states."""
     zeros = torch.zeros_like(v_t)

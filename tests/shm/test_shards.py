@@ -1,9 +1,46 @@
+"""What the words of shards say: which rows are readable, in which order, and since when."""
+
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import pytest
 import torch
 
+from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.shards import Shards, Window
+from torchrl_unilab.shm.shards import (
+    BASE,
+    FLOOR,
+    HEAD,
+    NOTED,
+    ORIGIN,
+    VERSION,
+    WRITER,
+    Lineage,
+    Shards,
+    Window,
+)
+
+
+@contextlib.contextmanager
+def make_rows(shard_rows: int = 4, shards: int = 1) -> Iterator[SharedRows]:
+    with SharedSegment(SharedRows.nbytes([1], shards, shard_rows)) as segment:
+        yield SharedRows(segment, [1], shards, shard_rows, timeout=1.0)
+
+
+def put(rows: SharedRows, count: int, shard: int = 0, step: int = 0) -> None:
+    """Append rows that hold their numbers, of steps of so many rows."""
+    rows.claim(shard)
+    words = torch.arange(count, dtype=torch.int32).unsqueeze(1)
+
+    def prepare(shard: int, head: int) -> None:
+        words.add_(head)
+        if step:
+            rows.note_steps(shard, step)
+
+    rows.append([words], prepare)
 
 
 def test_rows_are_drawn_from_the_window_of_each_shard_and_from_nowhere_else():
@@ -15,3 +52,140 @@ def test_rows_are_drawn_from_the_window_of_each_shard_and_from_nowhere_else():
 
 def test_no_row_is_above_floors_that_are_beyond_the_heads():
     assert Window((0, 0), (3, 3)).above((9, 1)) == Window((3, 1), (3, 3))
+
+
+def test_an_empty_window_waits_for_the_writes_of_all_shards(monkeypatch):
+    with make_rows(shards=3) as rows:
+        monkeypatch.setattr(rows, "wait", lambda shard: put(rows, 2, shard))
+        assert rows.readable() == Window((0, 0, 0), (2, 2, 2))
+
+
+def test_rows_are_in_order_once_none_of_larger_steps_is_left():
+    with make_rows() as rows, make_rows(shards=2) as several:
+        assert rows.in_order(rows.window())
+        put(rows, 2, step=2)
+        assert not rows.in_order(rows.window())
+        for readable in ((0, 3), (0, 4), (1, 5), (2, 6)):
+            put(rows, 1, step=1)
+            window = rows.window()
+            assert window == Window(readable[:1], readable[1:])
+            assert rows.in_order(window) == (readable[0] == 2)
+        put(several, 1)
+        assert not several.in_order(several.window())
+
+
+def test_numbers_go_on_across_clears_and_from_a_checkpoints_origin():
+    with make_rows() as rows:
+        for shard_rows in (4, 8):
+            put(rows, 3)
+            rows.clear()
+            empty = Window((shard_rows,), (shard_rows,))
+            assert rows.lineage() == Lineage((shard_rows,), (shard_rows,), empty)
+        words = torch.zeros(2, 1, dtype=torch.int32)
+        rows.replace(Window((1,), (3,)), lambda *_: [words], [(100, 1, 2)])
+        base = rows.lineage().bases[0]
+        assert rows.lineage() == Lineage((base,), (100,), Window((base + 1,), (base + 3,)))
+        assert rows.steps() == ((base + 1, 2),)
+        rows.clear()
+        assert rows.lineage().origins[0] - rows.lineage().bases[0] == 100 - base
+        assert rows.steps() == ((0, 1),)
+
+
+def test_a_lineage_is_of_one_time_though_rows_are_cleared_meanwhile(monkeypatch):
+    with make_rows() as rows:
+        put(rows, 3)
+        window, clears = rows.window, iter([rows.clear])
+        monkeypatch.setattr(rows, "window", lambda: (next(clears, int)(), window())[1])
+        assert rows.lineage() == Lineage((4,), (4,), Window((4,), (4,)))
+
+
+def test_the_origins_of_a_lineage_are_not_older_than_its_window(monkeypatch):
+    with make_rows() as rows:
+        window = rows.window
+
+        def complete() -> Window:
+            rows.words[0][ORIGIN] = 5
+            return window()
+
+        monkeypatch.setattr(rows, "window", complete)
+        assert rows.lineage().origins == (5,)
+
+
+def test_while_all_rows_are_replaced_none_is_written():
+    with make_rows() as rows:
+        put(rows, 3)
+        rows.words[0][BASE] = 4  # and the head is not there yet
+        window = rows.window()
+        assert (rows.length(), rows.extent(window)[0], rows.lineage().written) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_rows_of_any_shard_that_are_rewritten_change_the_number(shard):
+    with make_rows(shards=2) as rows:
+        put(rows, 4, shard)
+        before = rows.rewritten
+        rows.rewrite(torch.tensor([shard]), [torch.zeros(1, 1, dtype=torch.int32)])
+        assert rows.rewritten > before
+
+
+def test_torn_rows_become_the_newest_whole_one_and_their_positions_are_told():
+    with make_rows(shards=2) as rows:
+        put(rows, 4, 1)
+        told = []
+        rows.detach = lambda parts, positions: told.append(
+            (parts[0].flatten().tolist(), positions.tolist())
+        )
+        rows._notes[1, :3] = torch.tensor([1, 3, 0])  # the last is of a rewrite before
+        rows.words[1][NOTED], rows.words[1][VERSION] = 2, 1
+        rows.wait(1)
+        assert told == [([2, 2], [3, 7])]
+        assert rows.own[1][0].flatten().tolist() == [0, 2, 2, 2]
+        rows._notes[1] = torch.arange(1024)
+        rows.words[1][NOTED], rows.words[1][VERSION] = 4, 3
+        rows.wait(1)
+        assert rows.window() == Window((0, 4), (0, 4))
+
+
+def test_a_copy_leaves_out_what_is_overwritten_meanwhile():
+    with make_rows(8) as rows:
+        rows.chunk_rows = 3
+        put(rows, 8)
+        found, copies = [], rows.copies(0, rows.window())
+        for first, (words,) in copies:
+            found.append((first, words.flatten().tolist()))
+            if len(found) == 1:
+                put(rows, 3)
+        assert found == [(5, [5, 6, 7]), (3, [3, 4])]
+
+
+def test_rows_that_are_drawn_again_come_with_the_heads_of_then():
+    with make_rows() as rows:
+        put(rows, 4)
+        heads = []
+
+        def gather(_: object, positions: torch.Tensor, given: tuple[int, ...]) -> None:
+            heads.append(given)
+            if len(heads) == 1:
+                put(rows, 2)
+
+        rows.read(rows.window(), torch.tensor([0, 3]), gather, lambda _: torch.tensor([5]))
+        assert heads == [(4,), (6,)]
+
+
+def test_who_leaves_a_shard_takes_it_from_no_other_and_claims_anew():
+    with make_rows(shards=2) as rows:
+        rows.claim(1)
+        rows.leave()
+        assert (rows.shard, rows.load(WRITER)[1]) == (0, 0)
+        rows.words[0][WRITER] = 123
+        rows.leave()
+        assert rows.load(WRITER)[0] == 123
+
+
+def test_rows_that_are_passed_over_stay_hidden_if_they_were():
+    with make_rows() as rows:
+        put(rows, 4)
+        rows.words[0][FLOOR] = 3  # its writer died amid three rows
+        rows.continue_at(0, 1)
+        assert rows.window() == Window((3,), (5,))
+        assert rows.load(HEAD) == (5,)
