@@ -120,12 +120,30 @@ def test_while_all_rows_are_replaced_none_is_written():
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_rows_of_any_shard_that_are_rewritten_change_the_number(shard):
+def test_a_rewrite_changes_the_number_and_leaves_other_shards_alone(shard):
     with make_rows(shards=2) as rows:
         put(rows, 4, shard)
-        before = rows.rewritten
+        rows.words[1 - shard][WRITER] = 123
         rows.rewrite(torch.tensor([shard]), [torch.zeros(1, 1, dtype=torch.int32)])
-        assert rows.rewritten > before
+        assert rows.rewritten == 2
+        assert rows.words[shard][VERSION] == 2
+        assert rows.words[1 - shard][WRITER] == 123
+        rows.rewrite(torch.empty(0, dtype=torch.int64), [torch.empty(0, 1, dtype=torch.int32)])
+        assert rows.rewritten == 2
+
+
+def test_rows_of_all_shards_are_replaced_at_once_and_each_has_its_own_origin_and_steps():
+    with make_rows(shards=2) as rows:
+        lengths = []
+
+        def read(*_: int) -> list[torch.Tensor]:
+            lengths.append(rows.length())
+            return [torch.zeros(3, 1, dtype=torch.int32)]
+
+        rows.replace(Window((0, 0), (3, 3)), read, [(100, 0, 1), (200, 1, 2)])
+        assert (lengths, rows.length()) == ([0, 0], 3)
+        assert rows.lineage().origins == (100, 200)
+        assert rows.steps() == ((0, 1), (1, 2))
 
 
 def test_torn_rows_become_the_newest_whole_one_and_their_positions_are_told():
@@ -182,10 +200,11 @@ def test_who_leaves_a_shard_takes_it_from_no_other_and_claims_anew():
         assert rows.load(WRITER)[0] == 123
 
 
-def test_rows_that_are_passed_over_stay_hidden_if_they_were():
+@pytest.mark.parametrize(("floor", "hidden"), [(0, 1), (3, 3)])
+def test_rows_that_are_passed_over_are_hidden_and_those_that_were_stay_so(floor, hidden):
     with make_rows() as rows:
         put(rows, 4)
-        rows.words[0][FLOOR] = 3  # its writer died amid three rows
+        rows.words[0][FLOOR] = floor  # its writer died amid so many rows
         rows.continue_at(0, 1)
-        assert rows.window() == Window((3,), (5,))
+        assert rows.window() == Window((hidden,), (5,))
         assert rows.load(HEAD) == (5,)
