@@ -34,12 +34,14 @@ def test_a_checkpoint_counts_on_from_all_counters(tmp_path):
         assert restored.commit() == 3
 
 
-def test_who_loads_a_checkpoint_stays_the_writer_that_it_was(storage):
+@pytest.mark.parametrize("writer", [None, 0])
+def test_who_loads_a_checkpoint_stays_the_writer_that_it_was(storage, writer):
     storage.write(make_rollout(1))
     with RolloutRingStorage(2, example=make_rollout(), writers=1) as target:
-        target.use_writer(0)
+        if writer is not None:
+            target.use_writer(writer)
         target.load_state_dict(storage.state_dict())
-        assert target.ring.writer == 0
+        assert target.ring.writer == writer
 
 
 def test_a_checkpoint_of_nothing_is_loaded():

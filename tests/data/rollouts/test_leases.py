@@ -10,7 +10,7 @@ import pytest
 from tests.support.processes import receive, spawned
 from tests.support.rollouts import make_rollout, stack, values
 from torchrl_unilab.data import RolloutRingStorage
-from torchrl_unilab.errors import UsageError, WaitTimeoutError
+from torchrl_unilab.errors import SegmentClosedError, UsageError, WaitTimeoutError
 
 
 def test_what_an_interrupt_kept_from_the_caller_is_among_the_leases(storage):
@@ -108,3 +108,11 @@ def test_a_storage_that_goes_to_another_process_leaves_leases_where_they_are(sto
         assert lease.rollout["observation"].data_ptr() == place
         assert values(storage[:]) == [2]
         pipe.send("end")
+
+
+def test_a_storage_that_was_closed_before_its_first_rollout_takes_no_memory():
+    storage = RolloutRingStorage(2)
+    storage.close()
+    with pytest.raises(SegmentClosedError):
+        storage.write(make_rollout())
+    assert not storage.initialized

@@ -67,6 +67,12 @@ def test_extend_copies_each_byte_once(storage, cls, lazy):
     assert values(buffer.sample()) == [7]
 
 
+def test_a_lazy_stack_of_more_steps_is_refused_before_a_slot_is_claimed(storage):
+    with pytest.raises(LayoutShapeError, match=r"\(2, 4\) \(expected \(2, 3\)\)"):
+        storage.write(across_time(make_rollout(1, (2, 4))))
+    assert storage.ring.writer is None
+
+
 def test_a_claimed_slot_is_read_where_it_was_filled(storage):
     slot = storage.claim()
     assert slot.is_locked
