@@ -8,8 +8,9 @@ from functools import cache
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 from torchrl.objectives.value import GAE
-from torchrl.trainers import RewardNormalizer, UpdateWeights, ValueEstimatorHook
+from torchrl.trainers import LRSchedulerHook, RewardNormalizer, UpdateWeights, ValueEstimatorHook
 
 from tests.support.training import (
     FRAMES,
@@ -85,6 +86,16 @@ def test_hooks_that_would_publish_again_or_estimate_or_scale_too_late_are_refuse
             ConfigError, match=r"^hook ValueEstimatorHook: .* set gamma and lambda_"
         ):
             ValueEstimatorHook(gae).register(trainer)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_schedule_of_the_rate_that_the_divergence_steers_is_refused(fused):
+    trainer = appo_trainer(fused=fused)
+    other = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    with trainer.collector:
+        LRSchedulerHook(StepLR(other, 1)).register(trainer)
+        with pytest.raises(ConfigError, match=r"^hook LRSchedulerHook: .* set anneal in config"):
+            LRSchedulerHook(StepLR(trainer.optimizer, 1)).register(trainer)
 
 
 def test_what_a_hook_makes_of_a_batch_is_learnt_from():

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from torch import nn
 from torchrl.checkpoint import Checkpoint
-from torchrl.trainers import Trainer, UpdateWeights
+from torchrl.trainers import Trainer, UpdateWeights, UTDRHook
 
 from tests.support.off_policy_training import off_policy_trainer
 from tests.support.training import QUICK, appo_loss, appo_trainer
@@ -17,7 +17,14 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra import factories
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer, base
+from torchrl_unilab.trainers import (
+    APPOConfig,
+    APPOTrainer,
+    EpisodeReturns,
+    OffPolicyConfig,
+    OffPolicyTrainer,
+    base,
+)
 from torchrl_unilab.trainers.base import NORM, REPLACEMENTS, check_arguments
 
 BOTH = pytest.mark.parametrize(
@@ -155,3 +162,28 @@ def test_a_policy_without_parameters_is_not_taken_for_another_than_the_losses(mo
         progress_bar=False,
     )
     assert not warned.called
+
+
+def test_updates_per_row_of_a_replay_are_not_asked_of_a_collector_without_one():
+    trainer = appo_trainer()
+    with (
+        trainer.collector,
+        pytest.raises(ConfigError, match=r"^hook UTDRHook: APPOCollector counts no rows"),
+    ):
+        UTDRHook(trainer).register(trainer)
+
+
+@OF_ONE_UPDATE
+def test_a_hook_of_a_name_that_the_trainer_has_is_refused_with_what_to_do(make, batches):
+    trainer = make()
+    with (
+        trainer.collector,
+        pytest.raises(
+            ConfigError,
+            match=rf"^hook EpisodeReturns: {type(trainer).__name__} has a 'learning_curve' already "
+            r"\(expected one\)\. Leave the hook out, or register it by another name\.$",
+        ),
+    ):
+        EpisodeReturns().register(trainer)
+    if isinstance(trainer, OffPolicyTrainer):
+        trainer.close()

@@ -11,8 +11,16 @@ from functools import partial
 import pytest
 import torch
 from tensordict import TensorDictBase
+from torch.optim.lr_scheduler import StepLR
 from torchrl.envs import Compose, DTypeCastTransform, RenameTransform, TransformedEnv
-from torchrl.trainers import LogScalar, RewardNormalizer, UTDRHook
+from torchrl.objectives import SoftUpdate
+from torchrl.trainers import (
+    LogScalar,
+    LRSchedulerHook,
+    RewardNormalizer,
+    TargetNetUpdaterHook,
+    UTDRHook,
+)
 
 from tests.support.off_policy_training import (
     BOTH,
@@ -59,6 +67,34 @@ def test_hooks_on_batches_that_never_come_are_refused():
     with pytest.raises(ConfigError, match=r"^hook stage 'batch_process': ReplayCollector yields"):
         RewardNormalizer().register(trainer)
     trainer.close()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_hook_that_would_move_the_targets_again_is_refused(fused):
+    trainer, other = off_policy_trainer(fused=fused), off_policy_trainer()
+    TargetNetUpdaterHook(SoftUpdate(other.loss_module, tau=0.5)).register(trainer, "other")
+    again = TargetNetUpdaterHook(SoftUpdate(trainer.loss_module, tau=0.5))
+    with pytest.raises(ConfigError, match=r"^hook TargetNetUpdaterHook: .* set tau in config"):
+        again.register(trainer, "targets")
+    for each in (trainer, other):
+        each.collector.shutdown()
+        each.close()
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler:UserWarning")  # of a fused one
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_schedule_of_rates_holds_unless_they_are_annealed(fused):
+    trainer = off_policy_trainer(10, fused=fused)
+    critic = trainer.update.optimizers["critic"]
+    LRSchedulerHook(StepLR(critic, 1, gamma=0.5), "optim").register(trainer)
+    trained(trainer)
+    share = critic.param_groups[0]["lr"] / trainer.config.lr_critic
+    assert share == 0.5**trainer.updates < 1.0
+    annealed = off_policy_trainer(fused=fused, anneal=1.0)
+    schedule = StepLR(annealed.update.optimizers["critic"], 1)
+    with annealed.collector, pytest.raises(ConfigError, match=r"anneal=1, .* set anneal=0 in"):
+        LRSchedulerHook(schedule).register(annealed)
+    annealed.close()
 
 
 def test_torchrls_hook_logs_what_minibatches_hold():

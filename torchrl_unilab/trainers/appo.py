@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
-from torchrl.trainers import RewardNormalizer, ValueEstimatorHook
+from torchrl.trainers import LRSchedulerHook, RewardNormalizer, ValueEstimatorHook
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.appo import APPOConfig
@@ -158,7 +158,7 @@ class APPOTrainer(RankTrainer):
 
         Raises:
             ConfigError: As in `OffPolicyTrainer`, or it normalises rewards or estimates advantages
-                of minibatches.
+                of minibatches, or schedules the learning rate, which the KL divergence steers.
         """
         if isinstance(op, ValueEstimatorHook):
             raise ConfigError(
@@ -169,6 +169,11 @@ class APPOTrainer(RankTrainer):
             raise ConfigError(
                 "hook RewardNormalizer: V-trace uses rewards before minibatches are made (expected "
                 "another hook). Set reward_scale in config."
+            )
+        if isinstance(op, LRSchedulerHook) and op.scheduler.optimizer is self.optimizer:
+            raise ConfigError(
+                "hook LRSchedulerHook: the KL divergence steers the learning rate (expected "
+                "another optimiser's). Leave the hook out; set anneal in config."
             )
         super().register_op(dest, op, **kwargs)
 

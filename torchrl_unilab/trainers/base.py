@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 from torchrl import logger as torchrl_logger
-from torchrl.trainers import Trainer, UpdateWeights
+from torchrl.trainers import Trainer, UpdateWeights, UTDRHook
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.collectors.base import WorkerCollector
@@ -164,7 +164,26 @@ class RankTrainer(Trainer):
                 f"hook UpdateWeights: {type(self).__name__} publishes after each batch itself "
                 "(expected one publish). Leave the hook out."
             )
+        if isinstance(op, UTDRHook) and not isinstance(self.collector, ReplayCollector):
+            raise ConfigError(
+                f"hook UTDRHook: {type(self.collector).__name__} counts no rows of a replay "
+                "(expected ReplayCollector). Leave the hook out."
+            )
         super().register_op(dest, op, **kwargs)
+
+    def register_module(self, module_name: str, module: Any) -> None:
+        """Register what checkpoints hold; see TorchRL.
+
+        Raises:
+            ConfigError: There is one of that name, such as the trainer's own learning curve.
+        """
+        try:
+            super().register_module(module_name, module)
+        except RuntimeError:
+            raise ConfigError(
+                f"hook {type(module).__name__}: {type(self).__name__} has a {module_name!r} "
+                "already (expected one). Leave the hook out, or register it by another name."
+            ) from None
 
     def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
         """Refuse padding, which would be learnt from; then do as TorchRL.

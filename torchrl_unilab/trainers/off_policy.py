@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ from tensordict import TensorDictBase
 from torchrl import logger as torchrl_logger
 from torchrl.collectors import BaseCollector
 from torchrl.objectives import LossModule, SACLoss, TD3Loss
+from torchrl.trainers import LRSchedulerHook, TargetNetUpdaterHook
 
 from torchrl_unilab.collectors import ReplayCollector
 from torchrl_unilab.configs.off_policy import OffPolicyConfig, compute_train_start_threshold
@@ -216,6 +217,27 @@ class OffPolicyTrainer(RankTrainer):
         self.register_module("pipeline", self.pipeline)
         self.busy_time, self.returns, self.lag = register_reports(self, collector, scheme)
         PublishWeights(collector).register(self)
+
+    def register_op(self, dest: Any, op: Callable[..., Any], **kwargs: Any) -> None:
+        """Register a hook; see TorchRL.
+
+        Raises:
+            ConfigError: As in `APPOTrainer`, or it moves the targets, or schedules rates that
+                `config` anneals.
+        """
+        moves = isinstance(op, TargetNetUpdaterHook) and op.target_params_updater.loss_module
+        if moves is self.loss_module:
+            raise ConfigError(
+                "hook TargetNetUpdaterHook: OffPolicyTrainer moves the loss's targets itself "
+                "(expected one move). Leave the hook out; set tau in config."
+            )
+        steers = isinstance(op, LRSchedulerHook) and op.scheduler.optimizer
+        if self.config.anneal and steers in self.update.optimizers.values():
+            raise ConfigError(
+                f"hook LRSchedulerHook: with anneal={self.config.anneal:g}, which sets the same "
+                "rates (expected one of them). Leave the hook out, or set anneal=0 in config."
+            )
+        super().register_op(dest, op, **kwargs)
 
     def train(self) -> None:
         """Train to the end.
