@@ -18,7 +18,7 @@ from torchrl.weight_update import SharedMemWeightSyncScheme, WeightSyncScheme
 
 from tests.support.acting import StillEnv, actions, collecting, make_policy, set_action
 from tests.support.bounds import DEADLINE
-from torchrl_unilab.errors import ConfigError, SegmentClosedError, WaitTimeoutError
+from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError, WaitTimeoutError
 from torchrl_unilab.shm import seqlock
 from torchrl_unilab.weight_update import UniLabShmScheme, UniLabShmTransport
 
@@ -313,6 +313,17 @@ def test_a_scheme_that_was_shut_down_says_so(make_sender):
     scheme.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         scheme.send()
+
+
+def test_a_scheme_whose_collector_is_gone_says_so(make_sender):
+    context = Bare()
+    context.policy_device = CPU
+    scheme = make_sender(model_id="policy", context=context)
+    scheme.send()
+    del context
+    for model in (None, "policy"):
+        with pytest.raises(UsageError, match=r"collector is gone .* a scheme of its own\.$"):
+            scheme.send(model)
 
 
 def test_a_sender_that_is_shut_down_closes_its_memory(make_sender):

@@ -211,11 +211,16 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
         context = None if self._context_ref is None else self._context_ref()
         if type(self).prepare_weights is not WeightSyncScheme.prepare_weights:
             return self.prepare_weights(weights, self._model_id, self._strategy, context)
-        model: Any = self._initial_model
-        if isinstance(weights, str):
-            model = _resolve_model(context, weights)
-        elif weights is not None:
+        if not (weights is None or isinstance(weights, str)):
             return weights
+        model: Any = self._initial_model if weights is None else None
+        if model is None and context is None and self._context_ref is not None:
+            raise UsageError(
+                "cannot publish weights: the scheme's collector is gone (expected the one that it "
+                "was given to). Give each collector a scheme of its own."
+            )
+        if weights is not None:
+            model = _resolve_model(context, weights)
         elif model is None and context is not None and self._model_id is not None:
             model = _resolve_model(context, self._model_id)
             if model is None:  # the collector has a policy factory, and perhaps a policy too
