@@ -55,7 +55,7 @@ def test_the_processor_may_be_named_as_the_place_of_all_that_is_collected(cpu):
 
 def test_workers_explore_as_the_collector_is_told():
     settings = {"frames_per_batch": FRAMES, "inline": True}
-    for kind in (ExplorationType.DETERMINISTIC, ExplorationType.RANDOM):
+    for kind in (ExplorationType.DETERMINISTIC, ExplorationType.RANDOM, None):  # as TorchRL's
         with APPOCollector(CountingEnv, actor(), exploration_type=kind, **settings) as collector:
             rollout = next(iter(collector))
         found = torch.equal(rollout["action"], rollout["loc"])

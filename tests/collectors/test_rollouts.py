@@ -142,6 +142,7 @@ BAD = {
     "no function": ({"create_env": [3]}, r"create_env: int \(expected a function that makes an"),
     "another number": ({"create_env": [CountingEnv], "num_collectors": 2}, "1 environment func"),
     "no scheme of ours": ({"weight_sync_schemes": {"policy": object()}}, "UniLabShmScheme"),
+    "a scheme alone": ({"weight_sync_schemes": UniLabShmScheme()}, r"schemes: .*\{'policy': UniL"),
     "no policy": ({"weight_sync_schemes": {"value": UniLabShmScheme()}}, "weight_sync_schemes"),
     "a scheme too many": (
         {"weight_sync_schemes": {"policy": UniLabShmScheme(), "value": UniLabShmScheme()}},

@@ -233,8 +233,9 @@ def without_creators(
 
 def policy_scheme(schemes: Mapping[str, WeightSyncScheme] | None) -> UniLabShmScheme:
     """Return the one scheme of ``{"policy": UniLabShmScheme()}``, or a new one."""
-    scheme = UniLabShmScheme() if schemes is None else schemes.get("policy")
-    if not isinstance(scheme, UniLabShmScheme) or (schemes is not None and len(schemes) != 1):
+    given = {"policy": UniLabShmScheme()} if schemes is None else schemes
+    scheme = given.get("policy") if isinstance(given, Mapping) and len(given) == 1 else None
+    if not isinstance(scheme, UniLabShmScheme):
         raise ConfigError(
             f"weight_sync_schemes: {schemes!r} (expected {{'policy': UniLabShmScheme()}}). "
             "Leave it out, or give a UniLabRayScheme's node()."
