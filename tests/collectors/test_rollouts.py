@@ -163,6 +163,7 @@ BAD = {
         f"seed: {2**64} .expected an integer of 0 to {2**63 - 1}",
     ),
     "no threads": ({"num_threads": 0}, "num_threads: 0 .expected an integer"),
+    "no way": ({"exploration_type": "wild"}, r"exploration_type: 'wild' \(expected 'mode', 'm"),
     "no place": ({"worker_idx": -1}, "worker_idx: -1 .expected an integer of at least 0"),
     "no time": ({"timeout": float("nan")}, "timeout: nan .expected seconds of at least 0"),
     "a switch of slots": ({"slots": True, "inline": True}, "slots: True .expected an integer"),

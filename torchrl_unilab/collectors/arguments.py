@@ -16,7 +16,7 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_unilab.collectors.worker import Measure
 from torchrl_unilab.errors import ConfigError, SegmentClosedError, UsageError
-from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.scalars import as_choice, as_integer
 from torchrl_unilab.weight_update import UniLabShmScheme
 
 CreateEnv = Callable[[], EnvBase]
@@ -88,6 +88,17 @@ def check_settings(
             f"lockstep: True in collector {worker_idx} of a distributed collector (expected False: "
             "rollouts of several machines come in no fixed order). Leave it out."
         )
+
+
+def exploration_of(kind: ExplorationType | str | None) -> ExplorationType:
+    """Return how a policy acts, also by its name; at random for None, as in TorchRL.
+
+    Raises:
+        ConfigError: There is no such way; names those that there are.
+    """
+    names = [each.value for each in ExplorationType]
+    known = as_choice("exploration_type", kind or "random", names, "Use 'random', for example.")
+    return ExplorationType(known)
 
 
 def find_device(setting: str, device: torch.device | str) -> torch.device:

@@ -33,6 +33,7 @@ from torchrl_unilab.collectors.arguments import (
     closed_error,
     copied_factory,
     env_factories,
+    exploration_of,
     find_device,
     metric_names,
     policy_scheme,
@@ -138,7 +139,7 @@ class WorkerCollector(BaseCollector, abc.ABC):
         self.timeout = None if timeout is None else as_seconds("timeout", timeout, zero=True)
         self.restart_workers = restart_workers
         self._inline, self._num_threads = inline, as_integer("num_threads", num_threads, "Use 1.")
-        self.exploration_type = exploration_type or ExplorationType.RANDOM
+        self.exploration_type = exploration_of(exploration_type)
         self._first_seed, self._frames = seed, 0
         self._iter = -1  # index of the last batch yielded, which TorchRL's `stats` reads
         self._closing = threading.RLock()
