@@ -96,3 +96,10 @@ def test_statistics_of_a_network_of_another_dtype_go_on(dtype):
     assert normalizer.count == 300 * 256
     assert torch.equal(normalizer.mean, exact.mean)
     assert network(batch.to(dtype)).dtype == dtype
+
+
+def test_half_precision_normalises_by_a_variance_beyond_its_range():
+    normalizer = ObservationNormalizer(1)
+    normalizer.update(torch.tensor([[-1000.0], [1000.0]]))
+    observation = torch.tensor([[1000.0]], dtype=torch.float16)
+    assert normalizer(observation).item() == pytest.approx(1.0, abs=1e-3)
