@@ -132,6 +132,12 @@ def test_a_mailbox_that_is_lost_gets_the_newest_version_back(learner):
     assert letter.version == scheme.version == FIRST + 1
 
 
+def test_what_nodes_reported_before_their_mailbox_was_lost_still_counts(learner):
+    scheme, _ = learner
+    scheme._last_reports = {0: {0: FIRST}}  # the mailbox of now has none
+    assert scheme.applied_versions == {(0, 0): FIRST}
+
+
 def test_a_mailbox_that_is_stopped_holds_up_no_publish_and_then_has_the_newest(learner, node):
     import ray
 

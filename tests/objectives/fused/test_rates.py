@@ -36,3 +36,13 @@ def test_a_step_without_the_policy_draws_the_critics_noise_alone():
     update.step(rows, update_policy=False, generator=ours)
     torch.empty(32, off_policy.ACT, dtype=rows.dtype).normal_(generator=other)
     assert torch.equal(ours.get_state(), other.get_state())
+
+
+@pytest.mark.parametrize("update_policy", [False, True])
+def test_a_step_after_the_end_of_its_thread_is_taken_without_one(update_policy):
+    loss = off_policy.make_loss("sac")
+    update = off_policy.fused(loss, policy_thread=True)
+    rows = update.prepare(off_policy.transitions_of(loss, 32, 0))
+    update.close()
+    assert update.step(rows, update_policy=update_policy)[:3].isfinite().all()
+    update.close()
