@@ -12,6 +12,7 @@ from torchrl.objectives.value.functional import (
     vtrace_advantage_estimate,
 )
 
+from tests.support import appo
 from torchrl_unilab.errors import LayoutDtypeError, LayoutShapeError
 from torchrl_unilab.objectives import timeout_bootstrap, vtrace
 
@@ -155,6 +156,22 @@ def test_targets_and_advantages_have_no_gradient(name):
     inputs = _inputs(0, 1.0)
     inputs[name].requires_grad_()
     assert not any(tensor.requires_grad for tensor in vtrace(**inputs, gamma=0.9))
+
+
+def test_appos_loss_passes_each_of_its_settings_on(monkeypatch):
+    given = {"gamma": 0.9, "lambda_": 0.8, "rho_bar": 1.3, "c_bar": 0.7}
+    loss, seen = appo.make_loss(**given), {}
+    pool, flag = appo.make_pool(loss, 6).reshape(2, 3), torch.zeros(2, 3, 1, dtype=torch.bool)
+    signals = {"reward": torch.ones(2, 3, 1), "done": flag, "terminated": flag}
+    pool["next"] = {"observation": pool["observation"], **signals}
+
+    def recorded(*tensors: torch.Tensor, **settings: float) -> tuple[torch.Tensor, ...]:
+        seen.update(settings)
+        return vtrace(*tensors, **settings)
+
+    monkeypatch.setattr("torchrl_unilab.objectives.appo.vtrace", recorded)
+    loss.estimate(pool)
+    assert seen == given
 
 
 def _ending(v_t: torch.Tensor, done: torch.Tensor) -> tuple[torch.Tensor, ...]:
