@@ -157,7 +157,7 @@ def test_torn_rows_become_the_newest_whole_one_and_their_positions_are_told():
         rows.words[1][NOTED], rows.words[1][VERSION] = 2, 1
         rows.wait(1)
         assert told == [([2, 2], [3, 7])]
-        assert rows.own[1][0].flatten().tolist() == [0, 2, 2, 2]
+        assert rows.parts[1][0].flatten().tolist() == [0, 2, 2, 2]
         rows._notes[1] = torch.arange(1024)
         rows.words[1][NOTED], rows.words[1][VERSION] = 4, 3
         rows.wait(1)
