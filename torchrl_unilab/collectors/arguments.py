@@ -94,7 +94,7 @@ def exploration_of(kind: ExplorationType | str | None) -> ExplorationType:
     """Return how a policy acts, also by its name; at random for None, as in TorchRL.
 
     Raises:
-        ConfigError: There is no such way; names those that there are.
+        ConfigError: `kind` is unknown; the message lists those that are known.
     """
     names = [each.value for each in ExplorationType]
     known = as_choice("exploration_type", kind or "random", names, "Use 'random', for example.")

@@ -166,7 +166,8 @@ class SharedRows(Shards):
         """Write rows anew at positions that have been written, int64 [n]. Raises as `locked`."""
         for shard in range(self.shards):
             mine = (positions.remainder(self.shards) == shard).nonzero().squeeze(1)
-            for part in mine.split(NOTES) if len(mine) else ():  # `split` makes one part of none
+            # An empty tensor would split into one empty part, which is no reason to take the lock.
+            for part in mine.split(NOTES) if len(mine) else ():
                 places = positions[part].div(self.shards, rounding_mode="floor")
                 rows = [words[part] for words in parts]
                 self.locked(shard, partial(self._rewrite, shard, places, rows))

@@ -20,7 +20,7 @@ class Arm(GymnasiumTask):
     """Bring something to a goal, which lies elsewhere in each episode.
 
     Attributes:
-        reward_dist_weight: Cost per metre between that object_position and the goal.
+        reward_dist_weight: Cost per metre between the object and the goal.
         reward_control_weight: Cost per squared control.
     """
 

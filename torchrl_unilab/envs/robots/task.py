@@ -123,8 +123,8 @@ class RobotTask(MujocoTask):
             ``ctrl``, which holds the previous action.
 
     Raises:
-        ConfigError: A command's range is not two finite numbers in order, a weight is none, or
-            one text is given for several names.
+        ConfigError: A command's range is not two finite numbers in order, a weight is no number,
+            or one text is given for several names.
 
     Examples:
         >>> from dataclasses import dataclass, field

@@ -45,8 +45,8 @@ class ObservationNoise(ObservationTransform):
         in_keys: The observations, of a floating-point type.
 
     Raises:
-        ConfigError: `std` is negative or not finite, or, when the environment is known, of another
-            number of numbers than an observation.
+        ConfigError: `std` is negative or not finite. Once the environment is known: `std` has
+            another size than an observation.
 
     Examples:
         >>> from torchrl.envs import TransformedEnv
