@@ -17,14 +17,7 @@ from torchrl_unilab.collectors import APPOCollector, ReplayCollector
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.hydra import factories
 from torchrl_unilab.modules import ObservationNormalizer
-from torchrl_unilab.trainers import (
-    APPOConfig,
-    APPOTrainer,
-    EpisodeReturns,
-    OffPolicyConfig,
-    OffPolicyTrainer,
-    base,
-)
+from torchrl_unilab.trainers import APPOConfig, APPOTrainer, OffPolicyConfig, OffPolicyTrainer, base
 from torchrl_unilab.trainers.base import NORM, REPLACEMENTS, check_arguments
 
 BOTH = pytest.mark.parametrize(
@@ -171,19 +164,3 @@ def test_updates_per_row_of_a_replay_are_not_asked_of_a_collector_without_one():
         pytest.raises(ConfigError, match=r"^hook UTDRHook: APPOCollector counts no rows"),
     ):
         UTDRHook(trainer).register(trainer)
-
-
-@OF_ONE_UPDATE
-def test_a_hook_of_a_name_that_the_trainer_has_is_refused_with_what_to_do(make, batches):
-    trainer = make()
-    with (
-        trainer.collector,
-        pytest.raises(
-            ConfigError,
-            match=rf"^hook EpisodeReturns: {type(trainer).__name__} has a 'learning_curve' already "
-            r"\(expected one\)\. Leave the hook out, or register it by another name\.$",
-        ),
-    ):
-        EpisodeReturns().register(trainer)
-    if isinstance(trainer, OffPolicyTrainer):
-        trainer.close()

@@ -171,20 +171,6 @@ class RankTrainer(Trainer):
             )
         super().register_op(dest, op, **kwargs)
 
-    def register_module(self, module_name: str, module: Any) -> None:
-        """Register what checkpoints hold; see TorchRL.
-
-        Raises:
-            ConfigError: There is one of that name, such as the trainer's own learning curve.
-        """
-        try:
-            super().register_module(module_name, module)
-        except RuntimeError:
-            raise ConfigError(
-                f"hook {type(module).__name__}: {type(self).__name__} has a {module_name!r} "
-                "already (expected one). Leave the hook out, or register it by another name."
-            ) from None
-
     def _process_batch_hook(self, batch: TensorDictBase) -> TensorDictBase:
         """Refuse padding, which would be learnt from; then do as TorchRL.
 
