@@ -17,10 +17,10 @@ ONEDNN = pytest.mark.skipif(
 )
 
 
-def _twins(norm: bool) -> tuple[nn.Sequential, TensorDict]:
+def _twins(norm: bool, width: int = 8) -> tuple[nn.Sequential, TensorDict]:
     """A network's structure, and the parameters of two such networks, with gradients."""
-    middle = [nn.LayerNorm(8)] if norm else []
-    net = nn.Sequential(nn.Linear(5, 8), *middle, nn.ReLU(), nn.Linear(8, 6), nn.ReLU())
+    middle = [nn.LayerNorm(width)] if norm else []
+    net = nn.Sequential(nn.Linear(5, width), *middle, nn.ReLU(), nn.Linear(width, 6), nn.ReLU())
     net.append(nn.Linear(6, 1))
     generator = torch.Generator().manual_seed(0)
     parameters = TensorDict.from_module(net).apply(
@@ -49,11 +49,12 @@ def _by_autograd(net: nn.Sequential, parameters: TensorDict, x: torch.Tensor) ->
 
 
 @ONEDNN
+@pytest.mark.parametrize("width", [8, 40], ids=["narrow", "wide"])
 @pytest.mark.parametrize("norm", [False, True], ids=["relu", "layer norm"])
 @pytest.mark.parametrize("form", [BatchedProducts, OneDNNProducts])
-def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, monkeypatch):
+def test_products_give_the_outputs_and_gradients_of_autograd(form, norm, width, monkeypatch):
     monkeypatch.setattr("torchrl_unilab.objectives.fused.networks.products_for", lambda *_: form())
-    net, parameters = _twins(norm)
+    net, parameters = _twins(norm, width)
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(1))
     networks = relu_networks(net, parameters, stacked=True)
     assert type(networks) is (ReluNetwork if form is BatchedProducts else ReluNetworks)
@@ -112,18 +113,20 @@ def test_compiled_products_of_onednn_are_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "slow"),
+    ("vendor", "family", "capability", "slow"),
     [
-        ("AuthenticAMD", "AVX512", True),
-        ("AuthenticAMD", "AVX2", False),
-        ("GenuineIntel", "AVX512", False),
+        ("AuthenticAMD", 26, "AVX512", True),
+        ("AuthenticAMD", 26, "AVX2", False),
+        ("AuthenticAMD", 25, "AVX512", False),
+        ("GenuineIntel", 26, "AVX512", False),
     ],
 )
-def test_mkl_is_slow_on_amds_wide_processors(vendor, capability, slow, monkeypatch, tmp_path):
+def test_mkl_is_slow_from_zen_5_on(vendor, family, capability, slow, monkeypatch, tmp_path):
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         slow = False
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    text = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\n"
+    (tmp_path / "cpuinfo").write_text(text)
     assert products._mkl_is_slow.__wrapped__(tmp_path / "cpuinfo") == slow
 
 
