@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from collections.abc import Iterator
@@ -41,6 +42,27 @@ def test_the_package_raises_no_bare_value_or_runtime_error():
         if re.search(r"raise (Value|Runtime)Error\(", path.read_text())
     ]
     assert bare == ["configs/settings.py"]  # a validator, whose errors pydantic collects
+
+
+def _words(message: ast.expr) -> str:
+    """The literal text of a message, and the names of what is put in."""
+    constants = [str(n.value) for n in ast.walk(message) if isinstance(n, ast.Constant)]
+    return " ".join(constants + [n.id for n in ast.walk(message) if isinstance(n, ast.Name)])
+
+
+def test_each_message_says_what_was_expected():
+    package = Path(torchrl_unilab.__file__).parent
+    elsewhere = {"_NO_PARENT", "_no_room", "_over_limit", "refusal", "unfit"}  # is said there
+    silent = [
+        f"{path.relative_to(package)}:{node.lineno}"
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in {*errors.__all__, "NotImplementedError"} and node.args
+        if isinstance(node.args[0], ast.JoinedStr | ast.Constant | ast.BinOp)
+        if "expected" not in (words := _words(node.args[0])) and not elsewhere & {*words.split()}
+    ]
+    assert not silent
 
 
 def test_what_was_being_handled_when_an_error_came_is_a_cause_and_the_error_itself_is_none():

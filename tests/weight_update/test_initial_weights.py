@@ -84,13 +84,13 @@ def test_a_context_may_come_with_the_number_of_its_own_workers():
 
 def test_a_map_of_devices_needs_the_number_of_workers_and_keeps_the_model_to_publish():
     source = {"model": nn.Linear(2, 1), "device_map_fn": lambda _, weights: weights.clone()}
-    with pytest.raises(ConfigError, match="must be provided"):
+    with pytest.raises(ConfigError, match="no weights"):
         initial_weights(False, **source)
     assert initial_weights(False, **source, num_workers=1).model is source["model"]
 
 
 def test_a_model_and_weights_at_once_are_refused():
-    with pytest.raises(ConfigError, match="must be provided"):
+    with pytest.raises(ConfigError, match="no weights"):
         initial_weights(False, model=nn.Linear(2, 1), weights=TensorDict(), devices=[CPU])
 
 

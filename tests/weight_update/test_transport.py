@@ -241,7 +241,7 @@ def test_statistics_are_put_as_arrays_too():
 
 @pytest.mark.parametrize("stats", [None, (torch.zeros(2),), (torch.zeros(2), "a")])
 def test_statistics_that_are_no_two_tensors_are_refused_and_the_last_stay(stats):
-    with contextlib.closing(SharedObsNormStats(2)) as shared:
+    with SharedObsNormStats(2) as shared:
         shared.put((torch.zeros(2), torch.ones(2)))
         with pytest.raises(LayoutError, match=r"^statistics: .* \(expected a mean and"):
             shared.put(stats)

@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
+from torchrl_unilab.shm.segment import Owner
 
 PHASES = ("physics", "policy", "write", "wait")
 """Where a worker's time goes: environment, policy, filling the slot, waiting for one."""
@@ -153,7 +154,7 @@ class EpisodeLog:
         self._lengths += reward.shape[1] - ended_steps
 
 
-class SharedMetrics:
+class SharedMetrics(Owner):
     """The newest metrics of each worker.
 
     Pickle it to the workers: they publish to the same shared memory.

@@ -296,7 +296,10 @@ class UniLabRayScheme(WeightSyncScheme):
 
     def create_transport(self, **_: Any) -> Any:
         """Refuse: the mailbox is no transport of TorchRL's."""
-        raise NotImplementedError("UniLabRayScheme has a mailbox in place of transports")
+        raise NotImplementedError(
+            "create_transport: UniLabRayScheme has a mailbox in place of transports (expected "
+            "`send` and `receive`). Call these."
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_mailbox", "_policy", "_letter", "_thread", "_ended", "_sending")

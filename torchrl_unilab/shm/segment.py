@@ -80,11 +80,11 @@ def closed_error(what: str, remedy: str = "Create or attach it again.") -> Segme
 
 
 class Owner(ABC):
-    """Base of what owns memory: a context manager that frees it with `close`."""
+    """Base of what owns memory, threads or processes: a context manager that calls `close`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release the memory. Idempotent."""
+        """Release what is owned. Idempotent."""
 
     def __enter__(self) -> Self:
         return self

@@ -26,6 +26,7 @@ from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.shm.segment import Owner
 from torchrl_unilab.trainers.video import film_episodes
 from torchrl_unilab.weight_update import UniLabShmTransport
 
@@ -140,7 +141,7 @@ class Videos(NamedTuple):
     interval: int
 
 
-class BackgroundEvaluation:
+class BackgroundEvaluation(Owner):
     """Evaluates the published policy in a separate process, each time after `interval` frames.
 
     One evaluation runs at a time: those that become due meanwhile are skipped. Its figures are

@@ -18,7 +18,14 @@ from torchrl.weight_update.utils import _resolve_model
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.weight_update.module_weights import ModuleWeights, Weights, named_tensors
 
-_NEEDED = "Either params_map, model_id + context or model/weights + devices must be provided."
+NO_MODEL_ID = (
+    "context: given without model_id (expected both). Pass the name of the model in the context, "
+    "such as 'policy'."
+)
+_NEEDED = (
+    "init_on_sender: no weights (expected params_map, or context and model_id, or model or weights "
+    "and devices). Pass one of them."
+)
 
 
 @dataclass(frozen=True)
@@ -94,11 +101,14 @@ def initial_weights(
         if not isinstance(params_map, dict) or not all(
             isinstance(k, int) and isinstance(v, TensorDictBase) for k, v in params_map.items()
         ):
-            raise ConfigError("params_map must be a dict[int, TensorDictBase]")
+            raise ConfigError(
+                f"params_map: {type(params_map).__name__} (expected a dict from indices of workers "
+                "to their weights, each a TensorDict). Pass one."
+            )
         return InitialWeights(params_map, per_worker, casts=True)
     if context is not None:
         if model_id is None:
-            raise ConfigError("model_id must be provided if context is provided")
+            raise ConfigError(NO_MODEL_ID)
         policy_device = context.policy_device
         workers = len(policy_device) if isinstance(policy_device, (list, tuple)) else 1
         if num_workers != workers:
@@ -153,8 +163,8 @@ def checked_module(model: Any, model_id: str) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"UniLabShmScheme requires an nn.Module for {model_id!r}, got {type(model)}. "
-            "Policies without weights (e.g. RandomPolicy) need no weight synchronization."
+            f"UniLabShmScheme: {model_id!r} is {type(model)} (expected an nn.Module). Leave the "
+            "scheme out: a policy without weights, such as RandomPolicy, needs none."
         )
     return model
 
@@ -162,4 +172,6 @@ def checked_module(model: Any, model_id: str) -> nn.Module:
 def _refuse_given(given: Mapping[str, Any], reason: str) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ConfigError(f"{name} cannot be provided if {reason} is provided")
+            raise ConfigError(
+                f"{name}: given beside {reason} (expected one of both). Leave it out."
+            )

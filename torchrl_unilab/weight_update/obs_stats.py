@@ -10,9 +10,10 @@ import torch
 from torchrl_unilab.errors import LayoutError
 from torchrl_unilab.scalars import as_integer
 from torchrl_unilab.shm import BlockLayout, SnapshotCell
+from torchrl_unilab.shm.segment import Owner
 
 
-class SharedObsNormStats:
+class SharedObsNormStats(Owner):
     """The latest mean and standard deviation, in shared memory.
 
     Pickle it to a spawned process as an argument, or `attach` it by name.

@@ -23,6 +23,7 @@ from torchrl_unilab.runtime.trace import span
 from torchrl_unilab.scalars import as_choice, as_indices, as_integer, deadline
 from torchrl_unilab.shm.seqlock import DEFAULT_SLOTS
 from torchrl_unilab.weight_update.initial_weights import (
+    NO_MODEL_ID,
     InitialWeights,
     checked_module,
     find_model,
@@ -36,7 +37,7 @@ from torchrl_unilab.weight_update.receiver import (
     pull_in_rollouts,
 )
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, WorkerIds
-from torchrl_unilab.weight_update.versions import POLL_SECONDS, WorkerVersions
+from torchrl_unilab.weight_update.versions import POLL_SECONDS, TOO_EARLY, WorkerVersions
 
 PullAt = Literal["rollout", "step", "manual"]
 
@@ -168,9 +169,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             SegmentError: Another living process publishes for this scheme.
         """
         if not self._initialized_on_sender:
-            raise UsageError("Must be initialized on sender before sending weights")
+            raise UsageError(TOO_EARLY.format("send", "init_on_sender"))
         if not self.synchronized_on_sender:
-            raise UsageError("Must be synchronized on sender before sending weights")
+            raise UsageError(TOO_EARLY.format("send", "connect"))
         transport = self._shared_transport or self._require_transport()
         with span("publish"):
             own = weights is None
@@ -262,7 +263,7 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
     ) -> None:
         if context is not None:
             if model_id is None:
-                raise ConfigError("model_id is required when context is provided")
+                raise ConfigError(NO_MODEL_ID)
             if isinstance(context, ProvidesModels):
                 model = context.get_model(model_id)
             elif model is None:
@@ -349,9 +350,9 @@ class UniLabShmScheme(WorkerVersions, WeightSyncScheme):
             The applied weights, or None if there was nothing new.
         """
         if not self._initialized_on_receiver:
-            raise UsageError("Must be initialized on receiver before receiving weights")
+            raise UsageError(TOO_EARLY.format("receive", "init_on_receiver"))
         if not self.synchronized_on_receiver:
-            raise UsageError("Must be synchronized on receiver before receiving weights")
+            raise UsageError(TOO_EARLY.format("receive", "connect"))
         end = deadline(timeout or 0.0)
         while not self.pull():
             if time.monotonic() >= end:

@@ -16,6 +16,7 @@ from torchrl_unilab.shm.liveness import process_id, process_is_alive, process_is
 from torchrl_unilab.weight_update.transport import UniLabShmTransport, WorkerIds
 
 POLL_SECONDS = 0.0005
+TOO_EARLY = "{0}: before {1} (expected it first). Give the scheme to a collector, or call {1}."
 
 
 class PolicyVersions(Protocol):

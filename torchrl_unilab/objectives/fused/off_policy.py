@@ -36,6 +36,7 @@ from torchrl_unilab.objectives.fused.transitions import TransitionRows, Transiti
 from torchrl_unilab.objectives.targets import targets_of
 from torchrl_unilab.runtime.ranks import SINGLE_RANK, Ranks
 from torchrl_unilab.scalars import as_integer
+from torchrl_unilab.shm.segment import Owner
 
 OF_CRITICS = ("loss_qvalue", "q_value", "td_error")
 """What the critics' part of a step observes: the first statistics of all updates."""
@@ -68,7 +69,7 @@ def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
     )
 
 
-class FusedOffPolicyUpdate(abc.ABC):
+class FusedOffPolicyUpdate(Owner):
     """Losses, gradients, Adam and target networks of a minibatch, without autograd.
 
     The base of `FusedSACUpdate` and `FusedTD3Update`. Parameters of actor, critics and targets
