@@ -70,7 +70,7 @@ def test_sources_that_exclude_each_other_are_refused_by_name(source, beside):
         "params_map": {"params_map": {0: TensorDict(w=torch.zeros(2))}},
         "context": {"model_id": "policy", "context": _collector(lambda: nn.Linear(2, 1))},
     }
-    with pytest.raises(ConfigError, match=f"{next(iter(beside))} cannot be .* if {source} is"):
+    with pytest.raises(ConfigError, match=f"{next(iter(beside))}: given beside {source}"):
         initial_weights(False, **sources[source] | beside)
 
 
@@ -98,7 +98,7 @@ def test_a_refused_source_leaves_the_scheme_as_it_was():
     scheme = UniLabShmScheme()
     context = _collector(lambda: nn.Linear(2, 1), lambda: "no module")
 
-    with pytest.raises(TypeError, match=r"requires an nn\.Module"):
+    with pytest.raises(TypeError, match=r"expected an nn\.Module"):
         scheme.init_on_sender(model_id="policy", context=context)
 
     assert not scheme.per_worker_weights

@@ -112,7 +112,7 @@ class FusedAPPOUpdate:
             and is_tanh_mlp(head.net, len(head.log_std))
             and is_tanh_mlp(critic.net, 1)
             and len(set(parameters)) == len(parameters)
-            and not are_hooked((actor, critic), parameters)
+            and not are_hooked([*actor.modules(), *critic.modules()], parameters)
             and all(parameter.requires_grad for parameter in parameters)
             and len({(parameter.device, parameter.dtype) for parameter in parameters}) == 1
         )
@@ -136,6 +136,7 @@ class FusedAPPOUpdate:
         self.desired_kl, self.max_lr = desired_kl, lr
         head, critic = loss.actor_network[0], loss.critic_network
         parameters = [*head.parameters(), *critic.parameters()]
+        self._unhooked = [*loss.actor_network.modules(), *critic.modules()], [*loss.parameters()]
         # A tensor: it is steered without a wait for the device.
         rate = torch.tensor(lr, device=parameters[0].device, dtype=torch.float32)
         self._adam = FlatAdam(parameters, rate)
@@ -183,7 +184,7 @@ class FusedAPPOUpdate:
             LayoutShapeError: The batch has several dimensions.
         """
         self.check()
-        check_hooks((self.loss.actor_network, self.loss.critic_network), self.loss.parameters())
+        check_hooks(*self._unhooked)
         if pool.batch_dims != 1:
             raise LayoutShapeError(
                 f"pool: batch size {tuple(pool.batch_size)} (expected one dimension). Flatten it "

@@ -328,9 +328,8 @@ def is_tanh_mlp(net: nn.Module, size: int) -> bool:
     return _is_mlp(net, "(LT)*L", size)
 
 
-def are_hooked(networks: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether networks have hooks, or parameters have hooks on their gradients."""
-    modules = (module for network in networks for module in network.modules())
+def are_hooked(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether modules have hooks, or parameters have hooks on their gradients."""
     return any(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -340,9 +339,9 @@ def are_hooked(networks: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
     ) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
 
 
-def check_hooks(networks: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+def check_hooks(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
     """Refuse hooks that came after a fused update, which calls none; a ConfigError."""
-    if are_hooked(networks, parameters):
+    if are_hooked(modules, parameters):
         raise ConfigError(
             "hook on a network or a parameter: registered since the update that steps them was "
             "made (expected none: it calls none). Register it before, or take fused=False."

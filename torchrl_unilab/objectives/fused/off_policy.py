@@ -63,7 +63,7 @@ def critics_are_known(loss: LossModule, actor: TensorDictModuleBase) -> bool:
         and (keys.action, keys.state_action_value) == ("action", critic.out_keys[0])
         and {type(n.normalizer) for n in (actor, critic)} <= {nn.Identity, ObservationNormalizer}
         and len(learnt) == len(list(actor.net.parameters())) + len(list(critic.net.parameters()))
-        and not are_hooked((loss.actor_network, critic), loss.parameters())
+        and not are_hooked([*loss.actor_network.modules(), *critic.modules()], loss.parameters())
         and len(set(learnt)) == len(learnt)
         and len({(parameter.device, parameter.dtype) for parameter in learnt}) == 1
     )
@@ -153,6 +153,7 @@ class FusedOffPolicyUpdate(Owner):
         self._thread: SideExecutor = None
         self._critics_in_one_thread = False  # else the policy's thread helps if it is idle
         critic = loss.qvalue_network
+        self._unhooked = [*loss.actor_network.modules(), *critic.modules()], [*loss.parameters()]
         online, target = loss.qvalue_network_params, targets_of(loss, "qvalue_network")
         learnt = learnable(online)
         self._actor_adam = FlatAdam(list(learnable(actor_parameters).values()), lr_actor)
@@ -235,7 +236,7 @@ class FusedOffPolicyUpdate(Owner):
             ConfigError: A parameter's memory has moved since this was made, or it was frozen, or
                 a hook was registered on a network or a parameter.
         """
-        check_hooks((self.loss.actor_network, self.loss.qvalue_network), self.loss.parameters())
+        check_hooks(*self._unhooked)
         for adam in (self._critic_adam, *self._policy_adams):
             adam.check()
         return self._rows.pack(batch, self._critic_adam.flat.dtype)

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
+from torch import nn
 from torchrl.objectives import LossModule
 
 from torchrl_unilab.errors import LayoutKeyError, LayoutShapeError
@@ -44,6 +45,7 @@ class TransitionRows:
         critic = loss.qvalue_network
         self._loss, self._head = loss, head
         self._one_input = one_input(head, critic)
+        self._normalizes = {type(head.normalizer), type(critic.normalizer)} != {nn.Identity}
         actions = len(head.center)
         state = critic.net[0].in_features - actions
         actor_input = 0 if self._one_input else head.net[0].in_features
@@ -56,7 +58,8 @@ class TransitionRows:
                 f"transitions: batch size {tuple(batch.batch_size)} (expected one dimension). "
                 "Flatten the batch by reshape(-1)."
             )
-        sync_normalizers(self._loss)
+        if self._normalizes:
+            sync_normalizers(self._loss)
         loss, keys, critic = self._loss, self._loss.tensor_keys, self._loss.qvalue_network
         after = _required(batch, "next")
         # In the order of the packed columns; the first width is that of state and action together.
