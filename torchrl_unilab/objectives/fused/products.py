@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 _NARROW = 32
-"""Columns below which a product takes up to four times as long as its transpose, on a CPU."""
 _ZEN_5 = 26
-"""AMD's family of processors."""
+"""AMD's `cpu family` in /proc/cpuinfo; Zen 4 is 25."""
 
 
 class BatchedProducts:
@@ -44,18 +43,23 @@ class BatchedProducts:
         """Return the inputs' gradient, [k, n, in], for the outputs', [k, n, out]."""
         if weight.shape[1] == 1:
             return gradient * weight
-        if weight.shape[2] < _NARROW:
+        if _is_narrow(weight):
             return torch.bmm(weight.transpose(1, 2), gradient.transpose(1, 2)).transpose(1, 2)
         return torch.bmm(gradient, weight)
 
     def by_weight(self, gradient: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
         """Write the weights' gradient to `out`, [k, out, in], which may have another dtype."""
-        if x.shape[2] < _NARROW:
+        if _is_narrow(x):
             out.copy_(torch.bmm(x.transpose(1, 2), gradient).transpose(1, 2))
         elif gradient.dtype == out.dtype:
             torch.bmm(gradient.transpose(1, 2), x, out=out)
         else:
             out.copy_(torch.bmm(gradient.transpose(1, 2), x))
+
+
+def _is_narrow(matrices: torch.Tensor) -> bool:
+    """Return whether a product with so few columns takes up to four times its transpose's time."""
+    return matrices.shape[2] < _NARROW and matrices.is_cpu
 
 
 class OneDNNProducts(BatchedProducts):
@@ -73,13 +77,13 @@ class OneDNNProducts(BatchedProducts):
 
     def by_input(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `BatchedProducts.by_input`."""
-        if weight.shape[2] < _NARROW:
+        if _is_narrow(weight):
             return super().by_input(gradient, weight)
         return _times(gradient[0], weight[0].t()).unsqueeze(0)
 
     def by_weight(self, gradient: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
         """See `BatchedProducts.by_weight`."""
-        if x.shape[2] < _NARROW:
+        if _is_narrow(x):
             super().by_weight(gradient, x, out)
         else:
             out[0].copy_(_times(gradient[0].t(), x[0].t()))
