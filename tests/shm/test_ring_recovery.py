@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing as mp
 import os
 import signal
 import time
@@ -232,11 +233,12 @@ def test_a_process_that_comes_to_write_during_a_recovery_keeps_its_slot(monkeypa
         check_all_free(ring)
 
 
-@pytest.mark.parametrize("how", ["killed", "closed"])
+@pytest.mark.parametrize("how", ["killed", "closed", "closed before it has read"])
 def test_a_writer_that_waits_learns_that_the_reader_is_gone(how):
     with make_ring(slots=2, overflow="block") as ring:
-        if how == "closed":
-            ring.acquire()  # this process is the reader
+        if how != "killed":
+            if how == "closed":
+                ring.acquire()  # this process is the reader
             with spawned(write_until_refused, ring) as (_, pipe):
                 assert receive(pipe) == 2
                 ring.close()
@@ -250,6 +252,34 @@ def test_a_writer_that_waits_learns_that_the_reader_is_gone(how):
             _kill(process)
             with pytest.raises(PeerGoneError, match=f"the reader, process {process.pid}, is gone"):
                 claimed.result(DEADLINE)
+
+
+def test_a_ring_whose_creator_has_closed_it_goes_on_once_another_process_reads():
+    with (
+        make_ring(slots=1, overflow="block") as ring,
+        spawned(write_until_refused, ring) as (_, one),
+    ):
+        assert receive(one) == 1
+        with spawned(hold_one, ring) as (_, other):
+            assert receive(other) == (0, 1)
+            ring.close()
+            assert not one.poll(0.5)  # it waits for the slot
+            other.send("release")
+            assert receive(one) is True
+
+
+def test_a_creator_that_ends_in_order_leaves_no_writer_waiting_for_it():
+    with spawned(end_while_one_writes, daemon=False) as (process, pipe):
+        assert receive(pipe) == 1
+        assert "the reader, process" in receive(pipe)
+        process.join(DEADLINE)
+        assert process.exitcode == 0
+
+
+def end_while_one_writes(pipe) -> None:
+    """Make a ring that another process fills, and end, which waits for that process."""
+    end_while_one_writes.ring = make_ring(slots=1, overflow="block")  # it is not deleted before
+    mp.Process(target=write_until_refused, args=(pipe, end_while_one_writes.ring)).start()
 
 
 def test_a_second_reader_is_refused():

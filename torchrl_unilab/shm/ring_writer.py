@@ -40,8 +40,8 @@ Overflow = Literal["overwrite", "block"]
 MAX_SLOTS = 128  # of one writer: their tokens fit the smallest pipe, of two pages
 MAX_WRITERS = 1024
 
-CREATOR, READER, CLOSED = range(3)  # words of the ring
-HEADER_WORDS = 3
+CREATOR, READER = range(2)  # words of the ring: processes
+HEADER_WORDS = 2
 # Words of a writer: its process, and the counters; the reader stores the last three.
 PROCESS, COMMITTED, DROPPED, READ, SKIPPED, LOST = range(6)
 WRITER_WORDS = 6
@@ -83,7 +83,7 @@ class RingWriter(Owner):
         self.layout, self.slots, self.writers, self.overflow = layout, slots, writers, overflow
         self._segment = SharedSegment(self.nbytes(layout, slots, writers))
         self._start([TokenPipe.create() for _ in range(2 * writers)])
-        self._header[CREATOR] = this_process()
+        self._register(lambda: self._header.__setitem__(CREATOR, this_process()), "make it")
         for slot in range(slots * writers):
             self._free[slot // slots].put([pack_token(0, slot)])
 
@@ -130,7 +130,7 @@ class RingWriter(Owner):
             self._start_process()
 
     def _register(self, action: Callable[[], T], what: str) -> T:
-        """Run `action`, which makes this process a writer or the reader, under the ring's lock."""
+        """Run `action`, which gives this process a part in the ring, under the ring's lock."""
         result = self._registration.run(0, 1, action, lambda: f"ring: cannot {what}")
         if self._at_end is None:
             # A process that ends normally resigns; only then is it not taken for a dead one.
@@ -200,7 +200,8 @@ class RingWriter(Owner):
             `timeout`.
 
         Raises:
-            PeerGoneError: No slot is free, and the reader has closed the ring or died.
+            PeerGoneError: No slot is free, and the reader has closed the ring or died. Before any
+                process has read, the creator counts as the reader.
         """
         self._check_open()
         if not (self._hand or self._try_claim() or self._wait_for_slot(timeout)):
@@ -231,7 +232,7 @@ class RingWriter(Owner):
             if self._try_claim():
                 return True
             reader = self._header[READER] or self._header[CREATOR]
-            if self._header[CLOSED] or not process_is_alive(reader):
+            if not process_is_alive(reader):
                 raise PeerGoneError(
                     f"ring writer {self.writer}: no slot is free and the reader, process "
                     f"{process_id(reader)}, is gone (expected it to read). Make a new ring."
@@ -273,8 +274,9 @@ class RingWriter(Owner):
 
     def _leave(self) -> None:
         """Record in shared memory that this process no longer reads or writes."""
-        if self._header[READER] == this_process():
-            self._header[CLOSED] = 1
+        for word in (CREATOR, READER):
+            if self._header[word] == this_process():
+                self._header[word] |= RESIGNED  # the word of no living process
         self.resign()
 
     def close(self) -> None:
