@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -30,6 +30,8 @@ from torchrl_unilab.shm.liveness import process_id, this_process
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.segment import SharedSegment
+from torchrl_unilab.shm.window import Lineage as Lineage
+from torchrl_unilab.shm.window import Window as Window
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
 T = TypeVar("T")
@@ -49,44 +51,6 @@ _CHUNK_BYTES = 1 << 24
 
 Parts = Sequence[torch.Tensor]
 """Rows by part, each int32 [n, width]."""
-
-
-class Window(NamedTuple):
-    """The readable rows of each shard: ``floor <= row < head``."""
-
-    floors: tuple[int, ...]
-    heads: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Rows of all shards."""
-        return sum(self.heads) - sum(self.floors)
-
-    def above(self, floors: tuple[int, ...]) -> Window:
-        """Return the rows that are not below `floors` either."""
-        bounded = map(min, map(max, self.floors, floors), self.heads)
-        return Window(tuple(bounded), self.heads)
-
-
-class Lineage(NamedTuple):
-    """A window, and where the numbers of each shard begin.
-
-    ``number - base + origin`` counts the rows of a shard across checkpoints.
-
-    Attributes:
-        bases: The number of the first row since all were cleared.
-        origins: What that number would be if no checkpoint had been loaded.
-        window: The readable rows.
-    """
-
-    bases: tuple[int, ...]
-    origins: tuple[int, ...]
-    window: Window
-
-    @property
-    def written(self) -> int:
-        """Rows written since all were last cleared."""
-        return max(0, sum(self.window.heads) - sum(self.bases))  # no heads while all are replaced
 
 
 class Shards:
