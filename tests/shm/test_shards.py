@@ -200,11 +200,22 @@ def test_who_leaves_a_shard_takes_it_from_no_other_and_claims_anew():
         assert rows.load(WRITER)[0] == 123
 
 
-@pytest.mark.parametrize(("floor", "hidden"), [(0, 1), (3, 3)])
-def test_rows_that_are_passed_over_are_hidden_and_those_that_were_stay_so(floor, hidden):
+@pytest.mark.parametrize(
+    ("floor", "place", "window", "held"),
+    [
+        (0, 1, (1, 5), [0, 1, 2, 3]),
+        (3, 1, (3, 5), [3, 1, 2, 3]),
+        (2, 3, (3, 7), [3, 3, 2, 3]),
+        (4, 1, (5, 5), [0, 1, 2, 3]),
+    ],
+)
+def test_of_rows_that_are_passed_over_those_that_may_be_torn_become_the_newest_whole_one(
+    floor, place, window, held
+):
     with make_rows() as rows:
         put(rows, 4)
         rows.words[0][FLOOR] = floor  # its writer died amid so many rows
-        rows.continue_at(0, 1)
-        assert rows.window() == Window((hidden,), (5,))
-        assert rows.load(HEAD) == (5,)
+        rows.continue_at(0, place)
+        assert rows.window() == Window(window[:1], window[1:])
+        assert rows.load(HEAD) == window[1:]
+        assert rows.parts[0][0].flatten().tolist() == held

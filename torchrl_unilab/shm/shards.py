@@ -294,14 +294,20 @@ class Shards:
     def continue_at(self, shard: int, place: int) -> None:
         """Write the next row of a full shard to a place, where its oldest row lies then.
 
-        If the process dies meanwhile, the oldest rows are hidden until the next call or append.
-        Raises as `locked`.
+        Rows that a dead writer has hidden are not shown: its newest whole row takes their place.
+        If the process dies meanwhile, the oldest rows are hidden, too. Raises as `locked`.
         """
 
         def move() -> None:
-            words = self.words[shard]
-            head = words[HEAD] + (place - words[HEAD]) % self.shard_rows
-            words[FLOOR] = max(words[FLOOR], head - self.shard_rows)
+            words, size = self.words[shard], self.shard_rows
+            floor, end = words[FLOOR], words[HEAD]
+            head = end + (place - end) % size
+            # The oldest rows become the newest: those of them that may be torn.
+            torn = torch.arange(end, min(floor + size, head), device="cpu").remainder_(size)
+            whole = floor < end  # some row is
+            if whole and len(torn):
+                self._copy(shard, (end - 1) % size, torn)
+            words[FLOOR] = max(floor, head - size) if whole else head
             if (stride := words[STEPS] % (1 << STRIDE_BITS)) > 1:  # a step is cut there
                 words[STEPS] = head << STRIDE_BITS | stride
             fence()  # before more rows than there are could be shown
@@ -334,15 +340,19 @@ class Shards:
         places = torch.arange(words[FLOOR], words[HEAD], device="cpu").remainder_(self.shard_rows)
         whole = places[~torch.isin(places, torn)]
         if len(whole):
-            parts = self.parts[shard]
-            newest = [part[whole[-1:]].expand(len(torn), -1).clone() for part in parts]
-            self.detach(newest, torn * self.shards + shard)
-            for part, rows in zip(parts, newest, strict=True):
-                part[torn] = rows
+            self._copy(shard, int(whole[-1]), torn)
         else:
             words[FLOOR] = words[HEAD]
         fence()  # after the last byte of the rows
         words[VERSION] += 1
+
+    def _copy(self, shard: int, place: int, places: torch.Tensor) -> None:
+        """Copy the row at a place to others, int64 [n], as rows that follow none."""
+        parts = self.parts[shard]
+        rows = [part[place].expand(len(places), -1).clone() for part in parts]
+        self.detach(rows, places * self.shards + shard)
+        for part, copies in zip(parts, rows, strict=True):
+            part[places] = copies
 
     def _holder(self, shards: Iterable[int]) -> str:
         if loader := self._words[LOADING]:

@@ -20,7 +20,6 @@ from tests.support.transitions import append_until_told, mixed, same, stamped, t
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.data.replay.checkpoint import save_rows
 from torchrl_unilab.errors import CheckpointError
-from torchrl_unilab.shm.shards import FLOOR
 
 EXAMPLE = stamped(torch.zeros(1))[0].contiguous()
 
@@ -321,15 +320,23 @@ def test_what_was_saved_last_to_a_folder_is_loaded_also_of_stock_storages(tmp_pa
             assert other[:]["x"].tolist()[:4] == [first, first + 1, first + 2, first + 3]
 
 
-def test_rows_that_a_process_hid_as_it_died_are_shown_by_the_next_that_goes_on_there():
-    with PackedReplayStorage(8) as storage:
-        storage.append(_numbered(0, 8))
-        storage.rows.words[0][FLOOR] += 5  # and no further
-        assert storage.size == 3
+def test_no_row_that_a_killed_process_left_torn_is_shown_by_the_next_that_goes_on_after_it():
+    with PackedReplayStorage(8, example=EXAMPLE) as storage:
+        storage.append(stamped(torch.arange(8)))
+
+        def die() -> None:
+            strike_at(storage.rows, 3, kill_self)  # when half of each row is written
+            storage.append(stamped(torch.arange(8, 12)))
+
+        with forked(die) as child:
+            os.waitpid(child, 0)
+        assert storage.size == 4
         storage.continue_at(5)
         storage.continue_at(5)
         assert storage.size == 8
-        assert storage.read_since(())[0]["x"].tolist() == [5, 6, 7, 0, 1, 2, 3, 4]
+        rows = storage.read_since(())[0]
+        assert rows["count"][:, 0].tolist() == [5, 6, 7, 7, 7, 7, 7, 4]
+        assert mixed(rows) == 0
 
 
 def test_what_is_saved_while_steps_change_is_loaded():
