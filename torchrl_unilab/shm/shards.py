@@ -172,6 +172,12 @@ class Shards:
             if self.load(BASE) == bases:
                 return Lineage(bases, origins, window)
 
+    def settled_lineage(self) -> Lineage:
+        """Return a `lineage`, but wait for a process that replaces all rows. Raises as `locked`."""
+        lineage = self.lineage()
+        # Without heads all rows are being replaced, or no row was ever written.
+        return lineage if any(lineage.window.heads) else self.locked(0, self.lineage)
+
     def steps(self) -> tuple[tuple[int, int], ...]:
         """Return (first row, rows per step) of each shard's newest steps of one size.
 

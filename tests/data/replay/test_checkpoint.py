@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -15,11 +16,11 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from tests.support.processes import receive, spawned, wait_for
-from tests.support.striking import forked, kill_self, strike_at
+from tests.support.striking import forked, kill_self, stop_self, strike_at
 from tests.support.transitions import append_until_told, mixed, same, stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
 from torchrl_unilab.data.replay.checkpoint import save_rows
-from torchrl_unilab.errors import CheckpointError
+from torchrl_unilab.errors import CheckpointError, WaitTimeoutError
 
 EXAMPLE = stamped(torch.zeros(1))[0].contiguous()
 
@@ -258,22 +259,25 @@ def test_memory_stays_flat_while_a_replay_is_saved_and_loaded(tmp_path):
         assert grown < other.nbytes + (16 << 20)  # its own pages, touched for the first time
 
 
-def test_a_process_killed_while_it_loads_leaves_all_rows_or_none(tmp_path):
+@both_ways
+def test_a_process_killed_while_it_loads_leaves_all_rows_or_none_to_save(tmp_path, load):
     with PackedReplayStorage(20) as one:
         one.append(transitions(7))
         one.dumps(tmp_path)
     for nth in range(1, 30):
-        with PackedReplayStorage(20, example=transitions(1)[0]) as storage:
+        example = transitions(1)[0]
+        with PackedReplayStorage(20, example=example) as storage, PackedReplayStorage(20) as other:
             storage.append(transitions(9))
 
-            def load(nth: int = nth, storage: PackedReplayStorage = storage) -> None:
+            def die(nth: int = nth, storage: PackedReplayStorage = storage) -> None:
                 strike_at(storage.rows, nth, kill_self)
                 storage.loads(tmp_path)
 
-            with forked(load) as child:
+            with forked(die) as child:
                 _, status = os.waitpid(child, 0)
-            storage.rows.wait(0)
+            load(storage, other, tmp_path / "saved")
 
+            assert len(storage) == len(other)
             assert len(storage) in (0, 7, 9)
             storage.append(transitions(3))
             if not os.WIFSIGNALED(status):
@@ -281,6 +285,27 @@ def test_a_process_killed_while_it_loads_leaves_all_rows_or_none(tmp_path):
                 return
             assert os.WTERMSIG(status) == signal.SIGKILL
     pytest.fail("it never ends")
+
+
+def test_what_is_saved_while_another_process_loads_is_waited_for_before_a_file_is_changed(tmp_path):
+    with PackedReplayStorage(20, example=transitions(1)[0], timeout=0.1) as storage:
+        storage.append(transitions(9))
+        storage.dumps(tmp_path)
+
+        def load() -> None:
+            strike_at(storage.rows, 5, stop_self)
+            storage.loads(tmp_path)
+
+        with forked(load) as child:
+            os.waitpid(child, os.WUNTRACED)
+            for save in (lambda: storage.dumps(tmp_path / "other"), storage.state_dict):
+                with pytest.raises(WaitTimeoutError, match=f"replaced by process {child}"):
+                    save()
+            assert not (tmp_path / "other").exists()
+            os.kill(child, signal.SIGCONT)
+            os.waitpid(child, 0)
+        with copy.deepcopy(storage) as other:
+            assert same(other[:], transitions(9))
 
 
 def _numbered(first: int, count: int) -> TensorDict:

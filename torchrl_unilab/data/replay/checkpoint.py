@@ -136,9 +136,13 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
     def dumps(self, storage: SharedReplay, path: str | Path) -> None:
         """Save to ``path/rows.bin``; whole or not at all.
 
-        Rows that are overwritten before they are copied are left out, the oldest first.
+        Rows that are overwritten before they are copied are left out, the oldest first. Waits for a
+        process that replaces all rows; rows that it leaves when it is killed are none.
+
+        Raises:
+            WaitTimeoutError: That process did not finish in time; names it.
         """
-        path = Path(path)
+        lineage, path = storage.rows.settled_lineage(), Path(path)
         path.mkdir(parents=True, exist_ok=True)
         draft = path / "rows.bin.part"
         with draft.open("wb") as file:
@@ -148,7 +152,7 @@ class PackedReplayCheckpointer(SharedStorageCheckpointer):
                 file.seek(place * row_bytes)
                 file.write(words.numpy().data)
 
-            header = storage.header() | save_rows(storage.rows, storage.rows.lineage(), write)
+            header = storage.header() | save_rows(storage.rows, lineage, write)
             text = json.dumps(header).encode()
             file.seek(0, os.SEEK_END)
             file.write(text + len(text).to_bytes(_LENGTH, "little"))

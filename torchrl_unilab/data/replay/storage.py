@@ -346,10 +346,10 @@ class PackedReplayStorage(SharedReplay):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the rows and all that belongs to them."""
+        """Return a copy of the rows and all that belongs to them. Raises as `dumps`."""
         if not self.initialized:
             return {"header": None, "rows": torch.empty(0, dtype=torch.int32, device="cpu")}
-        lineage, width = self.rows.lineage(), sum(self.rows.widths)
+        lineage, width = self.rows.settled_lineage(), sum(self.rows.widths)
         copies = torch.empty(lineage.window.size, width, dtype=torch.int32, device="cpu")
         saved = save_rows(
             self.rows, lineage, lambda at, words: copies[at : at + len(words)].copy_(words)
