@@ -397,6 +397,6 @@ def test_two_processes_in_one_shard_are_refused_with_the_argument_that_makes_it_
     ):
         receive(pipe)
         wait_for(lambda: storage.size > 0)
-
         with pytest.raises(ConfigError, match=rf"process {process.pid}.*writers="):
-            storage.add(data)
+            storage.add(torch.cat([data, data]))  # a step of two environments, not of one
+        assert storage.rows.steps() == ((0, 1),)

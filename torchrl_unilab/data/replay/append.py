@@ -175,11 +175,11 @@ class RowAppender:
                         f"{head % rows.shard_rows} (expected that). Another writer came in "
                         "between: use PackedReplayWriter."
                     )
-                rows.note_steps(shard, envs or 1)
                 if self._marker is not None:
                     views = [view[piece] for view in stage.views]
                     step_rows = None if envs is None else min(envs, len(views[0]))
                     self._marker.mark(views, step_rows, shard, head)
+                rows.note_steps(shard, envs or 1)  # last: nothing is refused after it
 
             parts = stage.parts if count <= size else [words[piece] for words in stage.parts]
             number = rows.append(parts, prepare)
