@@ -237,24 +237,29 @@ class SnapshotCell(Owner):
             WaitTimeoutError: Another process has been registering for seconds.
         """
         self.layout.check(tensors)
-        # Also in a forked copy, and after another attachment of this process has been closed.
-        if self._writer_pid != os.getpid() or self._words[_WRITER] != self._writer:
-            self._registration.run(0, 1, self._become_writer, lambda: "writer of a snapshot cell")
-        with self._publishing:
-            words, sequence = self._words, self._sequence
-            newest, slot = divmod(words[_ANNOUNCED], self.slots)
-            version = max(newest + 1, version)
-            slot = (slot + 1) % self.slots
-            sequence[slot] = 2 * version - 1
-            fence()
-            if tensors:
-                with torch.no_grad():
-                    torch._foreach_copy_(self._views[slot], tensors)  # type: ignore[arg-type]
-            fence()
-            sequence[slot] = 2 * version
-            words[_ANNOUNCED] = version * self.slots + slot
-            self.publishes += 1
-        return version
+        while True:
+            # Also in a forked copy, and after another attachment of this process has been closed.
+            if self._writer_pid != os.getpid() or self._words[_WRITER] != self._writer:
+                self._registration.run(
+                    0, 1, self._become_writer, lambda: "writer of a snapshot cell"
+                )
+            with self._publishing:
+                words, sequence = self._words, self._sequence
+                if words[_WRITER] != self._writer:  # closed just now
+                    continue
+                newest, slot = divmod(words[_ANNOUNCED], self.slots)
+                version = max(newest + 1, version)
+                slot = (slot + 1) % self.slots
+                sequence[slot] = 2 * version - 1
+                fence()
+                if tensors:
+                    with torch.no_grad():
+                        torch._foreach_copy_(self._views[slot], tensors)  # type: ignore[arg-type]
+                fence()
+                sequence[slot] = 2 * version
+                words[_ANNOUNCED] = version * self.slots + slot
+                self.publishes += 1
+                return version
 
     def _become_writer(self) -> None:
         writer = self._words[_WRITER]
