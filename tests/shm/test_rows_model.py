@@ -19,7 +19,7 @@ from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.shards import FLOOR, HEAD, VERSION, Parts
+from torchrl_unilab.shm.shards import BASE, FLOOR, HEAD, LOADING, ORIGIN, VERSION, Parts
 
 CAPACITY, WIDTHS = 2, (1, 1)
 WORDS = sum(WIDTHS)
@@ -60,11 +60,11 @@ class Recorded(SharedRows):
 
 
 @contextlib.contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
-    """Rows with the rows 0 and 1, whose fences are noted too."""
+def recorded(monkeypatch: pytest.MonkeyPatch, count: int = 2) -> Iterator[Recorded]:
+    """Rows from 0 on, 0 and 1 if not said, whose fences are noted too."""
     with SharedSegment(Recorded.nbytes(WIDTHS, 1, CAPACITY)) as segment:
         rows = Recorded(segment, WIDTHS, 1, CAPACITY, timeout=1.0)
-        rows.append(numbered(0, 2))
+        rows.append(numbered(0, count))
         rows.steps, rows.words = [], [WatchedWords(rows.words[0], rows.note_store)]
         for module in (rows_module, shards_module):
             monkeypatch.setattr(module, "fence", lambda: rows.note("fence", ""))
@@ -119,9 +119,11 @@ WRITERS = [
 ]
 
 
-def steps_of(monkeypatch: pytest.MonkeyPatch, writer: Callable[[SharedRows], None]) -> list[Step]:
-    with recorded(monkeypatch) as rows:
-        writer(rows)
+def steps_of(
+    monkeypatch: pytest.MonkeyPatch, action: Callable[[SharedRows], object], made=recorded
+) -> list[Step]:
+    with made(monkeypatch) as rows:
+        action(rows)
         assert rows.steps
         return rows.steps
 
@@ -157,10 +159,12 @@ def next_steps(done: int, needed: list[int]) -> list[int]:
     return [i for i, mask in enumerate(needed) if not done >> i & 1 and done & mask == mask]
 
 
-def outcomes(writer: list[Step], reader: list[Step], row: int) -> set[tuple[int, ...]]:
+def outcomes(
+    writer: list[Step], reader: list[Step], row: int = 0, head: int = 2
+) -> set[tuple[int, ...]]:
     """What a reader of `row` may load, in the order of its loads, in any order of all steps."""
     place = row % CAPACITY
-    start = {"floor": 0, "head": 2, "version": 0}
+    start = {"head": head} | dict.fromkeys(("floor", "version", "base", "origin", "loading"), 0)
     start |= {(place, word): place for place in range(CAPACITY) for word in range(WORDS)}
     at = {address: i for i, address in enumerate(start)}
     at |= {("row", word): at[place, word] for word in range(WORDS)}
@@ -235,10 +239,10 @@ def test_a_writer_that_lacks_a_fence_lets_a_torn_row_pass(monkeypatch, writer, f
 
 
 @pytest.mark.parametrize("at", [False, True], ids=["read", "read_at"])
-@pytest.mark.parametrize("fence", range(3))
+@pytest.mark.parametrize("fence", range(1, 4))  # the first is for lineages
 def test_a_reader_that_lacks_a_fence_lets_a_torn_row_pass(monkeypatch, fence, at):
     steps = steps_of_reader(monkeypatch, at)
-    assert steps.count(FENCE) == 3
+    assert steps.count(FENCE) == 4
 
     reader = _without_fence(steps, fence)
 
@@ -251,3 +255,63 @@ def test_a_reader_that_does_not_look_at_the_floor_again_lets_a_torn_row_pass(mon
     unchecked = [step for i, step in enumerate(steps) if i != last]
 
     assert violations(steps_of(monkeypatch, append_one), unchecked)
+
+
+# Lineages
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
+    """Row 0 of rows that note what a lineage is made of, too."""
+    for word, name in ((BASE, "base"), (ORIGIN, "origin")):
+        monkeypatch.setitem(WATCHED, word, name)
+    with recorded(monkeypatch, 1) as rows:
+
+        def note(kind: str) -> Callable[..., object]:
+            return lambda at, value=0: at == LOADING and rows.note(kind, "loading", bool(value))
+
+        rows._words = WatchedWords(rows._words, note("store"), note("load"))
+        yield rows
+
+
+def load_two(rows: SharedRows) -> None:
+    rows.replace(rows_module.Window((0,), (2,)), lambda *_: numbered(2, 4), [(100, 0, 1)])
+
+
+BEFORE, CLEARED, LOADED = (0, 1, 0), (2, 2, 2), (2, 4, 100)
+"""Base, head and origin."""
+
+
+def lineages(writer: list[Step], reader: list[Step]) -> set[tuple[int, ...]]:
+    """What a lineage may be, unless it says that all rows are being replaced."""
+    names, found = [address for kind, address, _ in reader if kind == "load"], set()
+    for loaded in outcomes(writer, reader, head=1):
+        last = dict(zip(names, loaded, strict=True))
+        if last["base"] == loaded[names.index("base")] and not last["loading"]:
+            found.add((last["base"], last["head"], last["origin"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("writer", "times"), [(SharedRows.clear, {BEFORE, CLEARED}), (load_two, {BEFORE, LOADED})]
+)
+def test_no_order_of_the_steps_gives_a_lineage_of_two_times(monkeypatch, writer, times):
+    reader = steps_of(monkeypatch, SharedRows.lineage, counted)
+    assert lineages(steps_of(monkeypatch, writer, counted), reader) == times
+
+
+@pytest.mark.parametrize(
+    ("writer", "fence"), [(SharedRows.clear, 0), (SharedRows.clear, 1), (load_two, -1)]
+)
+def test_a_replacement_that_lacks_a_fence_gives_a_lineage_of_two_times(monkeypatch, writer, fence):
+    steps = _without_fence(steps_of(monkeypatch, writer, counted), fence)
+    reader = steps_of(monkeypatch, SharedRows.lineage, counted)
+    assert lineages(steps, reader) - {BEFORE, CLEARED, LOADED}
+
+
+@pytest.mark.parametrize("fence", [0, 1, 3])
+def test_a_lineage_that_lacks_a_fence_is_of_two_times(monkeypatch, fence):
+    reader = steps_of(monkeypatch, SharedRows.lineage, counted)
+    assert reader.count(FENCE) == 4
+    writer = steps_of(monkeypatch, SharedRows.clear, counted)
+    assert lineages(writer, _without_fence(reader, fence)) - {BEFORE, CLEARED}

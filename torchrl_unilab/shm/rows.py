@@ -232,11 +232,11 @@ class SharedRows(Shards):
                     parts = read(shard, first, min(self.chunk_rows, head - first))
                     self.fill(shard, base + first, parts)
                 words[FLOOR] = base + floor
-                fence()  # after the last byte of the rows
-                words[HEAD] = base + head
                 if saved:
                     words[ORIGIN], first, stride = saved[shard]
                     words[STEPS] = base + first << STRIDE_BITS | stride
+                fence()  # after the last byte of the rows, and what is said of them
+                words[HEAD] = base + head
 
         self.all_locked(partial(self._replace, fill))
 

@@ -108,6 +108,7 @@ class Shards:
         """Return the rows that may be read now; call `settled` before reading them."""
         if self._words[LOADING]:
             return Window((0,) * self.shards, (0,) * self.shards)
+        fence()  # or the heads could be older, of rows that have been replaced since
         heads = self.load(HEAD)
         fence()  # or the floors could be older than the heads, and the window too large
         floors = self.load(FLOOR)
@@ -167,7 +168,9 @@ class Shards:
     def lineage(self) -> Lineage:
         """Return a window, and what its numbers count from."""
         while True:
-            bases, window, origins = self.load(BASE), self.window(), self.load(ORIGIN)
+            bases = self.load(BASE)
+            fence()  # or the window could be older
+            window, origins = self.window(), self.load(ORIGIN)
             fence()  # before the bases are read again
             if self.load(BASE) == bases:
                 return Lineage(bases, origins, window)
@@ -324,6 +327,7 @@ class Shards:
     def _replace(self, fill: Callable[[], object]) -> None:
         """Replace all rows. If this fails, or the process dies, no rows are left."""
         self._words[LOADING] = this_process()
+        fence()  # before a change is seen
         self._clear()
         fill()
         fence()  # after the last byte of the rows
@@ -333,8 +337,9 @@ class Shards:
         for words in self.words:
             base = align(max(words[HEAD], words[FLOOR]), self.shard_rows)
             origin = words[ORIGIN] + base - words[BASE]
-            words[FLOOR] = words[BASE] = words[HEAD] = base
-            words[ORIGIN] = origin
+            words[FLOOR] = words[BASE] = base
+            fence()  # before a head that would show older rows, or count from an older base
+            words[HEAD], words[ORIGIN] = base, origin
             words[STEPS] = 0  # and whoever writes there goes on
             words[VERSION] += 2 - words[VERSION] % 2
         fence()  # before the first byte of new rows
