@@ -110,6 +110,7 @@ class SharedRows(Shards):
         if self._shard_pid == os.getpid():
             self._shard_pid = 0
             words = self.words[self._shard]
+            # Without the lock: whoever shares the shard stores the word again when it appends.
             if words[WRITER] == this_process():
                 words[WRITER] = 0
 

@@ -37,6 +37,11 @@ giver's ``write(2)`` follows its stores, the taker's ``read(2)`` precedes its lo
 the pipe's lock in the kernel while the token passes. A lock that one processor releases and
 another acquires orders memory on every processor, so the taker of a token sees all that its giver
 did to the slot.
+
+**Order through a lock, or a socket.** The same holds for what else processes take turns by. The
+holder of a range of a file (`RangeLock`) sees all that earlier holders stored, those that died
+included: a shard's head and notes, the writer of a snapshot cell. Who has received a message of a
+worker's `Link` sees all that was stored before it was sent: a tick's rows, once it is answered.
 """
 
 from __future__ import annotations
