@@ -131,3 +131,18 @@ def test_of_workers_that_are_told_to_end_those_speak_that_fail_in_that(monkeypat
     said = capfd.readouterr().err
     assert said.count("Traceback") == 1
     assert said.endswith("LookupError: no such thing\n")
+
+
+def _lose_a_peer(link: Link, kind: type[PeerGoneError]) -> None:
+    link.ready()
+    link.request(block=True)
+    raise kind("a process of its own is gone")
+
+
+@pytest.mark.parametrize("kind", [PeerGoneError, WorkerError])
+def test_a_worker_that_loses_a_peer_other_than_its_parent_fails_with_its_words(kind):
+    with (
+        WorkerGroup(_lose_a_peer, [(kind,)], name="server") as group,
+        pytest.raises(WorkerError, match=r"(?s)server 0, .*failed:\n.*process of its own is gone"),
+    ):
+        group.ask(0)

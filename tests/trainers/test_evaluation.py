@@ -17,7 +17,7 @@ from tests.support.collecting import linear_policy, transformed_env
 from tests.support.processes import DEADLINE, wait_for
 from tests.support.videos import read_video
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import ConfigError, WorkerError
+from torchrl_unilab.errors import ConfigError, PeerGoneError, WorkerError
 from torchrl_unilab.modules import make_actor
 from torchrl_unilab.trainers import BackgroundEvaluation, evaluate
 from torchrl_unilab.trainers.evaluation import Evaluation, Videos
@@ -175,6 +175,28 @@ def test_a_process_that_dies_fails_the_next_batch(policy, transport):
     finally:
         background.close()
     assert background.pids == []
+
+
+def _lonely_env() -> MujocoBatchEnv:
+    """An environment that fails as a process of its own is gone."""
+    env = make_env()
+
+    def fail(seed: int) -> None:
+        raise PeerGoneError("its simulator is gone")
+
+    env.set_seed = fail
+    return env
+
+
+def test_an_environment_that_loses_a_peer_of_its_own_fails_with_its_words(policy, transport):
+    background = BackgroundEvaluation(_lonely_env, policy, transport, interval=100)
+    try:
+        background.register(_trainer())
+        _collect(background, background._trainer, 100)
+        with pytest.raises(WorkerError, match=r"(?s)evaluation 0, .*failed:\n.*simulator is gone"):
+            background.finish()
+    finally:
+        background.close()
 
 
 def test_an_interval_of_no_frames_is_refused_before_a_process_starts(policy, transport):

@@ -253,8 +253,6 @@ def serve(
     try:
         torch.set_num_threads(num_threads)
         target(link, *args)
-    except PeerGoneError:
-        pass  # the parent's work has ended, and so has the worker's
     except BaseException as error:
         # A ConfigError says all in its own words; anything else needs its traceback.
         plain = isinstance(error, ConfigError)
@@ -264,8 +262,9 @@ def serve(
             text = f"{text[:half]}\n[...]\n{text[-half:]}"
         try:
             link.answer(text, kind="error")
-        except PeerGoneError:
-            sys.stderr.write(text)  # the parent has gone
+        except PeerGoneError:  # the parent has gone, which most often is the error itself
+            if not isinstance(error, PeerGoneError):
+                sys.stderr.write(text)
     finally:
         link.close()
         sys.stderr.flush()

@@ -22,7 +22,6 @@ from torchrl.trainers import Trainer
 from torchrl_unilab.collectors.arguments import CreateEnv
 from torchrl_unilab.collectors.worker import Policy, act, base_env, closing_env, on_host
 from torchrl_unilab.envs import MujocoBatchEnv
-from torchrl_unilab.errors import PeerGoneError
 from torchrl_unilab.runtime.link import Link
 from torchrl_unilab.runtime.workers import WorkerGroup
 from torchrl_unilab.scalars import as_integer
@@ -284,16 +283,15 @@ def _run(link: Link, payload: bytes, transport: UniLabShmTransport) -> None:
 
     with closing_env(create_env()) as env:
         link.ready()
-        with contextlib.suppress(PeerGoneError):
-            while True:
-                request = link.request(block=True)
-                assert request is not None, "it was waited for"
-                frames, video = request
-                version = transport.read_weights_into(policy)
-                returns, lengths = _play_episodes(env, act_while_needed, episodes, max_steps, seed)
-                if video is not None:
-                    _film(create_stage, act_while_needed, video, seed)
-                link.answer((frames, version, returns.mean().item(), lengths.mean().item()))
+        while True:
+            request = link.request(block=True)
+            assert request is not None, "it was waited for"
+            frames, video = request
+            version = transport.read_weights_into(policy)
+            returns, lengths = _play_episodes(env, act_while_needed, episodes, max_steps, seed)
+            if video is not None:
+                _film(create_stage, act_while_needed, video, seed)
+            link.answer((frames, version, returns.mean().item(), lengths.mean().item()))
 
 
 def _film(create_env: CreateEnv, policy: Policy, path: Path, seed: int) -> None:
