@@ -62,6 +62,13 @@ def test_in_lockstep_rollouts_come_in_the_workers_order_with_exactly_what_was_pu
             assert actions(rollout) == {float(version)}
 
 
+def test_idle_workers_act_with_what_was_published_once_they_were_asked_for_their_state(pair):
+    version = publish_itself(pair)
+    assert {*pair.scheme.applied_versions.values()} != {version}
+    pair.state_dict()
+    pair.scheme.wait_applied(timeout=0)
+
+
 def test_in_lockstep_as_well_what_is_too_far_behind_is_dropped_and_counted(pair, monkeypatch):
     monkeypatch.setattr(pair, "max_policy_lag", 0)
     batches, stale = iter(pair), pair.stale

@@ -116,7 +116,7 @@ class WorkerService:
         scheme.connect(worker_idx=worker)
         acting = policy if explore is None else explore(policy).to(further["device"])
         rollouts = RolloutWorker(env, acting, worker=worker, scheme=scheme, **further)
-        self.rollouts = rollouts
+        self.rollouts, self._pull = rollouts, scheme.pull
         self.sink, self.metrics, self.worker = setup.sink, setup.metrics, worker
         self.running, self.ticks = False, 0
         self._requests: Mapping[str, Callable[..., Any]] = {
@@ -125,7 +125,7 @@ class WorkerService:
             "seed": rollouts.seed,
             "reset": rollouts.reset,
             "counts": self._count_on,
-            "state": rollouts.state_dict,
+            "state": self._state,
             "load": self._load,
             "resume": self._resume,
         }
@@ -183,6 +183,10 @@ class WorkerService:
     def _count_on(self, totals: Mapping[str, Any]) -> None:
         self.rollouts.count_on(totals)
         self.publish()
+
+    def _state(self) -> dict[str, Any]:
+        self._pull()  # as TorchRL's workers do: `wait_applied` may wait for an idle one
+        return self.rollouts.state_dict()
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self.rollouts.load_state_dict(state)
