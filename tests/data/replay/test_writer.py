@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
+import pytest
 import torch
 
 from tests.support.transitions import transitions
@@ -38,3 +39,17 @@ def test_rows_since_a_count_of_another_replay_are_all_of_them():
         assert (len(rows), counted) == (3, (3,))
         assert torch.equal(rows["action"], transitions(3)["action"])
         assert len(storage.read_since(counted)[0]) == 0
+
+
+@pytest.mark.parametrize("way", ["loaded", "beside others", "behind others", "in their place"])
+def test_a_row_that_is_not_finite_is_counted_once_whatever_way_it_is_written(way):
+    rows = transitions(4)
+    rows["next", "reward"][1] = torch.nan
+    with PackedReplayStorage(8, non_finite="count") as storage:
+        storage.append(transitions(4))
+        if way == "loaded":
+            storage.load_rows(rows)
+        else:
+            first = {"beside others": 2, "behind others": 4, "in their place": 0}[way]
+            storage.set(torch.arange(first, first + 4), rows)
+        assert storage.non_finite == 1

@@ -36,8 +36,8 @@ from torchrl_unilab.shm.rows import SharedRows
 NonFinite = Literal["refuse", "count", "pass"]
 Finals: TypeAlias = torch.Tensor | TensorDictBase | None
 """True final observations: one tensor, or a TensorDict of several; None where no row is masked."""
-_STAGES = 8
-"""Stages kept per thread, by number of rows."""
+_STAGES, _STAGE_BYTES = 8, 1 << 26
+"""Stages kept per thread, by number of rows, and bytes of the largest that is kept."""
 
 
 class _Stage(NamedTuple):
@@ -97,12 +97,18 @@ class RowAppender:
         self._rows.detach(stage.parts, positions)
         self._rows.rewrite(positions, stage.parts)
 
-    def check(self, rows: TensorDictBase) -> None:
-        """Refuse rows [n] that cannot be written. Raises as `append`."""
-        self._stage(rows)
+    def replace(self, rows: TensorDictBase) -> None:
+        """Replace all rows by rows [n], unless these are refused. Raises as `append`."""
+        stage = self._stage(rows)
+        self._rows.clear()
+        self._write(stage, None)
 
-    def _stage(self, rows: TensorDictBase) -> _Stage:
-        """Copy rows [n] to private memory, checked."""
+    def check(self, rows: TensorDictBase) -> None:
+        """Refuse rows [n] that cannot be written; count none. Raises as `append`."""
+        self._stage(rows, counts=False)
+
+    def _stage(self, rows: TensorDictBase, counts: bool = True) -> _Stage:
+        """Copy rows [n] to private memory, checked; `counts` those that are not finite."""
         count = rows.batch_size[0]
         if "index" in self._form.index and rows.get("index", None) is None:
             raise LayoutKeyError(
@@ -112,7 +118,7 @@ class RowAppender:
             )
         chosen = self._form.schema.select(rows, (count,), ignore=(("index",),))
         if self._non_finite != "pass":
-            self._check_finite(chosen, count)
+            self._check_finite(chosen, count, counts)
         stage = self._stage_for(count)
         # Not under no_grad: an interrupt at the end of its block would leave gradients off.
         if True in [tensor.requires_grad for tensor in chosen]:
@@ -134,7 +140,7 @@ class RowAppender:
                 stages[count] = _Stage(parts, layout.views(parts))
         return stages[count]
 
-    def _check_finite(self, chosen: list[torch.Tensor], count: int) -> None:
+    def _check_finite(self, chosen: list[torch.Tensor], count: int, counts: bool) -> None:
         bad: torch.Tensor | None = None
         for index in self._checked_fields:
             if math.isfinite(chosen[index].sum().item()):  # the cheapest look at all of them
@@ -147,7 +153,7 @@ class RowAppender:
                     "the environment, or use non_finite='count'."
                 )
             bad = wrong if bad is None else bad | wrong
-        if bad is not None and bad.any():
+        if counts and bad is not None and bad.any():
             self._rows.count(int(bad.sum()))
 
     def _write(self, stage: _Stage, envs: int | None, at: int | None = None) -> int:

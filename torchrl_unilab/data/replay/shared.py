@@ -297,10 +297,9 @@ class SharedReplay(SharedStorage):
                 f"(expected at most as many). Load into one of max_size={len(rows)}, writers=1."
             )
         if len(rows):
-            self._appender_for(rows).check(rows)
-        self._empty()
-        if len(rows):
-            self.append(rows)
+            self._appender_for(rows).replace(rows)
+        else:
+            self._empty()
 
     def header(self, schema: TensorSchema | None = None) -> dict[str, Any]:
         """Return what a checkpoint says about the rows, of `schema` if none is known, for JSON."""
