@@ -53,3 +53,12 @@ def test_a_row_that_is_not_finite_is_counted_once_whatever_way_it_is_written(way
             first = {"beside others": 2, "behind others": 4, "in their place": 0}[way]
             storage.set(torch.arange(first, first + 4), rows)
         assert storage.non_finite == 1
+
+
+def test_memory_for_large_writes_is_not_kept(monkeypatch):
+    monkeypatch.setattr("torchrl_unilab.data.replay.append._STAGE_BYTES", 5000)
+    with PackedReplayStorage(64) as storage:
+        storage.load_rows(transitions(64))  # 170 bytes each
+        storage.append(transitions(32))
+        storage.append(transitions(16))
+        assert [*storage._appender._memory.stages] == [16]

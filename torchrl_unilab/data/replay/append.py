@@ -128,17 +128,20 @@ class RowAppender:
 
     def _stage_for(self, count: int) -> _Stage:
         stages: dict[int, _Stage] = self._memory.__dict__.setdefault("stages", {})
-        if count not in stages:
-            if len(stages) >= _STAGES:
-                stages.clear()
+        stage = stages.get(count)
+        if stage is None:
             with torch.inference_mode(False):
                 layout = self._form.layout
                 parts = [
                     torch.zeros(count, width, dtype=torch.int32, device="cpu")
                     for width in layout.widths
                 ]
-                stages[count] = _Stage(parts, layout.views(parts))
-        return stages[count]
+                stage = _Stage(parts, layout.views(parts))
+            if sum(part.nbytes for part in parts) <= _STAGE_BYTES:
+                if len(stages) >= _STAGES:
+                    stages.clear()
+                stages[count] = stage
+        return stage
 
     def _check_finite(self, chosen: list[torch.Tensor], count: int, counts: bool) -> None:
         bad: torch.Tensor | None = None
