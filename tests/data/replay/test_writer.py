@@ -5,8 +5,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tests.support.transitions import transitions
+from tests.support.transitions import stamped, transitions
 from torchrl_unilab.data import PackedReplayStorage, PackedReplayWriter
+from torchrl_unilab.shm.rows import SharedRows
 
 
 def test_what_is_attached_to_the_storage_hears_where_rows_were_written():
@@ -62,3 +63,23 @@ def test_memory_for_large_writes_is_not_kept(monkeypatch):
         storage.append(transitions(32))
         storage.append(transitions(16))
         assert [*storage._appender._memory.stages] == [16]
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+def test_rows_that_are_overwritten_while_they_are_read_come_once_with_the_next_call(
+    writers, monkeypatch
+):
+    read_at = SharedRows.read_at
+
+    def late(*arguments: object) -> None:
+        """Read after another process has written."""
+        monkeypatch.undo()
+        storage.append(stamped(torch.arange(8, 11)))
+        read_at(*arguments)
+
+    with PackedReplayStorage(8 * writers, writers=writers) as storage:
+        storage.append(stamped(torch.arange(8)))
+        monkeypatch.setattr(SharedRows, "read_at", late)
+        rows, counted = storage.read_since(())
+        assert rows["count"][:, 0].tolist() == [3, 4, 5, 6, 7]
+        assert storage.read_since(counted)[0]["count"][:, 0].tolist() == [8, 9, 10]

@@ -30,6 +30,7 @@ from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load
 from torchrl_unilab.data.replay.shared import SharedReplay
 from torchrl_unilab.data.stock import rows_of_state_dict, set_back_writers, writers_ahead
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, PositionError, UsageError
+from torchrl_unilab.shm.shards import FLOOR, Window
 
 
 class PackedReplayStorage(SharedReplay):
@@ -327,9 +328,12 @@ class PackedReplayStorage(SharedReplay):
         known = [c if c <= r else 0 for c, r in zip(counted, read, strict=True)]
         heads = tuple(count - shift for count, shift in zip(known, shifts, strict=True))
         window = window.above(self.heads_now(heads))
-        memory = batches.batch(window.size)
-        rows.read_at(rows.positions_in(window), gatherer.into(memory))
-        return batches.tensordict(memory, index=False), read
+        positions, memory = rows.positions_in(window), batches.batch(window.size)
+        rows.read_at(positions, gatherer.into(memory))
+        batch = batches.tensordict(memory, index=False)
+        # Where a newer row was read, which the next call returns, its older one is below the floor.
+        gone = rows.hidden(positions, Window(rows.load(FLOOR), window.heads))
+        return batch[~gone] if gone.any() else batch, read
 
     def _rand_given_ndim(self, batch_size: int) -> torch.Tensor:
         """Draw positions as any storage does, but none that is being written."""
