@@ -53,7 +53,8 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
 
     Raises:
         WorkerError: A worker failed while it started; the others are stopped.
-        ConfigError: This process is daemonic, and so may have none.
+        ConfigError: This process is daemonic, and so may have none; or they share more descriptors
+            than a fork server passes.
 
     Examples:
         >>> from torchrl_unilab.runtime import WorkerGroup
@@ -107,6 +108,14 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         )
         try:
             process.start()
+        except ValueError as error:
+            if str(error) != "too many fds":  # of CPython's fork server
+                raise
+            raise ConfigError(
+                f"cannot start {len(self._arguments)} {self._name}s: more descriptors each than "
+                "a fork server passes (expected at most 251). Use fewer, with more environments "
+                "each, or in a script multiprocessing.set_start_method('spawn')."
+            ) from error
         finally:
             pickled.close()
             there.close()
