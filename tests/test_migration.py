@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchrl_unilab.trainers import OffPolicyConfig
+from torchrl_unilab.configs import APPOConfig, OffPolicyConfig, RunConfig
 
 PAGE = Path(__file__).parents[1] / "tutorials" / "how-to" / "migrate.md"
 
@@ -142,3 +142,14 @@ def test_each_argument_is_kept_or_its_counterpart_is_named(name, argument):
     kept = set().union(*(_parameters(pkgutil.resolve_name(each)) for each in ROWS[name][0]))
     settings = OffPolicyConfig.kinds() if name.endswith("Runner") else {}
     assert argument in {*named, *kept, *settings}
+
+
+def test_the_defaults_that_the_page_names_are_those_of_the_settings():
+    page, ours, ant = PAGE.read_text(), OffPolicyConfig(), OffPolicyConfig.for_task("Ant-v5")
+    names = "num_envs replay_buffer_n batch_size learning_starts updates_per_step policy_frequency"
+    numbers = ", ".join(f"{getattr(ours, name):,}" for name in names.split())
+    assert f"`OffPolicyConfig()` has {numbers}, and" in page
+    assert f"`APPOConfig()` `num_envs={APPOConfig().num_envs}`" in page
+    assert f"SAC has `batch_size={ant.batch_size}` and `layer_norm={ant.layer_norm}`" in page
+    assert f"`{ours.hidden}` for 512, and {ours.layer_norm} for True" in page
+    assert f'`logger`, `"{RunConfig("Ant-v5", 1).logger}"` by default' in page

@@ -225,6 +225,9 @@ class DoubleBufferReplayPipeline(Owner):
     def batch_ready(self, tick_id: int, sample_count: int) -> bool:
         """Return whether a tick's batch is on the device, or being learnt from.
 
+        On a device without streams (`PortableTransfer`) a batch counts as there once it is packed:
+        `sample_large_batch` copies it.
+
         Raises as `start_prepare`, and what packing it failed with.
         """
         tick_id = self._check(tick_id, sample_count)
@@ -238,7 +241,7 @@ class DoubleBufferReplayPipeline(Owner):
     def wait_ready(self) -> None:
         """Wait until the batch that is being prepared, if one is, is on the device.
 
-        Raises as `batch_ready`.
+        What counts as there is what `batch_ready` says. Raises as it does.
         """
         self._check(0, self.sample_count)
         if self._cold_tick is not None:
@@ -248,7 +251,7 @@ class DoubleBufferReplayPipeline(Owner):
     def wait_until_ready(self, tick_id: int, sample_count: int) -> bool:
         """Wait until a tick's batch is on the device; prepare it if it has not been started.
 
-        Returns true. Raises as `batch_ready`.
+        What counts as there is what `batch_ready` says. Returns true. Raises as it does.
         """
         self.start_prepare(tick_id, sample_count)
         if self._hot_tick != tick_id:
@@ -259,7 +262,8 @@ class DoubleBufferReplayPipeline(Owner):
         """Return a tick's batch to learn from: its slot is not written to until `after_tick`.
 
         Until then the same tick gets the same batch again. Prepares it first if that has not been
-        started. Waits for packing, but not for pending work of the device.
+        started. Waits for packing, but not for pending work of the device, unless that is without
+        streams.
 
         Returns:
             Batch [sample_count] on the device. Entries may be added to it; its tensors belong to

@@ -76,6 +76,7 @@ class PortableTransfer(HostTransfer):
     """Any device: the learner's thread copies when it takes a batch, after its earlier work.
 
     Needs no streams or events of the device, and no other thread that uses it (MPS, XPU, ...).
+    `ready` and `wait` know of no copy that is under way: there is none before `acquire`.
 
     Args:
         hosts: The host batch of each slot.
