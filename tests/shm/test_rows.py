@@ -20,7 +20,7 @@ from torchrl_unilab.shm import rows as rows_module
 from torchrl_unilab.shm import shards as shards_module
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.shards import Window
+from torchrl_unilab.shm.window import Window
 
 WIDTHS = (3, 1)
 WORDS = sum(WIDTHS)

@@ -10,18 +10,8 @@ import torch
 
 from torchrl_unilab.shm.rows import SharedRows
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.shards import (
-    BASE,
-    FLOOR,
-    HEAD,
-    NOTED,
-    ORIGIN,
-    VERSION,
-    WRITER,
-    Lineage,
-    Shards,
-    Window,
-)
+from torchrl_unilab.shm.shards import BASE, FLOOR, HEAD, NOTED, ORIGIN, VERSION, WRITER, Shards
+from torchrl_unilab.shm.window import Lineage, Window
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ from torchrl_unilab.shm.shards import (
     WRITER,
     Parts,
     Shards,
-    Window,
 )
+from torchrl_unilab.shm.window import Window
 from torchrl_unilab.shm.words import fence
 
 Gather = Callable[["torch.Tensor | None", torch.Tensor, tuple[int, ...]], None]

@@ -30,8 +30,7 @@ from torchrl_unilab.shm.liveness import process_id, this_process
 from torchrl_unilab.shm.lock import RangeLock
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.segment import SharedSegment
-from torchrl_unilab.shm.window import Lineage as Lineage
-from torchrl_unilab.shm.window import Window as Window
+from torchrl_unilab.shm.window import Lineage, Window
 from torchrl_unilab.shm.words import fence, shared_words, words_nbytes
 
 T = TypeVar("T")

@@ -23,7 +23,8 @@ from torchrl_unilab.data.stock import is_stock_dump, rows_of_dump, save_draft
 from torchrl_unilab.errors import CheckpointError, LayoutError
 from torchrl_unilab.shm.row_layout import WORD
 from torchrl_unilab.shm.rows import SharedRows
-from torchrl_unilab.shm.shards import STRIDE_BITS, Lineage, Parts, Window
+from torchrl_unilab.shm.shards import STRIDE_BITS, Parts
+from torchrl_unilab.shm.window import Lineage, Window
 
 _LENGTH = 8
 """Bytes of the text's length."""

@@ -23,7 +23,7 @@ from torchrl_unilab.data.schema import TensorField
 from torchrl_unilab.errors import ConfigError
 from torchrl_unilab.shm.layout import BlockLayout
 from torchrl_unilab.shm.rows import Gather, SharedRows
-from torchrl_unilab.shm.shards import Window
+from torchrl_unilab.shm.window import Window
 
 
 class ReplaySnapshot(NamedTuple):

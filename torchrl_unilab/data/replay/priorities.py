@@ -24,7 +24,7 @@ from torchrl_unilab.data.replay.priority_tree import PriorityTree, PriorityTreeM
 from torchrl_unilab.data.replay.storage import PackedReplayStorage
 from torchrl_unilab.errors import CheckpointError, ConfigError, LayoutShapeError, UsageError
 from torchrl_unilab.scalars import as_choice, as_integer
-from torchrl_unilab.shm.shards import Window
+from torchrl_unilab.shm.window import Window
 
 
 class PackedPrioritizedSampler(PrioritizedSampler):

@@ -30,7 +30,8 @@ from torchrl_unilab.data.replay.checkpoint import PackedReplayCheckpointer, load
 from torchrl_unilab.data.replay.shared import SharedReplay
 from torchrl_unilab.data.stock import rows_of_state_dict, set_back_writers, writers_ahead
 from torchrl_unilab.errors import ConfigError, LayoutShapeError, PositionError, UsageError
-from torchrl_unilab.shm.shards import FLOOR, Window
+from torchrl_unilab.shm.shards import FLOOR
+from torchrl_unilab.shm.window import Window
 
 
 class PackedReplayStorage(SharedReplay):
