@@ -271,15 +271,17 @@ def test_a_ring_whose_creator_has_closed_it_goes_on_once_another_process_reads()
 def test_a_creator_that_ends_in_order_leaves_no_writer_waiting_for_it():
     with spawned(end_while_one_writes, daemon=False) as (process, pipe):
         assert receive(pipe) == 1
+        pipe.send("end")
         assert "the reader, process" in receive(pipe)
         process.join(DEADLINE)
         assert process.exitcode == 0
 
 
 def end_while_one_writes(pipe) -> None:
-    """Make a ring that another process fills, and end, which waits for that process."""
+    """Make a ring that another process fills, and end when told; this waits for that process."""
     end_while_one_writes.ring = make_ring(slots=1, overflow="block")  # it is not deleted before
     mp.Process(target=write_until_refused, args=(pipe, end_while_one_writes.ring)).start()
+    pipe.recv()
 
 
 def test_a_second_reader_is_refused():
