@@ -187,10 +187,10 @@ def test_a_receiver_without_a_number_is_refused(apart):
 def test_a_receiver_receives_once_it_is_initialised_and_connected(apart):
     receiver = UniLabShmScheme()
     receiver.__setstate__(apart.__getstate__())
-    with pytest.raises(UsageError, match="initialized on receiver"):
+    with pytest.raises(UsageError, match="before init_on_receiver"):
         receiver.receive()
     receiver.init_on_receiver(model_id="policy", model=make_policy(), worker_idx=0)
-    with pytest.raises(UsageError, match="synchronized on receiver"):
+    with pytest.raises(UsageError, match="before connect"):
         receiver.receive()
 
 
