@@ -12,6 +12,7 @@ milliseconds if it preloads `torchrl_unilab.trainers`; never as a fork of the pa
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing as mp
 import os
 import signal
@@ -108,12 +109,13 @@ class WorkerGroup(contextlib.AbstractContextManager["WorkerGroup"]):
         )
         try:
             process.start()
-        except ValueError as error:
-            if str(error) != "too many fds":  # of CPython's fork server
+        except (OSError, ValueError) as error:
+            # CPython refuses more than 251, and Linux more than 249.
+            if error.args[0] not in ("too many fds", errno.EINVAL):
                 raise
             raise ConfigError(
                 f"cannot start {len(self._arguments)} {self._name}s: more descriptors each than "
-                "a fork server passes (expected at most 251). Use fewer, with more environments "
+                "a fork server passes (expected at most 249). Use fewer, with more environments "
                 "each, or in a script multiprocessing.set_start_method('spawn')."
             ) from error
         finally:
