@@ -35,6 +35,7 @@ from torchrl_unilab.errors import ConfigError, SegmentClosedError, SegmentError,
 from torchrl_unilab.shm import ring_writer
 from torchrl_unilab.shm import segment as segment_module
 from torchrl_unilab.shm.layout import BlockLayout
+from torchrl_unilab.shm.liveness import this_process
 from torchrl_unilab.shm.ring import RolloutRing
 
 OVERFLOW = pytest.mark.parametrize("overflow", ["overwrite", "block"])
@@ -369,6 +370,7 @@ def test_a_forked_child_that_closes_leaves_its_parents_ring_as_it_is():
         child.join(DEADLINE)
         assert child.exitcode == 0
         child.close()
+        assert ring._words[ring_writer.PROCESS] == this_process()  # no other can be its writer
         ring.commit()
         assert ring.claim(timeout=0) is None  # its reader is not taken for gone
         ring.release(lease)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support.interrupts import Bytecodes
 from tests.support.rings import DEAD, attach, check_all_free, make_ring, read, slots_of, write
+from torchrl_unilab.errors import UsageError
 from torchrl_unilab.shm import ring, ring_writer, tokens
 from torchrl_unilab.shm.ring import RolloutRing
 
@@ -129,6 +131,14 @@ def test_an_interrupted_claim_of_a_free_slot_is_claimed_again():
         assert (p.first.written[0], p.first.dropped[0]) == (3, 0)
 
 
+def test_a_slot_whose_claim_was_interrupted_is_committed_as_itself_or_not_at_all():
+    for p, _ in interrupted(nothing, claims):
+        with contextlib.suppress(UsageError):
+            p.first.commit()
+        p.check_owners()
+        p.first.abandon()
+
+
 def test_an_interrupted_commit_is_done_or_is_done_again():
     for p, _ in interrupted(claimed, lambda p, _: p.first.commit()):
         if p.first._hand:
@@ -222,6 +232,20 @@ def test_a_reader_reads_on_after_an_interrupted_recovery():
     for p, _ in interrupted(prepare, lambda p, _: p.reader.recover(0), orphans=True):
         assert read_all(p.reader) == [0]
         p.reader.recover(0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_rollouts_of_a_dead_writer_keep_their_order_though_its_recovery_was_interrupted(again):
+    for nth in range(1, 10_000):
+        with make_ring(elements=2, slots=3) as ring, attach(ring) as end:
+            assert all(write(end) for _ in range(3))
+            end._words[ring_writer.PROCESS] = DEAD
+            if not Bytecodes(nth, MODULES).interrupts(partial(ring.recover, 0)):
+                assert nth > 10, "the call was not traced"
+                return
+            if again:
+                ring.recover(0)
+            assert [read(ring) for _ in range(3)] == [(0, 1), (0, 2), (0, 3)]
 
 
 def is_locked(ring: RolloutRing) -> bool:

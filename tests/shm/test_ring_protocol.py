@@ -548,3 +548,5 @@ def test_a_recovery_takes_the_models_steps(lease):
         found = [label for label in trace if label and label[0] != "generation"]
         assert found == expected
         assert [other.slot for other in ring.leases] == ([held.slot] if held else [])
+        trace.clear()
+        assert (ring.read, trace) == ((0, 0), [])  # it is complete: no token moves any more

@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -117,13 +118,14 @@ def _kill(process) -> None:
 
 def test_a_reader_that_waits_names_a_writer_that_died_until_it_is_recovered():
     with make_ring(slots=2, writers=2, overflow="block") as ring:
-        with spawned(write_half, ring, 0) as (process, pipe):
+        with spawned(write_half, ring, 1) as (process, pipe):
             receive(pipe)
             died = process.pid
             _kill(process)
-        with pytest.raises(PeerGoneError, match=f"writer 0: process {died} has died"):
+        assert ring.acquire() is None  # without a look at who lives
+        with pytest.raises(PeerGoneError, match=f"writer 1: process {died} has died"):
             ring.acquire(timeout=DEADLINE)
-        assert ring.recover(0) == 1
+        assert ring.recover(1) == 1
         assert ring.acquire(timeout=0.01) is None
 
 
@@ -157,6 +159,22 @@ def test_a_reader_waits_without_end_for_a_writer_that_is_yet_to_come():
         end.become_writer(1)
         write(end)
         assert acquired.result(DEADLINE).writer == 1
+
+
+def test_a_reader_waits_without_end_for_a_writer_whose_process_has_become_another(monkeypatch):
+    with make_ring(slots=2, writers=2) as ring, attach(ring) as end:
+        end.become_writer(0)
+        end.become_writer(1)
+        end.resign()
+
+        def comes_late(*_: object) -> Iterator[None]:
+            yield  # the reader looks who is left
+            end.become_writer(0)
+            write(end)
+            yield
+
+        monkeypatch.setattr(ring_module, "waits", comes_late)
+        assert ring.acquire(None).writer == 0
 
 
 def test_what_a_writer_commits_in_its_last_moment_is_not_missed(monkeypatch):
@@ -289,8 +307,11 @@ def test_a_second_reader_is_refused():
         write(ring)
         receive(pipe)
         for use in (ring.acquire, lambda: ring.recover(0)):
-            with pytest.raises(RuntimeError, match=f"process {process.pid} is its reader"):
+            with pytest.raises(UsageError, match=rf"{process.pid} is its reader \(expected this"):
                 use()
+        _kill(process)
+        with pytest.raises(UsageError, match="is its reader, and has ended with what it held"):
+            ring.acquire()
 
 
 def test_registration_waits_a_bounded_time_for_a_stopped_process():
