@@ -7,17 +7,26 @@ import mmap
 import multiprocessing
 import os
 import pickle
+import signal
+import sys
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from tests.support.processes import DEADLINE, process_with_id, receive, spawned
+from tests.support.processes import DEADLINE, process_with_id, receive, spawned, wait_for
 from tests.support.rings import make_ring, read, write
-from torchrl_unilab.shm import SharedSegment
-from torchrl_unilab.shm.liveness import process_id, process_is_alive, this_process
+from torchrl_unilab.shm import SharedSegment, liveness
+from torchrl_unilab.shm.liveness import (
+    process_id,
+    process_is_alive,
+    process_is_stopped,
+    this_process,
+)
 
 
 def _tell_who_and_wait(pipe: Connection) -> None:
@@ -127,3 +136,45 @@ def test_what_is_pickled_twice_for_one_process_is_there_twice(method):
         gc.collect()
         descriptors.append(psutil.Process().num_fds())
     assert descriptors[1] <= descriptors[0]
+
+
+def test_a_stopped_process_is_told_from_another_that_had_its_id():
+    with spawned(_tell_who_and_wait) as (_, pipe):
+        pid, word = receive(pipe)
+        assert not process_is_stopped(word)
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda: process_is_stopped(word))
+        assert process_is_alive(word)
+        assert not process_is_stopped(word ^ (1 << 40))
+
+
+def test_the_name_of_a_program_may_hold_what_ends_it_in_the_kernels_words():
+    word, name = this_process(), Path("/proc/self/comm")
+    before = name.read_text().strip()
+    name.write_text("a) Z 1 (b")
+    alive = process_is_alive(word)
+    name.write_text(before)
+    assert alive
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])
+def test_a_process_that_ends_while_it_is_looked_at_is_not_alive(error, monkeypatch):
+    word = this_process()
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=error))
+    assert not process_is_alive(word)
+
+
+def test_off_linux_processes_are_known_by_id_and_start_time_too(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    word = liveness._word_of(os.getpid())
+    assert process_id(word) == os.getpid()
+    assert word >> 22 == round(100 * psutil.Process().create_time())
+    assert process_is_alive(word)
+    assert not process_is_alive(word ^ (1 << 40))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert liveness._word_of(child) == 0
+    os.waitpid(child, 0)
+    assert liveness._word_of(child) == 0
