@@ -224,7 +224,9 @@ def test_a_segment_that_does_not_fit_is_refused_before_allocation(name, monkeypa
     monkeypatch.setattr(segment_module, "free_bytes", lambda named: 1023)
     monkeypatch.setattr(segment_module, "_create_named", pytest.fail)
     monkeypatch.setattr(segment_module, "_create_anonymous", pytest.fail)
-    with pytest.raises(SegmentSpaceError, match=r"1024 bytes do not fit .*at most 1023"):
+    where = "memory" if name is None else "shared-memory mount"
+    expected = rf"1024 bytes do not fit .*at most 1023 bytes, free in {where}"
+    with pytest.raises(SegmentSpaceError, match=expected):
         SharedSegment(1024, name=name)
 
 
@@ -236,9 +238,10 @@ def test_the_room_of_a_named_segment_is_that_of_its_mount(monkeypatch, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are reserved on Linux")
-def test_a_mount_that_fills_up_meanwhile_leaves_nothing(monkeypatch, tmp_path):
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.ENOMEM])
+def test_a_mount_that_fills_up_meanwhile_leaves_nothing(code, monkeypatch, tmp_path):
     def full(*_):
-        raise OSError(errno.ENOSPC, "no space")
+        raise OSError(code, "no space")
 
     monkeypatch.setenv("TORCHRL_UNILAB_SHM_DIR", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -347,8 +350,9 @@ def test_a_segment_without_a_name_is_anonymous(monkeypatch):
 def test_the_environment_gives_each_segment_a_name(monkeypatch):
     monkeypatch.setenv("TORCHRL_UNILAB_SEGMENT", "named")
 
-    with SharedSegment(64) as segment:
+    with SharedSegment(64) as segment, SharedSegment(64) as other:
         assert (named_directory() / segment.name).exists()
+        assert segment.name != other.name
 
 
 def test_an_unknown_kind_setting_is_refused(monkeypatch):
