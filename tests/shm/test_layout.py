@@ -102,3 +102,12 @@ def test_matching_tensors_come_in_the_layouts_order():
     first, second = LAYOUT.select({"n": n, "w": w})
     assert first is w
     assert second is n
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"), [(2, r"k0, k1\)"), (9, r"k0, k1, k2, k3, k4, k5, k6, k7, \.\.\.\)")]
+)
+def test_as_many_tensors_as_fields_are_asked_for_by_the_first_names(fields, shown):
+    layout = BlockLayout.of({f"k{i}": torch.zeros(1) for i in range(fields)})
+    with pytest.raises(LayoutKeyError, match=rf"tensors: 1 \(expected {fields}: {shown}"):
+        layout.check([torch.zeros(1)])

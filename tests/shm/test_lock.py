@@ -127,6 +127,23 @@ def test_a_lock_is_had_as_soon_as_another_process_releases_it(monkeypatch):
         assert asked
 
 
+@pytest.mark.parametrize("refusal", [BlockingIOError, PermissionError])
+def test_a_lock_is_asked_for_again_however_the_system_says_that_another_has_it(
+    refusal, monkeypatch
+):
+    lockf, refusals = fcntl.lockf, [refusal] * 2
+
+    def refuse_twice(descriptor: int, operation: int, *of: int) -> None:
+        if operation != fcntl.LOCK_UN and refusals:
+            raise refusals.pop()
+        lockf(descriptor, operation, *of)
+
+    with SharedSegment(64) as segment:
+        monkeypatch.setattr(fcntl, "lockf", refuse_twice)
+        assert _try(RangeLock(segment, 30.0))
+    assert not refusals
+
+
 def test_an_error_while_it_is_held_releases_it():
     with SharedSegment(64) as segment:
         lock = RangeLock(segment, 0.02)
