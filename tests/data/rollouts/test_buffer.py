@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.support.rollouts import make_rollout, stack
@@ -44,8 +46,45 @@ def test_an_emptied_buffer_has_not_run_out_and_keeps_its_count_if_told_to(storag
     assert len([*buffer]) == 2
     buffer.empty(**settings)
     assert (len(buffer), buffer.write_count, buffer.sampler.ran_out) == (0, count, False)
+    assert storage.read_count == count
 
 
 def test_an_iteration_without_a_batch_size_is_refused_as_by_a_stock_buffer(storage):
     with pytest.raises(RuntimeError, match="Batch_size was not specified"):
         next(iter(RolloutReplayBuffer(storage=storage)))
+
+
+def test_a_rollout_that_is_leased_while_a_buffer_is_emptied_still_counts(storage):
+    buffer = RolloutReplayBuffer(storage=storage, batch_size=1)
+    buffer.extend(stack(1, 2))
+    lease = storage.acquire()
+    buffer.empty()
+    assert (buffer.write_count, storage.read_count, len(buffer)) == (1, 0, 0)
+    storage.release(lease)
+    assert (buffer.write_count, storage.read_count) == (1, 1)
+
+
+def _empty(storage: RolloutRingStorage) -> None:
+    storage.write(make_rollout(1))
+    storage._empty()
+
+
+def _load(storage: RolloutRingStorage) -> None:
+    with RolloutRingStorage(1, example=make_rollout()) as other:
+        other.write(make_rollout(1))
+        storage.load_state_dict(other.state_dict())
+    storage.release(storage.acquire())
+
+
+@pytest.mark.parametrize("leave", [_empty, _load])
+def test_a_reader_waits_without_end_for_the_writer_that_emptying_or_loading_left(
+    storage, leave, monkeypatch
+):
+    def comes_late(*_: object) -> Iterator[None]:
+        yield  # the reader looks who is left
+        storage.write(make_rollout(2))
+        yield
+
+    leave(storage)
+    monkeypatch.setattr("torchrl_unilab.shm.ring.waits", comes_late)
+    assert storage.wait(None)

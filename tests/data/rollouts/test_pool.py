@@ -160,9 +160,12 @@ def test_a_state_of_another_size_changes_nothing():
     assert other.data["next", "reward"][0, 0].item() == 400.0
 
 
-def test_a_rollout_without_environments_is_refused():
-    with pytest.raises(LayoutShapeError, match=r"batch size \[3\] \(expected \[N, T\]"):
-        RolloutPool(2).add(_rollout(1)[0])
+@pytest.mark.parametrize(
+    ("rollout", "size"), [(_rollout(1)[0], r"\[3\]"), (_rollout(1).unsqueeze(0), r"\[1, 2, 3\]")]
+)
+def test_a_rollout_of_other_dimensions_than_environments_and_time_is_refused(rollout, size):
+    with pytest.raises(LayoutShapeError, match=rf"batch size {size} \(expected \[N, T\]"):
+        RolloutPool(2).add(rollout)
 
 
 def test_a_state_is_not_changed_by_rollouts_that_come_later():
@@ -196,6 +199,16 @@ def test_a_pool_that_loads_rollouts_of_another_size_takes_those_from_then_on():
     pool.add(_rollout(1, steps=T + 1))
     with pytest.raises(LayoutShapeError):
         pool.add(_rollout(2))
+
+
+def test_a_pool_that_loads_no_rollouts_is_as_a_new_one():
+    pool = RolloutPool(2)
+    pool.add(_rollout(0))
+    pool.load_state_dict(RolloutPool(2).state_dict())
+    with pytest.raises(ConfigError, match="it is empty"):
+        _ = pool.data
+    pool.add(_rollout(1, steps=T + 1))
+    assert pool.data.batch_size == (T + 1, N)
 
 
 def test_a_pool_keeps_no_graph_of_what_it_is_given():
